@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-    from atorch.runtime.chunk.schedule.pass_schedule import Pass
+    from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
 
 
 class Workload(NamedTuple):
@@ -19,7 +19,7 @@ class Workload(NamedTuple):
 
     name: str
     parameters: Mapping[str, nn.Parameter]
-    foreseen: Pass
+    foreseen: AccessTrace
 
 
 def gpt2(hidden: int, blocks: int, heads: int) -> nn.Module:

@@ -294,7 +294,7 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
 
 def _chunks(name: str, num: int) -> dict[str, float]:
     from atorch.runtime.chunk.chunked import course, lay_out, pinned_in
-    from atorch.runtime.chunk.schedule.pass_schedule import Access, Pass
+    from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
 
     widths, share = CHUNKED[name]
     parameters: dict[str, torch.nn.Parameter] = {}
@@ -309,7 +309,7 @@ def _chunks(name: str, num: int) -> dict[str, float]:
     for layer in reversed(range(num // 2)):
         accesses.append(Access("backward", frozenset((f"{layer}.weight",)), KEPT * (layer + 1)))
         gradients += [(len(accesses), f"{layer}.bias"), (len(accesses), f"{layer}.weight")]
-    foreseen = Pass(accesses, gradients)
+    foreseen = AccessTrace(accesses, gradients)
     total = sum(4 * each.numel() for each in parameters.values())
     budget = int(share * total) + KEPT * num // 2
     marks = [time.process_time()]

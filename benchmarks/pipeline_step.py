@@ -28,7 +28,7 @@ from compare import Row, interleave
 from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 
 ROWS, LAYERS, MICRO_BATCHES = 8, 4, 4
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -168,7 +168,7 @@ def ended(step: Step) -> Step:
 
 def sends(step: Step) -> int:
     """How many tensors this process sends to a neighbour in a step, and gets from one."""
-    with Messages() as sent:
+    with CommCounter() as sent:
         step()
     return sum(calls for (kind, _), (calls, _) in sent.counts.items() if kind in ("send", "receive"))
 

@@ -34,11 +34,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.plan_for_cluster import subject_of
-from atorch.auto.planner.dry_run.dry_run_loop import Explorer, Job
+from atorch.auto.planner.dry_run.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_run.start_times import FIRST_STEPS, Starts
 from atorch.auto.planner.dry_run.step_timing import Failure
 from atorch.auto.planner.dry_run.surrogate_model import tokens_of
-from atorch.auto.planner.dry_run.time_budget import Clock
+from atorch.auto.planner.dry_run.time_budget import TimeBudget
 from atorch.auto.planner.dry_run.trial_order import compiles
 from atorch.auto.planner.estimate.ranking import Wanted, best_level
 from atorch.auto.planner.estimate.score import Scored
@@ -151,10 +151,10 @@ class Machine:
 
     def searched(self, limit: float | None, seed: int) -> dict[str, Any]:
         """The choice of a search in so many seconds."""
-        job, clock = self.job, Clock(limit, now=self.now, began=0.0)
+        job, clock = self.job, TimeBudget(limit, now=self.now, began=0.0)
         self.now.time_s = BEFORE_S
-        explorer = Explorer(
-            Job(
+        explorer = DryRunLoop(
+            SearchJob(
                 cluster=job.cluster, crew=Alone(), candidates=job.candidates, clock=clock, starts=job.starts(),
                 epoch=lambda: job.epoch,
             )  # type: ignore[arg-type]

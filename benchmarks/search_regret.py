@@ -139,7 +139,7 @@ def make_context(name: str) -> Any:
 def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     """On each of two processes: choose, measure what promises most, measure choice and best in turns."""
     from atorch.auto.planner import search
-    from atorch.auto.planner.dry_run.fault_barrier import Crew
+    from atorch.auto.planner.dry_run.fault_barrier import Coordinator
     from atorch.auto.planner.dry_run.step_timing import measure as measure_trial
     from atorch.auto.planner.dry_run.trial import Trial
     from atorch.auto.planner.dry_run.trial_context import Feed
@@ -152,7 +152,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     began = time.monotonic()
     plan = search(ctx, time_limit=10.0 if quick else None)
     search_s = time.monotonic() - began
-    crew, feed = Crew(ctx.world), Feed(ctx)
+    crew, feed = Coordinator(ctx.world), Feed(ctx)
     ctx = replace(ctx, sample_batch=sample_of(ctx, feed))  # for what watches the model at work before it splits it
     others = [each for each in plan.rejected if each.estimate is not None and each.why not in ("hardware", "memory")]
     others.sort(key=lambda each: each.estimate.step_s if each.estimate else math.inf)

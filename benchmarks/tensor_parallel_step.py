@@ -24,7 +24,7 @@ from compare import Row, interleave
 from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 
 ROWS = 4
 BAR = 1.02
@@ -101,7 +101,7 @@ def by_atorch(width: int) -> Step:
 
 def collectives(step: Step) -> int:
     """How many collectives a step has."""
-    with Messages() as sent:
+    with CommCounter() as sent:
         step()
     return sum(calls for calls, _ in sent.counts.values())
 

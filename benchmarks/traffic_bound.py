@@ -20,10 +20,10 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, hstack
 
-from atorch.runtime.chunk.schedule.transfer_schedule import Moment
+from atorch.runtime.chunk.schedule.transfer_schedule import ScheduleStep
 
 
-def lower_bound(moments: Sequence[Moment], parameter_bytes: Sequence[int], budget_bytes: int) -> float:
+def lower_bound(moments: Sequence[ScheduleStep], parameter_bytes: Sequence[int], budget_bytes: int) -> float:
     """The least bytes fetched in a step, infinite where a moment does not fit.
 
     Args:

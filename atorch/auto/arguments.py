@@ -27,7 +27,7 @@ from atorch.errors import ArgumentError, near_miss, shown
 from atorch.files.access import FileKind, check_target
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.dry_run.calibration import Source
+    from atorch.auto.planner.dry_run.calibration import CalibrationPath
 
 _ABOUT_STRATEGIES = ("excluded", "included", "load_strategy", "finetune_strategy", "save_strategy_to_file")
 FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "objective", "reserve", "verify")  # arguments of `plan`
@@ -81,14 +81,14 @@ OWN = ("model", "dataset", "load_strategy", "sample_batch", "save_strategy_to_fi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CallOptions:
     """The keywords of `auto_accelerate` and `plan` beyond their signature."""
 
     ignore_dryrun_on_load_strategy: bool = True
     verbose: bool = False
     time_limit: float | None = None  # seconds for the search
     precision: Exactness | None = None  # the least exact numbers: one of EXACTNESS; None: see `planner.Wanted`
-    calibration: Source = True  # where the search keeps and finds what was measured on this machine
+    calibration: CalibrationPath = True  # where the search keeps and finds what was measured on this machine
     find_unused_parameters: bool = False
     sampler_seed: int = 0
     loss_weight: Any = "auto"  # what the loss is a mean over, of parts of a batch and over processes: see LossWeight
@@ -99,7 +99,7 @@ class Options:
     timeout: float = worlds.TIMEOUT.total_seconds()  # seconds that processes wait for one another in their groups
 
     @classmethod
-    def of(cls, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> Options:
+    def of(cls, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> CallOptions:
         """The options from keywords; raises ArgumentError for one that does not exist or does not hold.
 
         others: arguments of the door beside these, which may have been meant.
@@ -151,11 +151,11 @@ def need_bool(name: str, given: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class Request:
     """The arguments of a front door, read and checked, as all processes have them."""
 
     job: Mapping[str, Any]  # of `make_context`
-    options: Options
+    options: CallOptions
     strategy: Strategy | None = None  # as it was given
     finetune: bool = False
     excluded: Any = None
@@ -167,7 +167,7 @@ class Call:
         return self.strategy is None or self.finetune
 
 
-def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Call:
+def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Request:
     """The call of `auto_accelerate` that all processes make: its arguments, and keywords beyond the signature.
 
     Raises:
@@ -175,12 +175,12 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
     """
     job = {name: value for name, value in given.items() if name not in _ABOUT_STRATEGIES}
 
-    def read() -> Call:
-        options = Options.of(keywords, list(given))
+    def read() -> Request:
+        options = CallOptions.of(keywords, list(given))
         check_job(**job)
         need_bool("finetune_strategy", given["finetune_strategy"])
         source, target = given["load_strategy"], given["save_strategy_to_file"]
-        call = Call(
+        call = Request(
             job=job,
             options=options,
             strategy=None if source is None else Strategy.of(source).settled(job["model"]),
@@ -201,7 +201,7 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
     return agreed("auto_accelerate", lambda: _given({**given, **keywords}), read, _found)
 
 
-def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) -> Call:
+def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) -> Request:
     """The call of `plan` for its own devices that all processes make.
 
     Raises:
@@ -209,11 +209,11 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
     """
     names = ("optim_func", "dataset", "loss_func")
 
-    def read() -> Call:
+    def read() -> Request:
         wanted, options = _split({**keywords, **positioned(given, names, keywords)})
         excluded, included = (_names(wanted.pop(name, None), name) for name in ("excluded", "included"))
         job = {"model": model, **wanted}
-        call = Call(job=job, options=Options.of(options), excluded=excluded, included=included)
+        call = Request(job=job, options=CallOptions.of(options), excluded=excluded, included=included)
         check_job(**job)
         _need_for_steps(job)
         return call
@@ -264,7 +264,7 @@ def meant(name: str, known: Collection[str]) -> str:
 
 def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keywords of `plan`, those that describe the job apart from the options; raises ArgumentError for others."""
-    own = {each.name for each in fields(Options)}
+    own = {each.name for each in fields(CallOptions)}
     job = {name: value for name, value in keywords.items() if name not in own}
     known = {*inspect.signature(check_job).parameters, "excluded", "included"}
     for name in job:
@@ -291,7 +291,7 @@ def _given(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
     return {"arguments": plain, "dataset": described_dataset(arguments.get("dataset"))}
 
 
-def _found(call: Call) -> Mapping[str, Facts]:
+def _found(call: Request) -> Mapping[str, Facts]:
     """Facts of what was read that must be equal."""
     strategy = Fact("None" if call.strategy is None else f"[{call.strategy}]")
     return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job["model"])}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HALVINGS = 3
 
-Ask = Callable[[int], "ClusterPlan"]  # raises NoFeasiblePlanError
+PlanForSize = Callable[[int], "ClusterPlan"]  # raises NoFeasiblePlanError
 Tell = Callable[[int, "ClusterPlan | None"], None]
 
 
@@ -36,7 +36,7 @@ class Fit:
 class _Questions:
     """Asks for plans and remembers the outcome."""
 
-    def __init__(self, ask: Ask, tell: Tell) -> None:
+    def __init__(self, ask: PlanForSize, tell: Tell) -> None:
         self.tried: list[tuple[int, bool]] = []
         self.refusal: NoFeasiblePlanError | None = None  # the last
         self._ask, self._tell = ask, tell
@@ -52,7 +52,7 @@ class _Questions:
         return found
 
 
-def largest(ask: Ask, first: int, limit: int, tell: Tell) -> Fit:
+def largest(ask: PlanForSize, first: int, limit: int, tell: Tell) -> Fit:
     """The largest size up to `limit` that fits; `first` is where the search begins.
 
     Raises:

@@ -35,7 +35,7 @@ from atorch.runtime.optimizer.parameter_groups import keep_to
 from atorch.runtime.tensor_parallel.layout.model_layout import rows_of
 
 if TYPE_CHECKING:
-    from atorch.auto.reference_step import PlainPass
+    from atorch.auto.reference_step import ReferenceStep
     from atorch.auto.strategy import Strategy
     from atorch.runtime.tensor_parallel import ModelLayout
 
@@ -64,7 +64,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Binding:
+class ModelFacts:
     """Facts of an accelerated model that clipping and saving need; kept on the model as `_atorch`."""
 
     mesh: Mesh | None = None
@@ -72,11 +72,11 @@ class Binding:
     layout: ModelLayout | None = None  # how parameters are split over the axis tensor
     write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # into a parameter that is held elsewhere
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelFacts:
         return self  # a copy of the model lives on the same processes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Binding, ()  # process groups and optimizers do not travel
+        return ModelFacts, ()  # process groups and optimizers do not travel
 
 
 class _Fields(NamedTuple):
@@ -120,7 +120,7 @@ class Context:
     args: Mapping[str, bool] = field(default_factory=dict)
 
     sample_batch: Any = None
-    plain_pass: PlainPass | None = None  # plain training's first pass, to which strategies are held
+    plain_pass: ReferenceStep | None = None  # plain training's first pass, to which strategies are held
     profile: ModelProfile | None = None
     layout: ModelLayout | None = None  # how parameters are split over the axis tensor
     on_host: tuple[torch.Tensor, ...] = ()  # parameters, and what more memory is asked of, that are in host memory
@@ -171,7 +171,7 @@ class Context:
             built = finish(built)
         if built.loss_func is not None and self.batch_axes and not built.weighs_ranks:
             built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
-        binding = Binding(self.mesh, built.loss_scale, self.layout, self.write_value)
+        binding = ModelFacts(self.mesh, built.loss_scale, self.layout, self.write_value)
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", binding)
         add_clipping(built.model)
@@ -187,7 +187,7 @@ class Context:
             scheduler = self.make_scheduler(built.optim)
         return self._result(built, scheduler)
 
-    def _guard_gradients(self, built: Built, binding: Binding) -> None:
+    def _guard_gradients(self, built: Built, binding: ModelFacts) -> None:
         """Let gradients refuse numbers, such as norms, that would not be the ones of plain training."""
         parameters = dict(built.model.named_parameters())
         is_scaled = built.loss_scale is not _unscaled

@@ -37,7 +37,7 @@ from atorch.units import format_bytes
 if TYPE_CHECKING:
     from atorch.auto.planner.cluster_plan import ClusterPlan
 
-Ask = Callable[[float], "ClusterPlan"]
+PlanForMargin = Callable[[float], "ClusterPlan"]
 """The plan where such a share of a device's memory is kept free."""
 
 MakeModel = Callable[[], nn.Module]
@@ -226,7 +226,7 @@ def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowa
     return replace(plan, simulated=found)
 
 
-def _fitting(plan: ClusterPlan, ask: Ask, verified: Callable[[ClusterPlan], ClusterPlan]) -> ClusterPlan:
+def _fitting(plan: ClusterPlan, ask: PlanForMargin, verified: Callable[[ClusterPlan], ClusterPlan]) -> ClusterPlan:
     """The plan, simulated; while its choice does not fit, one for less memory, with a note of what was given up."""
     usable, plan, given_up = plan.usable_bytes, verified(plan), tuple[str, ...]()
     for left in reversed(range(ASKED_AGAIN + 1)):
@@ -246,7 +246,7 @@ def _fitting(plan: ClusterPlan, ask: Ask, verified: Callable[[ClusterPlan], Clus
     return plan
 
 
-def _asked(ask: Ask, memory_bytes: float, rooms: Iterable[float]) -> ClusterPlan | None:
+def _asked(ask: PlanForMargin, memory_bytes: float, rooms: Iterable[float]) -> ClusterPlan | None:
     """The plan in the first of several rooms in which something fits."""
     for room in rooms:
         try:

@@ -31,11 +31,11 @@ from atorch.distributed.collectives import first_told, from_rank_zero, gather_ob
 from atorch.distributed.local_collectives import alone
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.tensor_components import same_values
-from atorch.model.state import Attributes, Change, evaluation_mode, put_back, still
+from atorch.model.state import Attributes, ParameterWrite, evaluation_mode, put_back, still
 from atorch.runtime.data.batch_split import joined, num_rows, take
 from atorch.runtime.gradients.backward_targets import muted
 from atorch.runtime.gradients.clip import norm_of_grads
-from atorch.runtime.gradients.gradient_check import Sample, sample_of
+from atorch.runtime.gradients.gradient_check import GradientSample, sample_of
 from atorch.runtime.loss.loss_value import value_of
 from atorch.units import format_bytes
 
@@ -68,7 +68,7 @@ class Figures:
 
     loss: float
     grad_norm: float | None  # None where it cannot be taken: sparse gradients, fp16 ones that overflowed
-    gradients: Sample = field(default_factory=dict)  # of plain training
+    gradients: GradientSample = field(default_factory=dict)  # of plain training
     farthest: tuple[float, str] = (0.0, "")  # from these: how far, and whose gradient
     lost: str | None = None  # a parameter that the forward pass wrote, and that is not what plain training made of it
     drawn: int | None = None  # a checksum of torch's random state after the forward pass
@@ -91,7 +91,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class PlainPass:
+class ReferenceStep:
     """Plain training's first pass, the same on all processes; `why_not` says why there is none."""
 
     why_not: str | None = None
@@ -106,7 +106,9 @@ class PlainPass:
     evaluates: bool = False  # whether the model runs in evaluation mode without gradients
     prompt: Tensor | None = None  # tokens from which the model generates
     moves_buffers: bool = False
-    changes: Mapping[str, Change] = field(default_factory=dict)  # of parameters that the forward pass writes itself
+    changes: Mapping[str, ParameterWrite] = field(
+        default_factory=dict
+    )  # of parameters that the forward pass writes itself
     counters: Mapping[str, int] = field(
         default_factory=dict
     )  # attributes that it sets to whole numbers, by their paths
@@ -124,11 +126,11 @@ class _Seen:
     precision: str
     draws: bool
     moves_buffers: bool
-    changes: Mapping[str, Change]
+    changes: Mapping[str, ParameterWrite]
     counters: Mapping[str, int]
 
 
-def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> PlainPass:
+def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> ReferenceStep:
     """The first pass of plain training, on the context's own model, which is afterwards as it was.
 
     All processes call this together, with the same model.
@@ -158,10 +160,10 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> PlainPass:
             training, evaluating = training * shares, None if evaluating is None else evaluating * shares
         evaluates, prompt = _on_every_process(lambda: _evaluation(ctx, batch, within))
     except _Incomparable as reason:
-        return PlainPass(why_not=str(reason), communicates=lone.communicates)
+        return ReferenceStep(why_not=str(reason), communicates=lone.communicates)
     finally:
         lone.close()
-    return PlainPass(
+    return ReferenceStep(
         communicates=lone.communicates,
         batch=batch,
         shares=shares,
@@ -282,7 +284,7 @@ def _by_share(ctx: Context, batch: Any, shares: int, within: Within, whole: Figu
 
 
 def _run_plainly(
-    ctx: Context, batch: Any, within: Within, in_evaluation_mode: bool = False, like: Sample | None = None
+    ctx: Context, batch: Any, within: Within, in_evaluation_mode: bool = False, like: GradientSample | None = None
 ) -> _Seen:
     assert ctx.loss_func is not None
     model, dtypes = ctx.root, set()

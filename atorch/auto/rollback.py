@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from atorch.auto.context import Context
-from atorch.auto.planner.dry_run.fault_barrier import Crew, Guard, forget_compiled
+from atorch.auto.planner.dry_run.fault_barrier import Coordinator, FaultBarrier, forget_compiled
 from atorch.distributed.mesh import set_current
 from atorch.distributed.rng import RandomState
 from atorch.model.snapshot import Snapshot
@@ -31,13 +31,13 @@ def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None
     processes, and the groups that it made are closed.
     """
     kept, random_state, made = Snapshot(ctx.root), RandomState.now(), list[T]()
-    crew = Crew(ctx.world)
+    crew = Coordinator(ctx.world)
 
     def let_go() -> None:
         made.clear()
         kept.restore()  # a model that was sharded holds the group, and who waits in that would not hear of its end
 
-    guard = Guard(ctx.world, crew, let_go, timeout_s=ctx.world.timeout.total_seconds())
+    guard = FaultBarrier(ctx.world, crew, let_go, timeout_s=ctx.world.timeout.total_seconds())
     own = replace(ctx, rank_weights=[], unrounded={})
 
     def working() -> None:

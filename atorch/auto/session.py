@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from atorch.auto.arguments import Call, Options
+from atorch.auto.arguments import CallOptions, Request
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.shared.optimizer_compatibility import tell_kernel
 from atorch.auto.opt_lib.shared.precision import tell_of_16_bits
-from atorch.auto.reference_step import PlainPass, plain_pass
+from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.rollback import attempt
 from atorch.auto.strategy import Strategy
 from atorch.auto.verification import as_strategy_errors, cannot_evaluate, check
@@ -45,7 +45,7 @@ MAX_KEPT = 50  # rejected compositions in a strategy's report
 MAX_ATTEMPTS = 24  # at applying what was chosen, and what was next best
 
 
-def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
+def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """Do the work of `auto_accelerate` with its arguments."""
     began, options, target = time.monotonic(), call.options, call.target
     with speaking(options.verbose and worlds.init().rank == 0):
@@ -76,14 +76,14 @@ def run(call: Call) -> tuple[bool, AccelerateResult | None, Strategy | None]:
         return True, result, strategy
 
 
-def searched(call: Call) -> Plan:
+def searched(call: Request) -> Plan:
     began = time.monotonic()
     return _searched(_context(call), None, call, began)
 
 
-def _searched(ctx: Context, fixed: Strategy | None, call: Call, began: float) -> Plan:
+def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float) -> Plan:
     from atorch.auto.planner import search
-    from atorch.auto.planner.dry_run.time_budget import Clock
+    from atorch.auto.planner.dry_run.time_budget import TimeBudget
 
     excluded = call.excluded if ctx.initial is None else (*(call.excluded or ()), *NEEDING_VALUES)
     return search(
@@ -92,7 +92,7 @@ def _searched(ctx: Context, fixed: Strategy | None, call: Call, began: float) ->
         included=call.included,
         fixed=fixed,
         precision=call.options.precision,
-        clock=Clock(call.options.time_limit, began=began),
+        clock=TimeBudget(call.options.time_limit, began=began),
         verbose=call.options.verbose,
         calibration=_calibration(call.options, ctx),
         verify=call.options.verify,
@@ -165,7 +165,7 @@ def _kept(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "rejected": learnt}
 
 
-def _expected(ctx: Context, shares: int, verify: bool) -> PlainPass:
+def _expected(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
     """Plain training's first pass, the search's where it made one that can be shared out so; the reason if none, told.
 
     What a search had no time for is not made up for when its time is over.
@@ -183,16 +183,16 @@ def _has_all(ctx: Context) -> bool:
     return None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
 
 
-def _plain_pass(ctx: Context, shares: int) -> PlainPass:
+def _plain_pass(ctx: Context, shares: int) -> ReferenceStep:
     """Plain training's first pass, where there is all that it takes; else the reason why not."""
     from atorch.auto.planner.dry_run.trial_context import Feed
 
     if not _has_all(ctx):
-        return PlainPass(why_not="it takes optim_func, dataset and loss_func")
+        return ReferenceStep(why_not="it takes optim_func, dataset and loss_func")
     return plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
 
 
-def _check(applied: Context, result: AccelerateResult, expected: PlainPass) -> None:
+def _check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> None:
     check(applied, result, expected)
     # What splits the model may fail on one process alone, and leave the others waiting; a dry run is guarded.
     if all(set(each.splits) <= set(BATCH_AXES) for each in applied.strategy or ()):
@@ -224,7 +224,7 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     return replace(ctx, sample_batch=from_rank_zero(together(first)))
 
 
-def _context(call: Call) -> Context:
+def _context(call: Request) -> Context:
     options = call.options
     world = worlds.init(timeout=timedelta(seconds=options.timeout))
     cluster = ClusterSpec.detect(world, measure=call.searches)
@@ -240,13 +240,13 @@ def _context(call: Call) -> Context:
     return replace(made, sample_batch=options.sample_batch, loss_weight=options.loss_weight)
 
 
-def _calibration(options: Options, ctx: Context) -> Calibration | None:
+def _calibration(options: CallOptions, ctx: Context) -> Calibration | None:
     from atorch.auto.planner.dry_run.calibration import Calibration
 
     return Calibration.of(options.calibration, ctx.cluster, versions())
 
 
-def _initial(model: nn.Module, given: Strategy | None, call: Call) -> InitialValues | None:
+def _initial(model: nn.Module, given: Strategy | None, call: Request) -> InitialValues | None:
     """Initial values of the model's parameters on the meta device; None where it has none there, or shall not.
 
     Raises:
@@ -339,7 +339,7 @@ def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     return found
 
 
-def _chosen(ctx: Context, given: Strategy | None, call: Call, began: float) -> tuple[Strategy, Plan | None]:
+def _chosen(ctx: Context, given: Strategy | None, call: Request, began: float) -> tuple[Strategy, Plan | None]:
     """The given strategy, dry-run where the user wants that; or the plan's, and the plan."""
     if given is not None and not call.finetune:
         if not call.options.ignore_dryrun_on_load_strategy:

@@ -31,7 +31,7 @@ from atorch.auto.reference_step import (
     BANDS,
     NOISE,
     Figures,
-    PlainPass,
+    ReferenceStep,
     coarser,
     drawn,
     generate,
@@ -61,7 +61,7 @@ SMALLEST_NORM = 1e-6  # norms below this are taken for rounding
 QUICK_S = 2.0  # a first pass that takes no longer is taken twice
 
 
-def check(applied: Context, result: AccelerateResult, expected: PlainPass) -> None:
+def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> None:
     """Hold a strategy's first pass to plain training's. All processes call this together.
 
     Args:
@@ -128,7 +128,7 @@ def as_strategy_errors(strategy: Strategy) -> Iterator[None]:
         ) from error
 
 
-def cannot_evaluate(applied: Context, result: AccelerateResult, expected: PlainPass) -> str | None:
+def cannot_evaluate(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> str | None:
     """The part of a plain model's evaluation that fails under the strategy: the forward pass, or `generate`."""
     if _why_not(applied, result, expected) is not None:
         return None
@@ -145,7 +145,7 @@ def cannot_evaluate(applied: Context, result: AccelerateResult, expected: PlainP
 
 
 def _run(
-    applied: Context, result: AccelerateResult, expected: PlainPass, noise: float, in_evaluation_mode: bool = False
+    applied: Context, result: AccelerateResult, expected: ReferenceStep, noise: float, in_evaluation_mode: bool = False
 ) -> _Compared:
     """The pass at the first loss scale, from the present one down, whose gradients do not overflow, if there is one."""
     found, scale = _run_at_scale(applied, result, expected, noise, in_evaluation_mode), applied.loss_scale
@@ -162,7 +162,7 @@ def _run(
 
 
 def _run_at_scale(
-    applied: Context, result: AccelerateResult, expected: PlainPass, noise: float, in_evaluation_mode: bool
+    applied: Context, result: AccelerateResult, expected: ReferenceStep, noise: float, in_evaluation_mode: bool
 ) -> _Compared:
     model, mesh = result.model, applied.need_mesh()
     kept = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
@@ -208,7 +208,7 @@ _Compared = tuple[Figures, Figures, bool]
 
 
 def _pass(
-    applied: Context, result: AccelerateResult, expected: PlainPass, group: ProcessGroup | None
+    applied: Context, result: AccelerateResult, expected: ReferenceStep, group: ProcessGroup | None
 ) -> tuple[list[_Pass], str | None]:
     """A pass forward and backward, whose gradients are added: by process, and a parameter that was not written."""
     model, began = result.model, time.monotonic()
@@ -239,7 +239,9 @@ def _num_shares(every: Sequence[_Pass]) -> int:
     return len({each.share for each in every})
 
 
-def _reference(applied: Context, expected: PlainPass, every: Sequence[_Pass], is_whole: bool) -> tuple[Figures, bool]:
+def _reference(
+    applied: Context, expected: ReferenceStep, every: Sequence[_Pass], is_whole: bool
+) -> tuple[Figures, bool]:
     """Plain training's figures for a pass, and whether nothing but rounding may lie between.
 
     is_whole: the pass depends on nothing but the batch as a whole. Else it follows from those of the shares, where as
@@ -293,7 +295,7 @@ def _clear(result: AccelerateResult) -> None:
     result.model.zero_grad()
 
 
-def _why_not(applied: Context, result: AccelerateResult, expected: PlainPass) -> str | None:
+def _why_not(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> str | None:
     """Why a strategy is not held to plain training's first pass; None where it is."""
     if expected.why_not is not None:
         return expected.why_not
@@ -302,7 +304,7 @@ def _why_not(applied: Context, result: AccelerateResult, expected: PlainPass) ->
     return None
 
 
-def _share(applied: Context, expected: PlainPass) -> Any:
+def _share(applied: Context, expected: ReferenceStep) -> Any:
     """This process's rows of the batch."""
     mesh = applied.need_mesh()
     rank, size = mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Found:
+class NamedAnswer:
     """A plan, and for `--fit` the border that it stands at: in words, and as data."""
 
     plan: ClusterPlan
@@ -55,7 +55,7 @@ class Outputs:
 
 
 def give(
-    answers: Sequence[tuple[str, Found | AtorchError]], title: str, outputs: Outputs, top: int, verbose: bool
+    answers: Sequence[tuple[str, NamedAnswer | AtorchError]], title: str, outputs: Outputs, top: int, verbose: bool
 ) -> None:
     """Show what was found for each cluster, and write it.
 
@@ -65,7 +65,7 @@ def give(
     from rich.console import Console
 
     console = Console(highlight=False)
-    if len(answers) == 1 and isinstance(found := answers[0][1], Found):
+    if len(answers) == 1 and isinstance(found := answers[0][1], NamedAnswer):
         from atorch.report.answer import answer_report
 
         data = found.data
@@ -76,7 +76,7 @@ def give(
         return
     from atorch.report.side_by_side import beside_report
 
-    every = [(name, found.data if isinstance(found, Found) else _short(found)) for name, found in answers]
+    every = [(name, found.data if isinstance(found, NamedAnswer) else _short(found)) for name, found in answers]
     _need_one(answers)
     console.print(beside_report(every, title))
     if outputs.json is not None:
@@ -84,10 +84,10 @@ def give(
         _write_json(outputs.json, {"clusters": plans})
 
 
-def _need_one(answers: Sequence[tuple[str, Found | AtorchError]]) -> None:
+def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
     from atorch.errors import NoFeasiblePlanError
 
-    if not any(isinstance(found, Found) for _, found in answers):
+    if not any(isinstance(found, NamedAnswer) for _, found in answers):
         told = "; ".join(f"{name}: {found}" for name, found in answers)
         raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {told}")
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from atorch.cluster.spec import ClusterSpec, LinkSpec
-    from atorch.profiler.curve_fit import Calibrated, Run
+    from atorch.profiler.curve_fit import Calibrated, TimedRun
 
 BUDGET_S, QUICK_BUDGET_S = 30.0, 4.0
 ENOUGH = 5  # runs
 
-Output = Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="The cluster file to write.")]
-Runs = Annotated[
+ClusterOutput = Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="The cluster file to write.")]
+RunsFile = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, metavar="FILE", help="Instead of measuring: timed steps, five or more."),
 ]
@@ -32,7 +32,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="A few seconds instead of h
 
 
 def calibrate(
-    output: Output = Path("cluster.json"), quick: Quick = False, runs: Runs = None, cluster: Cluster = None
+    output: ClusterOutput = Path("cluster.json"), quick: Quick = False, runs: RunsFile = None, cluster: Cluster = None
 ) -> None:
     """Measure this machine, its processes' links included, and write a cluster file.
 
@@ -79,7 +79,7 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     rows = (
         (run.name, format_seconds(run.seconds), *(_beside(run, each) for each in ({}, found.factors))) for run in runs
     )
-    console.print(table("Runs", ("composition", ">measured", ">before", ">after"), rows))
+    console.print(table("RunsFile", ("composition", ">measured", ">before", ">after"), rows))
     console.print(table("Constants", ("figure", ">was", ">is"), _changes(spec, found)))
     typer.echo(f"median error: {found.error_before:.1%} before, {found.error_after:.1%} after")
     before, after = (f"{low:.2f} to {high:.2f}" for low, high in (found.band_before, found.band_after))
@@ -89,7 +89,7 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     typer.echo(f"Wrote {output}: {spec.device.name} as these runs have it, for --cluster {output}")
 
 
-def _beside(run: Run, factors: Mapping[str, float]) -> str:
+def _beside(run: TimedRun, factors: Mapping[str, float]) -> str:
     from atorch.units import format_seconds
 
     estimate = run.estimate(factors)

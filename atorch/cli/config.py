@@ -26,7 +26,7 @@ def job_of(path: Path, seq: int | None) -> dict[str, Any]:
     import torch
 
     config, kind = _found(path)
-    form = samples.Form(config, kind, path)
+    form = samples.SampleForm(config, kind, path)
     length = form.length(seq)
     if seq is None and length:
         typer.echo(f"--seq is not given: {length:,} tokens a sample", err=True)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from atorch.cli.answers import Found, Outputs, give
-from atorch.cli.sources import Source, source_of
+from atorch.cli.answers import NamedAnswer, Outputs, give
+from atorch.cli.sources import JobSource, source_of
 from atorch.cost.memory import RESERVE
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ CLUSTER_HELP = (
 )
 
 What = Literal["devices", "batch", "seq"]
-Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
-Precision = Literal["fp32", "autocast", "half", "fp8"]
+ObjectiveName = Literal["step_time", "throughput", "cost", "fewest_devices"]
+PrecisionName = Literal["fp32", "autocast", "half", "fp8"]
 
 
 def _number(help_text: str) -> Any:
@@ -74,11 +74,11 @@ def plan(
     batch: Annotated[Number, _number("Samples of a step, on all devices together.")] = None,
     seq: Annotated[Number, _number("Tokens of a sample.")] = None,
     fit: Annotated[What | None, typer.Option(help="Find the fewest devices, largest batch, longest sample.")] = None,
-    objective: Annotated[Objective, typer.Option(help="What is best.")] = "step_time",
+    objective: Annotated[ObjectiveName, typer.Option(help="What is best.")] = "step_time",
     exclude: Names = None,
     include: Names = None,
     fixed: Annotated[File, _file("--fixed", "A strategy file: these methods alone.", exists=True)] = None,
-    precision: Annotated[Precision, typer.Option(help="The least exact numbers that are allowed.")] = "half",
+    precision: Annotated[PrecisionName, typer.Option(help="The least exact numbers that are allowed.")] = "half",
     host_memory: Annotated[bool | None, typer.Option(help="Whether something may wait in host memory.")] = None,
     reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of a device's memory to keep free.")] = RESERVE,
     verify: Annotated[
@@ -119,15 +119,15 @@ def plan(
     read = _reader(source, seq, once=several)
     verify = 0 if several else verify  # what simulating would find is not shown there
 
-    def ask(spec: ClusterSpec) -> Found:
+    def ask(spec: ClusterSpec) -> NamedAnswer:
         return _fitting(fit, source, read, spec, seq, wanted) if fit else _answer(read, spec, wanted, verify)
 
     give(_asked(clusters, ask), source.title, outputs, top, verbose)
 
 
 def _asked(
-    clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], Found]
-) -> list[tuple[str, Found | AtorchError]]:
+    clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], NamedAnswer]
+) -> list[tuple[str, NamedAnswer | AtorchError]]:
     """The results for each cluster, or of several why nothing fits there.
 
     Raises:
@@ -135,7 +135,7 @@ def _asked(
     """
     from atorch.errors import NoFeasiblePlanError, StrategyError
 
-    answers: list[tuple[str, Found | AtorchError]] = []
+    answers: list[tuple[str, NamedAnswer | AtorchError]] = []
     for name, spec in clusters:
         try:
             answers.append((name, ask(spec)))
@@ -146,16 +146,16 @@ def _asked(
     return answers
 
 
-def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: int | None) -> Found:
+def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: int | None) -> NamedAnswer:
     from atorch.auto.plan_for_cluster import plan_for
     from atorch.report.progress import telling
 
-    return Found(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
+    return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
 
 
 def _fitting(
-    what: What, source: Source, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
-) -> Found:
+    what: What, source: JobSource, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
+) -> NamedAnswer:
     """The border of what fits. Nothing is simulated on the way: that is for the size that is then chosen.
 
     Raises:
@@ -183,7 +183,7 @@ def _fitting(
     return _border(what, largest(of_batch, spec.world_size, MAX_BATCH, _tell("samples a step")))
 
 
-def _check_fit(what: What, source: Source, wanted: Mapping[str, Any]) -> None:
+def _check_fit(what: What, source: JobSource, wanted: Mapping[str, Any]) -> None:
     """Raises:
     ArgumentError: the number that is looked for is given, or cannot be varied, or what it depends on is missing.
     """
@@ -197,7 +197,7 @@ def _check_fit(what: What, source: Source, wanted: Mapping[str, Any]) -> None:
         raise ArgumentError(f"--fit seq varies the length of a sample; let {source.title} have a parameter seq")
 
 
-def _reader(source: Source, seq: int | None, *, once: bool) -> Read:
+def _reader(source: JobSource, seq: int | None, *, once: bool) -> Read:
     """Reads the model for a cluster; `once`: for all of one kind of device, as nothing will be simulated there."""
     known: dict[str, Subject] = {}
 
@@ -210,7 +210,7 @@ def _reader(source: Source, seq: int | None, *, once: bool) -> Read:
     return read
 
 
-def _read(source: Source, seq: int | None, cluster: ClusterSpec) -> Subject:
+def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     """The model in numbers; how long that took goes to standard error."""
     from atorch.report.progress import telling
     from atorch.units import format_count, format_seconds
@@ -239,7 +239,7 @@ def _tell(unit: str) -> Callable[[int, ClusterPlan | None], None]:
     return tell
 
 
-def _border(what: What, found: Fit) -> Found:
+def _border(what: What, found: Fit) -> NamedAnswer:
     words = {
         "devices": "The fewest devices that fit: {}",
         "batch": "The largest batch that fits in one pass: {} samples a step",
@@ -247,7 +247,7 @@ def _border(what: What, found: Fit) -> Found:
     }
     said = words[what].format(f"{found.size:,}") + ("" if found.is_bounded else ", where the search ends")
     data = {"what": what, "size": found.size, "is_bounded": found.is_bounded, "tried": found.tried}
-    return Found(found.plan, said, data)
+    return NamedAnswer(found.plan, said, data)
 
 
 def _names(given: list[str] | None) -> list[str] | None:

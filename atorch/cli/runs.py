@@ -14,19 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atorch.cli.sources import NEEDED, OPTIONAL, Source, source_of
+from atorch.cli.sources import NEEDED, OPTIONAL, JobSource, source_of
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
     from atorch.cluster.spec import ClusterSpec
-    from atorch.profiler.curve_fit import Run
+    from atorch.profiler.curve_fit import TimedRun
 
 MOST = 1000
 ROOM = 100.0  # times the memory of a device
 KEYS = ("model", "shape", "seq", "batch", "devices", "strategy", "step_s")
 
 
-def read_runs(path: Path, cluster: ClusterSpec) -> list[Run]:
+def read_runs(path: Path, cluster: ClusterSpec) -> list[TimedRun]:
     """The runs of a file.
 
     Raises:
@@ -42,10 +42,10 @@ def read_runs(path: Path, cluster: ClusterSpec) -> list[Run]:
     return [_run(each, f"run {number} of {path}", path.parent, cluster) for number, each in enumerate(data, 1)]
 
 
-def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> Run:
+def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> TimedRun:
     from atorch.auto.plan_for_cluster import plan_for
     from atorch.cost import plain_cost
-    from atorch.profiler.curve_fit import Run
+    from atorch.profiler.curve_fit import TimedRun
 
     _check(data, where)
     cluster = _part(data.get("devices"), where, whole)
@@ -55,7 +55,7 @@ def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> Run:
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=ROOM * cluster.device.memory_bytes))
     plan = plan_for(subject, roomy, global_batch=data["batch"], fixed=strategy, verify=0, advise=False)
     cost = plan.strategy.cost(plain_cost(subject.profile, data["batch"], cluster.device.memory_bytes))
-    return Run(str(plan.strategy), cost, cluster, float(data["step_s"]))
+    return TimedRun(str(plan.strategy), cost, cluster, float(data["step_s"]))
 
 
 def _check(data: Any, where: str) -> None:
@@ -94,7 +94,7 @@ def _part(given: Any, where: str, whole: ClusterSpec) -> ClusterSpec:
     return replace(whole, num_nodes=nodes[0] if nodes else 1, devices_per_node=devices)
 
 
-def _source(data: Mapping[str, Any], where: str, folder: Path) -> Source:
+def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
     from atorch.errors import ArgumentError, near_miss
 
     if "model" in data:

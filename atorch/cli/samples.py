@@ -27,7 +27,7 @@ def _parameters(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)
 
 
-class Form:
+class SampleForm:
     """The form of a sample of one model.
 
     Raises:

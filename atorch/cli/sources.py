@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost.transformer import TransformerShape
 
-Shape = Mapping[str, int | None]  # option → its value
+ShapeOptions = Mapping[str, int | None]  # option → its value
 
 CONFIG = "config.json"
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
@@ -23,7 +23,7 @@ OPTIONAL = ("kv-heads", "experts", "top-k")
 
 
 @dataclass(frozen=True)
-class Source:
+class JobSource:
     """Something to plan for; `takes_seq` where its samples may have any length."""
 
     title: str
@@ -31,7 +31,7 @@ class Source:
     subject: Callable[[int | None, ClusterSpec], Subject]
 
 
-def source_of(named: str | None, path: Path | None, shape: Shape) -> Source:
+def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobSource:
     """The one thing that is planned for.
 
     Raises:
@@ -49,7 +49,7 @@ def source_of(named: str | None, path: Path | None, shape: Shape) -> Source:
     return _of_config(path) if path is not None else _of_shape(shape)
 
 
-def _of_name(named: str) -> Source:
+def _of_name(named: str) -> JobSource:
     """Raises:
     ArgumentError: it is neither a config, nor a folder with one, nor a job.
     """
@@ -78,7 +78,7 @@ def _near(name: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]!r}? Else " if near else ""
 
 
-def _of_job(named: str) -> Source:
+def _of_job(named: str) -> JobSource:
     found = job.load(named)
 
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
@@ -87,10 +87,10 @@ def _of_job(named: str) -> Source:
         arguments = job.arguments_of(found, named, seq)
         return subject_of(arguments.pop("model"), arguments.pop("sample_batch"), cluster, **arguments)
 
-    return Source(named, job.takes_seq(found), subject)
+    return JobSource(named, job.takes_seq(found), subject)
 
 
-def _of_config(path: Path) -> Source:
+def _of_config(path: Path) -> JobSource:
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import subject_of
         from atorch.errors import ArgumentError, AtorchError
@@ -107,10 +107,10 @@ def _of_config(path: Path) -> Source:
                 f"{' '.join(str(fault).split())[:200]}); write a job (FILE.py:NAME) with a sample_batch"
             ) from error
 
-    return Source(str(path), True, subject)
+    return JobSource(str(path), True, subject)
 
 
-def _of_shape(shape: Shape) -> Source:
+def _of_shape(shape: ShapeOptions) -> JobSource:
     """A decoder as Llama's is, in fp32 as precision methods expect it; as Mixtral's is where `experts` are given."""
     from atorch.errors import ArgumentError
 
@@ -126,10 +126,10 @@ def _of_shape(shape: Shape) -> Source:
         return Subject(transformer_profile(_transformer(shape, _needed(seq, "a shape")), implementation=eager))
 
     known = ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)
-    return Source(f"a transformer with {known}", True, subject)
+    return JobSource(f"a transformer with {known}", True, subject)
 
 
-def _transformer(shape: Shape, seq: int) -> TransformerShape:
+def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
     """Raises:
     ArgumentError: the numbers contradict each other.
     """

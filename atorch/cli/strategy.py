@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Show and convert strategy files.", rich_markup_mode=None, pretty_exceptions_enable=False)
 
 StrategyFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="A strategy file.")]
-Form = Annotated[
+FileFormat = Annotated[
     Literal["file", "list"],
     typer.Option("--to", help="file: versioned JSON, with what it was chosen by; list: what load_strategy takes."),
 ]
 Verbose = Annotated[bool, typer.Option(help="Show all that the file holds.")]
-Output = Annotated[
+StrategyOutput = Annotated[
     Path | None, typer.Option("--output", "-o", dir_okay=False, help="Where to write; else it is shown.")
 ]
 
@@ -59,7 +59,7 @@ def show(file: StrategyFile, verbose: Verbose = False) -> None:
 
 
 @app.command()
-def convert(file: StrategyFile, to: Form, output: Output = None) -> None:
+def convert(file: StrategyFile, to: FileFormat, output: StrategyOutput = None) -> None:
     """Write a strategy file as versioned JSON, or as a list of methods; either can be read from either."""
     from atorch.auto.strategy import Strategy
 

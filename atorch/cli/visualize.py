@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Schedule = Annotated[
+ScheduleName = Annotated[
     Literal["gpipe", "1f1b", "interleaved", "zero_bubble"], typer.Option(help="As in pipeline_parallel.")
 ]
 Stages = Annotated[int, typer.Option(min=1, help="Processes of the pipeline: the axis pipeline of parallel_mode.")]
@@ -35,12 +35,12 @@ MicroBatches = Annotated[int, typer.Option("--micro-batches", min=1, help="Parts
 Pieces = Annotated[int | None, typer.Option(min=2, help="Stages of each process, for interleaved; 2 if not given.")]
 Picture = Annotated[Path | None, typer.Option("--svg", dir_okay=False, help="Write a picture, instead of showing it.")]
 
-Profile = Annotated[Path, typer.Argument(metavar="FILE", help="What profiler.save wrote.")]
-FigType = Annotated[
+ProfileFile = Annotated[Path, typer.Argument(metavar="FILE", help="What profiler.save wrote.")]
+PictureKind = Annotated[
     Literal["memory", "access"], typer.Option(help="Bytes in use over time, or where each chunk is over time.")
 ]
 MemoryType = Annotated[Literal["GPU", "CPU"], typer.Option(help="The device's memory or the host's, for memory.")]
-Output = Annotated[
+PictureOutput = Annotated[
     Path | None,
     typer.Option(dir_okay=False, help="A name that ends in .png or .html. Without it, both, named after FILE."),
 ]
@@ -48,7 +48,7 @@ Output = Annotated[
 
 @app.command()
 def schedule(
-    schedule: Schedule = "1f1b",
+    schedule: ScheduleName = "1f1b",
     stages: Stages = 4,
     micro_batches: MicroBatches = 8,
     pieces: Pieces = None,
@@ -85,7 +85,10 @@ def schedule(
 
 @app.command()
 def profile(
-    profile: Profile, fig_type: FigType = "memory", memory_type: MemoryType = "GPU", output: Output = None
+    profile: ProfileFile,
+    fig_type: PictureKind = "memory",
+    memory_type: MemoryType = "GPU",
+    output: PictureOutput = None,
 ) -> None:
     """Draw a profile of chunked memory, which PatrickStar's engine has recorded.
 

@@ -22,7 +22,7 @@ from atorch.runtime.loss.reduction import LossWeight, Rule
 from atorch.runtime.loss.rescaling import RankWeight
 from atorch.runtime.memory.deferred_output import Deferred
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
-from atorch.runtime.pipeline.engine import Calls, Engine, Piece
+from atorch.runtime.pipeline.engine import Engine, LocalStage, StageCalls
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 
 
@@ -112,7 +112,7 @@ class WholeBatches(PipelinedLoss):
 
         self._layer.number = 0
         nothing = torch.zeros(1)
-        with torch.enable_grad(), self._engine.working_on(Calls([piece[1:] for piece in pieces], weighted)):
+        with torch.enable_grad(), self._engine.working_on(StageCalls([piece[1:] for piece in pieces], weighted)):
             loss: Tensor = self.deepspeed.train_batch(iter([(nothing, nothing)] * len(pieces)))
         return loss.detach().reshape(())
 
@@ -134,7 +134,7 @@ class _Layer(nn.Module):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.piece: Piece = engine.pieces[0]
+        self.piece: LocalStage = engine.pieces[0]
         self.number = 0
 
     def forward(self, given: Any) -> Any:

@@ -13,8 +13,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from atorch.cost.memory_timeline import REMEMBERED, Course, Moment, courses_of
-from atorch.cost.pipeline_stages import Stage, heaviest_stages, stages_of
+from atorch.cost.memory_timeline import REMEMBERED, MemoryPoint, StageMemory, courses_of
+from atorch.cost.pipeline_stages import StageCost, heaviest_stages, stages_of
 from atorch.cost.state import Cost
 
 SLACK = 0.2
@@ -123,12 +123,12 @@ def peak_bytes(cost: Cost) -> float:
     return max(held.total for _, held in _peaks(cost, heaviest_stages(cost)))
 
 
-def stage_memory(cost: Cost, stage: Stage) -> Memory:
+def stage_memory(cost: Cost, stage: StageCost) -> Memory:
     ((_, held),) = _peaks(cost, (stage,))
     return _memory(stage, held, on_host=held.on_host)
 
 
-def beside_host(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Course, Held]]:
+def beside_host(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[StageMemory, Held]]:
     """Live bytes on each of some stages were nothing to wait on the host, and those held at the peak."""
     courses = courses_of(cost, stages)
     return [(course, held) for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)]
@@ -143,7 +143,7 @@ def least_on_host(cost: Cost) -> float:
     """Bytes of parameters, masters and optimizer states on the host at any moment, on a stage that has the most."""
     waiting = _Waiting._make(_waiting(cost))
 
-    def of_stage(course: Course) -> float:
+    def of_stage(course: StageMemory) -> float:
         steps = course.optimizer + course.masters
         shares = waiting.param_offload * course.parameters + waiting.optim_offload * steps
         return max(shares, course.parameters + steps - waiting.budget_bytes)
@@ -155,7 +155,7 @@ def uses_host(cost: Cost) -> bool:
     return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
 
 
-def _memory(stage: Stage, held: Held, on_host: float) -> Memory:
+def _memory(stage: StageCost, held: Held, on_host: float) -> Memory:
     categories = dict(zip(Held._fields[:8], held, strict=False))
     return Memory(
         **categories,
@@ -165,11 +165,11 @@ def _memory(stage: Stage, held: Held, on_host: float) -> Memory:
     )
 
 
-def _peaks(cost: Cost, stages: Sequence[Stage]) -> list[tuple[Moment, Held]]:
+def _peaks(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[MemoryPoint, Held]]:
     return _peaks_of(cost, courses_of(cost, stages))
 
 
-def _peaks_of(cost: Cost, courses: Sequence[Course]) -> list[tuple[Moment, Held]]:
+def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[tuple[MemoryPoint, Held]]:
     """The moment of each stage's peak, and what is held then."""
     if not uses_host(cost):
         return [(course.peak, _on_device(course, course.peak, cost.buffer_bytes)) for course in courses]
@@ -178,7 +178,7 @@ def _peaks_of(cost: Cost, courses: Sequence[Course]) -> list[tuple[Moment, Held]
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) -> tuple[Moment, Held]:
+def _peak_beside_host(course: StageMemory, buffer_bytes: float, waiting: _Waiting) -> tuple[MemoryPoint, Held]:
     """The fullest moment, of equals the one that most makes way for."""
     *passes, step = course.moments
     if waiting.activation_offload:
@@ -192,7 +192,7 @@ def _peak_beside_host(course: Course, buffer_bytes: float, waiting: _Waiting) ->
     return moment, held._replace(coming=coming - course.buckets)
 
 
-def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
+def _on_device(course: StageMemory, moment: MemoryPoint, buffer_bytes: float) -> Held:
     return Held(
         course.parameters,
         moment.gradients,
@@ -206,7 +206,7 @@ def _on_device(course: Course, moment: Moment, buffer_bytes: float) -> Held:
     )
 
 
-def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting) -> Held:
+def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _Waiting) -> Held:
     """Bytes left when shares, or what is beyond a budget, made way to the host."""
     saved = _saved_away(course, moment, shares)
     if shares.budget_bytes < math.inf:
@@ -232,7 +232,7 @@ def _with_host(course: Course, moment: Moment, buffer_bytes: float, shares: _Wai
     )
 
 
-def _saved_away(course: Course, moment: Moment, shares: _Waiting) -> float:
+def _saved_away(course: StageMemory, moment: MemoryPoint, shares: _Waiting) -> float:
     """The part of what blocks saved that the host has: its share of every micro-batch, less what is back afterwards.
 
     Of the micro-batch that goes backward the blocks that stay are the first to go. At the end of a run of blocks more
@@ -247,7 +247,9 @@ def _saved_away(course: Course, moment: Moment, shares: _Waiting) -> float:
     return total if moment.in_blocks == course.in_blocks else total - shares.activations_ahead * one
 
 
-def _under_budget(course: Course, moment: Moment, buffer_bytes: float, shares: _Waiting, saved: float) -> Held:
+def _under_budget(
+    course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _Waiting, saved: float
+) -> Held:
     """Chunks that the host steps keep all they have there; parameters stay on the device as long as there is room.
 
     Of those chunks gradients go down as they are made, and parameters have a copy on the host wherever else they are.

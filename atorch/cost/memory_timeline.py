@@ -19,14 +19,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from atorch.cost.experts import busiest_load, kept_elements, saved_bytes
-from atorch.cost.pipeline_stages import Stage
+from atorch.cost.pipeline_stages import StageCost
 from atorch.cost.profile import Matmul, Segment
-from atorch.cost.state import Cost, Kept
+from atorch.cost.state import Cost, RecomputePolicy
 
 REMEMBERED = 2**14  # stages, in some tens of MB: a search comes back to many, and not to those of long ago
 
 
-class Moment(NamedTuple):
+class MemoryPoint(NamedTuple):
     """Bytes that live at one moment and not all the time."""
 
     gradients: float
@@ -41,7 +41,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class StageMemory:
     """Bytes that live all the time, and then from moment to moment."""
 
     parameters: float
@@ -50,19 +50,19 @@ class Course:
     buckets: float
     stepped_parameters: float  # of what this device steps
     stepped_gradients: float
-    passes: tuple[Moment, ...]  # moments of forward and backward
-    step: Moment  # of the optimizer
-    peak: Moment
+    passes: tuple[MemoryPoint, ...]  # moments of forward and backward
+    step: MemoryPoint  # of the optimizer
+    peak: MemoryPoint
     coming: float  # the most that comes and goes at any moment
     in_flight: float  # micro-batches
 
     @cached_property
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[MemoryPoint, ...]:
         """Moments of forward and backward that can be the peak, whatever waits on the host, then the optimizer step."""
         return (*_uncovered(self.passes), self.step)
 
     @cached_property
-    def in_backward(self) -> tuple[Moment, ...]:
+    def in_backward(self) -> tuple[MemoryPoint, ...]:
         """While some blocks have gone backward and others have not."""
         most = max(moment.in_blocks for moment in self.passes)
         return tuple(_uncovered([moment for moment in self.passes if 0 < moment.in_blocks < most]))
@@ -104,7 +104,7 @@ class Terms(NamedTuple):
     expert_divisor: float
     stages: int
     recompute: float
-    recompute_keeps: Kept
+    recompute_keeps: RecomputePolicy
     whole_outside: bool
     own_tokens: bool
     gathers_logits: bool
@@ -137,7 +137,7 @@ def micro_batch_share(cost: Cost) -> float:
     return cost.batch_size / cost.num_micro_batches / cost.traced_batch
 
 
-def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
+def courses_of(cost: Cost, stages: Iterable[StageCost]) -> list[StageMemory]:
     """Live bytes on each of some stages during a step."""
     whole = micro_batch_share(cost) * cost.activation_scale
     scale = whole / (cost.sequence * cost.context)
@@ -150,7 +150,7 @@ def courses_of(cost: Cost, stages: Iterable[Stage]) -> list[Course]:
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
+def _course(terms: Terms, stage: StageCost, appear: bool, piece: float) -> StageMemory:
     copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in stage.parts]
     params = state = trained = 0.0
     for _, number, each in copies:
@@ -158,7 +158,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
         state += number * each.stored_state
         trained += number * each.trained
     *passes, step = moments = tuple(_moments(terms, copies, stage, appear, piece))
-    return Course(
+    return StageMemory(
         parameters=params,
         optimizer=state * terms.optim_itemsize,
         masters=state * terms.master_itemsize,
@@ -173,7 +173,7 @@ def _course(terms: Terms, stage: Stage, appear: bool, piece: float) -> Course:
     )
 
 
-def _uncovered(moments: Sequence[Moment]) -> Iterator[Moment]:
+def _uncovered(moments: Sequence[MemoryPoint]) -> Iterator[MemoryPoint]:
     """Moments without another at which as much of everything lives: whatever makes way, the others are no peaks."""
     for index, each in enumerate(moments):
         covering = (
@@ -191,8 +191,8 @@ def _uncovered(moments: Sequence[Moment]) -> Iterator[Moment]:
 
 
 def _moments(
-    terms: Terms, parts: list[tuple[bool, float, _Copy]], stage: Stage, appear: bool, piece: float
-) -> Iterator[Moment]:
+    terms: Terms, parts: list[tuple[bool, float, _Copy]], stage: StageCost, appear: bool, piece: float
+) -> Iterator[MemoryPoint]:
     """The loss, blocks' backwards, the optimizer's step.
 
     In the second backward, where no forward comes between, one micro-batch less is in flight: one piece of it, of which
@@ -218,11 +218,11 @@ def _moments(
     always = casts * terms.cast_itemsize * cast + terms.placeholder_itemsize * weights
     around, within = _gathered(terms, parts)
     alive, saved = in_flight * kept + held, in_flight * in_blocks
-    yield Moment(0.0 if appear else all_grads, alive, always + around, outside, saved)
+    yield MemoryPoint(0.0 if appear else all_grads, alive, always + around, outside, saved)
     again = in_flight > 1
     first, first_in_blocks = piece * kept, piece * in_blocks
     if again:
-        yield Moment(all_grads, alive - first, always + around, outside, saved - first_in_blocks)
+        yield MemoryPoint(all_grads, alive - first, always + around, outside, saved - first_in_blocks)
     done = fresh = 0.0  # elements of the gradients that this backward has made: as they are kept, and as they are made
     for is_block, number, each in reversed(parts):
         if is_block:
@@ -230,10 +230,10 @@ def _moments(
                 made = terms.grad_itemsize * (done + turn * each.stored_grads) if appear else all_grads
                 new = terms.fresh_itemsize * (fresh + turn * each.trained)
                 gone = (turn - 1.0) * each.kept
-                yield Moment(made, alive - gone, always + within + new, each.working, saved - gone)
+                yield MemoryPoint(made, alive - gone, always + within + new, each.working, saved - gone)
                 if again:
                     left = max(0.0, alive - first - gone), max(0.0, saved - first_in_blocks - gone)
-                    yield Moment(all_grads, left[0], always + within + new, each.working, left[1])
+                    yield MemoryPoint(all_grads, left[0], always + within + new, each.working, left[1])
             saved = max(0.0, saved - number * each.kept)
         alive = max(0.0, alive - number * each.kept)  # sums of parts round
         done += number * each.stored_grads
@@ -241,11 +241,11 @@ def _moments(
         if not is_block:
             made = terms.grad_itemsize * done if appear else all_grads
             new = terms.fresh_itemsize * fresh + terms.placeholder_itemsize * each.weights
-            yield Moment(made, alive, always + around + new, each.working, saved)
+            yield MemoryPoint(made, alive, always + around + new, each.working, saved)
             if again:
                 left = max(0.0, alive - first), max(0.0, saved - first_in_blocks)
-                yield Moment(all_grads, left[0], always + around + new, each.working, left[1])
-    yield Moment(all_grads, 0.0, terms.step_itemsize * state, 0.0)
+                yield MemoryPoint(all_grads, left[0], always + around + new, each.working, left[1])
+    yield MemoryPoint(all_grads, 0.0, terms.step_itemsize * state, 0.0)
 
 
 def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[float, float]:

@@ -10,15 +10,15 @@ from itertools import accumulate, groupby
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
-Parts = tuple[tuple[Segment, float], ...]
+StageRanges = tuple[tuple[Segment, float], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class StageCost:
     """A stage's parts as `(segment, copies)`, in order; a stage of a model that is not cut has all of them."""
 
     index: int
-    parts: Parts
+    parts: StageRanges
     in_flight: float  # micro-batches whose activations it holds at once, counted in all of its blocks
     waiting: float = 0.0  # of them, those whose weights' gradients are put off
 
@@ -29,22 +29,24 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class StageRange:
     """A model's segments shared out to the stages of a pipeline."""
 
     segments: tuple[Segment, ...]
-    parts: tuple[Parts, ...]  # of each stage
-    runs: tuple[tuple[Parts, int], ...]  # those, and how many stages that follow one another have the same
+    parts: tuple[StageRanges, ...]  # of each stage
+    runs: tuple[tuple[StageRanges, int], ...]  # those, and how many stages that follow one another have the same
     uncovered: tuple[int, ...]  # stages without an earlier one that has as many copies of everything
 
 
-def stages_of(cost: Cost) -> tuple[Stage, ...]:
+def stages_of(cost: Cost) -> tuple[StageCost, ...]:
     """The stages of a cost's pipeline, by FLOPs or by blocks: as many each, the first taking what does not divide."""
     parts = cut_of(cost).parts
-    return tuple(Stage(index, held, in_flight(cost, index), _waiting(cost, index)) for index, held in enumerate(parts))
+    return tuple(
+        StageCost(index, held, in_flight(cost, index), _waiting(cost, index)) for index, held in enumerate(parts)
+    )
 
 
-def heaviest_stages(cost: Cost) -> tuple[Stage, ...]:
+def heaviest_stages(cost: Cost) -> tuple[StageCost, ...]:
     """The stages of which one needs the most memory: none that an earlier one, with more in flight, covers.
 
     Of a zero-bubble schedule none that a later one covers, as this has put off more.
@@ -57,8 +59,8 @@ def heaviest_stages(cost: Cost) -> tuple[Stage, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _heaviest(cut: Cut, held: tuple[tuple[int, float, float], ...]) -> tuple[Stage, ...]:
-    return tuple(Stage(index, cut.parts[index], flying, waiting) for index, flying, waiting in held)
+def _heaviest(cut: StageRange, held: tuple[tuple[int, float, float], ...]) -> tuple[StageCost, ...]:
+    return tuple(StageCost(index, cut.parts[index], flying, waiting) for index, flying, waiting in held)
 
 
 def in_flight(cost: Cost, index: int) -> float:
@@ -90,13 +92,13 @@ def _waiting(cost: Cost, index: int) -> float:
     return min(index + 1.0, cost.num_micro_batches) if cost.schedule == "zero_bubble" and index else 0.0
 
 
-def cut_of(cost: Cost) -> Cut:
+def cut_of(cost: Cost) -> StageRange:
     """The cut of a cost's pipeline into stages. Equal cuts are one object, known by its identity: that is quick."""
     return _cut(cost.segments, cost.stages, cost.balances_flops)
 
 
 @lru_cache(maxsize=4096)
-def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> Cut:
+def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> StageRange:
     cut: list[dict[int, float]] = [{} for _ in range(stages)]
     places = _by_flops(segments, stages) if balances_flops else _by_blocks(segments, stages)
     for position, stage in places:
@@ -105,13 +107,13 @@ def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> Cu
     for stage, held in enumerate(cut):
         if not any(all(cut[earlier].get(at, 0.0) >= held[at] for at in held) for earlier in uncovered):
             uncovered.append(stage)
-    known: dict[tuple[tuple[int, float], ...], Parts] = {}
+    known: dict[tuple[tuple[int, float], ...], StageRanges] = {}
     parts = [
         known.setdefault(tuple(held.items()), tuple((segments[position], copies) for position, copies in held.items()))
         for held in cut
     ]
     runs = tuple((run, len(list(alike))) for run, alike in groupby(parts))
-    return Cut(segments, tuple(parts), runs, tuple(uncovered))
+    return StageRange(segments, tuple(parts), runs, tuple(uncovered))
 
 
 def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:

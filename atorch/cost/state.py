@@ -16,7 +16,7 @@ from atorch.cost.profile import AttentionKind, Segment
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
-Kept = Literal["inputs", "selective", "results", "every second", "scores", "nothing"]
+RecomputePolicy = Literal["inputs", "selective", "results", "every second", "scores", "nothing"]
 """The part of a block that recomputation keeps: its inputs; besides, results of products and attention, as they stand
 in memory or of every product; of every second product alone; all but attention's scores; or its inputs on the host."""
 
@@ -134,7 +134,7 @@ class Cost:
     attention: AttentionKind = "fused"
     cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
     recompute: float = 0.0  # share of the blocks that run forward again in backward
-    recompute_keeps: Kept = "inputs"
+    recompute_keeps: RecomputePolicy = "inputs"
 
     num_counts: int = 0  # figures on what the loss is a mean over, which ranks with other samples tell each other
     comm: tuple[Comm, ...] = ()

@@ -7,14 +7,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost.comm.collectives import Group, group_of, group_of_neighbours, rounds_of
+from atorch.cost.comm.collectives import LinkGroup, group_of, group_of_neighbours, rounds_of
 from atorch.cost.comm.communication import EXPERT_AXIS, beside_share, boundary_bytes, of_copy
 from atorch.cost.comm.offload import host_time
 from atorch.cost.experts import kept_elements
 from atorch.cost.kernels.gemm import ProductTimes
 from atorch.cost.kernels.operations import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
 from atorch.cost.memory_timeline import micro_batch_share
-from atorch.cost.pipeline_stages import Cut, Parts, cut_of
+from atorch.cost.pipeline_stages import StageRange, StageRanges, cut_of
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
@@ -83,7 +83,7 @@ class _MicroBatch(NamedTuple):
 class _Run(NamedTuple):
     """Stages with equal parts that follow one another, which take as long."""
 
-    parts: Parts
+    parts: StageRanges
     number: int
     micro: _MicroBatch
 
@@ -130,7 +130,7 @@ class StepTimes:
         self.cluster = cluster
         self._links = links or {}
         self._products = ProductTimes(cluster.device)
-        self._groups: dict[tuple[tuple[str, ...], _Mesh | tuple[int, int]], Group] = {}
+        self._groups: dict[tuple[tuple[str, ...], _Mesh | tuple[int, int]], LinkGroup] = {}
         self._copies: dict[tuple[object, ...], _Copies] = {} if copies is None else copies._copies
         self._copy_of: dict[tuple[object, ...], _Copy] = {} if copies is None else copies._copy_of
 
@@ -168,7 +168,7 @@ class StepTimes:
             total_s=total + short,
         )
 
-    def _group(self, cost: Cost, axis: tuple[str, ...]) -> Group:
+    def _group(self, cost: Cost, axis: tuple[str, ...]) -> LinkGroup:
         of_experts = axis == (EXPERT_AXIS,)
         key = axis, (cost.expert, cost.tensor) if of_experts else tuple(cost.axes.items())
         group = self._groups.get(key)
@@ -181,7 +181,7 @@ class StepTimes:
             self._groups[key] = group
         return group
 
-    def _copies_of(self, cost: Cost, cut: Cut) -> _Copies:
+    def _copies_of(self, cost: Cost, cut: StageRange) -> _Copies:
         """Copies of segments. Recomputation changes blocks alone: the others are worked out once for all of it."""
         added = cost.grad_itemsize if cost.adds_in_products else 0.0
         times, waiting_s = cost.num_micro_batches if cost.fp8_once else 1.0, self._waiting_seconds(cost)
@@ -303,7 +303,7 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     return step_time(cost, cluster).total_s
 
 
-def _micro_batch(cost: Cost, parts: Parts, copies: _Copies, whole: _Whole, cluster: ClusterSpec) -> _MicroBatch:
+def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, whole: _Whole, cluster: ClusterSpec) -> _MicroBatch:
     """A GPU runs an operation while the next ones are launched, so that the longer of both counts; a CPU does not."""
     matmul = traffic = launch = exposed = hidden = inside = between = params = dense = experts = added = blocks = 0.0
     for segment, count in parts:

@@ -19,7 +19,7 @@ from torch import nn
 from atorch.errors import StrategyError
 
 Choose = Callable[[str, nn.Module], nn.Module | None]
-Place = tuple[nn.Module, str]  # a module and the name under which it holds a child or a parameter
+ModuleSlot = tuple[nn.Module, str]  # a module and the name under which it holds a child or a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptModule:
     """One module that could have been replaced and was not, with the reason."""
 
     name: str
@@ -50,7 +50,7 @@ class SwapReport:
     """Modules replaced, and those not and why."""
 
     swapped: tuple[Swap, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[KeptModule, ...] = ()
 
     def __add__(self, other: SwapReport) -> SwapReport:
         return SwapReport(self.swapped + other.swapped, self.kept + other.kept)
@@ -134,10 +134,10 @@ def recast(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     return twin
 
 
-def _post_order(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[Place]]]:
+def _post_order(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[ModuleSlot]]]:
     """Every module once, children first: all its names, itself, and the places that hold it (none for the root)."""
     names: dict[nn.Module, list[str]] = {}
-    places: dict[nn.Module, list[Place]] = {}
+    places: dict[nn.Module, list[ModuleSlot]] = {}
     order: list[nn.Module] = []
 
     def visit(module: nn.Module, name: str) -> None:
@@ -226,10 +226,10 @@ def _fitted(parameter: nn.Parameter, like: nn.Parameter, *, same_role: bool) -> 
     return nn.Parameter(parameter.detach().to(like.device, dtype), requires_grad=requires_grad)
 
 
-def _places_outside(model: nn.Module, source: nn.Module, wanted: set[int]) -> dict[int, list[Place]]:
+def _places_outside(model: nn.Module, source: nn.Module, wanted: set[int]) -> dict[int, list[ModuleSlot]]:
     """Other places of the model that hold these parameters of the source: parameter id → (module, name)."""
     inside = set(source.modules())
-    found: dict[int, list[Place]] = {}
+    found: dict[int, list[ModuleSlot]] = {}
     for module in model.modules():
         if module in inside:
             continue
@@ -239,7 +239,7 @@ def _places_outside(model: nn.Module, source: nn.Module, wanted: set[int]) -> di
     return found
 
 
-def _retie(path: str, old: nn.Parameter, new: nn.Parameter | None, places: list[Place], undo: ExitStack) -> None:
+def _retie(path: str, old: nn.Parameter, new: nn.Parameter | None, places: list[ModuleSlot], undo: ExitStack) -> None:
     """Put the replacement's parameter where the source's is held outside of it."""
     if new is None or new.shape != old.shape:
         where = ", ".join(f"{type(module).__name__}.{name}" for module, name in places)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-Change = Callable[[Any, str], Any]
+LeafFn = Callable[[Any, str], Any]
 
 
-def map_leaves(change: Change, data: Any, place: str = "batch") -> Any:
+def map_leaves(change: LeafFn, data: Any, place: str = "batch") -> Any:
     """`data` with every leaf replaced by `change(leaf, place)`, `place` being like `batch['labels'][0]`.
 
     Containers keep their class and are copied, never changed. A list of strings is a leaf: that is how a loader

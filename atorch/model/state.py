@@ -128,7 +128,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Change:
+class ParameterWrite:
     """The largest changes of a parameter by a forward pass."""
 
     places: Tensor
@@ -136,7 +136,7 @@ class Change:
     after: Tensor
 
     @classmethod
-    def of(cls, before: Tensor, after: Tensor) -> Change:
+    def of(cls, before: Tensor, after: Tensor) -> ParameterWrite:
         """The change of the whole of a parameter, before and after."""
         before, after = before.detach().reshape(-1).float(), after.detach().reshape(-1).float()
         places = (after - before).abs().topk(min(PLACES, len(before))).indices
@@ -179,14 +179,14 @@ class Writes(TorchDispatchMode):
                     if name not in self._before:
                         self._before[name] = self._given[name][1].clone()
 
-    def changes(self) -> dict[str, Change]:
+    def changes(self) -> dict[str, ParameterWrite]:
         """Changes of the parameters that hold other values than before, by name."""
         found = {}
         for name, (parameter, values) in self._given.items():
             before = self._before.get(name, values)
             is_written = name in self._before or parameter.data.data_ptr() != values.data_ptr()
             if is_written and before.is_floating_point() and not torch.equal(before, parameter.data):
-                found[name] = Change.of(before, parameter.data)
+                found[name] = ParameterWrite.of(before, parameter.data)
         return found
 
     def restore(self) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from atorch.files.config_dict import NoEffect, Section
 from atorch.logs import logger
 
-Share = Annotated[float, Field(gt=0, le=1)]
+MemoryFraction = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -57,17 +57,19 @@ class MemTracerSection(Section):
         bool, NoEffect("what operations need is counted on fake tensors before the first step, not sampled by a thread")
     ] = Field(True, description="sampled memory between moments; here a trace knows it")
     warmup_gpu_chunk_mem_ratio: Annotated[
-        Share, NoEffect("there is no warm-up step: the trace has the order of accesses before the first one")
+        MemoryFraction, NoEffect("there is no warm-up step: the trace has the order of accesses before the first one")
     ] = Field(0.1, description="the device's share for chunks while warming up; here nothing warms up")
-    overall_gpu_mem_ratio: Share = Field(0.8, description="the share of the device's memory that is the budget")
+    overall_gpu_mem_ratio: MemoryFraction = Field(
+        0.8, description="the share of the device's memory that is the budget"
+    )
     gpu_memory_bytes: int | None = Field(
         None, ge=1, description="not in PatrickStar: what the device is taken to have; what it has, if not given"
     )
-    overall_cpu_mem_ratio: Share = Field(
+    overall_cpu_mem_ratio: MemoryFraction = Field(
         0.8, description="the share of the host's memory that the processes of a machine may fill with chunks"
     )
     margin_use_ratio: Annotated[
-        Share, NoEffect("chunks stay on the device where the schedule has room for them at every moment")
+        MemoryFraction, NoEffect("chunks stay on the device where the schedule has room for them at every moment")
     ] = Field(
         0.8, description="of the device's memory that was left over, the share for chunks that were stepped there"
     )

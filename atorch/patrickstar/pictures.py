@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from atorch.errors import ArgumentError, CapabilityError
-from atorch.patrickstar.profile import MemoryEvent, Profile, Tier
+from atorch.patrickstar.profile import MemoryEvent, MemoryTier, Profile
 from atorch.report.html import page
 from atorch.report.html_dom import element, table
 from atorch.report.phases import Scale, Shade, in_style, over_time, shade, time_scale
@@ -29,7 +29,7 @@ FigType = Literal["memory", "access"]
 TOTAL, CHUNKS = "#cf3a3a", "#2f6db5"
 ORDER = ("PARAM_FP16", "PARAM_FP32", "VARIANCE", "MOMENTUM")
 """The guide's sections, from the bottom; others come above them."""
-NAMES: Mapping[Tier, str] = {"GPU": "device", "CPU": "host"}
+NAMES: Mapping[MemoryTier, str] = {"GPU": "device", "CPU": "host"}
 DOTS_PER_INCH = 200
 DEVICE, HOST = "#cf3a3a", "#3f77bd"
 _MANY = 4000  # rectangles, above which a page would be slow to draw: they become dots
@@ -64,7 +64,7 @@ class Drawing:
         return page(self.title, content, "img-src data:").encode()
 
 
-def draw(profile: Profile, fig_type: FigType, memory_type: Tier = "GPU") -> Drawing:
+def draw(profile: Profile, fig_type: FigType, memory_type: MemoryTier = "GPU") -> Drawing:
     """The picture of a profile from its first phase on; `memory_type` is for `memory` alone.
 
     Raises:
@@ -79,7 +79,7 @@ def draw(profile: Profile, fig_type: FigType, memory_type: Tier = "GPU") -> Draw
     return _memory(training, memory_type) if fig_type == "memory" else _access(training)
 
 
-def _memory(profile: Profile, tier: Tier) -> Drawing:
+def _memory(profile: Profile, tier: MemoryTier) -> Drawing:
     events = [each for each in profile.memory if each.tier == tier]
     if not events:
         raise ArgumentError(f"the profile has no memory of the {NAMES[tier]}: no engine worked while it was recorded")

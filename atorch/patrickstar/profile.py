@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 FORMAT = Format("profile", CheckpointError, max_bytes=2**26, max_depth=4, max_values=2**23)
-Tier = Literal["GPU", "CPU"]
+MemoryTier = Literal["GPU", "CPU"]
 """The device that computes, whatever it is, and the host's memory."""
 
 
@@ -38,7 +38,7 @@ class MemoryEvent(NamedTuple):
 
     moment: int
     time_s: float
-    tier: Tier
+    tier: MemoryTier
     total_bytes: int
     chunk_bytes: int
 
@@ -50,7 +50,7 @@ class ChunkEvent(NamedTuple):
     time_s: float
     kind: str
     chunk: int
-    tier: Tier
+    tier: MemoryTier
     num_bytes: int
 
 
@@ -60,10 +60,10 @@ class Stay(NamedTuple):
     chunk: int
     start_s: float
     end_s: float
-    tier: Tier
+    tier: MemoryTier
 
 
-class Span(NamedTuple):
+class PhaseSpan(NamedTuple):
     """A phase, from one time to another, in seconds."""
 
     name: str
@@ -137,9 +137,9 @@ class Profile(BaseModel):
             }
         )
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[PhaseSpan]:
         ends = [*(each.time_s for each in self.phases[1:]), self.end_s]
-        return [Span(each.name, each.time_s, end) for each, end in zip(self.phases, ends, strict=False)]
+        return [PhaseSpan(each.name, each.time_s, end) for each, end in zip(self.phases, ends, strict=False)]
 
     def kinds(self) -> list[str]:
         """The kinds of chunks there are, in the order in which they first appear."""
@@ -147,8 +147,8 @@ class Profile(BaseModel):
 
     def stays(self, kind: str) -> Iterator[Stay]:
         """The stays of a kind's chunks: on the device while it has a copy, else on the host, while that has one."""
-        held: dict[int, dict[Tier, int]] = defaultdict(dict)
-        since: dict[int, tuple[Tier, float]] = {}
+        held: dict[int, dict[MemoryTier, int]] = defaultdict(dict)
+        since: dict[int, tuple[MemoryTier, float]] = {}
         for each in self.chunks:
             if each.kind != kind:
                 continue
@@ -165,7 +165,7 @@ class Profile(BaseModel):
             yield Stay(chunk, start, self.end_s, tier)
 
 
-def _nearest(held: dict[Tier, int]) -> Tier | None:
+def _nearest(held: dict[MemoryTier, int]) -> MemoryTier | None:
     if held.get("GPU"):
         return "GPU"
     return "CPU" if held.get("CPU") else None

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.patrickstar.profile import ChunkEvent, MemoryEvent, PhaseEvent, Profile, Tier
+from atorch.patrickstar.profile import ChunkEvent, MemoryEvent, MemoryTier, PhaseEvent, Profile
 
 
 class Profiler:
@@ -29,8 +29,8 @@ class Profiler:
         self.is_running = False
         self.device = ""
         self.budget_bytes: int | None = None
-        self._held: dict[tuple[str, int, Tier], int] = {}
-        self._chunk_bytes: Counter[Tier] = Counter()
+        self._held: dict[tuple[str, int, MemoryTier], int] = {}
+        self._chunk_bytes: Counter[MemoryTier] = Counter()
         self._end_s: float | None = None
         self._clear()
 
@@ -96,7 +96,7 @@ class Profiler:
         if self.is_running:
             self._phases.append(PhaseEvent(self._moment, self._now(), name))
 
-    def holds(self, kind: str, chunk: int, tier: Tier, num_bytes: int) -> None:
+    def holds(self, kind: str, chunk: int, tier: MemoryTier, num_bytes: int) -> None:
         """A tier holds `num_bytes` of a chunk from now on; 0 where it was dropped."""
         place = (kind, chunk, tier)
         self._chunk_bytes[tier] += num_bytes - self._held.pop(place, 0)

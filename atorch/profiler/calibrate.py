@@ -28,7 +28,7 @@ from atorch.profiler import timings
 BUDGET_S = 30.0
 _ATTENTION_FLOPS = 3.5  # of forward and backward, for 1 of forward: five products for two (Dao et al. 2022)
 
-Name = TypeVar("Name")
+FigureName = TypeVar("FigureName")
 Notes = dict[str, str]  # the place of a figure in a cluster file → how it was found
 
 
@@ -131,7 +131,7 @@ def _assumptions(world: World) -> Notes:
     }
 
 
-def _slowest(measured: Mapping[Name, float]) -> dict[Name, float]:
+def _slowest(measured: Mapping[FigureName, float]) -> dict[FigureName, float]:
     """The longest time of everything that all processes timed: a step waits for the slowest."""
     everywhere = gather_objects(dict(measured))
     return {

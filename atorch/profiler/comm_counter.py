@@ -58,7 +58,7 @@ Counts = dict[tuple[str, str], tuple[int, float]]
 """(kind, group name) → (calls, bytes)."""
 
 
-class Messages(TorchDispatchMode):
+class CommCounter(TorchDispatchMode):
     """The collectives that were called inside, in `counts`.
 
     Sums of whole numbers are left out: those are decisions of the processes, such as fsdp's on the order of its passes,

@@ -37,10 +37,10 @@ NOISE = 0.08  # of a run's logarithm: what no constant explains
 MOVED = 0.01  # what a constant must change by to have the runs as its source
 ROUNDS = 8
 
-Vector = npt.NDArray[np.float64]
+FloatVector = npt.NDArray[np.float64]
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     """A measured step: what it is by arithmetic, the devices that it had, and the seconds that it took."""
 
     name: str
@@ -65,7 +65,7 @@ class Calibrated:
     band_after: tuple[float, float]
 
 
-def calibrated(cluster: ClusterSpec, runs: Sequence[Run]) -> Calibrated:
+def calibrated(cluster: ClusterSpec, runs: Sequence[TimedRun]) -> Calibrated:
     """The cluster with the constants that runs on it make most probable; those that changed say so in their source."""
     factors = {name: factor for name, factor in fitted(runs).items() if abs(factor - 1) > MOVED}
     before, after = _error(runs, {}), _error(runs, factors)
@@ -79,7 +79,7 @@ def calibrated(cluster: ClusterSpec, runs: Sequence[Run]) -> Calibrated:
     return Calibrated(known, factors, before, after, *bands)
 
 
-def _widest(cluster: ClusterSpec, runs: Sequence[Run]) -> tuple[float, float]:
+def _widest(cluster: ClusterSpec, runs: Sequence[TimedRun]) -> tuple[float, float]:
     """The widest band that a step like one of the runs has, of an estimate of 1."""
     found = []
     for run in runs:
@@ -88,7 +88,7 @@ def _widest(cluster: ClusterSpec, runs: Sequence[Run]) -> tuple[float, float]:
     return max(found, key=lambda band: band[1] / band[0])
 
 
-def _left_unknown(runs: Sequence[Run], factors: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _left_unknown(runs: Sequence[TimedRun], factors: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """The covariance of errors by kind of work once constants are fitted to runs.
 
     What is wrong of each kind of work was known as published runs tell it; every run tells the sum over kinds of its
@@ -110,12 +110,12 @@ def _left_unknown(runs: Sequence[Run], factors: Mapping[str, float]) -> dict[str
     }
 
 
-def _error(runs: Sequence[Run], factors: Mapping[str, float]) -> float:
+def _error(runs: Sequence[TimedRun], factors: Mapping[str, float]) -> float:
     return statistics.median(abs(run.estimate(factors) / run.seconds - 1) for run in runs)
 
 
 def fitted(
-    runs: Sequence[Run], spread: Mapping[str, float] = SPREAD, noise: float | Sequence[float] = NOISE
+    runs: Sequence[TimedRun], spread: Mapping[str, float] = SPREAD, noise: float | Sequence[float] = NOISE
 ) -> dict[str, float]:
     """The factors on constants, by their place in the cluster, that the runs make most probable; none of no runs."""
     if not runs:
@@ -123,7 +123,7 @@ def fitted(
     names, widths = list(spread), np.asarray(list(spread.values()))
     measured = np.log([run.seconds for run in runs])
 
-    def residuals(offsets: Vector) -> Vector:
+    def residuals(offsets: FloatVector) -> FloatVector:
         factors = dict(zip(names, np.exp(offsets), strict=True))
         estimated = np.log([run.estimate(factors) for run in runs])
         return np.concatenate([_robust((estimated - measured) / np.asarray(noise)), offsets / widths])
@@ -131,12 +131,12 @@ def fitted(
     return dict(zip(names, np.exp(gauss_newton(residuals, len(names))).tolist(), strict=True))
 
 
-def _robust(errors: Vector) -> Vector:
+def _robust(errors: FloatVector) -> FloatVector:
     """The roots of a pseudo-Huber loss: as the square of small errors, as twice the size of large ones."""
     return np.asarray(np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)))
 
 
-def gauss_newton(residuals: Callable[[Vector], Vector], size: int) -> Vector:
+def gauss_newton(residuals: Callable[[FloatVector], FloatVector], size: int) -> FloatVector:
     """The offsets, from zero, that minimise the sum of squared residuals; steps that make it worse are halved."""
     offsets, step = np.zeros(size), 1e-3
     current = residuals(offsets)

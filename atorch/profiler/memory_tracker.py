@@ -33,7 +33,7 @@ _SENDING = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySample:
     """The most bytes, by category, between the mark before and this one."""
 
     name: str
@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.moments: list[Moment] = []
+        self.moments: list[MemorySample] = []
         self.now: dict[str, float] = {}
         self._total = self._most = self._most_on_host = 0.0
         self._at_most: dict[str, float] = {}
@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
         """End a moment: it was the time since the last mark."""
         self._look()
         on_host = {HOST: self._most_on_host} if self._most_on_host else {}
-        self.moments.append(Moment(name, index, {**self._at_most, **on_host}))
+        self.moments.append(MemorySample(name, index, {**self._at_most, **on_host}))
         self._most_on_host = self.now.get(HOST, 0.0)
         self._restart()
 

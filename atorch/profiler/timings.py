@@ -19,8 +19,8 @@ from torch.nn import functional
 from atorch.cluster.microbenchmark import seconds
 from atorch.distributed.collectives import from_rank_zero
 
-Work = Callable[[], object]
-Name = TypeVar("Name")
+TimedWork = Callable[[], object]
+TimingName = TypeVar("TimingName")
 
 _SIDES: Mapping[str, Sequence[int]] = {
     "cpu": (32, 64, 128, 256, 512, 1024, 2048),
@@ -34,7 +34,7 @@ _MAX_CALLS = 1000
 def products(dtype: torch.dtype, place: torch.device, budget_s: float) -> dict[tuple[int, int, int], float]:
     """(m, k, n) → seconds of a product of matrices (m, k) and (k, n): squares, and those of a transformer's layers."""
 
-    def make(shape: tuple[int, int, int]) -> Work:
+    def make(shape: tuple[int, int, int]) -> TimedWork:
         m, k, n = shape
         left, right = (torch.randn(each, device=place).to(dtype) for each in ((m, k), (k, n)))
         return partial(torch.matmul, left, right)
@@ -50,7 +50,7 @@ def attentions(dtype: torch.dtype, place: torch.device, budget_s: float) -> dict
     """(batch, heads, seq, head_dim) → seconds of scaled dot-product attention, forward and backward, without a mask."""
     heads, head_dim = (4, 64) if place.type == "cpu" else (32, 128)
 
-    def make(shape: tuple[int, ...]) -> Work:
+    def make(shape: tuple[int, ...]) -> TimedWork:
         query, key, value, grad = (torch.randn(shape, device=place).to(dtype) for _ in range(4))
         inputs = [each.requires_grad_() for each in (query, key, value)]
 
@@ -68,7 +68,7 @@ def attentions(dtype: torch.dtype, place: torch.device, budget_s: float) -> dict
 def host_copies(place: torch.device, budget_s: float) -> dict[tuple[str, int], float]:
     """(direction, bytes) → seconds of a copy between pinned memory of the host and the device."""
 
-    def make(name: tuple[str, int]) -> Work:
+    def make(name: tuple[str, int]) -> TimedWork:
         direction, num_bytes = name
         host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(num_bytes, dtype=torch.uint8, device=place)
@@ -104,13 +104,13 @@ def collectives(group: dist.ProcessGroup, place: torch.device, budget_s: float) 
 
 
 def _growing(
-    amounts: Mapping[Name, float], make: Callable[[Name], Work], place: torch.device, budget_s: float
-) -> dict[Name, float]:
+    amounts: Mapping[TimingName, float], make: Callable[[TimingName], TimedWork], place: torch.device, budget_s: float
+) -> dict[TimingName, float]:
     """The seconds of each work, smallest first, until one would not fit: its time is taken to grow as its amount.
 
     Half of the budget is dealt out to all alike, for repeating what is short; the rest is there for what is long.
     """
-    timings: dict[Name, float] = {}
+    timings: dict[TimingName, float] = {}
     end = time.perf_counter() + budget_s
     per_unit = 0.0
     for name in sorted(amounts, key=lambda each: amounts[each]):
@@ -123,12 +123,12 @@ def _growing(
     return timings
 
 
-def _calls(work: Work, place: torch.device, budget_s: float) -> int:
+def _calls(work: TimedWork, place: torch.device, budget_s: float) -> int:
     """The number of calls that make a row, if four rows fill the budget."""
     return max(1, min(_MAX_CALLS, int(budget_s / 4 / seconds(work, place))))
 
 
-def _best_row(work: Work, place: torch.device, calls: int, rows: int) -> float:
+def _best_row(work: TimedWork, place: torch.device, calls: int, rows: int) -> float:
     """Seconds of a call in the fastest row; a single call is not repeated."""
 
     def row() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from xml.etree.ElementTree import Element
 
-Node = Element | str
+HtmlNode = Element | str
 
 
-def element(tag: str, *content: Node, **attributes: str) -> Element:
+def element(tag: str, *content: HtmlNode, **attributes: str) -> Element:
     """An element with text and elements in it; a keyword's underscores stand for what Python's names cannot have."""
     made = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
     for each in content:
@@ -21,13 +21,13 @@ def element(tag: str, *content: Node, **attributes: str) -> Element:
     return made
 
 
-def section(heading: str, *content: Node, is_long: bool = False) -> Element:
+def section(heading: str, *content: HtmlNode, is_long: bool = False) -> Element:
     """A part of the page under a heading; a long one may be cut where paper ends."""
     return element("section", element("h2", heading), *content, class_="long" if is_long else "short")
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[Node]], numbers: Iterable[int] = (), **attributes: str
+    head: Sequence[str], rows: Iterable[Sequence[HtmlNode]], numbers: Iterable[int] = (), **attributes: str
 ) -> Element:
     """A table; `numbers` are the columns that hold figures."""
     figures = frozenset(numbers)
@@ -35,7 +35,7 @@ def table(
     return element("table", element("thead", row(head, figures, "th")), body, **attributes)
 
 
-def row(cells: Sequence[Node], numbers: Iterable[int] = (), tag: str = "td") -> Element:
+def row(cells: Sequence[HtmlNode], numbers: Iterable[int] = (), tag: str = "td") -> Element:
     made = [element(tag, cell) for cell in cells]
     for index in numbers:
         made[index].set("class", "number")

@@ -56,7 +56,7 @@ def _tell(what: str, is_over: threading.Event, began: float, after_s: float) -> 
                 return
 
 
-class State(Protocol):
+class SearchState(Protocol):
     """The state of a search after a dry run."""
 
     @property
@@ -73,7 +73,7 @@ class State(Protocol):
     def left_s(self) -> float: ...
 
 
-def line(state: State) -> str:
+def line(state: SearchState) -> str:
     found = "rejected" if state.step_s is None else format_seconds(state.step_s)
     best = "" if state.best_s is None else f", best {format_seconds(state.best_s)}"
     left = f", at most {format_seconds(state.left_s)} left" if state.done < state.total else ""
@@ -81,7 +81,9 @@ def line(state: State) -> str:
 
 
 @contextmanager
-def search_progress(console: Console | None = None, *, verbose: bool = False) -> Iterator[Callable[[State], None]]:
+def search_progress(
+    console: Console | None = None, *, verbose: bool = False
+) -> Iterator[Callable[[SearchState], None]]:
     """A function that shows each State it is given, by default on standard error; `verbose` adds lines to the bar."""
     from rich.console import Console
     from rich.markup import escape
@@ -95,7 +97,7 @@ def search_progress(console: Console | None = None, *, verbose: bool = False) ->
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("the first dry run", total=None)
 
-        def show(state: State) -> None:
+        def show(state: SearchState) -> None:
             if verbose:
                 console.print(line(state), markup=False, soft_wrap=True)
             bar.update(task, total=state.total, completed=state.done, description=escape(line(state)))

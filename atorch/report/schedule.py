@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from xml.etree.ElementTree import Element, tostring
 
 from atorch.report.html_dom import element
-from atorch.report.timeline import Placed, Timeline
+from atorch.report.timeline import TimedPass, Timeline
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -92,7 +92,7 @@ def schedule_svg(drawn: Timeline, title: str) -> str:
     return tostring(picture, encoding="unicode") + "\n"
 
 
-def _drawn(drawn: Timeline, process: int, each: Placed, top: int) -> Iterator[Element]:
+def _drawn(drawn: Timeline, process: int, each: TimedPass, top: int) -> Iterator[Element]:
     left, width = _LEFT + each.start * _TICK, (each.end - each.start) * _TICK
     colour = _colour(drawn, process, each)
     tip = f"{_LOOKS[each.kind].words} of micro-batch {each.micro_batch} on stage {each.stage}"
@@ -131,13 +131,13 @@ def _cells(drawn: Timeline, process: int, column: int) -> list[tuple[str, str]]:
     return cells
 
 
-def _label(drawn: Timeline, process: int, each: Placed) -> str:
+def _label(drawn: Timeline, process: int, each: TimedPass) -> str:
     stages = drawn.stages(process)
     piece = ascii_lowercase[stages.index(each.stage) % 26] if len(stages) > 1 else ""
     return f"{_LOOKS[each.kind].letter}{each.micro_batch}{piece}"
 
 
-def _all(drawn: Timeline) -> Iterator[tuple[int, Placed]]:
+def _all(drawn: Timeline) -> Iterator[tuple[int, TimedPass]]:
     return ((process, each) for process, placed in enumerate(drawn.processes) for each in placed)
 
 
@@ -146,7 +146,7 @@ def _kinds(drawn: Timeline) -> Sequence[str]:
     return [kind for kind in _LOOKS if kind in found]
 
 
-def _colour(drawn: Timeline, process: int, each: Placed) -> Colour:
+def _colour(drawn: Timeline, process: int, each: TimedPass) -> Colour:
     stages = drawn.stages(process)
     light = _LIGHTEST * stages.index(each.stage) / max(1, len(stages) - 1)
     red, green, blue = (round(part + light * (255 - part)) for part in _LOOKS[each.kind].colour)

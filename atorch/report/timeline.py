@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from atorch.errors import StrategyError
 
-Pass = tuple[str, int, int]
+PassId = tuple[str, int, int]
 """(kind, stage, micro-batch); the kinds are those of `TICKS`."""
 TICKS: Mapping[str, int] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
 """The ticks of a pass. `input` and `weight` are a backward pass in two parts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class TimedPass:
     kind: str
     stage: int
     micro_batch: int
@@ -31,7 +31,7 @@ class Placed:
 class Timeline:
     """The passes of each process, in order."""
 
-    processes: Sequence[Sequence[Placed]]
+    processes: Sequence[Sequence[TimedPass]]
 
     @property
     def num_ticks(self) -> int:
@@ -60,15 +60,15 @@ class Timeline:
         return most / len(self.stages(process))
 
 
-def timeline(order: Sequence[Sequence[Pass]]) -> Timeline:
+def timeline(order: Sequence[Sequence[PassId]]) -> Timeline:
     """The earliest that each process can do its passes in its order.
 
     Raises:
         StrategyError: processes wait for one another for ever.
     """
     last = max(stage for passes in order for _, stage, _ in passes)
-    ends: dict[Pass, int] = {}
-    placed: list[list[Placed]] = [[] for _ in order]
+    ends: dict[PassId, int] = {}
+    placed: list[list[TimedPass]] = [[] for _ in order]
     moved = True
     while moved:
         moved = False
@@ -78,7 +78,7 @@ def timeline(order: Sequence[Sequence[Pass]]) -> Timeline:
                 if None in ready:
                     break
                 start = max([0, *(end for end in ready if end is not None), *(each.end for each in done[-1:])])
-                done.append(Placed(kind, stage, micro_batch, start, start + TICKS[kind]))
+                done.append(TimedPass(kind, stage, micro_batch, start, start + TICKS[kind]))
                 ends[kind, stage, micro_batch] = start + TICKS[kind]
                 moved = True
     for process, (done, passes) in enumerate(zip(placed, order, strict=True)):
@@ -103,7 +103,7 @@ def _needed(kind: str, stage: int, last: int) -> Iterator[tuple[tuple[str, ...],
         yield ("input",), stage
 
 
-def _end(ends: Mapping[Pass, int], kinds: Sequence[str], stage: int, micro_batch: int) -> int | None:
+def _end(ends: Mapping[PassId, int], kinds: Sequence[str], stage: int, micro_batch: int) -> int | None:
     return next((ends[kind, stage, micro_batch] for kind in kinds if (kind, stage, micro_batch) in ends), None)
 
 

@@ -38,7 +38,7 @@ SPREAD = 6.0  # median deviations from the median; of normally distributed times
 NAMED = 8  # ranks that a message names
 
 
-class Clock:
+class WorkTimer:
     """A clock of work: on a CUDA device in the current stream, whose times only `seconds` waits for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class StragglerDetector:
         patience: int = 3,
         margin: float = 0.1,
         on_report: Callable[[StepReport], None] | None = None,
-        clock: Clock | None = None,
+        clock: WorkTimer | None = None,
     ) -> None:
         given = {"every": every, "patience": patience, "margin": margin}
         agreed(
@@ -134,7 +134,7 @@ class StragglerDetector:
         """The last one, on rank 0."""
         self._every, self._patience, self._margin, self._on_report = every, patience, margin, on_report
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        self._clock = clock or Clock(device)
+        self._clock = clock or WorkTimer(device)
         self._slow: dict[tuple[str, tuple[int, ...]], int] = {}  # reports in a row, by part and ranks
         self._num_steps = self._num_measured = 0
         self._spans: list[tuple[str, Any, Any]] = []  # of the steps since the last report: what, from when, until when

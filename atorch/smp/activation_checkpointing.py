@@ -19,14 +19,14 @@ from torch import nn
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
 from atorch.model.method_override import lift, override
 from atorch.runtime.memory.recompute import chained, disable_checkpointing, recomputed
-from atorch.smp.partition_map import Place, place_of
+from atorch.smp.partition_map import PartitionMap, place_of
 from atorch.smp.session import is_initialized, session
 
 OPTIONS = "_smp_checkpointing"
 """The attribute of a module whose forward is checkpointed, and how."""
 
 
-class Options(NamedTuple):
+class CheckpointOptions(NamedTuple):
     """Options of a module's checkpointing.
 
     size: of a Sequential, how many layers are recomputed together; None for all that lie on one partition.
@@ -66,7 +66,7 @@ def set_activation_checkpointing(
         )
     size = size_of(strategy) if is_sequential(module) else None
     checkpoint_forward(module)
-    vars(module)[OPTIONS] = Options(preserve_rng_state, size)
+    vars(module)[OPTIONS] = CheckpointOptions(preserve_rng_state, size)
 
 
 def checkpoint_forward(module: nn.Module) -> None:
@@ -93,7 +93,7 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 def _checkpointing(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        options: Options | None = vars(self).get(OPTIONS)
+        options: CheckpointOptions | None = vars(self).get(OPTIONS)
         if options is None:
             return theirs(self, *args, **kwargs)
         if is_sequential(self):
@@ -105,7 +105,11 @@ def _checkpointing(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_module(
-    module: nn.Module, forward: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    forward: Callable[..., Any],
+    options: CheckpointOptions,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """`forward(*args, **kwargs)`, checkpointed where the module runs here as a whole."""
     place = place_of(module)
@@ -114,7 +118,7 @@ def run_module(
     return _recomputed(forward, [module], options, args, kwargs)
 
 
-def in_runs(layers: list[nn.Module], options: Options, input: Any) -> Any:
+def in_runs(layers: list[nn.Module], options: CheckpointOptions, input: Any) -> Any:
     """The output of the layers, one after another, checkpointed in runs of `options.size` that lie on one partition."""
     for place, run in _runs(layers, options.size):
         chain = partial(chained, run)
@@ -125,7 +129,7 @@ def in_runs(layers: list[nn.Module], options: Options, input: Any) -> Any:
     return input
 
 
-def _runs(layers: list[nn.Module], size: int | None) -> Iterator[tuple[Place | None, list[nn.Module]]]:
+def _runs(layers: list[nn.Module], size: int | None) -> Iterator[tuple[PartitionMap | None, list[nn.Module]]]:
     for place, same in groupby(layers, place_of):
         run = list(same)
         step = 1 if place is None else size or len(run)
@@ -136,7 +140,7 @@ def _runs(layers: list[nn.Module], size: int | None) -> Iterator[tuple[Place | N
 def _recomputed(
     function: Callable[..., Any],
     owners: list[nn.Module],
-    options: Options,
+    options: CheckpointOptions,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:

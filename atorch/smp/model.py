@@ -18,7 +18,7 @@ from atorch.smp.checkpointing.local_parts import LocalParts
 from atorch.smp.checkpointing.partial_states import CUTS, PARTIAL
 from atorch.smp.checkpointing.replica_shards import meet_replicas, shards_like, whole_over_shards
 from atorch.smp.checkpointing.whole_states import gathered_state, merged_model_state, whole_on_host
-from atorch.smp.options import Options
+from atorch.smp.options import ModelOptions
 from atorch.smp.session import Session, session
 from atorch.smp.tensor.replacement import replace_registered
 from atorch.smp.tensor.split import TensorSplit
@@ -70,7 +70,7 @@ class DistributedModel(LocalParts):
         _check_module(module, owner)
         module = replace_registered(module)
         super().__init__()
-        self.options = Options(
+        self.options = ModelOptions(
             trace_device,
             trace_execution_times,
             overlapping_allreduce,

@@ -24,7 +24,7 @@ from atorch.smp.tensor.split import TensorSplit
 from atorch.smp.training.inner_optimizer import stepping
 from atorch.smp.training.precision import half_of, loss_scale_of
 
-State = dict[str, Any]
+OptimizerState = dict[str, Any]
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -168,7 +168,7 @@ class DistributedOptimizer(WrappedOptimizer):
             self.clip_master_grads(config.sdp_gradient_clipping)
         return self.inner.step()
 
-    def local_state_dict(self, gather_if_shard: bool = True) -> State:
+    def local_state_dict(self, gather_if_shard: bool = True) -> OptimizerState:
         """The state of the parameters that are here, by name, with the key `_smp_is_partial`.
 
         No communication, but for what replicas share out: then all of these call it together, and each has the whole.
@@ -185,7 +185,7 @@ class DistributedOptimizer(WrappedOptimizer):
             meet_replicas("optimizer.local_state_dict()")
         return self._partial_state()
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> OptimizerState:
         """The state of the whole model's parameters, as the optimizer given would have it, which can load it, too.
 
         On all processes that hold parts of one replica.
@@ -220,11 +220,11 @@ class DistributedOptimizer(WrappedOptimizer):
         named = self._by_name({key: value for key, value in given.items() if key not in MARKS})
         self._model.when_partitioned(lambda: self._load(named))
 
-    def _partial_state(self) -> State:
+    def _partial_state(self) -> OptimizerState:
         named = self._named_state()
         return {**named, PARTIAL: True, CUTS: self._model.split.told(named["state"])}
 
-    def _named_state(self) -> State:
+    def _named_state(self) -> OptimizerState:
         """The state that is here, by the names of parameters."""
         own = dict(self._model.named_parameters())
         here = [name for names in self._names for name in names if name in own]
@@ -236,7 +236,7 @@ class DistributedOptimizer(WrappedOptimizer):
         ]
         return {**saved, "state": state, "param_groups": groups}
 
-    def _by_name(self, given: State) -> State:
+    def _by_name(self, given: OptimizerState) -> OptimizerState:
         """A state of torch's form, which numbers parameters, by names."""
         groups = given.get("param_groups")
         if not isinstance(groups, list) or "state" not in given or len(groups) != len(self._names):
@@ -257,7 +257,7 @@ class DistributedOptimizer(WrappedOptimizer):
         state = {name_of.get(key, key): held for key, held in given["state"].items()}
         return {**given, "state": state}
 
-    def _load(self, named: State) -> None:
+    def _load(self, named: OptimizerState) -> None:
         own = dict(self._model.named_parameters())
         numbers: dict[str, int] = {}
         groups = []
@@ -277,7 +277,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self.optimizer.param_groups = self.param_groups  # a scheduler may have been made of it
 
 
-def _own(split: TensorSplit, name: str, held: Mapping[str, Any]) -> State:
+def _own(split: TensorSplit, name: str, held: Mapping[str, Any]) -> OptimizerState:
     return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in held.items()}
 
 

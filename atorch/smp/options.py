@@ -12,7 +12,7 @@ from atorch.logs import logger, speaking
 
 
 @dataclass(frozen=True)
-class Options:
+class ModelOptions:
     """Options of a model's tracing, and of its gradients' averaging."""
 
     trace_device: Literal["cpu", "gpu"] = "gpu"
@@ -25,7 +25,7 @@ class Options:
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = False
 
-    def checked(self) -> Options:
+    def checked(self) -> ModelOptions:
         """Itself.
 
         Raises:

@@ -16,7 +16,7 @@ PLACE = "_smp_place"
 """The attribute in which a module knows its place, once the model is partitioned."""
 
 
-class Place(NamedTuple):
+class PartitionMap(NamedTuple):
     """The partition of a module, and whether it runs here: in this stage of this process."""
 
     partition: int
@@ -30,10 +30,10 @@ def tell_places(part: nn.Module, partition_of: Mapping[str, int]) -> None:
         stage, _ = vars(unit)[STAGE]
         is_here = any(call.unit == name for call in stage.route.calls[stage.start : stage.stop])
         for each in unit.modules():
-            vars(each)[PLACE] = Place(partition, is_here)
+            vars(each)[PLACE] = PartitionMap(partition, is_here)
 
 
-def place_of(module: nn.Module) -> Place | None:
+def place_of(module: nn.Module) -> PartitionMap | None:
     """The place of a module with all that is in it; None before the model is partitioned.
 
     What is split over several partitions runs nowhere as a whole: it is said once, and is not `is_here`.
@@ -41,9 +41,9 @@ def place_of(module: nn.Module) -> Place | None:
     Raises:
         ArgumentError: it is split, by the contexts of `smp.partition`.
     """
-    places: set[Place] = {vars(each)[PLACE] for each in module.modules() if PLACE in vars(each)}
+    places: set[PartitionMap] = {vars(each)[PLACE] for each in module.modules() if PLACE in vars(each)}
     if not places:
-        return Place(0, True) if not is_initialized() or session().config.partitions == 1 else None
+        return PartitionMap(0, True) if not is_initialized() or session().config.partitions == 1 else None
     if len(places) == 1:
         return places.pop()
     name, numbers = type(module).__name__, ", ".join(map(str, sorted({place.partition for place in places})))
@@ -53,7 +53,7 @@ def place_of(module: nn.Module) -> Place | None:
             "lie on one each, or put all of it into one smp.partition"
         )
     say_once(f"a {name} is not checkpointed: the partition has split it over {numbers}")
-    return Place(-1, False)
+    return PartitionMap(-1, False)
 
 
 def partition_of(module: nn.Module) -> int | None:

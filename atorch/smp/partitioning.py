@@ -37,7 +37,7 @@ from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.session import session
 from atorch.units import format_bytes
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+TracedCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 MARK = "_smp_partition"
 """The attribute in which a module has the number of the partition in whose context it was made."""
@@ -205,7 +205,7 @@ def divided_by_cost(
     route: Route,
     units: Mapping[str, nn.Module],
     model: nn.Module,
-    call: Call,
+    call: TracedCall,
     device: DeviceSpec,
     count: int,
     weighing: Weighing,
@@ -259,7 +259,7 @@ def _figures(
     units: Mapping[str, nn.Module],
     called: Sequence[str],
     model: nn.Module,
-    call: Call,
+    call: TracedCall,
     device: DeviceSpec,
     weighing: Weighing,
 ) -> dict[str, tuple[float, float]]:
@@ -287,7 +287,7 @@ def _figures(
 
 
 def _looked_at(
-    units: Mapping[str, nn.Module], model: nn.Module, call: Call, times: bool
+    units: Mapping[str, nn.Module], model: nn.Module, call: TracedCall, times: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     if not times:
         try:
@@ -299,7 +299,7 @@ def _looked_at(
 
 
 def _watched(
-    units: Mapping[str, nn.Module], model: nn.Module, call: Call, *, for_real: bool
+    units: Mapping[str, nn.Module], model: nn.Module, call: TracedCall, *, for_real: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds that a forward pass spends in each unit, and bytes of what it returns; on fake tensors but `for_real`."""
     seconds: dict[str, float] = defaultdict(float)

@@ -14,7 +14,7 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, session
 from atorch.smp.steps.first_step import partition
 from atorch.smp.steps.handshake import starts_together, with_the_firsts_batch
-from atorch.smp.steps.slicing import Arguments, Slicing, outputs_of
+from atorch.smp.steps.slicing import Slicing, StepArguments, outputs_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,7 +88,7 @@ def _run(
     model: DistributedModel,
     function: Callable[..., Any],
     slicing: Slicing,
-    arguments: Arguments,
+    arguments: StepArguments,
     detach: bool,
 ) -> list[Any]:
     count = owner.config.microbatches
@@ -96,7 +96,7 @@ def _run(
     def on_device(leaf: Tensor) -> Tensor:
         return leaf.to(owner.device, non_blocking=True)
 
-    def cut() -> list[Arguments]:
+    def cut() -> list[StepArguments]:
         given = arguments
         if owner.mesh.size("tensor") > 1 and not owner.config.prescaled_batch:
             given = slicing.gathered(given, owner.mesh.group("tensor"))

@@ -13,7 +13,7 @@ from atorch.cost import Cost, step_seconds
 from atorch.errors import AtorchError
 from atorch.units import GiB
 from benchmarks.published.alone import matmul_share
-from benchmarks.published.fit import Run, drawn, fitted, is_fitted, with_constants
+from benchmarks.published.fit import TimedRun, drawn, fitted, is_fitted, with_constants
 from benchmarks.published.memory import comparable_bytes, fits, metric_of
 from benchmarks.published.metrics import Result, runs_out_of_memory
 from benchmarks.published.rows import cluster_of, cost_of
@@ -69,11 +69,11 @@ class Case:
         return seconds
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> TimedRun | None:
         """What constants can be fitted on: a row that is understood and was timed."""
         if self.cost is None or self.cluster is None or self.measured_s is None or self.row.status != "ok":
             return None
-        return Run(self.row.row_id, self.cost, self.cluster, self.measured_s)
+        return TimedRun(self.row.row_id, self.cost, self.cluster, self.measured_s)
 
 
 def evaluate(rows: Sequence[Row], calibration: Calibration = "shipped") -> list[Result]:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from atorch.profiler.curve_fit import NOISE, Run, fitted, gauss_newton, with_constants
+from atorch.profiler.curve_fit import NOISE, TimedRun, fitted, gauss_newton, with_constants
 
-__all__ = ["NOISE", "Run", "drawn", "fitted", "gauss_newton", "is_fitted", "with_constants"]
+__all__ = ["NOISE", "TimedRun", "drawn", "fitted", "gauss_newton", "is_fitted", "with_constants"]
 
 FITTED_MODELS = frozenset(
     {"llama-like 1b", "gpt h1024 l12", "mpt-1b", "mpt-760m", "gpt h1536 l16", "llama3-70b (reduced to 12 layers)"}
@@ -30,7 +30,7 @@ FITTED_MODELS = frozenset(
 BETWEEN_NODES: Mapping[str, float] = {"inter_node.efficiency": 1.0, "inter_node.latency_s": 2.0}  # networks differ more
 
 
-def drawn(runs: Sequence[Run], count: int) -> list[Run]:
+def drawn(runs: Sequence[TimedRun], count: int) -> list[TimedRun]:
     """`count` of the runs, by a hash of their names: the same ones for everybody, and none in particular."""
     return sorted(runs, key=lambda run: hashlib.sha256(run.name.encode()).hexdigest())[:count]
 

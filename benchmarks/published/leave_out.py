@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.published.evaluate import Case, by_data_sheet, results_of
-from benchmarks.published.fit import NOISE, Run, drawn, fitted, with_constants
+from benchmarks.published.fit import NOISE, TimedRun, drawn, fitted, with_constants
 from benchmarks.published.metrics import Result
 from benchmarks.published.table import Row
 
@@ -47,10 +47,10 @@ def leave_one_out(sources: Mapping[str, Sequence[Row]], *, fits: bool = True) ->
     return found
 
 
-def _runs(rows: Sequence[Row]) -> dict[str, list[Run]]:
+def _runs(rows: Sequence[Row]) -> dict[str, list[TimedRun]]:
     """Few runs of each device that did not stall, with constants that are typical of any."""
     cases = [by_data_sheet(Case.of(row)) for row in rows]
-    by_device: dict[str, list[Run]] = defaultdict(list)
+    by_device: dict[str, list[TimedRun]] = defaultdict(list)
     for case, result in zip(cases, results_of(cases, rows), strict=True):
         if case.run is not None and not result.stalled:
             by_device[case.run.cluster.device.name].append(case.run)
@@ -58,7 +58,7 @@ def _runs(rows: Sequence[Row]) -> dict[str, list[Run]]:
 
 
 def _fitted_to_others(
-    sources: Mapping[str, Mapping[str, Sequence[Run]]], held_out: str, device: str
+    sources: Mapping[str, Mapping[str, Sequence[TimedRun]]], held_out: str, device: str
 ) -> dict[str, float]:
     others = [runs[device] for name, runs in sources.items() if name != held_out and device in runs]
     noise = [math.hypot(NOISE, OF_A_SOURCE * math.sqrt(len(runs))) for runs in others for _ in runs]

@@ -18,7 +18,7 @@ from torch import nn
 
 import atorch
 from atorch import auto_accelerate
-from atorch.auto.arguments import Options
+from atorch.auto.arguments import CallOptions
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.strategy import Strategy
@@ -375,7 +375,7 @@ def test_the_first_collective_is_the_agreement(pool: Pool, case: str) -> None:
 @pytest.mark.parametrize("timeout", [0, -1.0, "60", True, float("inf"), float("nan")])
 def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
     with pytest.raises(ArgumentError, match="timeout is .*; it is a finite number of seconds above 0"):
-        Options.of({"timeout": timeout})
+        CallOptions.of({"timeout": timeout})
 
 
 def timeouts_of_a_start(rank: int, size: int) -> set[float]:

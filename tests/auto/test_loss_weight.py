@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from atorch import auto_accelerate
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from tests.auto.loss_job import (
     BATCH,
     LOSSES,
@@ -169,7 +169,7 @@ def sent(rank, size, name):
     )
     counts = []
     for batch in result.dataloader:
-        with Messages() as messages:
+        with CommCounter() as messages:
             result.step(batch)
         counts.append([(kind, *figures) for (kind, _), figures in messages.counts.items()])
     return counts[-1:], accelerated_alone(make, loss_func)
@@ -179,7 +179,7 @@ def accelerated_alone(make, loss_func):
     """What torch's DistributedDataParallel sends in its steps."""
     model, data, counts = DistributedDataParallel(make(), gradient_as_bucket_view=True), Samples(), []
     for _ in range(3):
-        with Messages() as messages:
+        with CommCounter() as messages:
             batch = batch_of(data, 0, 1)
             value(loss_func(batch, model(**batch))).backward()
         counts.append([(kind, *figures) for (kind, _), figures in messages.counts.items()])
@@ -210,7 +210,7 @@ def classes(rank, size):
     )
     counts = []
     for batch in result.dataloader:
-        with Messages() as messages:
+        with CommCounter() as messages:
             result.loss_func(batch, result.model(batch[0])).backward()
         counts.append(sum(count for count, _ in messages.counts.values()))
     return counts

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
 from atorch.errors import StrategyError
-from atorch.model.state import Change, untouched
+from atorch.model.state import ParameterWrite, untouched
 from tests.pool import Pool
 
 ROWS, STEPS = 4, 3
@@ -215,5 +215,5 @@ def search(rank: int, size: int) -> list[float]:
 @pytest.mark.parametrize(("after", "is_in"), [(1.0, True), (0.99, True), (0.1, False), (0.4, False)])
 def test_a_change_is_recognised(after: float, is_in: bool) -> None:
     before = torch.zeros(3)
-    change = Change.of(before, torch.ones(3))
+    change = ParameterWrite.of(before, torch.ones(3))
     assert change.is_in(torch.full((3,), after)) == is_in

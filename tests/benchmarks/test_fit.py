@@ -8,7 +8,7 @@ import pytest
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost, step_seconds
 from atorch.cost.transformer import TransformerShape, transformer_profile
-from benchmarks.published.fit import Run, drawn, fitted, gauss_newton, with_constants
+from benchmarks.published.fit import TimedRun, drawn, fitted, gauss_newton, with_constants
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")
 PLACE = "device.efficiency.matmul"
@@ -26,7 +26,7 @@ def costs(count):
 
 def runs(count, **factors):
     machine = with_constants(CLUSTER, {PLACE: 1.0, **factors})
-    return [Run(f"run {i}", cost, CLUSTER, step_seconds(cost, machine)) for i, cost in enumerate(costs(count))]
+    return [TimedRun(f"run {i}", cost, CLUSTER, step_seconds(cost, machine)) for i, cost in enumerate(costs(count))]
 
 
 def test_a_constant_is_found_from_the_times_it_made():

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.transfer_schedule import Moment, Schedule, schedule
+from atorch.runtime.chunk.schedule.transfer_schedule import ScheduleStep, TransferSchedule, schedule
 from benchmarks.traffic_bound import lower_bound
 
 
-def moments(*needs_and_others: tuple[set[int], int]) -> list[Moment]:
-    return [Moment("op", frozenset(needs), other) for needs, other in needs_and_others]
+def moments(*needs_and_others: tuple[set[int], int]) -> list[ScheduleStep]:
+    return [ScheduleStep("op", frozenset(needs), other) for needs, other in needs_and_others]
 
 
 def test_as_much_of_a_parameter_stays_as_there_is_room_for():
@@ -51,4 +51,4 @@ def test_single_bytes_are_fetched_as_often_as_parameters_of_so_many(data):
     budget = data.draw(st.integers(4, 12))
     found = schedule(by_byte, [1] * sum(sizes), budget)
     bound = lower_bound(step, sizes, budget)
-    assert bound == pytest.approx(found.fetched_bytes if isinstance(found, Schedule) else float("inf"))
+    assert bound == pytest.approx(found.fetched_bytes if isinstance(found, TransferSchedule) else float("inf"))

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from atorch.cli.samples import Form
+from atorch.cli.samples import SampleForm
 from atorch.errors import ArgumentError
 from tests.cli.test_config import LLAVA
 
@@ -11,7 +11,7 @@ from tests.cli.test_config import LLAVA
 @pytest.fixture
 def form(tmp_path):
     config = transformers.LlavaConfig.from_dict({name: LLAVA[name] for name in LLAVA if name != "model_type"})
-    return Form(config, transformers.LlavaForConditionalGeneration, tmp_path)
+    return SampleForm(config, transformers.LlavaForConditionalGeneration, tmp_path)
 
 
 def test_as_many_tokens_stand_for_an_image_as_it_has_features(form):

@@ -213,7 +213,7 @@ def test_a_device_finds_its_file(name, memory_gib, known):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_shows_the_figures_of_the_files(name):
     cluster = ClusterSpec.load(name)
-    page = (FILES.parents[1] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    page = (FILES.parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
     device, links = cluster.device, (cluster.intra_node, cluster.inter_node, cluster.host_link)
     if name in MACHINES:
         rate = (cluster.inter_leaf or cluster.inter_node).bandwidth * cluster.devices_per_node * 8 / 1e9

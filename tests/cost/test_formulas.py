@@ -16,7 +16,7 @@ from atorch.cost import (
     plain_cost,
     step_time,
 )
-from atorch.cost.comm.collectives import Group
+from atorch.cost.comm.collectives import LinkGroup
 from atorch.cost.memory import SLACK
 from atorch.cost.time import SHARPNESS
 
@@ -163,7 +163,7 @@ def test_the_longer_of_multiplying_and_moving_counts():
     ],
 )
 def test_collectives_by_hand(kind, seconds):
-    group = Group(size=4, num_nodes=1, bandwidth=1e4, inner_latency_s=1e-2, outer_latency_s=1e-1)
+    group = LinkGroup(size=4, num_nodes=1, bandwidth=1e4, inner_latency_s=1e-2, outer_latency_s=1e-1)
     assert group.seconds(kind, count=3, num_bytes=100) == pytest.approx(seconds)
 
 

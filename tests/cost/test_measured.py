@@ -18,7 +18,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile, peak_memory, plain_cost, step_seconds
 from atorch.cost.kernels.attention import fused_seconds
-from atorch.cost.kernels.gemm import ProductTimes, Shape
+from atorch.cost.kernels.gemm import GemmShape, ProductTimes
 from atorch.cost.kernels.operations import _pitch
 from atorch.cost.profile import Segment
 
@@ -34,7 +34,7 @@ def said_of_products(name: str) -> Iterator[tuple[float, float]]:
     rows, inner, columns = map(float, name.split(","))
     pitch = _pitch(inner, columns)
     for shape in ((rows, inner, columns), (columns, rows, inner), (rows, columns, inner)):
-        yield PRODUCTS.seconds(Shape(*shape, "bfloat16", 2.0, 2.0, 1.0, pitch)), 2.0 * math.prod(shape)
+        yield PRODUCTS.seconds(GemmShape(*shape, "bfloat16", 2.0, 2.0, 1.0, pitch)), 2.0 * math.prod(shape)
 
 
 def test_products() -> None:

@@ -13,7 +13,7 @@ from atorch.distributed.fake_world import Pretending, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.model.structure_copy import copy_structure
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 
 
 def test_a_world_of_any_size_ends_with_its_context() -> None:
@@ -61,7 +61,7 @@ def test_questions_to_fakes_have_the_answer_of_a_good_step() -> None:
 
 
 def test_a_module_of_fakes_can_be_cast_and_replicated() -> None:
-    pretending, sent = Pretending(), Messages()
+    pretending, sent = Pretending(), CommCounter()
     with pretending:
         model = copy_structure(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pretending.fake).bfloat16()
     with fake_world(4), pretending:

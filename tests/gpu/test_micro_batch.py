@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from atorch.distributed.local_collectives import alone, is_alone
-from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.memory.micro_batch import MicroBatched
 from tests.pool import Pool
@@ -50,7 +50,7 @@ def finds_a_size(rank: int, size: int, where: str) -> tuple[list[Tensor], list[i
     torch.cuda.set_device(rank)
     mesh = DeviceMesh.from_group(dist.new_group(backend="nccl"), "cuda")
     model = Full(3 if rank == 1 else 99, where).cuda()
-    shard(model, mesh, [Group((block,)) for block in model.blocks])
+    shard(model, mesh, [FsdpUnit((block,)) for block in model.blocks])
     loss_func = MicroBatched(model, mse, loss_weight="rows")
     optim = torch.optim.Adam(model.parameters(), lr=0.01)
     batch = {name: each.cuda() for name, each in tight_batch(rank).items()}

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atorch.runtime.context_parallel.kernels import EFFICIENT, FLASH, FORMULA, Kernel, Part, attend, gradients
+from atorch.runtime.context_parallel.kernels import (
+    EFFICIENT,
+    FLASH,
+    FORMULA,
+    Kernel,
+    PartialAttention,
+    attend,
+    gradients,
+)
 from atorch.runtime.context_parallel.kernels import _kernel as kernel_of
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +48,7 @@ def test_kernels_agree_with_the_formula(
     mask = torch.rand(BATCH, 1, rows, COLUMNS, generator=generator).cuda() > 0.3 if masked else None
     if mask is not None:
         mask[:, :, 0] = False
-    part = Part(query, key, value, mask, is_causal, DIM**-0.5)
+    part = PartialAttention(query, key, value, mask, is_causal, DIM**-0.5)
     assert kernel_of(part) is kernel
     exact = replace(part, query=query.double(), key=key.double(), value=value.double())
     assert kernel_of(exact) is FORMULA

@@ -10,7 +10,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost, step_seconds
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.cost.uncertainty import KINDS, OWN, Uncertainty
-from atorch.profiler.curve_fit import Run, calibrated
+from atorch.profiler.curve_fit import TimedRun, calibrated
 
 SHIPPED = ClusterSpec.load("8xH100-80GB")
 
@@ -39,7 +39,7 @@ def runs_on(true):
         strategy = Strategy.of([*methods, *(["zero2"] if split < 8 else [])])
         start = plain_cost(transformer_profile(shape, implementation=Implementation(itemsize=4.0)), 16)
         cost = strategy.cost(start)
-        runs.append(Run(str(strategy), cost, SHIPPED, step_seconds(cost, true)))
+        runs.append(TimedRun(str(strategy), cost, SHIPPED, step_seconds(cost, true)))
     return runs
 
 

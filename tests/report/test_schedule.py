@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from atorch.report.schedule import schedule_svg, schedule_text
-from atorch.report.timeline import Pass, Timeline, timeline
+from atorch.report.timeline import PassId, Timeline, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.fixture
 def drawn() -> Timeline:
     """Two processes, two micro-batches, backward in two parts on the second."""
-    order: list[list[Pass]] = [
+    order: list[list[PassId]] = [
         [("forward", 0, 0), ("forward", 0, 1), ("backward", 0, 0), ("backward", 0, 1)],
         [("forward", 1, 0), ("input", 1, 0), ("forward", 1, 1), ("input", 1, 1), ("weight", 1, 0), ("weight", 1, 1)],
     ]

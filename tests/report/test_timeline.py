@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from atorch.errors import StrategyError
-from atorch.report.timeline import Pass, expected_bubble, timeline
+from atorch.report.timeline import PassId, expected_bubble, timeline
 
 
-def gpipe(processes: int, micro_batches: int) -> list[list[Pass]]:
+def gpipe(processes: int, micro_batches: int) -> list[list[PassId]]:
     return [
         [(kind, stage, each) for kind in ("forward", "backward") for each in range(micro_batches)]
         for stage in range(processes)
@@ -26,7 +26,7 @@ def test_passes_start_when_the_process_is_free_and_what_they_need_is_there() -> 
 
 
 def test_gradients_of_weights_wait_for_those_of_inputs_and_nobody_for_them() -> None:
-    order: list[list[Pass]] = [
+    order: list[list[PassId]] = [
         [("forward", 0, 0), ("input", 0, 0), ("weight", 0, 0)],
         [("forward", 1, 0), ("input", 1, 0), ("weight", 1, 0)],
     ]
@@ -36,7 +36,7 @@ def test_gradients_of_weights_wait_for_those_of_inputs_and_nobody_for_them() -> 
 
 
 def test_several_stages_of_a_process_share_it() -> None:
-    order: list[list[Pass]] = [
+    order: list[list[PassId]] = [
         [("forward", 0, 0), ("forward", 2, 0), ("backward", 2, 0), ("backward", 0, 0)],
         [("forward", 1, 0), ("backward", 1, 0)],
     ]
@@ -47,7 +47,7 @@ def test_several_stages_of_a_process_share_it() -> None:
 
 
 def test_an_order_that_waits_for_itself_is_refused() -> None:
-    order: list[list[Pass]] = [
+    order: list[list[PassId]] = [
         [("forward", 0, 0), ("backward", 0, 0), ("forward", 0, 1), ("backward", 0, 1)],
         [("forward", 1, 0), ("forward", 1, 1), ("backward", 1, 0), ("backward", 1, 1)],
     ]

@@ -18,7 +18,7 @@ from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
-from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.tensor_parallel import tensor_parallel
 from tests.auto.test_arguments import Told, soon, told_by
@@ -65,7 +65,7 @@ def replicas(case: str, other: bool) -> Any:
 
 def shards(case: str, other: bool) -> Any:
     model = Net(8 if other and case == "model" else 4, hooked=other and case == "raises")
-    groups = [] if other and case == "groups" else [Group((model.first,))]
+    groups = [] if other and case == "groups" else [FsdpUnit((model.first,))]
     shape, names = ((2, 2), ("data", "zero")) if case == "hybrid" else ((dist.get_world_size(),), ("zero",))
     options: dict[str, Any] = {"reshard_after_forward": False} if other and case in ("keyword", "hybrid") else {}
     return shard(model, init_device_mesh("cpu", shape, mesh_dim_names=names), groups, **options)

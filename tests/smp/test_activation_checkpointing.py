@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import atorch.smp as smp
 from atorch import logs
 from atorch.errors import ArgumentError
-from atorch.smp.partition_map import PLACE, Place, partition_of
+from atorch.smp.partition_map import PLACE, PartitionMap, partition_of
 from atorch.smp.patches.checkpoint import checkpoint, checkpoint_sequential
 
 WIDTH, ROWS = 16, 8
@@ -200,7 +200,7 @@ def two_partitions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., No
 
 def put(layer: nn.Module, partition: int, is_here: bool = True) -> None:
     for each in layer.modules():
-        vars(each)[PLACE] = Place(partition, is_here)
+        vars(each)[PLACE] = PartitionMap(partition, is_here)
 
 
 @pytest.mark.parametrize(("strategy", "kept"), [("contiguous", 2), ("group_2", 4), ("group_3", 2), ("each", 6)])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
-from atorch.smp.options import Options
+from atorch.smp.options import ModelOptions
 from tests.pool import Pool
 from tests.smp.job import begun
 
@@ -73,7 +73,7 @@ NAMES: Mapping[str, str] = {
     ),
     "DistributedModel.get_module()": "test_state::test_modules_that_exist_are_put_on_partitions",
     "DistributedOptimizer(optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)": (
-        "test_precision::test_a_dynamic_scale_does_what_its_settings_say"
+        "training/test_precision::test_a_dynamic_scale_does_what_its_settings_say"
     ),
     "DistributedOptimizer.clip_master_grads(max_norm)": "test_norms::test_clipping_is_plain_trainings",
     "DistributedOptimizer.state_dict()": "test_document::test_a_full_checkpoint_goes_on_in_plain_training",
@@ -85,16 +85,16 @@ NAMES: Mapping[str, str] = {
     "delay_param_initialization(enabled)": (
         "test_model_creation::test_the_innermost_context_wins_and_others_threads_have_none"
     ),
-    "tensor_parallelism(enabled)": "test_tensor_marks::test_what_is_created_inside_is_marked_and_the_innermost_wins",
-    "set_tensor_parallelism(module)": "test_tensor_marks::test_what_exists_is_marked_with_all_below_and_the_last_wins",
+    "tensor_parallelism(enabled)": "tensor/test_marks::test_what_is_created_inside_is_marked_and_the_innermost_wins",
+    "set_tensor_parallelism(module)": "tensor/test_marks::test_what_exists_is_marked_with_all_below_and_the_last_wins",
     "tp_register(dist_module, init_hook, forward_hook, return_hook)": (
-        "test_tensor_replacement::test_what_is_created_inside_is_replaced_in_place"
+        "tensor/test_replacement::test_what_is_created_inside_is_replaced_in_place"
     ),
     "tp_register_with_module(module_cls, dist_module, init_hook, forward_hook, return_hook)": (
-        "test_tensor_replacement::test_in_steps_of_a_distributed_model"
+        "tensor/test_replacement::test_in_steps_of_a_distributed_model"
     ),
-    "nn.DistributedLinear": "test_tensor_split::test_trains_as_the_whole_model",
-    "nn.DistributedEmbedding": "test_tensor_split::test_trains_as_the_whole_model",
+    "nn.DistributedLinear": "tensor/test_split::test_trains_as_the_whole_model",
+    "nn.DistributedEmbedding": "tensor/test_split::test_trains_as_the_whole_model",
     "nn.DistributedTransformer": "nn/test_distributed_modules::test_states_pass_through_layers_with_cross_attention",
     "nn.DistributedTransformerLayer": "nn/test_distributed_modules::test_one_layer_is_torchs_encoder_layer",
     "nn.DistributedAttentionLayer": "nn/test_distributed_modules::test_self_attention",
@@ -137,7 +137,9 @@ NAMES: Mapping[str, str] = {
     "barrier(group)": "test_communication::test_who_is_waited_for_in_vain_is_named",
     "dp_barrier()": "test_communication::test_who_is_waited_for_in_vain_is_named",
     "mp_barrier()": "test_communication::test_who_is_waited_for_in_vain_is_named",
-    "save(obj, f, partial, pickle_module, pickle_protocol)": "test_files::test_each_stage_reads_what_it_wrote",
+    "save(obj, f, partial, pickle_module, pickle_protocol)": (
+        "checkpointing/test_files::test_each_stage_reads_what_it_wrote"
+    ),
     # What public scripts give, and no document names.
     "save(v3)": "test_shared_states::test_training_goes_on_from_a_file_as_hugging_faces_trainer_has_it",
     "DistributedOptimizer.local_state_dict(gather_if_shard)": (
@@ -145,12 +147,12 @@ NAMES: Mapping[str, str] = {
     ),
     "state.module_manager": "test_state::test_the_session_is_read_by_name",
     "load(f, map_location, pickle_module, partial, pickle_load_args)": (
-        "test_files::test_map_location_in_its_four_forms"
+        "checkpointing/test_files::test_map_location_in_its_four_forms"
     ),
     "save_checkpoint(path, tag, partial, model, optimizer, user_content, translate_if_full, "
-    "num_kept_partial_checkpoints)": "test_checkpoints::test_the_newest_partial_ones_are_kept",
+    "num_kept_partial_checkpoints)": "checkpointing/test_folder::test_the_newest_partial_ones_are_kept",
     "resume_from_checkpoint(path, tag, partial, strict, load_optimizer, load_sharded_optimizer_state, "
-    "translate_function)": "test_checkpoints::test_what_was_saved_comes_back",
+    "translate_function)": "checkpointing/test_folder::test_what_was_saved_comes_back",
     "state.cfg": "test_state::test_the_session_is_read_by_name",
 }
 
@@ -239,7 +241,7 @@ def test_a_flag_is_true_or_false(tmp_path: Path) -> None:
             "DistributedModel.join": lambda **flag: model.join(**flag).__enter__(),
             "DistributedModel.state_dict": model.state_dict,
             "DistributedModel.load_state_dict": functools.partial(model.load_state_dict, model.state_dict()),
-            "DistributedModel": lambda **flag: Options(**flag).checked(),  # one model is made already
+            "DistributedModel": lambda **flag: ModelOptions(**flag).checked(),  # one model is made already
             "DistributedOptimizer.local_state_dict": lambda **flag: optimizer.local_state_dict(**flag),
         }
         public = {name: (smp, name) for name in smp.__all__}

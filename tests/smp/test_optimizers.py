@@ -21,7 +21,7 @@ from atorch import logs
 from atorch.errors import ArgumentError
 from atorch.runtime.gradients.distributed_norm import Spread
 from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
-from atorch.smp.optimizers.fused import Bucket, Fused
+from atorch.smp.optimizers.fused import Fused, TensorBucket
 from tests.pool import Pool
 
 STEPS = 5
@@ -490,7 +490,7 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> dict[type[Fused], Kernel]:
     ):
         monkeypatch.setitem(sys.modules, name, module)
 
-    monkeypatch.setattr(Bucket, "kind", property(lambda bucket: ("cuda", bucket.parameters[0].dtype)))
+    monkeypatch.setattr(TensorBucket, "kind", property(lambda bucket: ("cuda", bucket.parameters[0].dtype)))
     return kernels
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import atorch.smp as smp
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from tests.pool import Pool
 from tests.smp.job import begun
 from tests.smp.test_step import model_of, rows
@@ -50,7 +50,7 @@ def stepped(rank: int, size: int) -> list[tuple[Any, int]]:
             (4, {"large": 1.0}), (4, {"large": 2.0}),
         ]  # fmt: skip
         for count, how in ways:
-            with Messages() as sent:
+            with CommCounter() as sent:
                 found = look(model, rows(count), how)
             broadcasts = sum(calls for (kind, _), (calls, _) in sent.counts.items() if kind == "broadcast")
             plain = {"rows": found["rows"].concat(), "mean": found["mean"].reduce_mean(), "bits": sum(found["bits"])}

@@ -28,7 +28,7 @@ from atorch.distributed.collectives import together
 from atorch.distributed.mesh import Mesh
 from atorch.errors import StrategyError
 from atorch.runtime.context_parallel import RingExchange, UlyssesRing
-from atorch.runtime.sequence_parallel import Exchange, Share, split_stream
+from atorch.runtime.sequence_parallel import Exchange, TokenPartition, split_stream
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 
@@ -96,7 +96,7 @@ class ContextParallel(Method):
             exchange = UlyssesRing(mesh.group("sequence"), group, load_balance=self.load_balance)
             group = mesh.group("context", "sequence")
         is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
-        share = Share(group, self.load_balance)
+        share = TokenPartition(group, self.load_balance)
         split_stream(model, on_samples(ctx, self.name), share, exchange, outside=is_outside)
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)

@@ -40,7 +40,7 @@ from atorch.cost.parallelism import shard as shard_cost
 from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import StrategyError
 from atorch.model.structure import find_modules, module_names
-from atorch.runtime.fsdp.groups import Group, arrange, by_block, by_size, without_trainable
+from atorch.runtime.fsdp.groups import FsdpUnit, arrange, by_block, by_size, without_trainable
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.fsdp.sharded_access import step_as_ordinary
 
@@ -349,12 +349,12 @@ class Fsdp(Method):
             return mesh.joined_mesh(("data",), [axis for axis in REPLICA_AXES if axis != "data"])
         return mesh.joined_mesh(REPLICA_AXES)
 
-    def _groups(self, part: nn.Module) -> list[Group]:
+    def _groups(self, part: nn.Module) -> list[FsdpUnit]:
         if self.atorch_wrap_cls:
             named = find_modules(part, self.atorch_wrap_cls, f"{self.name} atorch_wrap_cls")
-            groups = [Group((module,)) for module in named.values()]
+            groups = [FsdpUnit((module,)) for module in named.values()]
         elif self.atorch_size_based_min_num_params is not None:
-            groups = [Group((module,)) for module in by_size(part, self.atorch_size_based_min_num_params)]
+            groups = [FsdpUnit((module,)) for module in by_size(part, self.atorch_size_based_min_num_params)]
         else:
             groups = by_block(part)
         return without_trainable(groups) if self.wrap_trainable_outmost else groups

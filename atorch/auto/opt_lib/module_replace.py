@@ -22,7 +22,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import CapabilityError
 from atorch.logs import logger
-from atorch.model.module_swap import Kept, SwapReport
+from atorch.model.module_swap import KeptModule, SwapReport
 
 
 @method("module_replace", phase=Phase.MODULE)
@@ -104,7 +104,9 @@ class ModuleReplace(Method):
     def _replace(self, name: str, part: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> SwapReport:
         replacement = REPLACEMENTS[name]
         if dtype not in replacement.supported_dtypes:
-            return SwapReport(kept=(Kept("every module", f"{name} does not support {dtype}, which the model runs in"),))
+            return SwapReport(
+                kept=(KeptModule("every module", f"{name} does not support {dtype}, which the model runs in"),)
+            )
         return replacement.replace(part, device, (self.pairs or {}).get(name) or {})
 
     def _tell(self, name: str, report: SwapReport) -> None:

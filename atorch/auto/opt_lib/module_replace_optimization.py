@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from atorch.errors import StrategyError
-from atorch.model.module_swap import Kept, SwapReport, adopt_state, swap_modules, why_unswappable
+from atorch.model.module_swap import KeptModule, SwapReport, adopt_state, swap_modules, why_unswappable
 from atorch.registry import Registry
 from atorch.runtime.fused import (
     fuse_cross_entropy,
@@ -148,14 +148,14 @@ class _ClassPair:
     kwargs: Mapping[str, Any]
 
     def __call__(self, model: nn.Module, device: torch.device, config: Mapping[str, Any]) -> SwapReport:
-        kept: list[Kept] = []
+        kept: list[KeptModule] = []
 
         def choose(name: str, module: nn.Module) -> nn.Module | None:
             if not self._matches(module):
                 return None
             reason = why_unswappable(module) if name else "it is the model itself, which its users hold"
             if reason is not None:
-                kept.append(Kept(name, reason))
+                kept.append(KeptModule(name, reason))
                 return None
             made = self.target(src_module=module, **{**self.kwargs, **config})
             if module not in set(made.modules()):

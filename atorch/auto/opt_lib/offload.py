@@ -28,7 +28,7 @@ from atorch.model.structure import repeated_blocks
 from atorch.runtime.memory.offload import HostOptimizer, host_bytes, materialized
 from atorch.runtime.memory.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
 
-Share = Annotated[float, Field(ge=0, le=1)]
+OffloadFraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @method("offload", phase=Phase.SHARD)
@@ -37,13 +37,13 @@ class Offload(Method):
 
     keeps_on_host: ClassVar[bool] = True
 
-    parameters: Share = 0.0
+    parameters: OffloadFraction = 0.0
     """Of the parameters and their gradients, beside fsdp: whole groups that it gathers, blocks first, each that still
     fits."""
-    optimizer: Share = 1.0
+    optimizer: OffloadFraction = 1.0
     """Of the optimizer states, and of fp32 masters; the host steps what it holds. Those of whole parameters, what waits
     itself first, then in the optimizer's order, each that still fits."""
-    activations: Share = 0.0
+    activations: OffloadFraction = 0.0
     """Of the repeated blocks, the first ones, whole: what they save for backward; the last of several keeps its own."""
 
     @model_validator(mode="after")

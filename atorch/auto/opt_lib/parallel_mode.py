@@ -25,7 +25,7 @@ from atorch.errors import StrategyError, near_miss
 
 SHORTEST = 1024
 """Tokens of a sequence that a process of the axis context has at least: fewer hide no hop of the ring."""
-Slices = tuple[tuple[str, int], ...]
+AxisSizes = tuple[tuple[str, int], ...]
 
 
 @method("parallel_mode", phase=Phase.MESH)
@@ -186,7 +186,7 @@ def _advice(others: Sequence[tuple[str, int]], world_size: int) -> str:
     return f"{start if product > world_size else 'Use'} {rest}"
 
 
-def meshes(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[Slices]:
+def meshes(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[AxisSizes]:
     """`(name, size)` of every axis larger than 1, the fastest-varying first, for all meshes worth a look.
 
     tensor and sequence talk in every block and stay inside a node; context hides behind attention, data and zero behind

@@ -27,7 +27,7 @@ from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_sequence, whole_outside
 from atorch.distributed.collectives import together
 from atorch.errors import StrategyError
-from atorch.runtime.sequence_parallel import Share, Ulysses, check_tokens, split_between, split_stream
+from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, check_tokens, split_between, split_stream
 from atorch.runtime.tensor_parallel import ModelLayout
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
@@ -100,7 +100,7 @@ class SequenceParallel(Method):
         (model,) = ctx.parts  # stages are cut later
         group = mesh.group("sequence")
         is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
-        split_stream(model, on_samples(ctx, self.name), Share(group), Ulysses(group), outside=is_outside)
+        split_stream(model, on_samples(ctx, self.name), TokenPartition(group), Ulysses(group), outside=is_outside)
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atorch.auto.planner.estimate.candidate_table import CATEGORIES, Columns
+from atorch.auto.planner.estimate.candidate_table import CATEGORIES, CandidateTable
 from atorch.auto.planner.plan import Estimate, Plan, estimate_data, strategy_data
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -67,7 +67,7 @@ class ClusterPlan(Plan):
     decisive: tuple[Measuring, ...]  # what would decide between them, what saves most first
     counterfactuals: tuple[Counterfactual, ...]
     counts_by_axis: Mapping[str, Mapping[str, int]]  # axis or slot → value → scored compositions that have it
-    candidates: Columns  # all that were scored
+    candidates: CandidateTable  # all that were scored
     num_unopened: Mapping[str, int]  # branches in which, by their bounds, nothing is among the best, or nothing fits
     gap: float = 0.0  # of a step, what something that was not scored might save; 0 where the choice is proven the best
     num_legal: int | None = None  # compositions that the choice is the best of, scored or ruled out; None: not counted
@@ -108,7 +108,7 @@ class ClusterPlan(Plan):
         }
 
 
-def candidate_data(columns: Columns) -> dict[str, Any]:
+def candidate_data(columns: CandidateTable) -> dict[str, Any]:
     """All scored compositions column by column, as plain JSON data."""
     return {
         "step_s": _rounded(columns.step_s),

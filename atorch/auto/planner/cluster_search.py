@@ -16,14 +16,14 @@ from itertools import chain
 from typing import Any, Literal, get_args
 
 from atorch.auto.planner.cluster_plan import ClusterPlan, Ranked
-from atorch.auto.planner.estimate.candidate_table import Columns
+from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.estimate.tie_breaking import EQUAL, is_simpler
-from atorch.auto.planner.estimate.uncertainty import Doubt
+from atorch.auto.planner.estimate.uncertainty import EstimateUncertainty
 from atorch.auto.planner.explain.counterfactuals import Room, counterfactuals
-from atorch.auto.planner.explain.fit_suggestions import Job, remedies
+from atorch.auto.planner.explain.fit_suggestions import UnfitJob, remedies
 from atorch.auto.planner.plan import Estimate, Rejected
-from atorch.auto.planner.search.best_first import Found, best_first, uncollected
+from atorch.auto.planner.search.best_first import BestFound, best_first, uncollected
 from atorch.auto.planner.search.feasible_count import num_legal
 from atorch.auto.planner.search.space import MESH, Space, names_in, plannable
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
@@ -92,7 +92,7 @@ def answer(
         )
     began = time.monotonic()
     listed = None if included is None or isinstance(included, str) else tuple(included)
-    job = Job(profile, cluster, global_batch, names_in(excluded, "excluded"), precision, bool(host_memory))
+    job = UnfitJob(profile, cluster, global_batch, names_in(excluded, "excluded"), precision, bool(host_memory))
     question = _Question(job, included if listed is None else listed, fixed, reserve)
     question, space, found = _searched(
         question, host_memory, objective, breadth=keep, most=math.inf if prove else MOST, nearest=advise
@@ -108,7 +108,7 @@ def answer(
 
 @dataclass(frozen=True)
 class _Question:
-    job: Job
+    job: UnfitJob
     included: Iterable[str] | None
     fixed: Strategy | None
     reserve: float
@@ -142,7 +142,7 @@ class _Question:
 
     def found(
         self, space: Space, *, breadth: int = 1, most: float = MOST, limit_s: float = math.inf, nearest: bool = True
-    ) -> Found:
+    ) -> BestFound:
         return best_first(
             space,
             self.start,
@@ -161,8 +161,8 @@ class _Question:
         return StepTimes(self.job.cluster)
 
     @cached_property
-    def doubt(self) -> Doubt:
-        return Doubt(self.start, self.job.cluster, self.times)
+    def doubt(self) -> EstimateUncertainty:
+        return EstimateUncertainty(self.start, self.job.cluster, self.times)
 
     def estimate(self, methods: tuple[Method, ...]) -> Estimate:
         estimate = estimate_of(Strategy(methods).cost(self.start), self.job.cluster, self.times)
@@ -172,7 +172,7 @@ class _Question:
         return Ranked(Strategy(methods), self.estimate(methods), chance)
 
 
-_Search = tuple[_Question, Space, Found]
+_Search = tuple[_Question, Space, BestFound]
 
 
 def _searched(question: _Question, host_memory: bool | None, objective: str, **wanted: Any) -> _Search:
@@ -200,7 +200,7 @@ def _without_host(question: _Question, objective: str, wanted: Mapping[str, Any]
 
 
 def _plan(
-    question: _Question, space: Space, found: Found, rows: Sequence[int], objective: str, began: float
+    question: _Question, space: Space, found: BestFound, rows: Sequence[int], objective: str, began: float
 ) -> ClusterPlan:
     columns, room, cluster = found.columns, question.room, question.job.cluster
     doubt = question.doubt
@@ -240,7 +240,7 @@ def _plan(
     )
 
 
-def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) -> Iterator[Rejected]:
+def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen: int) -> Iterator[Rejected]:
     """The fastest that each constraint rejects; the fastest with each method that the chosen one lacks; the unmet."""
     why, shown = columns.why(), Counter[str]()
     lacking = {each.name for each in columns.methods[chosen]}
@@ -265,7 +265,7 @@ def _rejected(question: _Question, space: Space, columns: Columns, chosen: int) 
         yield Rejected(strategy=Strategy((method,)), why="hardware", reason=reason)
 
 
-def _counts(columns: Columns, space: Space) -> dict[str, dict[str, int]]:
+def _counts(columns: CandidateTable, space: Space) -> dict[str, dict[str, int]]:
     """Numbers of scored compositions by size of each axis, and by method or none in each slot."""
     sets = Counter(map(id, chain.from_iterable(columns.methods)))
     held = {id(each): each for each in chain.from_iterable(columns.methods)}
@@ -295,7 +295,7 @@ _MEASURES: Mapping[str, Callable[[float, int], float]] = {
 }
 
 
-def _best_part(question: _Question, measure: Callable[[float, int], float]) -> Job:
+def _best_part(question: _Question, measure: Callable[[float, int], float]) -> UnfitJob:
     """The job on the part of the cluster with the least of a measure of (seconds of a step, devices)."""
     least, best = float("inf"), question.job
     for part in _parts(question.job.cluster):
@@ -326,7 +326,7 @@ def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     yield cluster
 
 
-def _nothing_fits(question: _Question, space: Space, found: Found) -> StrategyError | NoFeasiblePlanError:
+def _nothing_fits(question: _Question, space: Space, found: BestFound) -> StrategyError | NoFeasiblePlanError:
     """The nearest miss, and what would help."""
     columns = found.columns
     if not len(columns):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from atorch.auto.strategy import Strategy
 
 if TYPE_CHECKING:
-    from atorch.auto.reference_step import PlainPass
+    from atorch.auto.reference_step import ReferenceStep
 
 Why = Literal["hardware", "memory", "refused", "failed", "time", "slower", "not run"]
 
@@ -100,7 +100,7 @@ class Plan:
     memory_bytes: float  # what a device has
     baseline: Baseline | None = None  # what a choice had to beat, where it did not fail
     notes: tuple[str, ...] = ()  # what of the search its reader should know
-    plain_pass: PlainPass | None = field(default=None, repr=False, compare=False)  # what the choice is held to
+    plain_pass: ReferenceStep | None = field(default=None, repr=False, compare=False)  # what the choice is held to
     # The plan where the choice failed when it was applied, and why: the next best.
     instead: Callable[[str], Plan] | None = field(default=None, repr=False, compare=False)
 

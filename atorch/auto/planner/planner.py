@@ -20,17 +20,17 @@ import torch
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
 from atorch.auto.planner.dry_run.calibration import Calibration, Past, job_of
-from atorch.auto.planner.dry_run.dry_run_loop import Explorer, Job, Progress
-from atorch.auto.planner.dry_run.fault_barrier import Crew, forget_compiled, quick_collections
+from atorch.auto.planner.dry_run.dry_run_loop import DryRunLoop, Progress, SearchJob
+from atorch.auto.planner.dry_run.fault_barrier import Coordinator, forget_compiled, quick_collections
 from atorch.auto.planner.dry_run.start_times import Starts
 from atorch.auto.planner.dry_run.step_timing import DryRuns, Failure, measure
-from atorch.auto.planner.dry_run.time_budget import DEFAULT_STEPS, Clock
+from atorch.auto.planner.dry_run.time_budget import DEFAULT_STEPS, TimeBudget
 from atorch.auto.planner.dry_run.trial_context import Feed, aside
 from atorch.auto.planner.estimate.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
 from atorch.auto.planner.estimate.score import Scored, usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan
 from atorch.auto.planner.search.space import MESH, compositions, names_in
-from atorch.auto.reference_step import PlainPass, plain_pass
+from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
@@ -58,7 +58,7 @@ def search(
     progress: Show | None = None,
     calibration: Calibration | None = None,
     verify: bool = True,
-    clock: Clock | None = None,
+    clock: TimeBudget | None = None,
 ) -> Plan:
     """The fastest strategy that runs, found on this job's own processes. All of them call this together.
 
@@ -78,7 +78,7 @@ def search(
         NoFeasiblePlanError: nothing fits in memory, or nothing ran; the nearest miss is named.
         StrategyError, ArgumentError: whatever does not hold in the arguments.
     """
-    clock = Clock(time_limit) if clock is None else clock
+    clock = TimeBudget(time_limit) if clock is None else clock
     if clock.limit is None and ctx.world.rank == 0:
         logger.info(
             "the search takes at most %s, or %d steps of what it chooses where these take longer; give time_limit, in "
@@ -88,7 +88,7 @@ def search(
     wanted = Wanted(excluded=excluded, included=included, fixed=fixed, precision=precision)
     with preserved_rng(), quick_collections(), _shown(ctx, progress, verbose) as show:
         feed = Feed(ctx)
-        crew = Crew(ctx.world)
+        crew = Coordinator(ctx.world)
         try:
             profile, start, cluster, sample = crew.led(lambda: _traced(ctx, feed))
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
@@ -97,16 +97,16 @@ def search(
             if verify or ctx.world.size > 1:
                 first = Feed(ctx, num_batches=1)
                 expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0])
-                unheld = PlainPass(why_not="verify=False was given", communicates=expected.communicates)
+                unheld = ReferenceStep(why_not="verify=False was given", communicates=expected.communicates)
                 ctx = replace(ctx, plain_pass=expected if verify else unheld)
             past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
             with aside(ctx) as copied:
-                job = Job(
+                job = SearchJob(
                     cluster=cluster, crew=crew, candidates=ranking.fitting, clock=clock,
                     epoch=lambda: feed.epoch, given=fixed, past=past,
                     starts=Starts(cluster.device.type, compiled_ops(profile), float(profile.param_bytes), past),
                 )  # fmt: skip
-                explorer = Explorer(job, show if ctx.world.rank == 0 else None)
+                explorer = DryRunLoop(job, show if ctx.world.rank == 0 else None)
                 explorer.explore(DryRuns(copied, crew, feed))
             if calibration is not None and ctx.world.rank == 0:
                 calibration.add(explorer.observations(search=secrets.token_hex(8)))
@@ -120,7 +120,7 @@ def search(
             crew.close()
 
 
-def _ranked(crew: Crew, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
+def _ranked(crew: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
     """The compositions that fit, as rank 0 works them out.
 
     Raises:
@@ -171,7 +171,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
         StrategyError: it fails on some rank; the rank and its error are named.
     """
     with preserved_rng(), quick_collections():
-        crew = Crew(ctx.world)
+        crew = Coordinator(ctx.world)
         feed = Feed(ctx)
         ctx = replace(ctx, sample_batch=crew.led(lambda: sample_of(ctx, feed)))
         with aside(ctx) as copied:
@@ -240,10 +240,10 @@ def _remedy(wanted: Wanted) -> str:
 
 def _plan(
     ranking: Ranking,
-    explorer: Explorer,
+    explorer: DryRunLoop,
     wanted: Wanted,
     seconds: float,
-    expected: PlainPass | None,
+    expected: ReferenceStep | None,
     more: Callable[[Scored], Iterator[str]],
     fallen: tuple[str, ...] = (),
 ) -> Plan:
@@ -291,7 +291,7 @@ def _plan(
     )
 
 
-def _notes(explorer: Explorer, chosen: int, wanted: Wanted) -> Iterator[str]:
+def _notes(explorer: DryRunLoop, chosen: int, wanted: Wanted) -> Iterator[str]:
     job = explorer.job
     if chosen not in explorer.measured:
         expected, low, high = (format_seconds(explorer.step_s(chosen, each)) for each in (0.0, -1.28, 1.28))
@@ -309,7 +309,7 @@ def _notes(explorer: Explorer, chosen: int, wanted: Wanted) -> Iterator[str]:
             yield f"nothing more exact than {EXACTNESS[level]} fits in memory"
 
 
-def _nothing_ran(ranking: Ranking, explorer: Explorer) -> NoFeasiblePlanError:
+def _nothing_ran(ranking: Ranking, explorer: DryRunLoop) -> NoFeasiblePlanError:
     ran = [index for index, each in explorer.failures.items() if each.why == "failed"]
     first = min(ran or explorer.failures)
     return NoFeasiblePlanError(

@@ -35,7 +35,7 @@ class Link(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LinkGroup:
     """Ranks that communicate, by what lies between them."""
 
     size: int
@@ -100,7 +100,7 @@ def rounds_of(kind: Collective) -> float:
     return 2.0 if kind == "all_reduce" else 1.0
 
 
-def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSpec) -> Group:
+def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSpec) -> LinkGroup:
     """The groups over some axes of the mesh.
 
     Ranks number the first axis fastest, and consecutive ranks share a node. A group with k members on each of several
@@ -117,7 +117,7 @@ def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSp
     return _group(size, in_node, in_leaf, cluster)
 
 
-def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> Group:
+def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> LinkGroup:
     """Groups of `size` ranks that are `stride` apart."""
     in_node, in_leaf = (
         min(size, max(1, devices // stride)) for devices in (cluster.devices_per_node, cluster.devices_per_leaf)
@@ -125,7 +125,7 @@ def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> Gro
     return _group(size, in_node, in_leaf, cluster)
 
 
-def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> Group:
+def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> LinkGroup:
     inside, outside, across = cluster.intra_node, cluster.inter_node, cluster.inter_leaf
     links = [Link(in_node - 1, inside.bandwidth * inside.efficiency)] if in_node > 1 else []
     bandwidth = inside.bandwidth * inside.efficiency
@@ -137,10 +137,10 @@ def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> Group
     num_leaves = 1 if across is None else -(-size // in_leaf)
     if across is None or num_leaves == 1:
         latencies = (inside.latency_s, outside.latency_s)
-        return Group(size, num_nodes, bandwidth, *latencies, tree_bandwidth=trees, links=tuple(links))
+        return LinkGroup(size, num_nodes, bandwidth, *latencies, tree_bandwidth=trees, links=tuple(links))
     links.append(Link(size - in_leaf, across.bandwidth * across.efficiency))
     bandwidth = min(bandwidth, in_leaf * links[-1].bandwidth)
     latency = max(outside.latency_s, across.latency_s)  # what leaves a leaf leaves its node, too
-    return Group(
+    return LinkGroup(
         size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency, trees, tuple(links)
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from atorch.cost.kernels.gemm import ProductTimes, Shape, peak_flops
+from atorch.cost.kernels.gemm import GemmShape, ProductTimes, peak_flops
 from atorch.cost.profile import Segment
 
 _HEAD = 128.0  # features that kernels' figures are of
@@ -57,7 +57,9 @@ def written_seconds(segment: Segment, flops: float, again: float, dtype: str, pr
     )  # fmt: skip
     seconds = 0.0
     for rows, inner, columns, times in passes:
-        shape = Shape(rows, inner, columns, dtype, itemsize, itemsize, number=count, pitch=head, of_activations=True)
+        shape = GemmShape(
+            rows, inner, columns, dtype, itemsize, itemsize, number=count, pitch=head, of_activations=True
+        )
         seconds += times * products.seconds(shape)
     return seconds * flops / (count * of_one)
 

@@ -28,7 +28,7 @@ _SCALAR = 0.75  # of the fp32 peak, where neither operand is a weight: see `how_
 _FP8_SHARE = 0.96  # of the share that 16 bits reach: 8192³ on an H100, 1,126 and 585 TFLOP/s, pytorch/FBGEMM #2546
 
 
-class Shape(NamedTuple):
+class GemmShape(NamedTuple):
     """`number` products (rows, inner) @ (inner, columns), and bytes of an element of the operands and of the result."""
 
     rows: float
@@ -48,15 +48,15 @@ class ProductTimes:
     def __init__(self, device: DeviceSpec) -> None:
         self.device = device
         self.bandwidth = device.memory_bandwidth * device.efficiency.traffic  # bytes/s that are reached
-        self._found: dict[Shape, float] = {}
+        self._found: dict[GemmShape, float] = {}
 
-    def seconds(self, shape: Shape) -> float:
+    def seconds(self, shape: GemmShape) -> float:
         found = self._found.get(shape)
         if found is None:
             found = self._found[shape] = self._seconds(shape)
         return found
 
-    def _seconds(self, shape: Shape) -> float:
+    def _seconds(self, shape: GemmShape) -> float:
         """A start-up, and the longer of computing and moving: Williams, Waterman and Patterson 2009.
 
         Products of activations, one for each head, are launched together.
@@ -73,7 +73,7 @@ class ProductTimes:
         computing = self._slower(shape, peak) * done / (efficiency.matmul * peak)
         return (1.0 if shape.of_activations else shape.number) * start + shape.number * max(computing, moving)
 
-    def _slower(self, shape: Shape, peak: float) -> float:
+    def _slower(self, shape: GemmShape, peak: float) -> float:
         """Times the seconds of a product whose rows do not start where a GPU's threads load from."""
         starts = shape.pitch * shape.itemsize
         if self.device.type != "cuda" or starts % _ALIGNED_BYTES == 0 or shape.dtype == "float32":
@@ -83,7 +83,7 @@ class ProductTimes:
             return _UNALIGNED_ON_HOPPER[4.0 if starts % 4.0 == 0 else 2.0] if is_new else _UNALIGNED
         return max(1.0, peak / (_SCALAR * peak_flops(self.device, "float32")))
 
-    def _padded(self, shape: Shape) -> float:
+    def _padded(self, shape: GemmShape) -> float:
         """The FLOPs of one product that the whole device could do meanwhile, with the best of the usual tiles."""
         least, at_once = math.inf, self.device.multiprocessors
         for height, width, speed in _TILES:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from atorch.cost.comm.communication import expert_load, is_whole, itemsize, tokens_share
 from atorch.cost.kernels.attention import fused_seconds, written_seconds
 from atorch.cost.kernels.fp8 import cast_bytes, gradient_dtype, slower, takes_fp8
-from atorch.cost.kernels.gemm import ProductTimes, Shape
+from atorch.cost.kernels.gemm import GemmShape, ProductTimes
 from atorch.cost.memory_timeline import is_gathered
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.state import Cost
@@ -97,7 +97,7 @@ def _product_seconds(
     def one(height: float, depth: float, width: float, dtype: str, result: float = wide) -> float:
         is_narrow = dtype == "float8"
         narrow, times = (1.0, slower(cost)) if is_narrow else (wide, 1.0)
-        return times * products.seconds(Shape(height, depth, width, dtype, narrow, result, count, pitch))
+        return times * products.seconds(GemmShape(height, depth, width, dtype, narrow, result, count, pitch))
 
     dtype, of_gradient = ("float8", gradient_dtype(cost)) if in_fp8 else (cost.dtype, cost.dtype)
     seconds = (1.0 + again) * one(rows, inner, columns, dtype) + one(rows, columns, inner, dtype)

@@ -27,13 +27,13 @@ from atorch.patrickstar.embeddings import foresee_lookups, host_embeddings, look
 from atorch.patrickstar.ops import FP16Adam, LossScaler, loss_scale_of
 from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of, plain, scaled_backward
 from atorch.patrickstar.parts import load_parts, own_part
-from atorch.patrickstar.profile import Tier
+from atorch.patrickstar.profile import MemoryTier
 from atorch.patrickstar.profiler import profiler
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule.pass_schedule import Pass
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
 from atorch.runtime.chunk.schedule.schedule_cache import Courses
 from atorch.runtime.gradients.clip import ClipsItself
 from atorch.units import format_bytes
@@ -78,7 +78,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         self._foresight = Foresight(model, DTYPE, client.device)
         self._courses = Courses(self._foresight, client.group)
         self._operations: Operations | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: MemoryRecorder | None = None
         self._backward = ScaledBackward(self.optimizer.scale, self._phase, client.group)
 
     @property
@@ -162,7 +162,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         found += [each for _, leaf in leaves_of(data) for each in passes_of(leaf)]
         return [self._backward, *found] if found else found
 
-    def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
+    def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryRecorder:
         """Move the parameters into chunks, for passes such as that of this batch."""
         client = self.client
         for buffer in self.module.buffers():
@@ -192,12 +192,12 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         chunks = self._operations.chunks
         self._courses.begin(self._operations.residency.course)
         self._operations.course_for = partial(self._courses.next, self._operations.course_of)
-        recorder = Recorder(self._operations)
+        recorder = MemoryRecorder(self._operations)
         self._backward.watch(self.module)
         self.optimizer.live_in(chunks, recorder.phase, self._backward)
         return recorder
 
-    def _foreseen(self) -> Pass:
+    def _foreseen(self) -> AccessTrace:
         """The first pass, and in it which embeddings can stay on the host."""
         if self.config.use_cpu_embedding:
             self._foresight.on_host = host_embeddings(self.module)
@@ -237,7 +237,7 @@ class Foresight:
         self._model, self._dtype, self._device = model, dtype, device
         self.on_host: set[str] = set()  # names of embeddings that the device does not see
 
-    def __call__(self, batch: Any, /, *, for_real: bool = False, whole: bool = False) -> Pass:
+    def __call__(self, batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
         """A pass on `batch`, on fake tensors, of some blocks for all where they are alike, or by a real run."""
 
         def loss(duplicate: nn.Module, batch: Any) -> Tensor:
@@ -267,7 +267,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack([each.float().log_softmax(-1).sum() for each in found]).sum()
 
 
-class Recorder:
+class MemoryRecorder:
     """The observer of a `Residency`: tells the profiler what chunks do, in PatrickStar's words.
 
     A PARAM_FP16 chunk is the parameters that operations see; on the host its gradient lies beside it. PARAM_FP32,
@@ -298,7 +298,7 @@ class Recorder:
         return self._residency.tier.used_bytes + self._residency.course.other_bytes
 
 
-def _place(memory: ChunkMemory, tier: Tier) -> None:
+def _place(memory: ChunkMemory, tier: MemoryTier) -> None:
     """The place of a chunk between steps."""
     index, compute, trainable = memory.spec.index, memory.compute, memory.spec.trainable
     profiler.holds("PARAM_FP16", index, tier, compute.nbytes * (2 if trainable else 1))

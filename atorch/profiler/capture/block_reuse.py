@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from atorch.model.tensors import map_tensors, tensor_bytes, tensors_of
-from atorch.profiler.capture.dataflow import Value
+from atorch.profiler.capture.dataflow import StorageId
 from atorch.profiler.capture.recording import Recorder, Stretch
 
 
@@ -23,7 +23,7 @@ class _Run:
     """A run of a block: its stretch, the values it was given in their order, and what it returned."""
 
     stretch: Stretch
-    given: list[Value]
+    given: list[StorageId]
     output: Any
 
 

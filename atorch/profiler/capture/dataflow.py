@@ -15,34 +15,34 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["product", "attention", "reduction", "join", "sum", "choice", "gather", "table", "kernel", "other"]
-Split = Literal["columns", "rows", "none"]
-Value = int  # a tensor's storage, by identity
+NodeKind = Literal["product", "attention", "reduction", "join", "sum", "choice", "gather", "table", "kernel", "other"]
+SplitKind = Literal["columns", "rows", "none"]
+StorageId = int  # a tensor's storage, by identity
 
-State = frozenset[int] | None
+SplitState = frozenset[int] | None
 """Of a value: None for constants, else the products it is split like; none of them for the stream."""
 _STREAM: frozenset[int] = frozenset()
 _BOTTLENECK = 8  # an adapter's two products are so much narrower between them
 
 
 @dataclass(slots=True, kw_only=True)
-class Node:
+class OpNode:
     """One operation: the values it reads and writes, weights apart."""
 
-    kind: Kind
-    reads: tuple[Value, ...]
-    writes: Collection[Value]
+    kind: NodeKind
+    reads: tuple[StorageId, ...]
+    writes: Collection[StorageId]
     is_float: bool = True
     # Of a product: its activations, how many rows in all, and the other two sizes.
-    data: Value = 0
+    data: StorageId = 0
     rows: float = 0.0
     inner: int = 0
     columns: int = 0
     splits: bool = False
     stacked: bool = False
     # Of attention.
-    query: Value = 0
-    key: Value = 0
+    query: StorageId = 0
+    key: StorageId = 0
     is_table: bool = False  # rows of a weight that are looked up
     # Of a reduction: elements before, and after.
     elements: int = 0
@@ -50,22 +50,22 @@ class Node:
 
 
 @dataclass(slots=True)
-class Layout:
+class SplitAnalysis:
     """The layout derived of one block; nodes by their place in the order of execution."""
 
-    splits: dict[int, Split] = field(default_factory=dict)
+    splits: dict[int, SplitKind] = field(default_factory=dict)
     of_experts: set[int] = field(default_factory=set)
-    dispatched: set[Value] = field(default_factory=set)  # tokens as experts get them
+    dispatched: set[StorageId] = field(default_factory=set)  # tokens as experts get them
     inside: set[int] = field(default_factory=set)  # nodes whose results are split
-    inside_values: set[Value] = field(default_factory=set)
+    inside_values: set[StorageId] = field(default_factory=set)
     attention: int | None = None  # the first, and the products that its queries and keys are made from
     queries: tuple[int, ...] = ()
     keys: tuple[int, ...] = ()
 
 
 def derive(
-    nodes: Sequence[Node], activations: AbstractSet[Value], leaving: Iterable[Value] = (), vocabulary: int = 0
-) -> Layout:
+    nodes: Sequence[OpNode], activations: AbstractSet[StorageId], leaving: Iterable[StorageId] = (), vocabulary: int = 0
+) -> SplitAnalysis:
     """The layout of a block, or of a part between blocks.
 
     Args:
@@ -81,16 +81,16 @@ def derive(
 
 
 class _Flow:
-    def __init__(self, nodes: Sequence[Node], activations: AbstractSet[Value]) -> None:
+    def __init__(self, nodes: Sequence[OpNode], activations: AbstractSet[StorageId]) -> None:
         self.nodes = nodes
         self.streams = _streams(nodes, activations)
         self.whole: set[int] = set()  # products that must not be split
-        self.states: dict[Value, State] = {}
-        self.results: list[State] = []
+        self.states: dict[StorageId, SplitState] = {}
+        self.results: list[SplitState] = []
         self.inputs: dict[int, frozenset[int]] = {}  # product by rows → the products by columns that feed it
-        self.sums: dict[Value, int] = {}  # values that are a product's by rows, scaled perhaps
+        self.sums: dict[StorageId, int] = {}  # values that are a product's by rows, scaled perhaps
 
-    def follow(self, leaving: Iterable[Value]) -> bool:
+    def follow(self, leaving: Iterable[StorageId]) -> bool:
         """Pass over the nodes once; whether more products turned out to be whole."""
         known = len(self.whole)
         self.states, self.results, self.inputs, self.sums = {}, [], {}, {}
@@ -105,12 +105,12 @@ class _Flow:
             self.whole |= self._state(value) or _STREAM
         return len(self.whole) > known
 
-    def _state(self, value: Value) -> State:
+    def _state(self, value: StorageId) -> SplitState:
         """The state of a value before it is read: split like some products, unless they have to be whole."""
         state = self.states.get(value, _STREAM if value in self.streams else None)
         return state - self.whole if state else state
 
-    def _result(self, place: int, node: Node) -> State:
+    def _result(self, place: int, node: OpNode) -> SplitState:
         if node.kind == "product":
             return self._product(place, node)
         if node.is_table:
@@ -131,7 +131,7 @@ class _Flow:
             return self._meet(node, split)
         return split
 
-    def _product(self, place: int, node: Node) -> State:
+    def _product(self, place: int, node: OpNode) -> SplitState:
         state = self._state(node.data)
         if state is None:
             return None
@@ -145,13 +145,13 @@ class _Flow:
             self.sums[value] = place
         return _STREAM
 
-    def _remember_sum(self, node: Node, value: Value) -> None:
+    def _remember_sum(self, node: OpNode, value: StorageId) -> None:
         sums = {self.sums[read] for read in node.reads if read in self.sums}
         self.sums.pop(value, None)
         if len(sums) == 1 and node.kind == "other" and len(set(node.reads)) == 1:
             self.sums[value] = sums.pop()
 
-    def _meet(self, node: Node, split: frozenset[int]) -> State:
+    def _meet(self, node: OpNode, split: frozenset[int]) -> SplitState:
         """Split values meet the stream: the products that made them are whole.
 
         Only where the stream is what an adapter adds to a product (Hu et al. 2021, arXiv 2106.09685, section 4.1), its
@@ -166,14 +166,14 @@ class _Flow:
         self.whole |= split
         return _STREAM
 
-    def _needs_all(self, node: Node, split: frozenset[int]) -> bool:
+    def _needs_all(self, node: OpNode, split: frozenset[int]) -> bool:
         """True if a reduction goes over everything that a token has; one over each head's features does not."""
         if node.left == 1:
             return False
         width = node.elements / max(self.nodes[place].rows for place in split)
         return 1 < width <= node.elements / node.left
 
-    def layout(self, vocabulary: int) -> Layout:
+    def layout(self, vocabulary: int) -> SplitAnalysis:
         """The layout that the last pass found."""
         columns = frozenset[int]().union(*self.inputs.values())
         heads = {
@@ -182,7 +182,7 @@ class _Flow:
             if vocabulary and node.columns == vocabulary and self.results[place] == frozenset((place,))
         }
         split = columns | heads
-        found = Layout()
+        found = SplitAnalysis()
         for place, node in enumerate(self.nodes):
             if node.kind == "product":
                 found.splits[place] = "columns" if place in split else "rows" if place in self.inputs else "none"
@@ -193,7 +193,7 @@ class _Flow:
         self._find_attention(found)
         return found
 
-    def _find_attention(self, found: Layout) -> None:
+    def _find_attention(self, found: SplitAnalysis) -> None:
         for place, node in enumerate(self.nodes):
             if node.kind == "attention" and self.results[place] is not None:
                 found.attention = place
@@ -202,10 +202,10 @@ class _Flow:
                 )
                 return
 
-    def _find_experts(self, found: Layout) -> None:
+    def _find_experts(self, found: SplitAnalysis) -> None:
         """Products of tokens that were picked by a choice made from other products' results: a router's."""
-        chosen: set[Value] = set()
-        routed: set[Value] = set()
+        chosen: set[StorageId] = set()
+        routed: set[StorageId] = set()
         for place, node in enumerate(self.nodes):
             reads = set(node.reads)
             if node.kind == "product":
@@ -222,16 +222,16 @@ class _Flow:
                 routed.update(node.writes)
 
 
-def _streams(nodes: Sequence[Node], activations: AbstractSet[Value]) -> set[Value]:
+def _streams(nodes: Sequence[OpNode], activations: AbstractSet[StorageId]) -> set[StorageId]:
     """Activations from outside that feed a product, and not by way of another product or of attention.
 
     So do embeddings that are looked up here, but not biases of the expert that a token was sent to.
     """
-    sources: dict[Value, frozenset[Value]] = {}
-    streams: set[Value] = set()
-    computed: set[Value] = set()  # from activations, integers as well
+    sources: dict[StorageId, frozenset[StorageId]] = {}
+    streams: set[StorageId] = set()
+    computed: set[StorageId] = set()  # from activations, integers as well
     for node in nodes:
-        found = frozenset[Value]().union(*(sources.get(value, frozenset((value,))) for value in node.reads))
+        found = frozenset[StorageId]().union(*(sources.get(value, frozenset((value,))) for value in node.reads))
         is_computed = node.kind == "product" or any(value in activations or value in computed for value in node.reads)
         if node.kind == "product":
             streams |= sources.get(node.data, frozenset((node.data,)))

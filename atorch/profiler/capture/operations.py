@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["product", "attention", "reduction", "join", "sum", "choice", "gather", "table", "other"]
+OpKind = Literal["product", "attention", "reduction", "join", "sum", "choice", "gather", "table", "other"]
 IsWeight = Callable[[torch.Tensor], bool]
 
 _aten = torch.ops.aten
@@ -37,7 +37,7 @@ _PLACES: Mapping[Any, tuple[int, int]] = {  # where a product has its two matric
     _aten.addmv: (1, 2),
     _aten._grouped_mm: (0, 1),
 }
-_KINDS: Mapping[Any, Kind] = {
+_KINDS: Mapping[Any, OpKind] = {
     # What needs all features of a token at once, if it reduces over them: norms.
     **dict.fromkeys(
         (
@@ -55,7 +55,7 @@ _KINDS: Mapping[Any, Kind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatmulOp:
     """`count` products `(rows, inner) @ (inner, columns)` of activations `data` with `weight`."""
 
     rows: float
@@ -70,7 +70,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionOp:
     """Products of activations with each other: fused attention, or its scores, or its values."""
 
     flops: float
@@ -83,12 +83,12 @@ class Attention:
     is_causal: bool = False
 
 
-def kind_of(packet: Any) -> Kind:
+def kind_of(packet: Any) -> OpKind:
     """The kind of an operation that is neither product nor attention."""
     return _KINDS.get(packet, "other")
 
 
-def product_of(packet: Any, args: tuple[Any, ...], out: Any, is_weight: IsWeight) -> Product | Attention | None:
+def product_of(packet: Any, args: tuple[Any, ...], out: Any, is_weight: IsWeight) -> MatmulOp | AttentionOp | None:
     """A product of matrices: with a weight, or of activations; None for any other operation."""
     if packet is _aten.convolution:
         return _convolution(args, out)
@@ -104,32 +104,32 @@ def product_of(packet: Any, args: tuple[Any, ...], out: Any, is_weight: IsWeight
     count = left.shape[0] if left.dim() == 3 else 1
     data, weight = (left, right) if is_weight(right) else (right, left)
     if not is_weight(weight):
-        return Attention(2.0 * rows * inner * columns * count, left, right, head_dim=inner, batch=count)
+        return AttentionOp(2.0 * rows * inner * columns * count, left, right, head_dim=inner, batch=count)
     if weight is left:
         rows, columns = columns, rows
     stacked = count > 1 and weight.stride(0) > 0
     if count > 1 and not stacked:  # one weight, expanded over the batch
         rows, count = rows * count, 1
-    return Product(float(rows), inner, columns, count, data, weight, bias, stacked=stacked)
+    return MatmulOp(float(rows), inner, columns, count, data, weight, bias, stacked=stacked)
 
 
-def _grouped(data: torch.Tensor, weight: torch.Tensor) -> Product:
+def _grouped(data: torch.Tensor, weight: torch.Tensor) -> MatmulOp:
     """Tokens sorted by expert, (tokens, inner) @ (experts, inner, columns): each gets its share, evenly."""
     experts = weight.shape[0]
     rows = data.numel() / data.shape[-1] / experts
-    return Product(rows, data.shape[-1], weight.shape[-1], experts, data, weight, stacked=True)
+    return MatmulOp(rows, data.shape[-1], weight.shape[-1], experts, data, weight, stacked=True)
 
 
-def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> Product:
+def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> MatmulOp:
     """The matrices of its implicit product: places and samples are rows, a window of the inputs is inner."""
     data, weight, transposed, groups = args[0], args[1], args[6], args[8]
     places = (data if transposed else out).numel() / (data if transposed else out).shape[1]
     columns = math.prod(weight.shape[1:]) if transposed else weight.shape[0] // groups
     inner = weight.shape[0] // groups if transposed else math.prod(weight.shape[1:])
-    return Product(places, inner, columns, groups, data, weight, splits=False)
+    return MatmulOp(places, inner, columns, groups, data, weight, splits=False)
 
 
-def attention_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Attention | None:
+def attention_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionOp | None:
     """Fused attention on query, key, value of shape (batch, heads, tokens, head_dim); None for any other operation.
 
     Causal attention computes half of the scores.
@@ -141,7 +141,7 @@ def attention_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     is_causal = bool(named.get("is_causal")) and query.shape[-2] == key.shape[-2]
     share = 0.5 if is_causal else 1.0
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    return Attention(
+    return AttentionOp(
         flops=share * 2.0 * scores * (query.shape[-1] + value.shape[-1]),
         query=query,
         key=key,

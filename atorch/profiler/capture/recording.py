@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.distributed.tensor_components import dense_parts
 from atorch.model.tensors import tensor_bytes, tensors_of
-from atorch.profiler.capture.dataflow import Node, Value
-from atorch.profiler.capture.operations import Attention, Product, attention_of, kind_of, product_of
+from atorch.profiler.capture.dataflow import OpNode, StorageId
+from atorch.profiler.capture.operations import AttentionOp, MatmulOp, attention_of, kind_of, product_of
 
 _FREE = frozenset(
     (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
@@ -41,7 +41,7 @@ class TooManyCallsError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Operation:
-    node: Node
+    node: OpNode
     is_launched: bool = True  # allocating alone is not
     moved_bytes: int = 0  # by what is neither product nor attention
     working_bytes: int = 0  # of its results and what they were computed from: as much as their gradients have
@@ -69,10 +69,10 @@ class Stretch:
     operations: list[Operation] = field(default_factory=list)
     num_views: int = 0  # calls that look at a value another way, and launch nothing
     num_calls: int = 0
-    saved: dict[Value, int] = field(default_factory=dict)  # bytes that are saved for backward, here first
-    needed: set[Value] = field(default_factory=set)  # inputs that backward needs, saved here first or not
-    inputs: dict[Value, int] = field(default_factory=dict)  # bytes of what a block is given
-    read: dict[Value, int] = field(default_factory=dict)  # bytes of what other stretches computed
+    saved: dict[StorageId, int] = field(default_factory=dict)  # bytes that are saved for backward, here first
+    needed: set[StorageId] = field(default_factory=set)  # inputs that backward needs, saved here first or not
+    inputs: dict[StorageId, int] = field(default_factory=dict)  # bytes of what a block is given
+    read: dict[StorageId, int] = field(default_factory=dict)  # bytes of what other stretches computed
     params: dict[int, None] = field(default_factory=dict)  # by number, in the order of use
     tables: dict[int, None] = field(default_factory=dict)  # of those, what is looked up with ids of the batch
     seq_len: int = 0  # tokens of a sample, where the first input has any
@@ -99,11 +99,13 @@ class Recorder:
         max_calls: int = 0,
     ) -> None:
         self.stretches = [Stretch()]
-        self.made: dict[Value, int] = {}  # value → place of the stretch that computed it
-        self.all_saved: set[Value] = set()
+        self.made: dict[StorageId, int] = {}  # value → place of the stretch that computed it
+        self.all_saved: set[StorageId] = set()
         # While these are kept, the address of a storage that is gone is not taken by another.
-        self._known: dict[Value, StorageWeakRef] = {}
-        self._weights: dict[Value, tuple[int, ...]] = {self.value(each): (number,) for number, each in weights.items()}
+        self._known: dict[StorageId, StorageWeakRef] = {}
+        self._weights: dict[StorageId, tuple[int, ...]] = {
+            self.value(each): (number,) for number, each in weights.items()
+        }
         self._held = {self.value(each) for each in (*weights.values(), *buffers)}
         self._ids = {self.value(tensor) for tensor in tensors_of(batch)}
         # What is computed from weights, and what else is no mask and no table of positions: the batch's own numbers.
@@ -113,7 +115,7 @@ class Recorder:
         self.output_bytes = 0
         self.kernels: set[str] = set()  # packages of fused kernels that are not installed
         self._kernel: FrameType | None = None  # the last call of one, and the values that were made in it
-        self._in_kernel: dict[Value, None] = {}
+        self._in_kernel: dict[StorageId, None] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -129,7 +131,7 @@ class Recorder:
         finally:
             self._is_on = True
 
-    def value(self, tensor: torch.Tensor) -> Value:
+    def value(self, tensor: torch.Tensor) -> StorageId:
         """The value that stands for the tensor's storage."""
         storage = _storage(tensor)
         value = int(storage._cdata)
@@ -159,7 +161,7 @@ class Recorder:
         if (kernel := _kernel_call()) is not None:
             self._call_kernel(kernel, operands, writes)
             found = attention_of(func, args, kwargs) or product_of(packet, args, out, self._is_weight)
-            here.operations[-1].flops += found.flops if isinstance(found, Attention) else 0.0
+            here.operations[-1].flops += found.flops if isinstance(found, AttentionOp) else 0.0
             return
         if is_alias:
             here.num_views += packet is not _SAVING
@@ -173,10 +175,10 @@ class Recorder:
             self.made.setdefault(value, len(self.stretches) - 1)
         if packet in _FREE:
             here.operations.append(
-                Operation(node=Node(kind="other", reads=(), writes=tuple(writes)), is_launched=False)
+                Operation(node=OpNode(kind="other", reads=(), writes=tuple(writes)), is_launched=False)
             )
             return
-        node = Node(
+        node = OpNode(
             kind=kind_of(packet),
             reads=tuple(reads),
             writes=tuple(writes),
@@ -191,25 +193,25 @@ class Recorder:
         operation.is_log_softmax = packet is torch.ops.aten._log_softmax
         here.operations.append(operation)
         found = attention_of(func, args, kwargs) or product_of(packet, args, out, self._is_weight)
-        if isinstance(found, Product):
+        if isinstance(found, MatmulOp):
             self._product(operation, found)
-        elif isinstance(found, Attention):
+        elif isinstance(found, AttentionOp):
             self._attention(operation, found)
         else:
             self._other(operation, operands, results)
 
-    def _is_inner(self, value: Value) -> bool:
+    def _is_inner(self, value: StorageId) -> bool:
         return self._kernel is not None and _kernel_call() is self._kernel and value in self._in_kernel
 
     def _call_kernel(
-        self, kernel: FrameType, operands: Mapping[Value, torch.Tensor], writes: Mapping[Value, torch.Tensor]
+        self, kernel: FrameType, operands: Mapping[StorageId, torch.Tensor], writes: Mapping[StorageId, torch.Tensor]
     ) -> None:
         """Note an operation of a kernel's stand-in: what it reads from outside the kernel is read and saved."""
         here = self.stretches[-1]
         if kernel is not self._kernel:
             self._kernel, self._in_kernel = kernel, {}
             self.kernels.add(str(kernel.f_locals.get("package", "kernels")))
-            here.operations.append(Operation(node=Node(kind="kernel", reads=(), writes=self._in_kernel)))
+            here.operations.append(Operation(node=OpNode(kind="kernel", reads=(), writes=self._in_kernel)))
         operation = here.operations[-1]
         given = {value: each for value, each in operands.items() if value not in self._in_kernel}
         here.params.update((number, None) for value in given for number in self._weights.get(value, ()))
@@ -229,7 +231,7 @@ class Recorder:
         operation.moved_bytes = operation.data_bytes + sum(map(_touched_bytes, made.values()))
         operation.working_bytes = max(operation.working_bytes, operation.moved_bytes)
 
-    def _note_reads(self, here: Stretch, reads: Mapping[Value, torch.Tensor]) -> None:
+    def _note_reads(self, here: Stretch, reads: Mapping[StorageId, torch.Tensor]) -> None:
         place = len(self.stretches) - 1
         for value, tensor in reads.items():
             if self.made.get(value, place) != place:
@@ -238,7 +240,7 @@ class Recorder:
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return self.value(tensor) in self._weights
 
-    def _product(self, operation: Operation, product: Product) -> None:
+    def _product(self, operation: Operation, product: MatmulOp) -> None:
         node = operation.node
         node.kind, node.data = "product", self.value(product.data)
         node.rows, node.inner, node.columns = product.rows * product.count, product.inner, product.columns
@@ -248,14 +250,16 @@ class Recorder:
         if product.bias is not None:
             operation.bias = self._weights[self.value(product.bias)]
 
-    def _attention(self, operation: Operation, attention: Attention) -> None:
+    def _attention(self, operation: Operation, attention: AttentionOp) -> None:
         node = operation.node
         node.kind, node.query, node.key = "attention", self.value(attention.query), self.value(attention.key)
         operation.flops, operation.head_dim = attention.flops, attention.head_dim
         operation.num_heads, operation.num_kv_heads = attention.num_heads, attention.num_kv_heads
         operation.batch, operation.is_causal = attention.batch, attention.is_causal
 
-    def _other(self, operation: Operation, operands: Mapping[Value, torch.Tensor], results: list[torch.Tensor]) -> None:
+    def _other(
+        self, operation: Operation, operands: Mapping[StorageId, torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
         """An operation that is memory traffic; what is computed from weights alone is a weight, and flows nowhere."""
         node, here = operation.node, self.stretches[-1]
         written = sum(map(_touched_bytes, results))

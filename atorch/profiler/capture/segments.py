@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from atorch.cost import Matmul, Region, Segment
-from atorch.profiler.capture.dataflow import Layout, Value, derive
+from atorch.profiler.capture.dataflow import SplitAnalysis, StorageId, derive
 from atorch.profiler.capture.recording import Operation, Recorder, Stretch
 
 
@@ -137,7 +137,7 @@ class _Assembly:
             needs_all_tokens=stretch.needs_all_tokens,
         )
 
-    def _is_given(self, stretch: Stretch, value: Value) -> bool:
+    def _is_given(self, stretch: Stretch, value: StorageId) -> bool:
         return value in stretch.inputs and value not in self.shared
 
     def _input_bytes(self, stretch: Stretch) -> int:
@@ -145,9 +145,9 @@ class _Assembly:
         entering = stretch.inputs if stretch.block else stretch.read
         return sum(size for value, size in entering.items() if value in self.activations)
 
-    def _shared_inputs(self) -> frozenset[Value]:
-        seen: set[Value] = set()
-        shared: set[Value] = set()
+    def _shared_inputs(self) -> frozenset[StorageId]:
+        seen: set[StorageId] = set()
+        shared: set[StorageId] = set()
         for stretch in self.stretches:
             shared |= seen & stretch.inputs.keys()
             seen |= stretch.inputs.keys()
@@ -163,9 +163,9 @@ class _Assembly:
                     found[place] = found.get(place, 0) + size
         return found
 
-    def _leaving(self) -> dict[int, set[Value]]:
+    def _leaving(self) -> dict[int, set[StorageId]]:
         """Values of each stretch that later ones use."""
-        found: dict[int, set[Value]] = {}
+        found: dict[int, set[StorageId]] = {}
         for place, stretch in enumerate(self.stretches):
             for value in (*stretch.inputs, *stretch.read):
                 if self.made.get(value, place) != place:
@@ -214,7 +214,7 @@ class _Assembly:
     def _weights(self, operations: Sequence[Operation], places: AbstractSet[int]) -> frozenset[int]:
         return frozenset(number for place in places for number in operations[place].weight)
 
-    def _matmuls(self, operations: Sequence[Operation], layout: Layout) -> tuple[Matmul, ...]:
+    def _matmuls(self, operations: Sequence[Operation], layout: SplitAnalysis) -> tuple[Matmul, ...]:
         """Products of one shape together; those of experts with the rows that arrive on average."""
         rows: dict[Matmul, list[float]] = {}
         for place, split in layout.splits.items():
@@ -234,7 +234,7 @@ class _Assembly:
         )
 
 
-def _region(stretch: Stretch, layout: Layout, *, is_inside: bool) -> Region:
+def _region(stretch: Stretch, layout: SplitAnalysis, *, is_inside: bool) -> Region:
     saved = {
         value: size
         for value, size in stretch.saved.items()
@@ -267,13 +267,13 @@ def _attention(operations: Sequence[Operation]) -> dict[str, Any]:
     }
 
 
-def _dispatched_bytes(operations: Sequence[Operation], layout: Layout) -> float:
+def _dispatched_bytes(operations: Sequence[Operation], layout: SplitAnalysis) -> float:
     """Tokens that experts get, each product's input once."""
     sizes = {operations[place].node.data: operations[place].data_bytes for place in layout.of_experts}
     return float(sum(size for value, size in sizes.items() if value in layout.dispatched))
 
 
-def _heads(operations: Sequence[Operation], layout: Layout, samples: int) -> tuple[int, int]:
+def _heads(operations: Sequence[Operation], layout: SplitAnalysis, samples: int) -> tuple[int, int]:
     """Attention's heads, and those of keys and values, which may have been repeated to match.
 
     The columns of the products that made queries and keys tell; one product that made both made the values as well.

@@ -23,14 +23,20 @@ from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
 from atorch.model.method_override import override
 from atorch.runtime.chunk.compiled import CompiledModules, outermost
-from atorch.runtime.chunk.gradients import Gradients, SharedGradients
+from atorch.runtime.chunk.gradients import GradientSink, SharedGradients
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.rounds import Rounds
-from atorch.runtime.chunk.schedule.layout import ChunkSpec, Filling, Item, Layout, pack, search
-from atorch.runtime.chunk.schedule.pass_schedule import Access, Course, Pass, Uses, moments
-from atorch.runtime.chunk.schedule.transfer_schedule import Moment, Shortfall, choose_pinned, schedule, transfer_cost
+from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
+from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, PassSchedule, Uses, moments
+from atorch.runtime.chunk.schedule.transfer_schedule import (
+    ScheduleStep,
+    Shortfall,
+    choose_pinned,
+    schedule,
+    transfer_cost,
+)
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.data_parallel.collective_order import CollectiveOrder
 from atorch.units import format_bytes
@@ -43,7 +49,7 @@ TRANSFER_BYTES = 64 * 1024  # what a link could have moved in the time that star
 
 def chunk(
     model: nn.Module,
-    foreseen: Pass,
+    foreseen: AccessTrace,
     budget_bytes: int,
     *,
     device: torch.device,
@@ -100,7 +106,7 @@ def chunk(
         pinned, beside_bytes = pinned_in(layout, foreseen, budget_bytes, state_bytes, shards)
         staying = pinned if shards == 1 else frozenset()  # of what is shared a share stays, and is gathered
 
-        def course_of(foreseen: Pass) -> Course:
+        def course_of(foreseen: AccessTrace) -> PassSchedule:
             return course(layout, foreseen, budget_bytes - beside_bytes, prefetch, shards, staying)
 
         return _Planned(layout, pinned, staying, beside_bytes, course_of, course_of(foreseen))
@@ -130,7 +136,7 @@ def chunk(
     way = transfer or transfer_for(device)
     rounds = Rounds(chunks, CollectiveOrder.of([group, replicas], device.type))
     shared = None if group is None else SharedGradients(chunks, slots, way, names, replicas, rounds)
-    gradients = shared or Gradients(chunks, slots, way)
+    gradients = shared or GradientSink(chunks, slots, way)
     residency = Residency(chunks, managed, budget_bytes, plan.first, way, plan.staying, plan.beside_bytes, rounds)
     compiled_modules = CompiledModules.of(model, compiled)
     operations = Operations(chunks, slots, gradients, residency, plan.course_of, compiled_modules, rounds)
@@ -149,12 +155,12 @@ def chunk(
 class _Planned:
     """The layout of chunks, and their moves in the first pass."""
 
-    layout: Layout
+    layout: ChunkLayout
     pinned: Collection[int]
     staying: Collection[int]
     beside_bytes: int
-    course_of: Callable[[Pass], Course]
-    first: Course
+    course_of: Callable[[AccessTrace], PassSchedule]
+    first: PassSchedule
 
     def facts(self) -> Mapping[str, Facts]:
         """Facts that must be equal on processes that share the chunks."""
@@ -213,14 +219,14 @@ def _facts(given: Mapping[str, Any]) -> Facts:
 
 def lay_out(
     parameters: Mapping[str, nn.Parameter],
-    foreseen: Pass,
+    foreseen: AccessTrace,
     budget_bytes: int,
     *,
     dtype: torch.dtype | None = None,
     prefetch: int = 1,
     shards: int = 1,
     most: int | None = None,
-) -> Layout:
+) -> ChunkLayout:
     """The layout whose schedule costs least; where none keeps the budget, one that misses fewest bytes.
 
     most: elements that a chunk may have, larger parameters apart; None for all.
@@ -248,13 +254,13 @@ def lay_out(
 
 
 def course(
-    layout: Layout,
-    foreseen: Pass,
+    layout: ChunkLayout,
+    foreseen: AccessTrace,
     budget_bytes: int,
     prefetch: int = 1,
     shards: int = 1,
     pinned: frozenset[int] = frozenset(),
-) -> Course:
+) -> PassSchedule:
     """The moves in a pass of these accesses; `pinned` chunks are on the device for good.
 
     Raises:
@@ -270,11 +276,11 @@ def course(
             "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
             "(tensor_parallel)"
         )
-    return Course(by_chunk, found, foreseen.varies)
+    return PassSchedule(by_chunk, found, foreseen.varies)
 
 
 def pinned_in(
-    layout: Layout, foreseen: Pass, budget_bytes: int, state_bytes: float | None, shards: int = 1
+    layout: ChunkLayout, foreseen: AccessTrace, budget_bytes: int, state_bytes: float | None, shards: int = 1
 ) -> tuple[frozenset[int], int]:
     """The chunks that are stepped on the device, and what it has of them beside the chunks themselves, in bytes."""
     if state_bytes is None:
@@ -285,7 +291,7 @@ def pinned_in(
     return pinned, sum(beside[chunk] for chunk in pinned)
 
 
-def _moments(layout: Layout, foreseen: Pass, shards: int) -> list[Moment]:
+def _moments(layout: ChunkLayout, foreseen: AccessTrace, shards: int) -> list[ScheduleStep]:
     return moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else (), shards)
 
 
@@ -313,7 +319,7 @@ def _by_first_use(
     ]
 
 
-def _sizes(layout: Layout) -> list[int]:
+def _sizes(layout: ChunkLayout) -> list[int]:
     return [chunk.numel * _itemsize(chunk.dtype) for chunk in layout.chunks]
 
 

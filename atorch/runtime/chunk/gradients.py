@@ -23,12 +23,12 @@ from torch.autograd import Variable
 from atorch.distributed.collectives import reduce_scatter_single
 from atorch.runtime.chunk.memory import ChunkSet, Keep
 from atorch.runtime.chunk.rounds import Rounds
-from atorch.runtime.chunk.schedule.layout import Layout, Slot
+from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSlot
 from atorch.runtime.chunk.transfer import Transfer, Wait, put
-from atorch.runtime.data_parallel.collective_order import BACKWARD_ENDS, REDUCES, Step, reduce_zeros
+from atorch.runtime.data_parallel.collective_order import BACKWARD_ENDS, REDUCES, CollectiveEvent, reduce_zeros
 
 
-def completion(layout: Layout, gradients: Sequence[str]) -> list[int]:
+def completion(layout: ChunkLayout, gradients: Sequence[str]) -> list[int]:
     """Trainable chunks in the order in which their last gradient is there; those that get none come last."""
     arrival = {name: position for position, name in enumerate(gradients)}
     last = {
@@ -39,10 +39,10 @@ def completion(layout: Layout, gradients: Sequence[str]) -> list[int]:
     return sorted(last, key=lambda chunk: (last[chunk], chunk))
 
 
-class Gradients:
+class GradientSink:
     """Takes gradients to where their chunks are kept."""
 
-    def __init__(self, chunks: ChunkSet, slots: Mapping[str, Slot], transfer: Transfer) -> None:
+    def __init__(self, chunks: ChunkSet, slots: Mapping[str, ChunkSlot], transfer: Transfer) -> None:
         self._chunks, self._slots, self._transfer = chunks, slots, transfer
         self._leaving: list[tuple[Tensor, Wait]] = []  # on their way, and until when their memory is taken
         self._under_way = False
@@ -96,7 +96,7 @@ class Gradients:
             wait()
 
 
-class SharedGradients(Gradients):
+class SharedGradients(GradientSink):
     """Takes each process its share of the average.
 
     Args:
@@ -108,7 +108,7 @@ class SharedGradients(Gradients):
     def __init__(
         self,
         chunks: ChunkSet,
-        slots: Mapping[str, Slot],
+        slots: Mapping[str, ChunkSlot],
         transfer: Transfer,
         foreseen: Sequence[str],
         replicas: dist.ProcessGroup | None,
@@ -180,7 +180,7 @@ class SharedGradients(Gradients):
         assert self._chunks.group is not None
         like = len(memory.compute), memory.spec.numel, memory.dtype, self._chunks.device, self._chunks.group
         self._rounds.come_to(
-            Step(REDUCES, str(memory.spec), memory.spec.numel, in_backward=True),
+            CollectiveEvent(REDUCES, str(memory.spec), memory.spec.numel, in_backward=True),
             partial(reduce_zeros, *like, dist.ReduceOp.AVG, self._replicas),
         )
         whole = self._open.pop(chunk, None)

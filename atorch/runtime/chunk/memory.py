@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.memory_ledger import Tier
+from atorch.runtime.chunk.memory_ledger import MemoryLedger
 from atorch.runtime.chunk.transfer import locked, put
 
 if TYPE_CHECKING:
-    from atorch.runtime.chunk.schedule.layout import ChunkSpec, Layout, Slot
+    from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSlot, ChunkSpec
 
 Keep = Callable[[Tensor, Tensor, bool], object]
 """Copies the second tensor into the first, or adds it."""
@@ -35,16 +35,16 @@ Keep = Callable[[Tensor, Tensor, bool], object]
 HALVES = (torch.float16, torch.bfloat16)
 
 
-class Form(NamedTuple):
+class ChunkForm(NamedTuple):
     """Shape and strides of a parameter, in elements. It fills its slot: its elements lie without gaps."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: Tensor) -> Form:
+    def of(tensor: Tensor) -> ChunkForm:
         """The form of `tensor`, or the nearest one without gaps."""
-        return Form(tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
+        return ChunkForm(tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
 
     def flat(self, value: Tensor) -> Tensor:
         """The elements of `value` in the order in which they lie in a slot; a view where that is its own order."""
@@ -71,7 +71,7 @@ class ChunkMemory:
     def __init__(
         self,
         spec: ChunkSpec,
-        forms: Mapping[str, Form],
+        forms: Mapping[str, ChunkForm],
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -79,7 +79,7 @@ class ChunkMemory:
         shard: tuple[int, int] = (0, 1),
         in_place: bool = False,
         pinned: bool = False,
-        tier: Tier | None = None,
+        tier: MemoryLedger | None = None,
     ) -> None:
         rank, size = shard
         if spec.numel % size:
@@ -93,7 +93,7 @@ class ChunkMemory:
         self.writes = 0  # how often `compute` has changed: a copy that was made at another count is stale
         self._in_place, self._overwritten = in_place and wide, False
         self._pinned = pinned
-        self.tier = Tier("host memory") if tier is None else tier
+        self.tier = MemoryLedger("host memory") if tier is None else tier
         copies = 2 if spec.trainable and not self._in_place else 1
         self.num_bytes = length * (copies * dtype.itemsize + (4 if wide else 0))
         self.tier.take(self.num_bytes, f"chunk {spec.index}")
@@ -101,12 +101,12 @@ class ChunkMemory:
         self.master = torch.empty(length, dtype=torch.float32, device=device) if wide else self.compute
         self._changed()
 
-    def within(self, slot: Slot) -> slice:
+    def within(self, slot: ChunkSlot) -> slice:
         """The elements of the slot's parameter, counted within it, that lie in this share; empty where none do."""
         start, stop = (max(edge - slot.offset, 0) for edge in (self.share.start, self.share.stop))
         return slice(min(start, slot.numel), min(stop, slot.numel))
 
-    def part(self, flat: Tensor, slot: Slot) -> Tensor | None:
+    def part(self, flat: Tensor, slot: ChunkSlot) -> Tensor | None:
         """The part of a slot in `flat`, a share: all, shaped like the parameter; else a 1-D piece, or None."""
         self.need_whole()
         held = self.within(slot)
@@ -116,13 +116,13 @@ class ChunkMemory:
             return flat[offset : offset + slot.numel].as_strided(form.shape, form.stride)
         return flat[offset : offset + held.stop - held.start] if held.start < held.stop else None
 
-    def whole(self, flat: Tensor, slot: Slot) -> Tensor:
+    def whole(self, flat: Tensor, slot: ChunkSlot) -> Tensor:
         """The slot's parameter as a view of `flat`, all elements of the chunk."""
         form = self.forms[slot.name]
         return flat[slot.offset : slot.offset + slot.numel].as_strided(form.shape, form.stride)
 
     @torch.no_grad()
-    def write(self, slot: Slot, value: Tensor) -> None:
+    def write(self, slot: ChunkSlot, value: Tensor) -> None:
         """Let the slot's parameter have `value`, a whole one of its shape, as far as it lies in this share."""
         for flat in {id(flat): flat for flat in (self.master, self.compute)}.values():
             if flat is self.master or not self._overwritten:
@@ -187,7 +187,7 @@ class ChunkMemory:
         self.follow()
 
     @torch.no_grad()
-    def accumulate(self, slot: Slot, gradient: Tensor, keep: Keep = put) -> None:
+    def accumulate(self, slot: ChunkSlot, gradient: Tensor, keep: Keep = put) -> None:
         """Keep the gradient of the slot's parameter, a whole one, or add it to the one that is kept.
 
         Args:
@@ -209,7 +209,7 @@ class ChunkMemory:
         self.has_gradient.add(slot.name)
 
     @torch.no_grad()
-    def accumulate_part(self, slot: Slot, part: Tensor) -> None:
+    def accumulate_part(self, slot: ChunkSlot, part: Tensor) -> None:
         """The same with the part of the gradient that lies in this share, as `gradient_of` gave it."""
         kept = self.part(self._gradient([slot.name]), slot)
         if kept is None or kept.shape != part.shape:
@@ -228,7 +228,7 @@ class ChunkMemory:
                 keep(part, new, slot.name in self.has_gradient)
         self.has_gradient |= fresh
 
-    def gradient_of(self, slot: Slot) -> Tensor | None:
+    def gradient_of(self, slot: ChunkSlot) -> Tensor | None:
         """The part of the slot's gradient that this process keeps; None where there is none."""
         if self.gradient is None or slot.name not in self.has_gradient:
             return None
@@ -241,7 +241,7 @@ class ChunkMemory:
             if part is not None:
                 yield part
 
-    def _put(self, flat: Tensor, slot: Slot, value: Tensor, add: bool = False, keep: Keep = put) -> None:
+    def _put(self, flat: Tensor, slot: ChunkSlot, value: Tensor, add: bool = False, keep: Keep = put) -> None:
         part, held = self.part(flat, slot), self.within(slot)
         if part is None:
             return
@@ -295,7 +295,7 @@ class ChunkSet:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ChunkLayout,
         parameters: Mapping[str, nn.Parameter],
         *,
         dtype: torch.dtype | None = None,
@@ -305,16 +305,16 @@ class ChunkSet:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         on_device: Collection[int] = (),
-        host: Tier | None = None,
-        device_tier: Tier | None = None,
+        host: MemoryLedger | None = None,
+        device_tier: MemoryLedger | None = None,
     ) -> None:
         self.layout, self.group, self.device = layout, group, torch.device(device)
         self.on_device = frozenset(on_device)
-        self.host = Tier("host memory") if host is None else host
-        self.device_tier = Tier("device memory") if device_tier is None else device_tier
+        self.host = MemoryLedger("host memory") if host is None else host
+        self.device_tier = MemoryLedger("device memory") if device_tier is None else device_tier
         self.reduced: set[str] = set()
         """Parameters whose gradient has come from all processes that share it, since the last step."""
-        self._places: dict[Tensor, tuple[ChunkMemory, Slot]] = {}
+        self._places: dict[Tensor, tuple[ChunkMemory, ChunkSlot]] = {}
         chunks = []
         for spec in layout.chunks:
             mine = {slot.name: parameters[slot.name] for slot in spec.slots}
@@ -329,7 +329,7 @@ class ChunkSet:
         """The number of processes that share every chunk."""
         return 1 if self.group is None else self.group.size()
 
-    def place(self, parameter: Tensor) -> tuple[ChunkMemory, Slot] | None:
+    def place(self, parameter: Tensor) -> tuple[ChunkMemory, ChunkSlot] | None:
         """The place of a parameter; None for one that is not managed."""
         return self._places.get(parameter)
 
@@ -338,7 +338,7 @@ class ChunkSet:
         for memory in self.chunks:
             memory.need_whole()
 
-    def parameters(self) -> Iterator[tuple[Tensor, Slot]]:
+    def parameters(self) -> Iterator[tuple[Tensor, ChunkSlot]]:
         """The managed parameters, and where they lie in their chunks."""
         return ((parameter, slot) for parameter, (_, slot) in self._places.items())
 
@@ -355,7 +355,7 @@ class ChunkSet:
         compute = own if dtype is None or not own.is_floating_point else dtype
         return ChunkMemory(
             spec,
-            {name: Form.of(parameter) for name, parameter in parameters.items()},
+            {name: ChunkForm.of(parameter) for name, parameter in parameters.items()},
             compute,
             self.device if on_device else torch.device("cpu"),
             wide=wide and spec.trainable and compute in HALVES,
@@ -369,7 +369,7 @@ class ChunkSet:
         self,
         parameter: nn.Parameter,
         memory: ChunkMemory,
-        slot: Slot,
+        slot: ChunkSlot,
         values: MutableMapping[Tensor, Tensor],
     ) -> None:
         if parameter.is_meta:

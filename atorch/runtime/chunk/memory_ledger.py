@@ -6,7 +6,7 @@ from atorch.errors import OutOfBudgetError
 from atorch.units import format_bytes
 
 
-class Tier:
+class MemoryLedger:
     """A ledger of the bytes in use in one memory, under a budget or (None) without one. For one thread."""
 
     def __init__(self, name: str, budget_bytes: int | None = None) -> None:

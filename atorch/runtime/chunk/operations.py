@@ -22,25 +22,25 @@ from torch.utils.weak import TensorWeakRef
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.compiled import CompiledModules
-from atorch.runtime.chunk.gradients import Gradients
+from atorch.runtime.chunk.gradients import GradientSink
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.rounds import Rounds
 from atorch.runtime.chunk.saved_tensors import Handle, saved_as_handles
-from atorch.runtime.chunk.schedule.layout import Slot
-from atorch.runtime.chunk.schedule.pass_schedule import Course, HeldViews, Nodes, Pass
-from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, Step
+from atorch.runtime.chunk.schedule.layout import ChunkSlot
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, HeldViews, Nodes, PassSchedule
+from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, CollectiveEvent
 from atorch.runtime.gradients.backward_targets import has_users_hooks
-from atorch.runtime.gradients.norm_guard import Guard, guarded
+from atorch.runtime.gradients.norm_guard import NormGuard, guarded
 from atorch.runtime.gradients.weak_method import weakly
 
 _TENSOR: Any = Tensor
 _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
 _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
 
-PASS_BEGINS = Step("begins a pass", is_compared=True)  # since processes then agree on its course
-FORWARD_BEGINS = Step("begins a forward pass without gradients", is_compared=True)
+PASS_BEGINS = CollectiveEvent("begins a pass", is_compared=True)  # since processes then agree on its course
+FORWARD_BEGINS = CollectiveEvent("begins a forward pass without gradients", is_compared=True)
 
 
 def host_values(model: nn.Module) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def host_values(model: nn.Module) -> dict[str, Tensor]:
         }
 
 
-def _offset(slot: Slot) -> int:
+def _offset(slot: ChunkSlot) -> int:
     return slot.offset
 
 
@@ -68,10 +68,10 @@ class Operations:
     def __init__(
         self,
         chunks: ChunkSet,
-        slots: Mapping[str, Slot],
-        gradients: Gradients,
+        slots: Mapping[str, ChunkSlot],
+        gradients: GradientSink,
         residency: Residency,
-        course_of: Callable[[Pass], Course],
+        course_of: Callable[[AccessTrace], PassSchedule],
         compiled: CompiledModules,
         rounds: Rounds,
     ) -> None:
@@ -86,7 +86,7 @@ class Operations:
         self._passes = 0  # forward passes under way
         self._gathered: dict[int, Tensor] | None = None
         self._foreseeing = False
-        self.course_for: Callable[[], Course] | None = None  # of the pass that begins
+        self.course_for: Callable[[], PassSchedule] | None = None  # of the pass that begins
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -338,7 +338,7 @@ class Operations:
         shares = self.chunks.num_shares
         why = f"is spread over {shares} processes" if shares > 1 else self.norms_differ
         is_piece = part is not None and part.shape != parameter.shape
-        return guarded(part, Guard(home.name, why, is_piece=is_piece)) if why else part
+        return guarded(part, NormGuard(home.name, why, is_piece=is_piece)) if why else part
 
     def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
         memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
-from atorch.runtime.chunk.memory_ledger import Tier
+from atorch.runtime.chunk.memory_ledger import MemoryLedger
 from atorch.runtime.chunk.parameter import point
 from atorch.runtime.chunk.rounds import Rounds
-from atorch.runtime.chunk.schedule.pass_schedule import Course
+from atorch.runtime.chunk.schedule.pass_schedule import PassSchedule
 from atorch.runtime.chunk.transfer import Transfer, Wait, nothing
-from atorch.runtime.data_parallel.collective_order import Step, gather_zeros
+from atorch.runtime.data_parallel.collective_order import CollectiveEvent, gather_zeros
 from atorch.units import format_bytes
 
 LETTING_GO_S = 0.5  # many times what gloo's threads were seen to take on a busy machine, 26 ms
@@ -56,14 +56,14 @@ class Residency:
         chunks: ChunkSet,
         parameters: Mapping[str, nn.Parameter],
         budget_bytes: int,
-        course: Course,
+        course: PassSchedule,
         transfer: Transfer,
         staying: Collection[int] = (),
         beside_bytes: int = 0,
         rounds: Rounds | None = None,
     ) -> None:
         self.chunks, self.course = chunks, course
-        self.tier = Tier("device budget", budget_bytes)
+        self.tier = MemoryLedger("device budget", budget_bytes)
         self.fetched_bytes = self.peak_bytes = 0
         self.observer: Observer | None = None
         self._parameters, self._transfer, self._rounds = parameters, transfer, rounds or Rounds(chunks, None)
@@ -182,7 +182,9 @@ class Residency:
         assert self.chunks.group is not None
         like = memory.spec.numel, len(memory.compute), memory.dtype, self.chunks.device, self.chunks.group
         in_backward = torch._C._current_graph_task_id() != -1
-        step = Step(action, str(memory.spec), memory.spec.numel, in_backward, is_compared=action != "gathers")
+        step = CollectiveEvent(
+            action, str(memory.spec), memory.spec.numel, in_backward, is_compared=action != "gathers"
+        )
         self._rounds.come_to(step, partial(gather_zeros, *like))
 
     def _wait_for_threads(self, num_bytes: int) -> None:

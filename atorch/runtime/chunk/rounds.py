@@ -16,9 +16,9 @@ from torch import Tensor
 
 from atorch.distributed.collectives import all_gather_single, meeting_place
 from atorch.runtime.chunk.memory import ChunkSet
-from atorch.runtime.data_parallel.collective_order import CollectiveOrder, Step, Work
+from atorch.runtime.data_parallel.collective_order import CollectiveEvent, CollectiveOrder, IssueCollective
 
-MEETS = Step("is within a pass", is_compared=True)
+MEETS = CollectiveEvent("is within a pass", is_compared=True)
 
 
 class Rounds:
@@ -39,7 +39,7 @@ class Rounds:
         """A pass begins, in which processes may take ways of their own."""
         self.are_held = varies and self.order is not None
 
-    def come_to(self, step: Step, stand_in: Work = list) -> None:
+    def come_to(self, step: CollectiveEvent, stand_in: IssueCollective = list) -> None:
         """Return when all processes do `step` next, as `CollectiveOrder` has it; rounds are such an order already."""
         if self.order is None or (self.are_held and not step.is_compared):
             return

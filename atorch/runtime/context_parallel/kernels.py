@@ -23,7 +23,7 @@ _WIDE = ((8, 0), (9, 0), (10, 0))  # where there is shared memory for flash atte
 
 
 @dataclass(frozen=True)
-class Part:
+class PartialAttention:
     """Queries, and the keys and values that they attend to."""
 
     query: Tensor
@@ -60,14 +60,14 @@ class Attended(NamedTuple):
     kept: tuple[Any, ...] = ()
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+AttentionGradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(NamedTuple):
     """A way to compute attention and its gradients."""
 
-    forward: Callable[[Part], Attended]
-    backward: Callable[[Part, Tensor, Attended], Gradients]
+    forward: Callable[[PartialAttention], Attended]
+    backward: Callable[[PartialAttention, Tensor, Attended], AttentionGradients]
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -75,7 +75,7 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend(part: Part) -> Attended:
+def attend(part: PartialAttention) -> Attended:
     """The attention of these queries to these keys alone; a row that sees none of them is 0, its logarithm -inf."""
     found = _kernel(part).forward(part)
     if part.mask is None:
@@ -86,7 +86,7 @@ def attend(part: Part) -> Attended:
     return Attended(out, logs, found.kept)
 
 
-def gradients(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+def gradients(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     """The contribution of these queries and keys to the gradients of query, key and value.
 
     whole: results and logarithms of whole rows, finite, and what `attend` kept of this part.
@@ -94,7 +94,7 @@ def gradients(part: Part, grad: Tensor, whole: Attended) -> Gradients:
     return _kernel(part).backward(part, grad, whole)
 
 
-def _kernel(part: Part) -> Kernel:
+def _kernel(part: PartialAttention) -> Kernel:
     query, dim = part.query, part.query.shape[-1]
     if part.dropout_p > 0 or part.value.shape[-1] != dim or query.stride(-1) != 1:
         return FORMULA
@@ -111,7 +111,7 @@ def _kernel(part: Part) -> Kernel:
     return EFFICIENT if part.mask is None or part.key.shape[-2] % 8 == 0 else FORMULA
 
 
-def _cpu(part: Part) -> Attended:
+def _cpu(part: PartialAttention) -> Attended:
     bias = part.bias(accumulated(part.query.dtype))
     return Attended(
         *_aten._scaled_dot_product_flash_attention_for_cpu(
@@ -120,32 +120,32 @@ def _cpu(part: Part) -> Attended:
     )
 
 
-def _cpu_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+def _cpu_backward(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     bias = part.bias(accumulated(part.query.dtype))
-    found: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    found: AttentionGradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, part.query, part.key, part.value, whole.out, whole.logs, 0.0, part.is_causal, attn_mask=bias,
         scale=part.scale,
     )  # fmt: skip
     return found
 
 
-def _flash(part: Part) -> Attended:
+def _flash(part: PartialAttention) -> Attended:
     out, logs, *kept, _ = _aten._scaled_dot_product_flash_attention(
         part.query, part.key, part.value, 0.0, part.is_causal, False, scale=part.scale
     )
     return Attended(out, logs, tuple(kept))
 
 
-def _flash_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+def _flash_backward(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     lengths, random = whole.kept[:4], whole.kept[4:]
-    found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+    found: AttentionGradients = _aten._scaled_dot_product_flash_attention_backward(
         grad, part.query, part.key, part.value, whole.out, whole.logs, *lengths, 0.0, part.is_causal, *random,
         scale=part.scale,
     )  # fmt: skip
     return found
 
 
-def _efficient(part: Part) -> Attended:
+def _efficient(part: PartialAttention) -> Attended:
     key, value, bias = part.repeated(part.key), part.repeated(part.value), _whole_bias(part)
     out, logs, *kept = _aten._scaled_dot_product_efficient_attention(
         part.query, key, value, bias, True, 0.0, part.is_causal, scale=part.scale
@@ -153,7 +153,7 @@ def _efficient(part: Part) -> Attended:
     return Attended(out, logs.narrow(-1, 0, part.query.shape[-2]), tuple(kept))
 
 
-def _efficient_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+def _efficient_backward(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     key, value, bias = part.repeated(part.key), part.repeated(part.value), _whole_bias(part)
     logs = torch.nn.functional.pad(whole.logs, (0, -part.query.shape[-2] % _ALIGNED))
     # In 16 bits the kernel reads results as its forward lays them out, rows before heads, whatever their strides say.
@@ -165,13 +165,13 @@ def _efficient_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
     return of_query, _summed(of_key, part.key), _summed(of_value, part.value)
 
 
-def _whole_bias(part: Part) -> Tensor | None:
+def _whole_bias(part: PartialAttention) -> Tensor | None:
     """A bias with every batch and head, in the queries' dtype."""
     bias = part.bias(part.query.dtype)
     return None if bias is None else bias.expand(*part.query.shape[:2], -1, -1)
 
 
-def _formula(part: Part) -> Attended:
+def _formula(part: PartialAttention) -> Attended:
     dtype = accumulated(part.query.dtype)
     scores = _scores(part, dtype)
     logs = scores.logsumexp(-1)
@@ -180,7 +180,7 @@ def _formula(part: Part) -> Attended:
     return Attended(out.to(part.query.dtype), logs)
 
 
-def _formula_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
+def _formula_backward(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     dtype = accumulated(part.query.dtype)
     grad = grad.to(dtype)
     weights = (_scores(part, dtype) - whole.logs[..., None]).exp()
@@ -193,7 +193,7 @@ def _formula_backward(part: Part, grad: Tensor, whole: Attended) -> Gradients:
     return of_query, _summed(of_key, part.key), _summed(of_value, part.value)
 
 
-def _scores(part: Part, dtype: torch.dtype) -> Tensor:
+def _scores(part: PartialAttention, dtype: torch.dtype) -> Tensor:
     scores = part.query.to(dtype) @ part.repeated(part.key).to(dtype).transpose(-2, -1) * part.scale
     bias = part.bias(dtype)
     if bias is not None:
@@ -204,7 +204,7 @@ def _scores(part: Part, dtype: torch.dtype) -> Tensor:
     return scores
 
 
-def _dropped(part: Part, weights: Tensor) -> Tensor | float:
+def _dropped(part: PartialAttention, weights: Tensor) -> Tensor | float:
     """The factor of dropout on weights: the same in forward and backward, which have the seed."""
     if not part.dropout_p:
         return 1.0

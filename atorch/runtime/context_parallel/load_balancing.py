@@ -40,7 +40,7 @@ class Deal:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class QueryKeyBlock:
     """Some of a rank's queries and some of the keys that it has got, and what is masked between them."""
 
     rows: slice
@@ -56,13 +56,13 @@ class Meeting:
         return mask[:, :, rows, columns]
 
 
-Schedule = Sequence[Sequence[Meeting]]
+RingOrder = Sequence[Sequence[QueryKeyBlock]]
 """The meetings of every hop: at hop h a rank has the keys of the rank h before it."""
 
 
 def schedule(
     deal: Deal, rank: int, num_queries: int, num_keys: int, mask: Tensor | None = None, is_causal: bool = False
-) -> Schedule:
+) -> RingOrder:
     """The schedule of a rank with `num_queries` of its own, and as many keys as every other, by hop.
 
     mask: of the whole sequences, (…, 1 or size × num_queries, size × num_keys), in their own order.
@@ -72,21 +72,21 @@ def schedule(
         return [_masked(deal, rank, source, num_queries, num_keys, mask) for source in sources]
     if is_causal:
         return [_causal(deal, rank, source, num_queries) for source in sources]
-    return [[Meeting(slice(0, num_queries), slice(0, num_keys))] for _ in sources]
+    return [[QueryKeyBlock(slice(0, num_queries), slice(0, num_keys))] for _ in sources]
 
 
-def _causal(deal: Deal, rank: int, source: int, length: int) -> list[Meeting]:
+def _causal(deal: Deal, rank: int, source: int, length: int) -> list[QueryKeyBlock]:
     """Pieces that come earlier in the sequence are seen, later ones are not."""
     everything = slice(0, length)
     if source == rank:
-        return [Meeting(everything, everything, is_causal=True)]
+        return [QueryKeyBlock(everything, everything, is_causal=True)]
     if not deal.balanced:
-        return [Meeting(everything, everything)] if source < rank else []
+        return [QueryKeyBlock(everything, everything)] if source < rank else []
     front, back = slice(0, length // 2), slice(length // 2, length)
-    return [Meeting(everything, front)] if source < rank else [Meeting(back, everything)]
+    return [QueryKeyBlock(everything, front)] if source < rank else [QueryKeyBlock(back, everything)]
 
 
-def _masked(deal: Deal, rank: int, source: int, num_queries: int, num_keys: int, mask: Tensor) -> list[Meeting]:
+def _masked(deal: Deal, rank: int, source: int, num_queries: int, num_keys: int, mask: Tensor) -> list[QueryKeyBlock]:
     """By pieces: where nothing may be seen there is nothing to do, and where all may be, no need of the mask."""
     found = []
     for rows, mask_rows in _places(deal, rank, num_queries, mask, -2):
@@ -94,9 +94,9 @@ def _masked(deal: Deal, rank: int, source: int, num_queries: int, num_keys: int,
             part = mask[..., mask_rows, mask_columns]
             is_bool = part.dtype is torch.bool
             if bool((part if is_bool else part == 0).all()):
-                found.append(Meeting(rows, columns))
+                found.append(QueryKeyBlock(rows, columns))
             elif bool((part if is_bool else part > -torch.inf).any()):
-                found.append(Meeting(rows, columns, of_mask=(mask_rows, mask_columns)))
+                found.append(QueryKeyBlock(rows, columns, of_mask=(mask_rows, mask_columns)))
     return found
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.context_parallel.kernels import Attended, Part, accumulated, attend, gradients
-from atorch.runtime.context_parallel.load_balancing import Deal, Meeting, Schedule, schedule
+from atorch.runtime.context_parallel.kernels import Attended, PartialAttention, accumulated, attend, gradients
+from atorch.runtime.context_parallel.load_balancing import Deal, QueryKeyBlock, RingOrder, schedule
 from atorch.runtime.gradients.no_double_backward import first_order
 
 
@@ -104,42 +104,42 @@ def checked(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, si
 
 
 def plan_of(
-    ring: Ring, meetings: Schedule, query: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
-) -> Plan:
+    ring: Ring, meetings: RingOrder, query: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+) -> RingSchedule:
     """The plan of an attention as `scaled_dot_product_attention` is asked for it; dropout takes a random number."""
     seed = int(torch.randint(2**31, ())) + (ring.rank << 32) if dropout_p else 0
-    return Plan(ring, meetings, mask, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed)
+    return RingSchedule(ring, meetings, mask, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed)
 
 
 @dataclass(frozen=True)
-class Plan:
+class RingSchedule:
     """The work of one attention on this rank."""
 
     ring: Ring
-    meetings: Schedule
+    meetings: RingOrder
     mask: Tensor | None  # of the whole sequences
     scale: float
     dropout_p: float = 0.0
     seed: int = 0
 
-    def parts(self, hop: int, query: Tensor, held: _Held) -> Iterator[tuple[Meeting, Part]]:
+    def parts(self, hop: int, query: Tensor, held: _Held) -> Iterator[tuple[QueryKeyBlock, PartialAttention]]:
         """Parts to compute of the rank's queries and the keys that are there at a hop."""
         before = sum(map(len, self.meetings[:hop]))
         for number, each in enumerate(self.meetings[hop]):
             key, value = held.part(each.columns)
             rows, seed = query[:, :, each.rows], self.seed + before + number
             mask = each.part_of(self.mask)
-            yield each, Part(rows, key, value, mask, each.is_causal, self.scale, self.dropout_p, seed)
+            yield each, PartialAttention(rows, key, value, mask, each.is_causal, self.scale, self.dropout_p, seed)
 
 
-def attend_around(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
+def attend_around(query: Tensor, key: Tensor, value: Tensor, plan: RingSchedule) -> Tensor:
     out: Tensor = _RingAttention.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: RingSchedule) -> Tensor:
         query, ring = _dense(query), plan.ring
         own, shapes = torch.cat([key.flatten(), value.flatten()]), (key.shape, value.shape)
         held, rows = _Held(own, shapes), _Rows(query, value)

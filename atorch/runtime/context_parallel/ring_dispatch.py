@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.context_parallel.load_balancing import Deal, Schedule, schedule
+from atorch.runtime.context_parallel.load_balancing import Deal, RingOrder, schedule
 from atorch.runtime.context_parallel.ring import Ring, attend_around, checked, plan_of
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall
 
@@ -25,7 +25,7 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts
 class _Last(NamedTuple):
     mask: weakref.ref[Tensor]
     seen: tuple[int, tuple[int, int]]  # in which version, for which lengths
-    meetings: Schedule
+    meetings: RingOrder
 
 
 class RingExchange:
@@ -61,7 +61,7 @@ class RingExchange:
         out = attend_around(query, key, value, plan_of(self._ring, meetings, query, mask, call.scale, call.dropout_p))
         return out if call.query.dim() == 4 else out[0]
 
-    def _meetings(self, num_queries: int, num_keys: int, mask: Tensor | None, is_causal: bool) -> Schedule:
+    def _meetings(self, num_queries: int, num_keys: int, mask: Tensor | None, is_causal: bool) -> RingOrder:
         """The schedule; of a mask that all blocks are given, values are looked at once."""
         lengths = num_queries, num_keys
         if mask is None:

@@ -185,7 +185,7 @@ def _is_sized(sampler: Sampler[Any]) -> bool:
     return True
 
 
-class RankStream(IterableDataset[Any]):
+class StreamShare(IterableDataset[Any]):
     """Rank `rank`'s share of a stream: of every `size` samples, the one at its place; an uneven rest is left out."""
 
     def __init__(self, stream: IterableDataset[Any], rank: int, size: int) -> None:
@@ -250,7 +250,7 @@ def make_loader(
 def _of_stream(stream: IterableDataset[Any], arguments: dict[str, Any], rank: int, size: int) -> Loader:
     part = None if size == 1 else part_of(stream, rank, size)
     if part is None:
-        return _made(stream if size == 1 else RankStream(stream, rank, size), arguments)
+        return _made(stream if size == 1 else StreamShare(stream, rank, size), arguments)
     made = _made(part, {**arguments, "drop_last": True})  # ranks' last batches would have different sizes
     made.is_part = True
     return made
@@ -272,7 +272,7 @@ def shares_out(loader: object, rows: int) -> bool:
         return False
     if isinstance(loader.batch_sampler, RankBatches):
         return True
-    streams = loader.is_part or isinstance(loader.dataset, RankStream)
+    streams = loader.is_part or isinstance(loader.dataset, StreamShare)
     shares = streams or isinstance(loader.sampler, (DistributedSampler, RankSampler))
     return shares and rows == loader.batch_size  # what a collate_fn packs has other rows
 

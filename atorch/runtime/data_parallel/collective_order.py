@@ -31,10 +31,10 @@ from atorch.distributed.collectives import all_gather_single, reduce_scatter_sin
 from atorch.distributed.local_collectives import is_alone
 from atorch.errors import StrategyError
 
-Work = Callable[[], "list[dist.Work | None]"]
+IssueCollective = Callable[[], "list[dist.Work | None]"]
 
 
-class Step(NamedTuple):
+class CollectiveEvent(NamedTuple):
     """A rank's next step: a collective of one group's parameters, or the begin or end of a pass."""
 
     action: str
@@ -50,8 +50,8 @@ class Step(NamedTuple):
 
 
 REDUCES = "reduces gradients of"
-BACKWARD_ENDS = Step("ends its backward pass", is_compared=True)
-FORWARD_ENDS = Step("ends a forward pass without gradients", is_compared=True)
+BACKWARD_ENDS = CollectiveEvent("ends its backward pass", is_compared=True)
+FORWARD_ENDS = CollectiveEvent("ends a forward pass without gradients", is_compared=True)
 ENDS = (BACKWARD_ENDS, FORWARD_ENDS)
 
 
@@ -73,15 +73,19 @@ class CollectiveOrder:
         self._groups = groups
         on_host = all("cpu:gloo" in dist.get_backend_config(group) for group in groups)
         self._device = torch.device("cpu" if on_host else device_type)
-        self._following: dict[Step | None, list[Step]] = {}
-        self._stand_ins: dict[Step, Work] = {}
-        self._last: Step | None = None
+        self._following: dict[CollectiveEvent | None, list[CollectiveEvent]] = {}
+        self._stand_ins: dict[CollectiveEvent, IssueCollective] = {}
+        self._last: CollectiveEvent | None = None
         self._raised = False  # whether the last comparison raised, on all ranks
-        self._passed: set[Step] = set()  # since the last comparison; without a comparison no step comes twice
+        self._passed: set[CollectiveEvent] = (
+            set()
+        )  # since the last comparison; without a comparison no step comes twice
         self._compared_s = time.monotonic()
         self._longest_s = 0.0  # between two comparisons
 
-    def come_to(self, step: Step, stand_in: Work = list, note: str = "", flag: bool = False) -> bool:
+    def come_to(
+        self, step: CollectiveEvent, stand_in: IssueCollective = list, note: str = "", flag: bool = False
+    ) -> bool:
         """Return when all ranks do `step` next; whether any rank has set `flag`, where they were compared.
 
         Args:
@@ -122,7 +126,7 @@ class CollectiveOrder:
             return
         try:
             if len(self._following.get(self._last, [])) == 1:
-                self._stand_in_until_compared(Step(f"fails: {why}"))
+                self._stand_in_until_compared(CollectiveEvent(f"fails: {why}"))
             self._compare("fails", "", False, why)
         except StrategyError:  # all have it now, this one more closely
             pass
@@ -141,7 +145,7 @@ class CollectiveOrder:
         """True if nothing has happened since a pass ended."""
         return self._last in ENDS
 
-    def _stand_in_until_compared(self, wanted: Step) -> None:
+    def _stand_in_until_compared(self, wanted: CollectiveEvent) -> None:
         """Take part in the steps that the others expect, as far as nobody compares."""
         limit = timedelta(seconds=5 + 3 * self._longest_s)
         while len(following := self._following.get(self._last, [])) == 1:

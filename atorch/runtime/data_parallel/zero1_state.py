@@ -14,12 +14,12 @@ from torch import Tensor
 
 SLICES = "slices"
 
-Entry = Mapping[str, Any]
+SavedEntry = Mapping[str, Any]
 
 
 def merged(shares: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dict[str, Any]:
     """The state of all of `params` from those of the ranks."""
-    parts: dict[Any, list[tuple[int, Entry]]] = {}
+    parts: dict[Any, list[tuple[int, SavedEntry]]] = {}
     for share in shares:
         for index, entry in share["state"].items():
             start = share[SLICES].get(index, (0, 0))[0]
@@ -42,7 +42,7 @@ def sliced(entry: Any, param: Tensor, where: slice) -> Any:
     return {key: part(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
 
 
-def _joined(parts: Sequence[tuple[int, Entry]], param: Tensor) -> dict[str, Any]:
+def _joined(parts: Sequence[tuple[int, SavedEntry]], param: Tensor) -> dict[str, Any]:
     """The state of a whole parameter from those of its slices, by where they start."""
     entries = [entry for _, entry in sorted(parts, key=lambda part: part[0])]
 

@@ -22,8 +22,8 @@ from atorch.runtime.data_parallel.collective_order import (
     BACKWARD_ENDS,
     FORWARD_ENDS,
     REDUCES,
+    CollectiveEvent,
     CollectiveOrder,
-    Step,
     gather_zeros,
     reduce_zeros,
 )
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: bool = False) -> Passes | None:
+def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: bool = False) -> FsdpPasses | None:
     """Let the ranks of `mesh` hold each other to one order of collectives; None where there is nobody else.
 
     `root` and modules in it are sharded by `fully_shard` over `mesh`.
     """
     order = CollectiveOrder.of([mesh.get_group(axis) for axis in range(mesh.ndim)], mesh.device_type)
-    passes = None if order is None else Passes(root, order, find_unused_parameters)
+    passes = None if order is None else FsdpPasses(root, order, find_unused_parameters)
     vars(root)[PASSES] = passes
     return passes
 
 
-def passes_of(root: nn.Module) -> Passes | None:
+def passes_of(root: nn.Module) -> FsdpPasses | None:
     """The passes that `keep_order` made for this model, if any."""
-    found: Passes | None = vars(root).get(PASSES)
+    found: FsdpPasses | None = vars(root).get(PASSES)
     return found
 
 
 PASSES = "_atorch_passes"
 
 
-class Passes:
+class FsdpPasses:
     """The passes through one sharded model: where they begin and end, and what they used."""
 
     def __init__(self, root: nn.Module, order: CollectiveOrder, find_unused_parameters: bool) -> None:
@@ -83,7 +83,7 @@ class Passes:
         root.register_forward_pre_hook(self._begin_forward, prepend=True)
         root.register_forward_hook(self._end_of_forward)
 
-    def come_to(self, step: Step, stand_in: Callable[[], list[Any]]) -> None:
+    def come_to(self, step: CollectiveEvent, stand_in: Callable[[], list[Any]]) -> None:
         """Before a collective; in backward, see to it that its end is compared."""
         if is_alone():
             return
@@ -94,7 +94,7 @@ class Passes:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._order.come_to(step, stand_in)
 
-    def meet(self, step: Step, flag: bool = False) -> bool:
+    def meet(self, step: CollectiveEvent, flag: bool = False) -> bool:
         """Come to a step between passes; whether any rank has set `flag`."""
         return self._order.come_to(step, flag=flag)
 
@@ -116,7 +116,7 @@ class Passes:
 
     def before_average(self, name: str, gradient: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         """Before the gradient of a parameter that is not sharded is averaged."""
-        step = Step("average", name, gradient.numel(), _is_in_backward())
+        step = CollectiveEvent("average", name, gradient.numel(), _is_in_backward())
         self.come_to(step, partial(_sum_zeros, gradient.shape, gradient.dtype, gradient.device, groups))
 
     def _follow(self, name: str, module: Any, group: Any) -> None:
@@ -150,7 +150,7 @@ class Passes:
         self._watched[number] = 1
         return True
 
-    def begin(self, what: Step) -> None:
+    def begin(self, what: CollectiveEvent) -> None:
         if not torch.compiler.is_compiling():
             self._order.come_to(what._replace(in_backward=_is_in_backward()))
 
@@ -160,7 +160,7 @@ class Passes:
             self._order.come_to(FORWARD_ENDS)
 
     def _begin_forward(self, *_: Any) -> None:
-        self.begin(Step("begins a pass" if torch.is_grad_enabled() else "begins a pass without gradients"))
+        self.begin(CollectiveEvent("begins a pass" if torch.is_grad_enabled() else "begins a pass without gradients"))
 
     def _end_of_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -192,20 +192,20 @@ def _is_in_backward() -> bool:
 
 
 class _AllGather(DefaultAllGather):
-    def __init__(self, passes: Passes, name: str) -> None:
+    def __init__(self, passes: FsdpPasses, name: str) -> None:
         self._passes, self._name = passes, name
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        step = Step("gathers", self._name, output_tensor.numel(), _is_in_backward())
+        step = CollectiveEvent("gathers", self._name, output_tensor.numel(), _is_in_backward())
         like = output_tensor.numel(), input_tensor.numel(), input_tensor.dtype, input_tensor.device
         self._passes.come_to(step, partial(gather_zeros, *like, group))
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    def __init__(self, passes: Passes, name: str, group: Any) -> None:
+    def __init__(self, passes: FsdpPasses, name: str, group: Any) -> None:
         self._passes, self._name, self._group = passes, name, group
 
     def __call__(
@@ -217,7 +217,7 @@ class _ReduceScatter(DefaultReduceScatter):
         with_replicas = replicas if self._group.all_reduce_grads else None
         in_backward = _is_in_backward()
         # A pipeline reduces behind its backward passes.
-        step = Step(REDUCES, self._name, input_tensor.numel(), in_backward, is_compared=not in_backward)
+        step = CollectiveEvent(REDUCES, self._name, input_tensor.numel(), in_backward, is_compared=not in_backward)
         self._passes.come_to(step, partial(reduce_zeros, *like, group, op, with_replicas))
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 

@@ -14,14 +14,14 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FsdpUnit:
     """Modules that are gathered, freed and reduced together."""
 
     modules: tuple[nn.Module, ...]
     keep: bool = False  # gathered from forward until backward is through
 
 
-def by_block(root: nn.Module) -> list[Group]:
+def by_block(root: nn.Module) -> list[FsdpUnit]:
     """The repeated blocks (where nothing repeats: modules of an eighth of the model), embeddings, and the head.
 
     Embeddings and head stay gathered until backward is through, as the root does, since models also use their weights
@@ -29,24 +29,24 @@ def by_block(root: nn.Module) -> list[Group]:
     """
     blocks = list(repeated_blocks(root).values()) or by_size(root, sum(p.numel() for p in root.parameters()) // 8)
     inside = {module for block in blocks for module in block.modules()}
-    return [*(Group((block,)) for block in blocks), *_embeddings(root, inside), *_head(root, inside)]
+    return [*(FsdpUnit((block,)) for block in blocks), *_embeddings(root, inside), *_head(root, inside)]
 
 
-def _embeddings(root: nn.Module, inside: set[nn.Module]) -> list[Group]:
+def _embeddings(root: nn.Module, inside: set[nn.Module]) -> list[FsdpUnit]:
     """Embeddings of one parent, such as token and position embeddings, together."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     siblings = (
         tuple(child for child in parent.children() if isinstance(child, tables) and child not in inside)
         for parent in root.modules()
     )
-    return [Group(modules, keep=True) for modules in siblings if modules]
+    return [FsdpUnit(modules, keep=True) for modules in siblings if modules]
 
 
-def _head(root: nn.Module, inside: set[nn.Module]) -> list[Group]:
+def _head(root: nn.Module, inside: set[nn.Module]) -> list[FsdpUnit]:
     """The largest linear layer outside the blocks."""
     outside = [module for module in root.modules() if isinstance(module, nn.Linear) and module not in inside]
     largest = max(outside, key=lambda linear: linear.weight.numel(), default=None)
-    return [] if largest is None else [Group((largest,), keep=True)]
+    return [] if largest is None else [FsdpUnit((largest,), keep=True)]
 
 
 def by_size(root: nn.Module, min_num_params: int) -> list[nn.Module]:
@@ -69,13 +69,13 @@ def by_size(root: nn.Module, min_num_params: int) -> list[nn.Module]:
     return units
 
 
-def without_trainable(groups: Iterable[Group]) -> list[Group]:
+def without_trainable(groups: Iterable[FsdpUnit]) -> list[FsdpUnit]:
     """The groups with the modules that train taken out, so that these go to the root as one group.
 
     A module that itself holds frozen parameters stays whole where it is: a module is in one group only.
     """
     narrowed = (
-        Group(tuple(part for module in group.modules for part in _frozen(module)), group.keep) for group in groups
+        FsdpUnit(tuple(part for module in group.modules for part in _frozen(module)), group.keep) for group in groups
     )
     return [group for group in narrowed if group.modules]
 
@@ -88,14 +88,16 @@ def _frozen(module: nn.Module) -> list[nn.Module]:
     return [part for child in module.children() for part in _frozen(child)]
 
 
-def arrange(root: nn.Module, groups: Iterable[Group]) -> list[Group]:
+def arrange(root: nn.Module, groups: Iterable[FsdpUnit]) -> list[FsdpUnit]:
     """The groups as they can be sharded: children before parents, and each parameter in one group alone.
 
     Groups joined by a tied parameter become one, with the module outside all groups that shares it, if any. Where
     that module is the root or holds other groups, they are left to the root instead.
     """
     asked = [
-        Group(tuple(m for m in group.modules if m is not root and next(m.parameters(), None) is not None), group.keep)
+        FsdpUnit(
+            tuple(m for m in group.modules if m is not root and next(m.parameters(), None) is not None), group.keep
+        )
         for group in groups
     ]
     cluster: dict[nn.Module, set[nn.Module]] = {}
@@ -115,7 +117,7 @@ def arrange(root: nn.Module, groups: Iterable[Group]) -> list[Group]:
     kept = {module for group in asked if group.keep for module in group.modules}
     made = [members for members in {id(c): c for c in cluster.values()}.values() if left_to_root.isdisjoint(members)]
     made.sort(key=lambda members: -max(depth[module] for module in members))
-    return [Group(tuple(sorted(members, key=order.__getitem__)), not kept.isdisjoint(members)) for members in made]
+    return [FsdpUnit(tuple(sorted(members, key=order.__getitem__)), not kept.isdisjoint(members)) for members in made]
 
 
 def _join(cluster: dict[nn.Module, set[nn.Module]], modules: Iterable[nn.Module]) -> None:

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from atorch.runtime.data_parallel.collective_order import Step
+from atorch.runtime.data_parallel.collective_order import CollectiveEvent
 from atorch.runtime.fsdp.module_state import drop_unsharded_gradient, groups_of
 
 if TYPE_CHECKING:
-    from atorch.runtime.fsdp.collectives import Passes
+    from atorch.runtime.fsdp.collectives import FsdpPasses
 
-GENERATES = Step("begins to generate")
+GENERATES = CollectiveEvent("begins to generate")
 
 
-def keep_methods(root: nn.Module, passes: Passes | None) -> None:
+def keep_methods(root: nn.Module, passes: FsdpPasses | None) -> None:
     """Let `zero_grad`, `requires_grad_` and `generate` of a sharded model's modules mean what they mean for plain ones.
 
     passes: what compares the processes' passes; None on a single process.
@@ -77,7 +77,7 @@ def _inside(module: nn.Module, sharded: list[Any]) -> list[Any]:
 class _Gathered:
     """Runs what is not the root's `forward` with the root's parameters gathered."""
 
-    def __init__(self, root: nn.Module, passes: Passes | None) -> None:
+    def __init__(self, root: nn.Module, passes: FsdpPasses | None) -> None:
         self._root, self._passes, self._inside = root, passes, False
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

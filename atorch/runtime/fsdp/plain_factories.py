@@ -27,7 +27,7 @@ from atorch.runtime.fsdp.sharded_access import READING, Outside
 from atorch.runtime.gradients.weak_method import weakly
 
 if TYPE_CHECKING:
-    from atorch.runtime.fsdp.collectives import Passes
+    from atorch.runtime.fsdp.collectives import FsdpPasses
 
 _FACTORIES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
@@ -36,7 +36,7 @@ _MAKING = frozenset([*(getattr(_TENSOR, name) for name in _FACTORIES), *(getattr
 _HARMLESS = frozenset([_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.__repr__, _TENSOR.__hash__])
 
 
-def make_plain_tensors(root: nn.Module, passes: Passes | None = None) -> None:
+def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> None:
     """Let the sharded parameters of `root` make plain tensors: their methods always, functions in its forward.
 
     passes: what compares the processes' passes; None on a single process.

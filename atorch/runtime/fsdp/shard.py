@@ -26,7 +26,7 @@ from atorch.logs import logger
 from atorch.model.deferred_init import InitialValues, give_values
 from atorch.model.meta_device import give_memory, has_meta, unfilled
 from atorch.runtime.data_parallel.buckets import broadcast
-from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.module_state import end_forward, is_gathered, versions
 from atorch.runtime.gradients.backward_targets import has_users_hooks
 from atorch.runtime.gradients.no_double_backward import refuse_transforms
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from atorch.runtime.fsdp.collectives import Passes
+    from atorch.runtime.fsdp.collectives import FsdpPasses
 
 
 def shard(
     module: nn.Module,
     mesh: DeviceMesh,
-    groups: Sequence[Group],
+    groups: Sequence[FsdpUnit],
     *,
     ignored: Iterable[nn.Parameter] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -153,7 +153,7 @@ def shard(
 
 
 def _check_together(
-    module: nn.Module, mesh: DeviceMesh, groups: Sequence[Group], whole: Collection[Tensor], **options: Any
+    module: nn.Module, mesh: DeviceMesh, groups: Sequence[FsdpUnit], whole: Collection[Tensor], **options: Any
 ) -> None:
     """Raise on all ranks of the mesh where they call `shard` with other arguments, or gradients of one have hooks."""
     name_of = {each: name for name, each in module.named_modules()}
@@ -216,24 +216,24 @@ def _real(module: nn.Module, parameters: Collection[nn.Parameter], device: torch
 
 
 def _policies(
-    module: nn.Module, groups: Sequence[Group], policy: MixedPrecisionPolicy, root_policy: MixedPrecisionPolicy
-) -> list[tuple[Group, MixedPrecisionPolicy]]:
+    module: nn.Module, groups: Sequence[FsdpUnit], policy: MixedPrecisionPolicy, root_policy: MixedPrecisionPolicy
+) -> list[tuple[FsdpUnit, MixedPrecisionPolicy]]:
     """Groups that are sharded as one, in order, and the dtypes of each: the root comes last."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    policies = [(group, policy) for group in groups] + [(Group((module,)), root_policy)]
+    policies = [(group, policy) for group in groups] + [(FsdpUnit((module,)), root_policy)]
     if policy.param_dtype is None:
         return policies
     whole_precision = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype)
     return [(group, whole_precision) for group in _batch_norms(module, groups)] + policies
 
 
-def _batch_norms(module: nn.Module, groups: Sequence[Group]) -> list[Group]:
+def _batch_norms(module: nn.Module, groups: Sequence[FsdpUnit]) -> list[FsdpUnit]:
     """Groups of their own for normalizations with running statistics, whose kernels take no 16-bit weights beside."""
     taken = {id(each) for group in groups for each in group.modules}
     kind = nn.modules.batchnorm._BatchNorm
     norms = [each for each in module.modules() if isinstance(each, kind) and each.affine]
-    return [Group((each,)) for each in norms if id(each) not in taken and each is not module]
+    return [FsdpUnit((each,)) for each in norms if id(each) not in taken and each is not module]
 
 
 def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -246,7 +246,7 @@ def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield from _unsharded(module.children())
 
 
-def _owned(groups: Iterable[Group], left_out: Iterable[Tensor]) -> list[list[tuple[nn.Module, str]]]:
+def _owned(groups: Iterable[FsdpUnit], left_out: Iterable[Tensor]) -> list[list[tuple[nn.Module, str]]]:
     """Parameters of each group below its modules that no group before it has: a module and a name there."""
     seen, owned = set(left_out), []
     for group in groups:
@@ -289,7 +289,7 @@ def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.devi
 
 
 def _keep_whole(
-    module: nn.Module, whole: Iterable[Tensor], device: torch.device, mesh: DeviceMesh, passes: Passes | None
+    module: nn.Module, whole: Iterable[Tensor], device: torch.device, mesh: DeviceMesh, passes: FsdpPasses | None
 ) -> None:
     """Move to the device what is not sharded, and average its gradients."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
@@ -299,7 +299,7 @@ def _keep_whole(
             parameter.register_post_accumulate_grad_hook(_averager(mesh, passes, names.get(parameter, "")))
 
 
-def _averager(mesh: DeviceMesh, passes: Passes | None, name: str) -> Callable[[Tensor], None]:
+def _averager(mesh: DeviceMesh, passes: FsdpPasses | None, name: str) -> Callable[[Tensor], None]:
     # Averaging what has accumulated is right after every backward: the part that was averaged before stays as it is.
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     size, before = mesh.size(), None if passes is None else weakly(passes.before_average)
@@ -316,7 +316,7 @@ def _averager(mesh: DeviceMesh, passes: Passes | None, name: str) -> Callable[[T
     return average
 
 
-def _prefetch_in_order(root: nn.Module, groups: Sequence[Group]) -> None:
+def _prefetch_in_order(root: nn.Module, groups: Sequence[FsdpUnit]) -> None:
     order = {module: index for index, module in enumerate(root.modules())}
     leaders: list[Any] = sorted((group.modules[0] for group in groups), key=order.__getitem__)
     for leader, following in pairwise(leaders):

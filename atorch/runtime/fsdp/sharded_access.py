@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from atorch.errors import ArgumentError
 from atorch.model.pytree import tensors_in
-from atorch.runtime.data_parallel.collective_order import Step
+from atorch.runtime.data_parallel.collective_order import CollectiveEvent
 from atorch.runtime.fsdp.module_state import groups_of, show_sharded
 from atorch.runtime.gradients.no_double_backward import refuse_second_order
 
@@ -37,7 +37,7 @@ _OF_SOME = frozenset(("max", "min", "amax", "amin", "aminmax", "argmax", "argmin
     "norm", "vector_norm", "_foreach_norm"
 }  # fmt: skip
 """Not all of these are there for no elements, which is the shard that processes have beyond the rows."""
-READS = Step("reads what is sharded", is_compared=True)
+READS = CollectiveEvent("reads what is sharded", is_compared=True)
 _FLATTENING = frozenset(getattr(_TENSOR, name) for name in ("flatten", "ravel", "reshape", "view", "view_as"))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from atorch.model.module_swap import Kept, Swap, SwapReport
+from atorch.model.module_swap import KeptModule, Swap, SwapReport
 
 
 def use_sdpa(model: nn.Module) -> SwapReport:
@@ -28,7 +28,7 @@ def use_sdpa(model: nn.Module) -> SwapReport:
     the reason, also those that are on SDPA already. A model that is none of transformers' gives an empty report.
     """
     swapped: list[Swap] = []
-    kept: list[Kept] = []
+    kept: list[KeptModule] = []
     seen: set[int] = set()
     for name, module in _pretrained(model):
         if id(module.config) in seen:
@@ -38,7 +38,7 @@ def use_sdpa(model: nn.Module) -> SwapReport:
         if reason is None:
             swapped.append(Swap((name,), f"eager attention of {type(module).__name__}", "scaled_dot_product_attention"))
         else:
-            kept.append(Kept(name, reason))
+            kept.append(KeptModule(name, reason))
     kept.extend(_without_owner(model, seen))
     return SwapReport(tuple(swapped), tuple(kept))
 
@@ -80,12 +80,12 @@ def _switch(module: Any) -> str | None:
     return None
 
 
-def _without_owner(model: nn.Module, seen: set[int]) -> Iterator[Kept]:
+def _without_owner(model: nn.Module, seen: set[int]) -> Iterator[KeptModule]:
     """Eager attention under a configuration that no submodel answers for."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) == "eager" and id(config) not in seen:
             seen.add(id(config))
-            yield Kept(
+            yield KeptModule(
                 name, f"no submodel says whether SDPA serves the {type(config).__name__} of {type(module).__name__}"
             )

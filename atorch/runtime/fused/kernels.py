@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch.model.module_swap import Kept, SwapReport, swap_modules, why_unswappable
+from atorch.model.module_swap import KeptModule, SwapReport, swap_modules, why_unswappable
 
 
 def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> SwapReport:
@@ -80,7 +80,7 @@ class FlatCrossEntropy(nn.Module):
 
 def _replace(model: nn.Module, cls: type[nn.Module], build: Any) -> SwapReport:
     """Swap modules of exactly `cls` for what `build` makes; where it gives a string, that is why not."""
-    kept: list[Kept] = []
+    kept: list[KeptModule] = []
 
     def choose(name: str, module: nn.Module) -> nn.Module | None:
         if type(module) is not cls or not name:
@@ -88,7 +88,7 @@ def _replace(model: nn.Module, cls: type[nn.Module], build: Any) -> SwapReport:
         made = why_unswappable(module) or build(module)
         if isinstance(made, nn.Module):
             return made
-        kept.append(Kept(name, made))
+        kept.append(KeptModule(name, made))
         return None
 
     return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))

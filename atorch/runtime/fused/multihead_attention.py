@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from atorch.model.module_swap import Kept, SwapReport, recast, swap_modules, why_unswappable
+from atorch.model.module_swap import KeptModule, SwapReport, recast, swap_modules, why_unswappable
 
 
 class SdpaMultiheadAttention(nn.MultiheadAttention):
@@ -114,7 +114,7 @@ def fuse_multihead_attention(model: nn.Module) -> SwapReport:
     Subclasses stay. So do those inside torch's own encoder and decoder layers, which ask for no weights and so run
     SDPA already; the report says so.
     """
-    kept: list[Kept] = []
+    kept: list[KeptModule] = []
     torchs_own = {
         f"{prefix}.{name}" if prefix else name
         for prefix, layer in model.named_modules()
@@ -130,7 +130,7 @@ def fuse_multihead_attention(model: nn.Module) -> SwapReport:
             reason = "torch's transformer layers run it by SDPA already"
         if reason is None:
             return recast(module, SdpaMultiheadAttention)
-        kept.append(Kept(name, reason))
+        kept.append(KeptModule(name, reason))
         return None
 
     return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))

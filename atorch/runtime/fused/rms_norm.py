@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.functional import rms_norm
 
 from atorch.model.copy import duplicate
-from atorch.model.module_swap import Kept, SwapReport, swap_modules, why_unswappable
+from atorch.model.module_swap import KeptModule, SwapReport, swap_modules, why_unswappable
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
@@ -109,7 +109,7 @@ def fuse_rms_norms(model: nn.Module) -> SwapReport:
     `torch.nn.RMSNorm` or LayerNorm (torch has those in one operation where its kernels allow). It is replaced only
     where a copy with a random weight agrees with one `Variant` in fp32 and bf16. The report names those that did not.
     """
-    kept: list[Kept] = []
+    kept: list[KeptModule] = []
     verdicts: dict[Hashable, Variant | None] = {}
 
     def choose(name: str, module: nn.Module) -> nn.Module | None:
@@ -125,7 +125,7 @@ def fuse_rms_norms(model: nn.Module) -> SwapReport:
             if variant is not None:
                 return FusedRMSNorm(*norm, variant)
             reason = f"{type(module).__name__} computes something else than RMSNorm on a random input"
-        kept.append(Kept(name, reason))
+        kept.append(KeptModule(name, reason))
         return None
 
     return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))

@@ -36,7 +36,7 @@ class ClipsItself:
         raise NotImplementedError
 
 
-class Binding(Protocol):
+class HasModelFacts(Protocol):
     """Facts of an accelerated model, kept on it as `_atorch`."""
 
     @property
@@ -70,7 +70,7 @@ def clip_grad_norm(
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
     _check_positive("max_norm", max_norm, "a number above 0; leave the call out to clip nothing")
     _check_positive("norm_type", norm_type, "a number above 0, such as 2.0, or infinity")
-    binding: Binding | None = getattr(model, "_atorch", None)
+    binding: HasModelFacts | None = getattr(model, "_atorch", None)
     scale = 1.0 if binding is None else binding.loss_scale()
     if isinstance(model, ClipsItself):
         return model.clip_gradients(max_norm * scale, norm_type) / scale
@@ -108,7 +108,7 @@ def add_clipping(model: nn.Module) -> None:
         object.__setattr__(model, "clip_grad_norm_", functools.partial(clip_grad_norm, model))
 
 
-def parts_of(model: nn.Module, binding: Binding | None) -> dict[Tensor, Key]:
+def parts_of(model: nn.Module, binding: HasModelFacts | None) -> dict[Tensor, Key]:
     """Parameters that are plain parts of whole ones, with the group that has the others."""
     if binding is None or binding.layout is None or binding.mesh is None:
         return {}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import gather_objects
-from atorch.model.state import Change
+from atorch.model.state import ParameterWrite
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.gradients.clip import ClipsItself
 from atorch.runtime.gradients.norm_guard import unguard
@@ -43,11 +43,11 @@ class Elements:
         return replace(self, values=self.values * factor)
 
 
-Sample = Mapping[str, Elements]
+GradientSample = Mapping[str, Elements]
 """By the name of the parameter."""
 
 
-def sample_of(model: nn.Module, like: Sample | None = None) -> Sample:
+def sample_of(model: nn.Module, like: GradientSample | None = None) -> GradientSample:
     """The sample of the gradients that a plain model has.
 
     like: an earlier sample, whose places are taken; a gradient that is not there is zero.
@@ -88,7 +88,7 @@ def _largest(grad: Tensor, shape: tuple[int, ...]) -> Elements:
 @torch.no_grad()
 def farthest(
     model: nn.Module,
-    sample: Sample,
+    sample: GradientSample,
     scale: float = 1.0,
     layout: ModelLayout | None = None,
     group: dist.ProcessGroup | None = None,
@@ -119,7 +119,7 @@ def farthest(
 @torch.no_grad()
 def not_as_written(
     values: Mapping[str, Tensor],
-    changes: Mapping[str, Change],
+    changes: Mapping[str, ParameterWrite],
     layout: ModelLayout | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> str | None:

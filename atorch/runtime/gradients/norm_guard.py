@@ -31,7 +31,7 @@ _TENSOR: Any = Tensor
 _SHAPES = (_TENSOR.shape.__get__, _TENSOR.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride)
 
 
-class Guard(NamedTuple):
+class NormGuard(NamedTuple):
     """Facts of a gradient that is not plain training's, or not all of it."""
 
     name: str  # of the parameter
@@ -57,7 +57,7 @@ class _Guarded:
     """The base of the classes below, which are a gradient's own with nothing added."""
 
     __slots__ = ()
-    guard: Guard
+    guard: NormGuard
 
     @classmethod
     def __torch_function__(
@@ -102,7 +102,7 @@ class GuardedShard(_Guarded, Outside):
 _GUARDED: Mapping[type, type] = {Tensor: GuardedGradient, DTensor: GuardedShard, Outside: GuardedShard}
 
 
-def guarded(gradient: Any, guard: Guard) -> Any:
+def guarded(gradient: Any, guard: NormGuard) -> Any:
     """The same gradient, which refuses numbers; one of another class is left alone."""
     kind = _GUARDED.get(type(gradient))
     if kind is not None:
@@ -110,7 +110,7 @@ def guarded(gradient: Any, guard: Guard) -> Any:
     return gradient
 
 
-def unguard(tensors: Iterable[Any]) -> list[tuple[Any, Guard]]:
+def unguard(tensors: Iterable[Any]) -> list[tuple[Any, NormGuard]]:
     """Let those of the tensors that refuse numbers be ordinary; returns them with what `guarded` takes."""
     taken = [(each, each.__dict__.pop("guard")) for each in tensors if hasattr(each, "guard")]
     for each, _ in taken:
@@ -184,15 +184,15 @@ class _Hook:
 class _Guards:
     """Guards gradients at the end of each backward pass."""
 
-    def __init__(self, of: Mapping[nn.Parameter, Guard]) -> None:
-        self._of, self._pass, self._taken = of, -1, list[tuple[Any, Guard]]()
+    def __init__(self, of: Mapping[nn.Parameter, NormGuard]) -> None:
+        self._of, self._pass, self._taken = of, -1, list[tuple[Any, NormGuard]]()
         for parameter in filter(lambda each: each.requires_grad, of):
             if hasattr(parameter, "placements"):  # FSDP2 calls no others
                 parameter.register_post_accumulate_grad_hook(expects_none(partial(self._arrives, None)))
             else:
                 parameter.register_hook(expects_none(partial(self._arrives, of[parameter])))
 
-    def _arrives(self, guard: Guard | None, gradient: Tensor | None) -> None:
+    def _arrives(self, guard: NormGuard | None, gradient: Tensor | None) -> None:
         """Guard what `torch.autograd.grad` takes; what goes to `.grad` comes there as another tensor."""
         if guard is not None:
             guarded(gradient, guard)
@@ -229,7 +229,7 @@ def guard_gradients(
         if hasattr(each, "guard_gradient"):  # that keeps its gradient elsewhere
             each.guard_gradient(why)
     kept = {name: each for name, each in parameters.items() if not hasattr(each, "guard_gradient")}
-    guards = _Guards({each: Guard(name, why, is_whole) for name, each in kept.items()})
+    guards = _Guards({each: NormGuard(name, why, is_whole) for name, each in kept.items()})
     if not is_whole:  # else hooks are called behind the pass
         model.register_forward_hook(guards.watch_hooks)
     if hasattr(optim, "_optimizer_step_pre_hooks"):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.loss.logit_chunks import Gradients, Needs, Product
+from atorch.runtime.loss.logit_chunks import LogitGradients, LogitProduct, Needs
 
-Term = Callable[[Product, Needs, "Gradients | None"], Gradients]
+Term = Callable[[LogitProduct, Needs, "LogitGradients | None"], LogitGradients]
 """(product, its operands that want gradients, those of the terms before) → gradients with this term's."""
 
 
@@ -77,8 +77,8 @@ def terms_of(grad: Tensor) -> tuple[Term, ...]:
     if isinstance(grad, LazyGradient):
         return grad._terms
 
-    def dense(product: Product, needs: Needs, into: Gradients | None) -> Gradients:
-        into = into or Gradients(product, needs)
+    def dense(product: LogitProduct, needs: Needs, into: LogitGradients | None) -> LogitGradients:
+        into = into or LogitGradients(product, needs)
         into.add(product.cast(), slice(None), grad.reshape(-1, grad.shape[-1]).to(product.dtype))
         return into
 

@@ -26,7 +26,7 @@ from atorch.logs import say_once
 from atorch.model.method_override import override
 from atorch.runtime.gradients.no_double_backward import refuse_second_order
 from atorch.runtime.loss.lazy_gradient import LazyGradient, Like, terms_of
-from atorch.runtime.loss.logit_chunks import Head, Needs, Product, versions_of
+from atorch.runtime.loss.logit_chunks import Head, LogitProduct, Needs, versions_of
 from atorch.runtime.loss.logit_losses import NUMBERS
 from atorch.runtime.tensor_parallel.sharded_activation import MAKE_OTHERS, as_tensors, reads_no_values, writes
 from atorch.runtime.tensor_parallel.sharding_rules import CASTS, Parted, apart, has_parameters
@@ -179,9 +179,9 @@ class _Product(torch.autograd.Function):
         return of_hidden, None if into.weight is None else into.weight.to(weight.dtype), of_bias, None
 
 
-def _detached(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, chunk: int) -> Product:
+def _detached(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, chunk: int) -> LogitProduct:
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
-    return Product(rows, weight.detach(), None if bias is None else bias.detach(), dtype, chunk)
+    return LogitProduct(rows, weight.detach(), None if bias is None else bias.detach(), dtype, chunk)
 
 
 class _Compute(torch.autograd.Function):

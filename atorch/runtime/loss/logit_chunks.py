@@ -19,7 +19,7 @@ from atorch.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Product:
+class LogitProduct:
     """`hidden @ weight.T + bias` in `dtype`, none of it computed yet. Without history."""
 
     hidden: Tensor  # (rows, features)
@@ -36,7 +36,7 @@ class Product:
     def cast_bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias.to(self.dtype)
 
-    def cast(self) -> Product:
+    def cast(self) -> LogitProduct:
         """The same with a weight that is cast once, for many chunks."""
         return replace(self, weight=self.weight.to(self.dtype), bias=self.cast_bias())
 
@@ -61,11 +61,11 @@ class Needs(NamedTuple):
 class Head:
     """A product, and what has to hold still while its logits are not there."""
 
-    product: Product
+    product: LogitProduct
     needs: Needs
     versions: tuple[int, ...]
 
-    def read(self) -> Product:
+    def read(self) -> LogitProduct:
         """The product, of the values that it was asked for with.
 
         Raises:
@@ -82,21 +82,21 @@ class Head:
         return self.product
 
 
-def versions_of(product: Product) -> tuple[int, ...]:
+def versions_of(product: LogitProduct) -> tuple[int, ...]:
     tensors = (product.hidden, product.weight, product.bias)
     return tuple(each._version for each in tensors if each is not None and not each.is_inference())
 
 
-class Gradients:
+class LogitGradients:
     """Gradients of a product's operands that are added up from those of logits."""
 
-    def __init__(self, product: Product, needs: Needs) -> None:
+    def __init__(self, product: LogitProduct, needs: Needs) -> None:
         hidden, weight, bias = product.hidden, product.weight, product.bias
         self.hidden = torch.zeros_like(hidden) if needs.hidden else None
         self.weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs.weight else None
         self.bias = None if bias is None or not needs.bias else torch.zeros_like(bias, dtype=_wide(bias))
 
-    def add(self, product: Product, rows: Tensor | slice, grad: Tensor) -> None:
+    def add(self, product: LogitProduct, rows: Tensor | slice, grad: Tensor) -> None:
         """Add what the gradient of the logits of some rows, (rows, classes), gives; `product` is one that was cast."""
         with torch.autocast(grad.device.type, enabled=False):
             if self.hidden is not None:
@@ -114,14 +114,14 @@ class Gradients:
             if self.bias is not None:
                 self.bias += grad.sum(0, dtype=self.bias.dtype)
 
-    def plus_(self, other: Gradients, factor: Tensor) -> Gradients:
+    def plus_(self, other: LogitGradients, factor: Tensor) -> LogitGradients:
         """These, to which `factor` times the other ones were added."""
         for own, theirs in zip(self._all(), other._all(), strict=True):
             if own is not None and theirs is not None:
                 own += theirs * factor.to(theirs.dtype)
         return self
 
-    def scaled_(self, factor: Tensor) -> Gradients:
+    def scaled_(self, factor: Tensor) -> LogitGradients:
         """These, multiplied by `factor`."""
         for each in self._all():
             if each is not None:
@@ -132,7 +132,7 @@ class Gradients:
         return self.hidden, self.weight, self.bias
 
 
-def numbers(product: Product, reading: Reading) -> Tensor:
+def numbers(product: LogitProduct, reading: Reading) -> Tensor:
     """The number of each row, (n,), without history."""
     product = product.cast()
     with torch.no_grad():
@@ -141,7 +141,7 @@ def numbers(product: Product, reading: Reading) -> Tensor:
         )
 
 
-def add_gradients(product: Product, reading: Reading, grads: Tensor | None, into: Gradients) -> Tensor:
+def add_gradients(product: LogitProduct, reading: Reading, grads: Tensor | None, into: LogitGradients) -> Tensor:
     """The numbers; and what their gradients, (n,), or 1 for each, make of the operands' is added to `into`."""
     product, found = product.cast(), []
     for each in _chunks(product, reading):
@@ -158,7 +158,7 @@ def add_gradients(product: Product, reading: Reading, grads: Tensor | None, into
     return torch.cat(found)
 
 
-def _chunks(product: Product, reading: Reading) -> Iterator[slice]:
+def _chunks(product: LogitProduct, reading: Reading) -> Iterator[slice]:
     total = reading.rows.shape[0]
     for start in range(0, max(total, 1), product.chunk):
         yield slice(start, min(start + product.chunk, total))

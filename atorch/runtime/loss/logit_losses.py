@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from atorch.runtime.loss.lazy_gradient import LazyGradient, Like
-from atorch.runtime.loss.logit_chunks import Gradients, Needs, Product, Reading, add_gradients, numbers
+from atorch.runtime.loss.logit_chunks import LogitGradients, LogitProduct, Needs, Reading, add_gradients, numbers
 from atorch.runtime.tensor_parallel.split_loss import are_classes_of
 
 
@@ -136,8 +136,8 @@ class _Each(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         reading = ctx.reading
 
-        def again(product: Product, needs: Needs, into: Gradients | None) -> Gradients:
-            into = into or Gradients(product, needs)
+        def again(product: LogitProduct, needs: Needs, into: LogitGradients | None) -> LogitGradients:
+            into = into or LogitGradients(product, needs)
             add_gradients(product, reading, grad, into)
             return into
 
@@ -150,7 +150,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Any, reading: Reading, divisor: Tensor | None) -> Tensor:
         product = logits._head.read()
-        ctx.gradients, ctx.divisor, ctx.like = Gradients(product, logits._head.needs), divisor, Like.of(logits)
+        ctx.gradients, ctx.divisor, ctx.like = LogitGradients(product, logits._head.needs), divisor, Like.of(logits)
         return _divided(add_gradients(product, reading, None, ctx.gradients), divisor)
 
     @staticmethod
@@ -159,14 +159,14 @@ class _Total(torch.autograd.Function):
         if ctx.divisor is not None:  # where no row counts, none has a gradient, though the loss is no number
             grad = torch.where(ctx.divisor == 0, 0.0, grad / ctx.divisor)
         is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
-        known: Gradients = ctx.gradients
+        known: LogitGradients = ctx.gradients
         if is_last:
             ctx.gradients = None
 
-        def given(product: Product, needs: Needs, into: Gradients | None) -> Gradients:
+        def given(product: LogitProduct, needs: Needs, into: LogitGradients | None) -> LogitGradients:
             if into is None and is_last:
                 return known.scaled_(grad)
-            into = into or Gradients(product, needs)
+            into = into or LogitGradients(product, needs)
             return into.plus_(known, grad)
 
         return LazyGradient(ctx.like, (given,)), None, None

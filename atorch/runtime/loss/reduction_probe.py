@@ -35,11 +35,13 @@ FEW = 4
 ALIKE = 1e-3
 """Differences of shares that are too small to tell rules apart."""
 
-Sample = tuple[Any, Any]  # (batch, its output, or the arguments that the model takes)
-Run = Callable[[Sequence[Sample], bool], Sequence[float]]  # (samples, whether the model has to run) → their losses
+BatchAndOutput = tuple[Any, Any]  # (batch, its output, or the arguments that the model takes)
+LossesOf = Callable[
+    [Sequence[BatchAndOutput], bool], Sequence[float]
+]  # (samples, whether the model has to run) → their losses
 
 
-class Calls:
+class ForwardHistory:
     """The latest calls of a model, but for those of the kinds that nobody asks about any more."""
 
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ class Calls:
         self._kept: list[tuple[int, Any]] = []
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> Calls:
+    def of_model(cls, model: nn.Module) -> ForwardHistory:
         """The calls of `model` from now on."""
         calls = cls()
         if not nobody_else():
@@ -70,7 +72,7 @@ class Calls:
         self.known, self._kept = known, []
 
 
-def _noting(call: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+def _noting(call: Callable[..., Any], calls: ForwardHistory) -> Callable[..., Any]:
     def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = call(self, *args, **kwargs)
         if torch.is_grad_enabled():
@@ -93,10 +95,10 @@ def kind_of(data: Any) -> Any:
     return type(data)
 
 
-def losses_of(model: nn.Module, loss_func: LossFunc) -> Run:
+def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
     """A function that gives a `Look` the losses of samples: of their outputs, or by running the model."""
 
-    def run(samples: Sequence[Sample], runs_model: bool) -> list[float]:
+    def run(samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
         is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
         inner: Any = model.module if is_wrapped else model
         losses = []
@@ -122,7 +124,7 @@ class Look:
     run: gives the losses of samples. call: the arguments that the model gave the output for, where they are known.
     """
 
-    def __init__(self, rule: LossWeight, run: Run, batch: Any, value: Tensor, *, output: Any, call: Any) -> None:
+    def __init__(self, rule: LossWeight, run: LossesOf, batch: Any, value: Tensor, *, output: Any, call: Any) -> None:
         self._rule, self._run, self._batch, self._value = rule, run, batch, value.detach()
         self._output, self._call = output, call
         self._seen: Losses | None = None
@@ -240,7 +242,7 @@ class Look:
         places = (labels.reshape(-1) != IGNORED).nonzero().flatten().tolist()
         cut = places[len(places) // 3] if len(places) > 2 else 0
 
-        def part(is_first: bool) -> Sample:
+        def part(is_first: bool) -> BatchAndOutput:
             kept = torch.arange(labels.numel(), device=labels.device).reshape(labels.shape) < cut
             fewer = torch.where(kept == is_first, labels, IGNORED)
 
@@ -263,7 +265,15 @@ class Look:
         )
         return _spread(one, two)
 
-    def _losses(self, way: _Way, one: Sample, two: Sample, both: Callable[[], Sample], *, tells: bool = True) -> Losses:
+    def _losses(
+        self,
+        way: _Way,
+        one: BatchAndOutput,
+        two: BatchAndOutput,
+        both: Callable[[], BatchAndOutput],
+        *,
+        tells: bool = True,
+    ) -> Losses:
         """Losses of two samples and of the two as one; nothing where the rank has nothing to tell."""
 
         def run() -> Sequence[float]:

@@ -32,7 +32,7 @@ from atorch.model.pytree import tensors_in
 from atorch.runtime.data.batch_split import shared_rows
 from atorch.runtime.loss.loss_value import LossFunc, value_of, with_value
 from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes, sums
-from atorch.runtime.loss.reduction_probe import Calls, Look, kind_of, losses_of
+from atorch.runtime.loss.reduction_probe import ForwardHistory, Look, kind_of, losses_of
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ DOUBTED: Set[int] = frozenset(2**power for power in range(8))
 """Losses, of those after a rule was found, that are held to it."""
 
 
-class Share(NamedTuple):
+class LossScaleFactor(NamedTuple):
     """The factor of gradients of this process's loss."""
 
     factor: Callable[[], float]  # all ranks must ask together, or none
@@ -52,7 +52,7 @@ class Share(NamedTuple):
     is_empty: bool = False  # nothing here counts
 
 
-PLAIN = Share(lambda: 1.0, is_plain=True)
+PLAIN = LossScaleFactor(lambda: 1.0, is_plain=True)
 
 
 class RankWeight:
@@ -79,7 +79,7 @@ class RankWeight:
         self.is_explained = True
         """True if a rule explains the loss, as far as it was looked at."""
 
-    def share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
+    def share(self, batch: Any, rows: int, look: Callable[[], None]) -> LossScaleFactor:
         """This rank's share of a batch, of which it has `rows` rows. All ranks must ask together.
 
         look: drops the rules that do not explain the loss, by `LossWeight.check`.
@@ -92,22 +92,24 @@ class RankWeight:
         self.last = factor
         return factor
 
-    def _share(self, batch: Any, rows: int, look: Callable[[], None]) -> Share:
+    def _share(self, batch: Any, rows: int, look: Callable[[], None]) -> LossScaleFactor:
         if not self._is_settled:
             self._settle(batch, rows, look)
             self._is_settled = True
         if self._constant is not None:
             constant = self._constant
-            return PLAIN if constant == 1.0 else Share(lambda: constant)
+            return PLAIN if constant == 1.0 else LossScaleFactor(lambda: constant)
         if nobody_else():
-            return Share(self._pretended)
+            return LossScaleFactor(self._pretended)
         if self.rule.rules == ("rows",):
-            return Share(lambda: self._by_rows(rows))
+            return LossScaleFactor(lambda: self._by_rows(rows))
         counts = self.rule.counts(batch, rows)
         if len(counts) == 1:
-            return Share(lambda: _factor(counts[0], sums(counts, self._group)[0], self._size), is_empty=not counts[0])
+            return LossScaleFactor(
+                lambda: _factor(counts[0], sums(counts, self._group)[0], self._size), is_empty=not counts[0]
+            )
         factor = self._while_open(batch, rows, counts, look)
-        return PLAIN if factor == 1.0 else Share(lambda: factor, is_empty=factor == 0.0)
+        return PLAIN if factor == 1.0 else LossScaleFactor(lambda: factor, is_empty=factor == 0.0)
 
     @property
     def is_plain(self) -> bool:
@@ -245,7 +247,7 @@ class RankWeighted:
     def __init__(self, model: nn.Module, loss_func: LossFunc, make: Callable[[], RankWeight]) -> None:
         self._loss_func, self._make = loss_func, make
         self._weights: dict[Any, RankWeight] = {}
-        self._calls, self._run = Calls.of_model(model), losses_of(model, loss_func)
+        self._calls, self._run = ForwardHistory.of_model(model), losses_of(model, loss_func)
 
     def __call__(self, batch: Any, output: Any) -> Any:
         """The loss, as the user's function returns it."""

@@ -25,7 +25,7 @@ from atorch.runtime.loss.loss_value import value_of, with_value
 from atorch.runtime.optimizer.wrapped_optimizer import local
 
 
-class Gradients(list[tuple[torch.Tensor, torch.Tensor]]):
+class MicroBatchGradients(list[tuple[torch.Tensor, torch.Tensor]]):
     def detach_from_buckets(self) -> None:
         """Copy the gradients out of memory that the next reduction writes."""
         self[:] = [(parameter, gradient.clone()) for parameter, gradient in self]
@@ -64,7 +64,7 @@ class Deferred:
 
 
 @contextmanager
-def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False) -> Iterator[Gradients]:
+def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False) -> Iterator[MicroBatchGradients]:
     """Inside, every `.grad` starts as None. Afterwards they are as before, and the list holds what inside left there.
 
     Where inside raises, its gradients are dropped. `reused`: what is there before lies in memory that inside writes.
@@ -74,7 +74,7 @@ def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False)
         before = [None if gradient is None else gradient.clone() for gradient in before]
     for parameter in parameters:
         parameter.grad = None
-    gradients = Gradients()
+    gradients = MicroBatchGradients()
     try:
         yield gradients
         for parameter, earlier in zip(parameters, before, strict=True):
@@ -91,11 +91,13 @@ class Apart:
 
     def __init__(self, parameters: Sequence[torch.Tensor], reductions: Sequence[Reduction]) -> None:
         self._parameters, self._reductions = parameters, reductions
-        self._waiting: weakref.ref[Gradients] = weakref.ref(Gradients())  # of the last call, while its loss lives
+        self._waiting: weakref.ref[MicroBatchGradients] = weakref.ref(
+            MicroBatchGradients()
+        )  # of the last call, while its loss lives
         self.is_open = False  # a call makes gradients
 
     @contextmanager
-    def gradients(self) -> Iterator[Gradients]:
+    def gradients(self) -> Iterator[MicroBatchGradients]:
         """As `gradients_apart`; the reductions find their buckets empty, and are usable where inside raises."""
         postpone(self._parameters, lambda hook, parameter: None)  # until `deposit`
         reused = any(reduction.reuses_gradients for reduction in self._reductions)
@@ -115,7 +117,7 @@ class Apart:
         self._waiting = weakref.ref(gradients)
 
 
-def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+def deposit(loss: torch.Tensor, gradients: MicroBatchGradients) -> torch.Tensor:
     """`loss`, whose backward adds `gradients` times the arriving gradient to `.grad`, of each parameter once.
 
     With `inputs=…` it does so for those alone, and `torch.autograd.grad` gets them in place of `.grad`.
@@ -127,7 +129,7 @@ def deposit(loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
     return deposited
 
 
-def deposit_loss(loss: Any, gradients: Gradients) -> Any:
+def deposit_loss(loss: Any, gradients: MicroBatchGradients) -> Any:
     """A loss whose scalar hands the gradients over; other tensors beside it say that they cannot go backward."""
     value = value_of(loss)
     return with_value(loss if loss is value else map_tensors(_aside, loss), deposit(value, gradients))
@@ -156,7 +158,7 @@ class _Aside(torch.autograd.Function):
 class _Deposit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, gradients: Gradients, places: Sequence[int], *_: torch.Tensor
+        ctx: Any, loss: torch.Tensor, gradients: MicroBatchGradients, places: Sequence[int], *_: torch.Tensor
     ) -> torch.Tensor:
         ctx.gradients, ctx.places, ctx.gone = gradients, places, set()
         return loss.view_as(loss)

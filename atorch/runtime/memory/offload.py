@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from atorch.errors import ArgumentError
 from atorch.runtime.memory.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer.fused_step import fuse
-from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, StandIns, unrounded
+from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, ShadowOptimizer, unrounded
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
 
 
@@ -38,7 +38,7 @@ def within(share: float, sizes: Sequence[int], taken: int = 0) -> list[bool]:
     return chosen
 
 
-class HostOptimizer(StandIns):
+class HostOptimizer(ShadowOptimizer):
     """An optimizer that keeps its states, and steps, in host memory for a share of the parameters.
 
     Args:
@@ -152,7 +152,7 @@ def on_host(optimizer: Optimizer) -> Iterator[Tensor]:
     for each in inside:
         if isinstance(each, HostOptimizer):
             here.update(dict.fromkeys(each.stand_ins.values()))
-        elif isinstance(each, StandIns):
+        elif isinstance(each, ShadowOptimizer):
             here.update((stand_in, None) for parameter, stand_in in each.stand_ins.items() if parameter in here)
     yield from here
     for tensor in here:

@@ -21,7 +21,7 @@ from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
 MakeOptimizer = Callable[[Any], Optimizer]
 
 
-class StandIns(WrappedOptimizer):
+class ShadowOptimizer(WrappedOptimizer):
     """Base of such optimizers: subclasses make a parameter's stand-in, and step.
 
     make_inner: makes the inner optimizer from parameters, named parameters or groups of either, as `groups` are.

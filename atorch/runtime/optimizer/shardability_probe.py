@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 MakeOptimizer = Callable[[Any], Optimizer]
 T = TypeVar("T")
-Split = Literal["apart", "rows", "columns", "flat", "sharded"]
+ShardKind = Literal["apart", "rows", "columns", "flat", "sharded"]
 
 _STEPS = 5
-_DEPENDS: Mapping[Split, str] = {
+_DEPENDS: Mapping[ShardKind, str] = {
     "apart": "its step of one parameter depends on the other parameters",
     "rows": "its step of some rows of a parameter depends on the other rows",
     "columns": "its step of some columns of a parameter depends on the other columns",
@@ -101,7 +101,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def difference(
-    make_optimizer: MakeOptimizer, groups: Iterable[Any], split: Split, group: dist.ProcessGroup | None = None
+    make_optimizer: MakeOptimizer, groups: Iterable[Any], split: ShardKind, group: dist.ProcessGroup | None = None
 ) -> str | None:
     """Why the optimizer cannot be split so; None where it computes the same, or cannot be tried at all.
 
@@ -124,11 +124,11 @@ def difference(
     return None
 
 
-View = Callable[[int, Tensor], "Tensor | None"]  # what one optimizer has of the parameter of an index
+OptimizerView = Callable[[int, Tensor], "Tensor | None"]  # what one optimizer has of the parameter of an index
 
 
-def _compared(trial: _Trial, split: Split, group: dist.ProcessGroup | None, expected: list[Any]) -> str | None:
-    views: list[View] = [partial(_cut, split, number) for number in range(2)]
+def _compared(trial: _Trial, split: ShardKind, group: dist.ProcessGroup | None, expected: list[Any]) -> str | None:
+    views: list[OptimizerView] = [partial(_cut, split, number) for number in range(2)]
     if split == "sharded":
         assert group is not None
         views = [partial(_shard, _mesh(group, expected[0].device))]
@@ -170,7 +170,7 @@ class _Trial:
         self._values = drawn()
         self._gradients = [[each * (1 + 2 * number) for number, each in enumerate(drawn())] for _ in range(_STEPS)]
 
-    def updates(self, view: View) -> list[Any]:
+    def updates(self, view: OptimizerView) -> list[Any]:
         """Updates by the steps of each parameter, or of what `view` has of it."""
         torch.manual_seed(5)
         mine, groups = self._parameters(view)
@@ -196,7 +196,7 @@ class _Trial:
             optimizer.step()
         return [mine[i].detach() - before[i] if i in mine else None for i in range(len(self._values))]
 
-    def _parameters(self, view: View) -> tuple[dict[int, nn.Parameter], list[dict[str, Any]]]:
+    def _parameters(self, view: OptimizerView) -> tuple[dict[int, nn.Parameter], list[dict[str, Any]]]:
         mine: dict[int, nn.Parameter] = {}
         groups, index = [], 0
         for part in self._groups:
@@ -225,7 +225,7 @@ def _all_of(index: int, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _cut(split: Split, number: int, index: int, tensor: Tensor) -> Tensor | None:
+def _cut(split: ShardKind, number: int, index: int, tensor: Tensor) -> Tensor | None:
     """The part of optimizer `number` of two."""
     if split == "apart":
         return tensor if index % 2 == number else None

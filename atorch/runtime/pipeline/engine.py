@@ -22,7 +22,7 @@ from atorch.errors import StrategyError
 from atorch.model.state import untouched
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.reduction import any_processes
-from atorch.runtime.pipeline.capture.shapes import Shape, shape_of, sizes_of
+from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of, sizes_of
 from atorch.runtime.pipeline.schedules import (
     Pattern,
     StageReduction,
@@ -32,22 +32,22 @@ from atorch.runtime.pipeline.schedules import (
     torch_stage,
     whole_batch,
 )
-from atorch.runtime.pipeline.shape_oracle import Understudy
-from atorch.runtime.pipeline.stage import Stage, stage_of
-from atorch.runtime.pipeline.stage_placement import Placed
+from atorch.runtime.pipeline.shape_oracle import ShapeOracle
+from atorch.runtime.pipeline.stage import ModelStage, stage_of
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule
 
 KEPT = 4
 """Schedules, with the buffers of their micro-batches."""
 KEPT_SHAPES = 64
 """Sizes of batches of which it is kept what crosses between stages."""
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+ModelArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call of the model."""
 Conclude = Callable[[int, Any], Tensor]
 """(number of the micro-batch, the model's output) → what the last stage gives to the schedule."""
 
 
-class Work(Protocol):
+class PassWork(Protocol):
     """The work of a pass: something around each micro-batch's call of the model."""
 
     @property
@@ -68,10 +68,10 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
-class Calls:
+class StageCalls:
     """Calls of the model, each of which is concluded where the output is made."""
 
-    calls: Sequence[Arguments]
+    calls: Sequence[ModelArguments]
     conclude: Conclude
 
     @property
@@ -95,8 +95,8 @@ class Calls:
 
 @dataclass(frozen=True)
 class _Job:
-    work: Work
-    shapes: Sequence[Sequence[Shape]]
+    work: PassWork
+    shapes: Sequence[Sequence[TensorSpec]]
     failures: list[Exception] | None = None  # of a pass that all processes end before one of them raises
 
 
@@ -106,10 +106,10 @@ class Engine:
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        schedule: str | Placed,
+        schedule: str | PlacedSchedule,
         group: dist.ProcessGroup,
         device: torch.device,
-        understudy: Understudy | None = None,
+        understudy: ShapeOracle | None = None,
         replicas: dist.ProcessGroup | None = None,
         reductions: Sequence[StageReduction] | None = None,
     ) -> None:
@@ -125,10 +125,10 @@ class Engine:
         self._name, self.understudy = schedule, understudy
         # Where parameters are shards, a pass that one process makes, all that hold them have to make.
         self._looks_with = replicas if any(each.is_sharded for each in self.reductions) else None
-        self.pieces = [Piece(part, self) for part in parts]
-        self._patterns: dict[tuple[str | Placed, int, bool], Pattern] = {}
+        self.pieces = [LocalStage(part, self) for part in parts]
+        self._patterns: dict[tuple[str | PlacedSchedule, int, bool], Pattern] = {}
         self._schedules: dict[Any, Any] = {}
-        self._seen: dict[Any, list[Sequence[Shape]]] = {}  # sizes of a call's arguments → shapes that it makes
+        self._seen: dict[Any, list[Sequence[TensorSpec]]] = {}  # sizes of a call's arguments → shapes that it makes
         self.job: _Job | None = None
 
     @property
@@ -136,7 +136,7 @@ class Engine:
         """True if the model's output is made on this process."""
         return self.group.rank() == self.last_place
 
-    def run(self, calls: Sequence[Arguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
+    def run(self, calls: Sequence[ModelArguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
         """One pass of all micro-batches `calls`, which are equal in shape, through all stages.
 
         With `train`, what `conclude` returns is the loss of a micro-batch, and gradients are left in `.grad`. With
@@ -145,9 +145,9 @@ class Engine:
         Raises:
             StrategyError: the model does not do on this batch what it did on the sample.
         """
-        self.run_work(Calls(calls, conclude), train=train, whole=whole)
+        self.run_work(StageCalls(calls, conclude), train=train, whole=whole)
 
-    def run_work(self, work: Work, *, train: bool, whole: bool = False) -> None:
+    def run_work(self, work: PassWork, *, train: bool, whole: bool = False) -> None:
         """The same with anything around the calls of the model."""
         key = (train, whole, work.count, work.sizes)
         name = whole_batch(self._name) if whole and isinstance(self._name, str) else self._name
@@ -175,7 +175,7 @@ class Engine:
             del self._schedules[next(iter(self._schedules))]
 
     @contextmanager
-    def working_on(self, work: Work) -> Iterator[Sequence[Sequence[Shape]]]:
+    def working_on(self, work: PassWork) -> Iterator[Sequence[Sequence[TensorSpec]]]:
         """Inside, `pieces` run the micro-batches of `work`; gives the shapes of what the model's calls return."""
         shapes = self._seen.pop(work.sizes, None)
         is_new = shapes is None if self._looks_with is None else any_processes([shapes is None], self._looks_with)[0]
@@ -190,15 +190,17 @@ class Engine:
         finally:
             self.job = None
 
-    def _make(self, name: str | Placed, shapes: Sequence[Sequence[Shape]], micro_batches: int, train: bool) -> Any:
+    def _make(
+        self, name: str | PlacedSchedule, shapes: Sequence[Sequence[TensorSpec]], micro_batches: int, train: bool
+    ) -> Any:
         key = name, micro_batches, train
         if key not in self._patterns:
             stages = self._torch_stages(name, shapes)
             self._patterns[key] = Pattern(make_schedule(name, stages, micro_batches, train=train), stages)
         return self._patterns[key].on(self._torch_stages(name, shapes))
 
-    def _torch_stages(self, name: str | Placed, shapes: Sequence[Sequence[Shape]]) -> list[TorchStage]:
-        def described(stage: Stage, wires: Sequence[Any]) -> list[tuple[Shape, bool]]:
+    def _torch_stages(self, name: str | PlacedSchedule, shapes: Sequence[Sequence[TensorSpec]]) -> list[TorchStage]:
+        def described(stage: ModelStage, wires: Sequence[Any]) -> list[tuple[TensorSpec, bool]]:
             found = [(shapes[wire.call][wire.number], wire.call in stage.route.trained) for wire in wires]
             return [(shape, trained and shape.dtype.is_floating_point) for shape, trained in found]
 
@@ -217,22 +219,22 @@ class Engine:
             for piece, reduction, stage in zip(self.pieces, self.reductions, self.stages, strict=True)
         ]
 
-    def _see(self, work: Work) -> list[Sequence[Shape]]:
+    def _see(self, work: PassWork) -> list[Sequence[TensorSpec]]:
         """Run the stages one after another on a micro-batch, to see the shapes that they give.
 
         The processes of this pipeline fail together. Others have other batches, and may know the shapes of theirs.
         """
         if self.understudy is not None:
-            assert isinstance(work, Calls), "only strategies are simulated"
+            assert isinstance(work, StageCalls), "only strategies are simulated"
             return list(self.understudy.run(*work.calls[0])[0])
-        table: list[Sequence[Shape]] = []
+        table: list[Sequence[TensorSpec]] = []
         for index in range(self.stages[0].num_stages):
             box = [together(functools.partial(self._seen_by, index, work, table), self.group)]
             dist.broadcast_object_list(box, group=self.group, group_src=self.places[index])
             table += box[0]
         return table
 
-    def _seen_by(self, index: int, work: Work, table: Sequence[Sequence[Shape]]) -> list[list[Shape]]:
+    def _seen_by(self, index: int, work: PassWork, table: Sequence[Sequence[TensorSpec]]) -> list[list[TensorSpec]]:
         """Shapes that the calls of stage `index` return, where it is on this process."""
         place = next((place for place, stage in enumerate(self.stages) if stage.index == index), None)
         if place is None:
@@ -249,7 +251,7 @@ def _raise_first(failures: Sequence[Exception]) -> None:
         raise failures[0]
 
 
-class Piece(nn.Module):
+class LocalStage(nn.Module):
     """A stage as a schedule calls it: with what came in and the number of the micro-batch."""
 
     def __init__(self, part: nn.Module, engine: Engine) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from atorch.distributed.collectives import nobody_else
 from atorch.model.pytree import map_leaves
-from atorch.runtime.pipeline.capture.shapes import Shape, shape_of
+from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 
 
 def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -43,7 +43,7 @@ def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.de
 
 
 class _Place:
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TensorSpec) -> None:
         self.shape = shape
 
 

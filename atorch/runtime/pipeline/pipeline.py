@@ -33,10 +33,10 @@ from atorch.runtime.gradients.backward_targets import expects_none, is_captured
 from atorch.runtime.gradients.weak_method import weakly
 from atorch.runtime.loss.loss_value import LossFunc, value_of
 from atorch.runtime.loss.reduction import LossWeight, Rule
-from atorch.runtime.loss.reduction_probe import Look, Sample
+from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
 from atorch.runtime.loss.rescaling import RankWeight, without_gradient
 from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss
-from atorch.runtime.pipeline.engine import Arguments, Engine
+from atorch.runtime.pipeline.engine import Engine, ModelArguments
 from atorch.runtime.pipeline.full_batch_loss import Gathered
 from atorch.runtime.pipeline.object_broadcast import from_place
 from atorch.runtime.pipeline.shared_parameters import Ties
@@ -184,7 +184,7 @@ class PipelinedLoss:
         rows = num_rows(batch=batch, args=args, kwargs=kwargs)
         return self._ranks.share(batch, rows, look).factor()
 
-    def _losses_of(self, samples: Sequence[Sample], runs_model: bool) -> list[float]:
+    def _losses_of(self, samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
         return self._losses([(batch, *given) for batch, given in samples])
 
     def settle(self, batch: Any, output: Deferred) -> None:
@@ -319,7 +319,7 @@ class PipelinedLoss:
             raise error
 
 
-def _arguments(call: _Call) -> Arguments:
+def _arguments(call: _Call) -> ModelArguments:
     return call[1], call[2]
 
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 from atorch.errors import StrategyError
 from atorch.runtime.pipeline.schedules import make_schedule, stages_of
 
-Kind = Literal["forward", "backward", "input", "weight"]
+PassKind = Literal["forward", "backward", "input", "weight"]
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, PassKind] = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
     "BACKWARD_INPUT": "input",
@@ -25,15 +25,15 @@ KINDS: Mapping[str, Kind] = {
 """Torch's names of the kinds of passes; its plan also says when gradients are reduced."""
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """One micro-batch through one stage: forward, backward, or backward for inputs and for weights alone."""
 
-    kind: Kind
+    kind: PassKind
     stage: int
     micro_batch: int
 
 
-def order(schedule: str, processes: int, micro_batches: int, pieces: int = 1) -> list[list[Pass]]:
+def order(schedule: str, processes: int, micro_batches: int, pieces: int = 1) -> list[list[StagePass]]:
     """The passes of each process under the schedule of that name, with `pieces` stages on each process.
 
     Raises:
@@ -51,15 +51,15 @@ def order(schedule: str, processes: int, micro_batches: int, pieces: int = 1) ->
     return [_numbered(plan[place]) for place in range(processes)]
 
 
-def _numbered(actions: Sequence[Any]) -> list[Pass]:
+def _numbered(actions: Sequence[Any]) -> list[StagePass]:
     """Micro-batches pass a stage one after another. Torch's plan numbers those of the last one otherwise under 1f1b."""
-    done: Counter[tuple[Kind, int]] = Counter()
+    done: Counter[tuple[PassKind, int]] = Counter()
     passes = []
     for action in actions:
         if action is None or action.computation_type.name not in KINDS:  # it waits, or does something else
             continue
         key = KINDS[action.computation_type.name], action.stage_index
-        passes.append(Pass(*key, done[key]))
+        passes.append(StagePass(*key, done[key]))
         done[key] += 1
     return passes
 

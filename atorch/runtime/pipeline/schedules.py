@@ -34,8 +34,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from atorch.logs import logger
-from atorch.runtime.pipeline.capture.shapes import Shape
-from atorch.runtime.pipeline.stage_placement import Placed, turns
+from atorch.runtime.pipeline.capture.shapes import TensorSpec
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns
 
 Users = Mapping[Node, list[Node]]
 """For each node of a graph those that backward comes from."""
@@ -109,7 +109,7 @@ def stages_of(place: int, size: int, pieces: int) -> tuple[int, ...]:
     return tuple(place + size * number for number in range(pieces))
 
 
-def places_of(schedule: str | Placed, num_stages: int, size: int) -> tuple[int, ...]:
+def places_of(schedule: str | PlacedSchedule, num_stages: int, size: int) -> tuple[int, ...]:
     """The process of each stage, of `size` processes."""
     return tuple(stage % size for stage in range(num_stages)) if isinstance(schedule, str) else schedule.places
 
@@ -191,13 +191,13 @@ class TorchStage(PipelineStage):
 
 
 def torch_stage(
-    schedule: str | Placed,
+    schedule: str | PlacedSchedule,
     module: nn.Module,
     reduction: StageReduction,
     index: int,
     num_stages: int,
-    incoming: Sequence[tuple[Shape, bool]],
-    outgoing: Sequence[tuple[Shape, bool]],
+    incoming: Sequence[tuple[TensorSpec, bool]],
+    outgoing: Sequence[tuple[TensorSpec, bool]],
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> TorchStage:
@@ -223,7 +223,7 @@ def torch_stage(
     return stage
 
 
-def _empty(shape: Shape, has_gradient: bool) -> torch.Tensor:
+def _empty(shape: TensorSpec, has_gradient: bool) -> torch.Tensor:
     return torch.empty(shape.sizes, dtype=shape.dtype, device="meta", requires_grad=has_gradient)
 
 
@@ -232,7 +232,7 @@ def whole_batch(name: str) -> str:
     return "looped" if name == "interleaved" else "gpipe"
 
 
-def make_schedule(name: str | Placed, stages: Sequence[TorchStage], micro_batches: int, *, train: bool) -> Any:
+def make_schedule(name: str | PlacedSchedule, stages: Sequence[TorchStage], micro_batches: int, *, train: bool) -> Any:
     """Torch's schedule of that name; forward passes alone unless it is to `train`.
 
     Fewer micro-batches than processes cannot fill 1F1B, which then is GPipe.
@@ -240,7 +240,7 @@ def make_schedule(name: str | Placed, stages: Sequence[TorchStage], micro_batche
     options: dict[str, Any] = {"scale_grads": False}
     if train:
         options["loss_fn"] = _same
-    if isinstance(name, Placed):
+    if isinstance(name, PlacedSchedule):
         return _PlacedSchedule(name, stages, micro_batches, options)
     if name == "looped":
         return ScheduleLoopedBFS(list(stages), micro_batches, **options)
@@ -258,7 +258,7 @@ class _PlacedSchedule(_PipelineScheduleRuntime):
     """Torch's runtime on an order of our own; it finds out who sends what to whom when."""
 
     def __init__(
-        self, placed: Placed, stages: Sequence[TorchStage], micro_batches: int, options: dict[str, Any]
+        self, placed: PlacedSchedule, stages: Sequence[TorchStage], micro_batches: int, options: dict[str, Any]
     ) -> None:
         super().__init__(list(stages), micro_batches, **options)  # type: ignore[no-untyped-call]
         kinds = {False: _ComputationType.FORWARD, True: _ComputationType.FULL_BACKWARD}

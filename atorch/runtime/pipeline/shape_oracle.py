@@ -15,14 +15,14 @@ from torch import nn
 
 from atorch.model.state import untouched
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.pipeline.capture.shapes import Shape
+from atorch.runtime.pipeline.capture.shapes import TensorSpec
 from atorch.runtime.pipeline.stage import stage_of
 
-Seen = tuple[Sequence[Sequence[Shape]], Any]
+ObservedCalls = tuple[Sequence[Sequence[TensorSpec]], Any]
 """The shapes of what each call of a model's units returns, and the model's output."""
 
 
-class Understudy:
+class ShapeOracle:
     """`part` is a stage made by `stage.cut` that has all calls of the model."""
 
     def __init__(self, part: nn.Module) -> None:
@@ -34,7 +34,7 @@ class Understudy:
         yield from self._part.parameters()
         yield from self._part.buffers()
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservedCalls:
         part = self._part
         with torch.no_grad(), untouched(part), self._reduction.forward(), self._stage.visit((), ()) as visit:
             output = part(*args, **kwargs)

@@ -24,8 +24,8 @@ from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
 from atorch.model.method_override import override
 from atorch.model.pytree import map_leaves, tensors_in
-from atorch.runtime.pipeline.capture.shapes import Shape, shape_of
-from atorch.runtime.pipeline.capture.stage_dataflow import Route, Slot, Value
+from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
+from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputIndex, Route
 from atorch.runtime.pipeline.remote_parameter import Away, need_values
 
 STAGE = "_atorch_stage"
@@ -33,7 +33,7 @@ STAGE = "_atorch_stage"
 
 
 @dataclass(eq=False)
-class Stage:
+class ModelStage:
     """The calls from `start` to before `stop`, and what crosses before and after them."""
 
     route: Route
@@ -53,12 +53,12 @@ class Stage:
         return self.index == self.num_stages - 1
 
     @functools.cached_property
-    def incoming(self) -> tuple[Value, ...]:
+    def incoming(self) -> tuple[CallOutput, ...]:
         """Values that earlier stages hand over."""
         return self.route.wires(self.start)
 
     @functools.cached_property
-    def outgoing(self) -> tuple[Value, ...]:
+    def outgoing(self) -> tuple[CallOutput, ...]:
         """Values that this stage hands over, the next one's `incoming`."""
         return () if self.is_last else self.route.wires(self.stop)
 
@@ -67,7 +67,7 @@ class Stage:
         return self.current is not None and self.current.passes_by
 
     @contextmanager
-    def visit(self, wires: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> Iterator[_Visit]:
+    def visit(self, wires: Sequence[Tensor], shapes: Sequence[Sequence[TensorSpec]]) -> Iterator[_Visit]:
         """Inside, calling the stage's model runs the stage on what came in; `shapes` are those of all calls before."""
         visit = _Visit(self, dict(zip(self.incoming, wires, strict=True)), shapes)
         self.current = visit
@@ -79,10 +79,10 @@ class Stage:
 
 @dataclass(eq=False)
 class _Visit:
-    stage: Stage
-    values: dict[Value, Tensor]
-    shapes: Sequence[Sequence[Shape]]
-    made: list[list[Shape]] = field(default_factory=list)  # what the stage's own calls returned
+    stage: ModelStage
+    values: dict[CallOutput, Tensor]
+    shapes: Sequence[Sequence[TensorSpec]]
+    made: list[list[TensorSpec]] = field(default_factory=list)  # what the stage's own calls returned
     count: int = 0
     passes_by: bool = False  # the model's code between units runs
 
@@ -112,9 +112,9 @@ class _Visit:
 
     def _sent(self, number: int) -> Any:
         def fill(leaf: Any, place: str) -> Any:
-            if not isinstance(leaf, Slot):
+            if not isinstance(leaf, OutputIndex):
                 return leaf
-            value = Value(number, leaf)
+            value = CallOutput(number, leaf)
             sent = self.values.get(value)
             if sent is None:
                 sent = self.shapes[number][leaf].stand_in(self.stage.device)
@@ -125,7 +125,7 @@ class _Visit:
     def _keep(self, number: int, output: Any) -> None:
         tensors = tensors_in(output)
         for place, tensor in enumerate(tensors):
-            value = Value(number, place)
+            value = CallOutput(number, place)
             if value in self.stage.outgoing:
                 self.values[value] = self._own(value, tensor)
         shapes = [shape_of(tensor) for tensor in tensors]
@@ -137,7 +137,7 @@ class _Visit:
             )
         self.made.append(shapes)
 
-    def _own(self, value: Value, tensor: Tensor) -> Tensor:
+    def _own(self, value: CallOutput, tensor: Tensor) -> Tensor:
         """`tensor`, or a copy of what the model is going to write to: the next stage does so, too."""
         return tensor.clone() if value in self.stage.route.written else tensor
 
@@ -169,7 +169,7 @@ def cut(
     before = [set[str]() if shares else set[str]().union(*held[:place]) for place in range(len(mine))]
     parts = [model, *(_structure(model, before[place], held[place]) for place in range(1, len(mine)))]
     for index, part in zip(mine, parts, strict=True):
-        stage = Stage(route, index, starts[index], ends[index], len(starts), device)
+        stage = ModelStage(route, index, starts[index], ends[index], len(starts), device)
         _hollow(part, keeping[index], stage)
         for name in units:
             unit = part.get_submodule(name)
@@ -181,7 +181,7 @@ def cut(
     return tuple(parts)
 
 
-def stage_of(part: nn.Module) -> Stage:
+def stage_of(part: nn.Module) -> ModelStage:
     """The stage that a module made by `cut` is, also where something wraps it."""
     return getattr(part, STAGE)[0]  # type: ignore[no-any-return]
 
@@ -245,7 +245,7 @@ def _names_inside(model: nn.Module, unit: nn.Module) -> set[str]:
     }
 
 
-def _hollow(part: nn.Module, kept: set[str], stage: Stage) -> None:
+def _hollow(part: nn.Module, kept: set[str], stage: ModelStage) -> None:
     """Let go of parameters and buffers that are not `kept`: attributes without values take their places."""
     for path, module in list(part.named_modules()):
         for held in (module._parameters, module._buffers):

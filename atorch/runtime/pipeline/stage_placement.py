@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedSchedule:
     """The process of each stage, and the most micro-batches under way.
 
     rounds: all forward passes of `active` micro-batches come before their first backward.
@@ -27,7 +27,7 @@ class Placed:
     rounds: bool = False
 
 
-def by_torch(placed: Placed, micro_batches: int) -> str | Placed:
+def by_torch(placed: PlacedSchedule, micro_batches: int) -> str | PlacedSchedule:
     """The name of torch's schedule that does the same, which costs the host less; `placed` itself where none does.
 
     Under torch's 1F1B as many micro-batches are under way as there are stages, under its GPipe all.
@@ -48,7 +48,7 @@ class Turn(NamedTuple):
     number: int
 
 
-def turns(placed: Placed, micro_batches: int) -> list[list[Turn]]:
+def turns(placed: PlacedSchedule, micro_batches: int) -> list[list[Turn]]:
     """The passes of each process, in order; where nothing goes backward, torch leaves those passes out."""
     course = _Course(placed, micro_batches)
     order: list[list[Turn]] = [[] for _ in range(max(placed.places) + 1)]
@@ -75,7 +75,7 @@ def turns(placed: Placed, micro_batches: int) -> list[list[Turn]]:
 class _Course:
     """The progress of each stage. Micro-batches pass a stage one after another, forward and backward."""
 
-    def __init__(self, placed: Placed, micro_batches: int) -> None:
+    def __init__(self, placed: PlacedSchedule, micro_batches: int) -> None:
         self._placed, self._count = placed, micro_batches
         self._last = len(placed.places) - 1
         self._begun: dict[bool, list[int]] = {way: [0] * (self._last + 1) for way in (False, True)}

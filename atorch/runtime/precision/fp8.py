@@ -28,7 +28,7 @@ from torch import nn
 
 from atorch.errors import CapabilityError, StrategyError, near_miss
 from atorch.logs import logger
-from atorch.model.module_swap import Kept, SwapReport, swap_modules, why_unswappable
+from atorch.model.module_swap import KeptModule, SwapReport, swap_modules, why_unswappable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,7 +73,7 @@ class Fp8Report:
         return tuple(swap.names[0] for swap in self.layers.swapped)
 
     @property
-    def left(self) -> tuple[Kept, ...]:
+    def left(self) -> tuple[KeptModule, ...]:
         """The Linear layers that stay, with the reason."""
         return self.layers.kept
 
@@ -111,7 +111,7 @@ def convert_linears(
     _check_names(model, exclude, "exclude")
     emulated = chosen == "torchao" and (device.type != "cuda" if emulate is None else emulate)
     make = _te_linear() if chosen == "te" else _torchao_linear(recipe, emulated)
-    kept: list[Kept] = []
+    kept: list[KeptModule] = []
     shared = _in_several_places(model) if chosen == "te" and recipe.reduce_amax else frozenset()
     adapters = _inside_adapters(model)
 
@@ -126,7 +126,7 @@ def convert_linears(
         )
         if reason is None:
             return make(module)
-        kept.append(Kept(name, reason))
+        kept.append(KeptModule(name, reason))
         return None
 
     swaps = swap_modules(model, choose)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.model.pytree import map_tensors
-from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, StandIns, unrounded
+from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, ShadowOptimizer, unrounded
 from atorch.runtime.optimizer.wrapped_optimizer import local
 
 MASTER = "master"  # the masters' key in the saved state of a parameter
@@ -85,7 +85,7 @@ def with_master_weights(
     return lambda groups: MasterWeights(make_optimizer, groups, loss_scale, before)
 
 
-class MasterWeights(StandIns):
+class MasterWeights(ShadowOptimizer):
     """An optimizer of 16-bit parameters around one of their fp32 masters, which stand in for them.
 
     Frozen parameters, and fp32 ones, have no master. A weight that somebody else writes (`load_state_dict`, an average)

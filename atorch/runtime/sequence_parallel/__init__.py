@@ -2,8 +2,8 @@
 
 from atorch.runtime.sequence_parallel.attention import AttentionCall, Exchange
 from atorch.runtime.sequence_parallel.megatron import check_tokens, split_between
-from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.sequence_parallel.token_split import split_stream
 from atorch.runtime.sequence_parallel.ulysses import Ulysses
 
-__all__ = ["AttentionCall", "Exchange", "Share", "Ulysses", "check_tokens", "split_between", "split_stream"]
+__all__ = ["AttentionCall", "Exchange", "TokenPartition", "Ulysses", "check_tokens", "split_between", "split_stream"]

@@ -49,7 +49,7 @@ class Exchange(Protocol):
         ...
 
 
-Step = Callable[[AttentionCall, Attend], Tensor]
+AttentionWrapper = Callable[[AttentionCall, Attend], Tensor]
 
 
 class Chain(TorchFunctionMode):
@@ -57,7 +57,7 @@ class Chain(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []  # the first is called first
+        self.steps: list[AttentionWrapper] = []  # the first is called first
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,13 +88,13 @@ def chain_of(block: nn.Module) -> Chain:
     return chain
 
 
-def exchange_attention(block: nn.Module, step: Step) -> None:
+def exchange_attention(block: nn.Module, step: AttentionWrapper) -> None:
     """Let `step` be called for the block's attention before those that are there already."""
     chain_of(block).steps.insert(0, step)
 
 
 @contextmanager
-def watching(block: nn.Module, step: Step) -> Iterator[None]:
+def watching(block: nn.Module, step: AttentionWrapper) -> Iterator[None]:
     """`exchange_attention` inside alone."""
     had_chain, cls = CHAIN in vars(block), type(block)
     chain = chain_of(block)

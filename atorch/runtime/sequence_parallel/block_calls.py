@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from atorch.distributed.rng import preserved_rng
 from atorch.model.state import evaluation_mode
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
 
-Run = Callable[[nn.Module], Any]
+RunModel = Callable[[nn.Module], Any]
 """Calls the model on a batch and returns its output."""
 
 
 @dataclass
-class Seen:
+class BlockCalls:
     path: str
     kind: Any
     """Equal for blocks that can be looked at as one."""
@@ -36,15 +36,15 @@ class Seen:
 class Evaluation:
     """The blocks in order of their first calls, one call of each kind, and the model's output."""
 
-    blocks: dict[str, Seen]
-    calls: dict[Any, Call]
+    blocks: dict[str, BlockCalls]
+    calls: dict[Any, ForwardCall]
     output: Any
 
 
-def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: Run) -> Evaluation:
+def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -> Evaluation:
     """The model run once, in eval mode and without gradients."""
-    seen: dict[str, Seen] = {}
-    calls: dict[Any, Call] = {}
+    seen: dict[str, BlockCalls] = {}
+    calls: dict[Any, ForwardCall] = {}
     made: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # outputs by id, kept alive so that ids stay theirs
 
     def before(path: str) -> Callable[..., None]:
@@ -56,8 +56,8 @@ def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: Run) -> Eva
             origins = {place: made[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in made}
             kind = _kind(block, tensors, origins)
             if kind not in calls:
-                calls[kind] = Call(*copied((args, kwargs)))  # caches among them are filled later
-            seen[path] = Seen(path, kind, origins)
+                calls[kind] = ForwardCall(*copied((args, kwargs)))  # caches among them are filled later
+            seen[path] = BlockCalls(path, kind, origins)
 
         return hook
 

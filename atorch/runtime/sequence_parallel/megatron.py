@@ -25,7 +25,7 @@ from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.gradients.no_double_backward import mapped
-from atorch.runtime.sequence_parallel.block_calls import Run, by_place, changed, copied, evaluate, evaluating
+from atorch.runtime.sequence_parallel.block_calls import RunModel, by_place, changed, copied, evaluate, evaluating
 from atorch.runtime.sequence_parallel.split_validation import (
     MISFITS,
     MOST,
@@ -34,36 +34,36 @@ from atorch.runtime.sequence_parallel.split_validation import (
     same,
     uses_random_numbers,
 )
-from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.sequence_parallel.token_split import Streams, check_output, install, linked
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion
 from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
 
 
-def gather_tokens(x: Tensor, share: Share, dim: int) -> Tensor:
+def gather_tokens(x: Tensor, share: TokenPartition, dim: int) -> Tensor:
     """All ranks' tokens, whose gradients are summed over the ranks."""
     return mapped(x, lambda x: share.all_gather(x, dim), lambda grad: _reduce_scatter(grad, share, dim))
 
 
-def scatter_sum(x: Tensor, share: Share, dim: int) -> Tensor:
+def scatter_sum(x: Tensor, share: TokenPartition, dim: int) -> Tensor:
     """This rank's tokens of the sum of the ranks' `x`."""
     return mapped(x, lambda x: _reduce_scatter(x, share, dim), lambda grad: share.all_gather(grad, dim))
 
 
-def _reduce_scatter(x: Tensor, share: Share, dim: int) -> Tensor:
+def _reduce_scatter(x: Tensor, share: TokenPartition, dim: int) -> Tensor:
     parts = [share.part(x, dim, rank).contiguous() for rank in range(share.size)]
     own = torch.empty_like(parts[0])
     dist.reduce_scatter(own, parts, group=share.group)
     return own
 
 
-Shapes = Mapping[str, torch.Size]
+ParameterShapes = Mapping[str, torch.Size]
 
 
 @dataclass
-class Meeting:
+class GatherScatter:
     """The places where one group's tokens are gathered and its sum scattered."""
 
     at: str
@@ -81,7 +81,7 @@ class Meeting:
         return next(iter(self.arguments.values()))
 
 
-def check_tokens(model: nn.Module, run: Run, group: dist.ProcessGroup) -> None:
+def check_tokens(model: nn.Module, run: RunModel, group: dist.ProcessGroup) -> None:
     """Check that the stream through each repeated block of a whole `model` can be cut over `group`; changes nothing.
 
     Args:
@@ -90,14 +90,16 @@ def check_tokens(model: nn.Module, run: Run, group: dist.ProcessGroup) -> None:
     Raises:
         StrategyError: it cannot.
     """
-    share, blocks = Share(group, averaged=False), repeated_blocks(model)
+    share, blocks = TokenPartition(group, averaged=False), repeated_blocks(model)
     seen = evaluate(model, blocks, run)
     for path, each in seen.blocks.items():
         if not any(_streams(_like_outputs(seen.calls[each.kind], each.outputs), share)):
             raise _refusal(path, blocks[path], _UNEVEN.format(share.size), share)
 
 
-def split_between(model: nn.Module, layouts: Mapping[str, BlockLayout], run: Run, group: dist.ProcessGroup) -> Streams:
+def split_between(
+    model: nn.Module, layouts: Mapping[str, BlockLayout], run: RunModel, group: dist.ProcessGroup
+) -> Streams:
     """Split by tokens what `model`, split over `group` as `layouts` say by block, has whole. In place.
 
     Args:
@@ -106,10 +108,10 @@ def split_between(model: nn.Module, layouts: Mapping[str, BlockLayout], run: Run
     Raises:
         StrategyError: a block does not compute the same on a part of the tokens. No block has been changed then.
     """
-    share, blocks = Share(group, averaged=False), repeated_blocks(model)
+    share, blocks = TokenPartition(group, averaged=False), repeated_blocks(model)
     seen = evaluate(model, blocks, run)
     paths = {each.kind: each.path for each in reversed(seen.blocks.values())}
-    found: dict[Any, tuple[BlockStream, list[Meeting]]] = {}
+    found: dict[Any, tuple[BlockStream, list[GatherScatter]]] = {}
     with evaluating(model):
         for kind, call in seen.calls.items():
             path = paths[kind]
@@ -125,8 +127,13 @@ def split_between(model: nn.Module, layouts: Mapping[str, BlockLayout], run: Run
 
 
 def _found(
-    path: str, block: nn.Module, layout: BlockLayout, call: Call, made: Mapping[str, Tensor], share: Share
-) -> tuple[BlockStream, list[Meeting]]:
+    path: str,
+    block: nn.Module,
+    layout: BlockLayout,
+    call: ForwardCall,
+    made: Mapping[str, Tensor],
+    share: TokenPartition,
+) -> tuple[BlockStream, list[GatherScatter]]:
     """A block's split by tokens: the first way in which it computes the same on all ranks."""
     like = _like_outputs(call, made)
     streams = list(_streams(like, share))
@@ -135,7 +142,7 @@ def _found(
     reason = _UNEVEN.format(share.size) if not streams else ""
     ways = sorted(product(range(len(streams)), *(range(len(each)) for each in places)), key=sum)
     for first, *others in islice(ways, MOST):
-        meetings = [Meeting(each[index]) for each, index in zip(places, others, strict=True)]
+        meetings = [GatherScatter(each[index]) for each, index in zip(places, others, strict=True)]
         tried = _tried(block, layout, whole, streams[first], meetings, share)
         failures = [each for each in gather_objects(tried if isinstance(tried, str) else None, share.group) if each]
         if not failures and isinstance(tried, BlockStream):
@@ -147,14 +154,14 @@ def _found(
 _UNEVEN = "none of its arguments can be cut into {} equal pieces"
 
 
-def _refusal(path: str, block: nn.Module, reason: str, share: Share) -> StrategyError:
+def _refusal(path: str, block: nn.Module, reason: str, share: TokenPartition) -> StrategyError:
     return StrategyError(
         f"what tensor_parallel leaves whole of {path} ({type(block).__name__}) cannot be split by tokens: {reason}; "
         f"give sequences of a multiple of {share.size} tokens, or leave sequence_parallel out"
     )
 
 
-def _holders_of(group: Group) -> Iterator[str]:
+def _holders_of(group: SplitRegion) -> Iterator[str]:
     """The modules that hold all columns of a group, from the innermost, but for the block itself."""
     paths = [name.split(".")[:-1] for name in group.columns]
     common: list[str] = []
@@ -169,8 +176,8 @@ def _holders_of(group: Group) -> Iterator[str]:
 class _Whole:
     """One pass of a block that has all tokens: shapes on the way, values and gradients."""
 
-    def __init__(self, block: nn.Module, layout: BlockLayout, call: Call, asked: Set[str]) -> None:
-        self.call, self.asked, self.shapes = call, asked, dict[str, Shapes]()
+    def __init__(self, block: nn.Module, layout: BlockLayout, call: ForwardCall, asked: Set[str]) -> None:
+        self.call, self.asked, self.shapes = call, asked, dict[str, ParameterShapes]()
         self.draws = uses_random_numbers(block, call)
         inner = {path for group in layout.groups for path in _holders_of(group)}
         handles = []
@@ -189,14 +196,14 @@ class _Whole:
         self.gradients = _backward(block, self.outputs, self.seeds)
 
 
-def _like_outputs(call: Call, outputs: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def _like_outputs(call: ForwardCall, outputs: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     """The arguments that are like an output of the block, as the stream through it is."""
     made = {each.shape for each in outputs.values() if each.is_floating_point() and each.dim() > 1}
     arguments = by_place((call.args, call.kwargs)).items()
     return {place: each.shape for place, each in arguments if each.is_floating_point() and each.shape in made}
 
 
-def _streams(like: Shapes, share: Share) -> Iterator[dict[str, int]]:
+def _streams(like: ParameterShapes, share: TokenPartition) -> Iterator[dict[str, int]]:
     """Cuts of these arguments to try: any dim but the last, of all of them, or of one alone."""
     most = max(map(len, like.values()), default=2)
     several = [[place] for place in like] if len(like) > 1 else []
@@ -207,7 +214,12 @@ def _streams(like: Shapes, share: Share) -> Iterator[dict[str, int]]:
 
 
 def _tried(
-    block: nn.Module, layout: BlockLayout, whole: _Whole, cut: Mapping[str, int], meetings: list[Meeting], share: Share
+    block: nn.Module,
+    layout: BlockLayout,
+    whole: _Whole,
+    cut: Mapping[str, int],
+    meetings: list[GatherScatter],
+    share: TokenPartition,
 ) -> BlockStream | str:
     """The block on this rank's tokens, or why it does not compute the same. All ranks call it."""
     twin = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
@@ -237,7 +249,9 @@ def _tried(
     return BlockStream(dict(cut), parts, whole.draws)
 
 
-def _learn(block: nn.Module, group: Group, meeting: Meeting, shapes: Shapes, share: Share) -> None:
+def _learn(
+    block: nn.Module, group: SplitRegion, meeting: GatherScatter, shapes: ParameterShapes, share: TokenPartition
+) -> None:
     """Let the group's tokens be gathered as shapes tell, and note that in `meeting`."""
     gathered: list[Tensor] = []
 
@@ -262,7 +276,9 @@ def _learn(block: nn.Module, group: Group, meeting: Meeting, shapes: Shapes, sha
     _sum_of(block, group).scatter = lambda x: scatter_sum(x, share, meeting.dim)
 
 
-def _meet(block: nn.Module, layout: BlockLayout, meetings: list[Meeting], inside: Inside, share: Share) -> None:
+def _meet(
+    block: nn.Module, layout: BlockLayout, meetings: list[GatherScatter], inside: Inside, share: TokenPartition
+) -> None:
     """Let the tokens of all groups be gathered and scattered as was learnt."""
     for group, meeting in zip(layout.groups, meetings, strict=True):
         for index in meeting.forks:
@@ -273,7 +289,7 @@ def _meet(block: nn.Module, layout: BlockLayout, meetings: list[Meeting], inside
     _share_gradients(block, layout, inside, share)
 
 
-def _share_gradients(block: nn.Module, layout: BlockLayout, inside: Inside, share: Share) -> None:
+def _share_gradients(block: nn.Module, layout: BlockLayout, inside: Inside, share: TokenPartition) -> None:
     """Sum the gradients of what every rank has whole and uses on its own tokens."""
     known = {name for group in layout.groups for name in (*group.rows, *group.inside, group.row_bias)}
     taken = {id(block.get_parameter(name)) for name in known if name is not None}
@@ -289,7 +305,7 @@ def _share_gradients(block: nn.Module, layout: BlockLayout, inside: Inside, shar
 class _Gathered:
     """Before the modules of a column split: all tokens of what it is given."""
 
-    def __init__(self, dims: Mapping[str, int], share: Share) -> None:
+    def __init__(self, dims: Mapping[str, int], share: TokenPartition) -> None:
         self._dims, self._share = dims, share
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -307,7 +323,7 @@ class _Gathered:
 class _Scattered:
     """After a row split: this rank's tokens of the sum."""
 
-    share: Share
+    share: TokenPartition
     dim: int
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -318,17 +334,17 @@ def _module_of(block: nn.Module, name: str) -> nn.Module:
     return block.get_submodule(name.rpartition(".")[0])
 
 
-def _fork_of(block: nn.Module, group: Group, index: int) -> ForkArguments:
+def _fork_of(block: nn.Module, group: SplitRegion, index: int) -> ForkArguments:
     """The hook of one of the group's forks, which all its modules share."""
     hooks = _module_of(block, group.forks[index][0])._forward_pre_hooks.values()
     return next(hook for hook in hooks if isinstance(hook, ForkArguments))
 
 
-def _sum_of(block: nn.Module, group: Group) -> Sum:
+def _sum_of(block: nn.Module, group: SplitRegion) -> Sum:
     return next(hook for hook in _module_of(block, group.row)._forward_hooks.values() if isinstance(hook, Sum))
 
 
-def _cut(part: torch.Size, whole: torch.Size, share: Share) -> int | None:
+def _cut(part: torch.Size, whole: torch.Size, share: TokenPartition) -> int | None:
     """The dim along which shapes are of a part and its whole; None where they are the same."""
     if part == whole:
         return None
@@ -338,7 +354,7 @@ def _cut(part: torch.Size, whole: torch.Size, share: Share) -> int | None:
     return dims[0]
 
 
-def _leaves(call: Call, asked: Set[str]) -> Any:
+def _leaves(call: ForwardCall, asked: Set[str]) -> Any:
     """The call's arguments again, those at the places `asked` for their gradients."""
     leaves = copied((call.args, call.kwargs))
     for place, tensor in by_place(leaves).items():

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from atorch.logs import logger
-from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.sequence_parallel.tokens import Tokens
 from atorch.runtime.sequence_parallel.view_rules import viewed
 from atorch.runtime.tensor_parallel.sharded_activation import (
@@ -58,14 +58,14 @@ def _by_token(func: Callable[..., Any], split: SplitTokens, args: tuple[Any, ...
     return view_of(split, again, part, lambda whole: func(whole, *args, **kwargs))
 
 
-def split_tokens(part: Tensor, share: Share, dim: int) -> Tensor:
+def split_tokens(part: Tensor, share: TokenPartition, dim: int) -> Tensor:
     """The tensor of which `part` has this rank's tokens along `dim`."""
     dim %= part.dim()
     tokens: Tensor = from_part(SplitTokens, part, Tokens.all_of(share, part.shape[dim] * share.size), dim)
     return tokens
 
 
-def own_tokens(x: Tensor, share: Share, dim: int) -> Tensor:
+def own_tokens(x: Tensor, share: TokenPartition, dim: int) -> Tensor:
     """This rank's tokens of what every rank has whole, or split by tokens already."""
     if isinstance(x, SplitTokens) and not x._is_whole:
         tokens = x._layout

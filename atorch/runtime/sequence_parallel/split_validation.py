@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from atorch.distributed.rng import preserved_rng
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
 from atorch.runtime.sequence_parallel.block_calls import by_place, changed, copied
-from atorch.runtime.sequence_parallel.token_partition import Share
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
 from atorch.runtime.tensor_parallel.random_numbers import random_state
 
 CLOSE = 1e-4  # of a tensor's norm; what is computed wrongly is off by much more, and fp32 rounds by less
@@ -42,7 +42,7 @@ class BlockStream:
     """True if it draws random numbers in training."""
 
 
-class Attention:
+class AttentionTrace:
     """Calls of the attention of a whole block, and their results."""
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class Attention:
 
 @dataclass
 class Whole:
-    call: Call
+    call: ForwardCall
     masks: set[str]
     """Places of its arguments that attention was given as masks."""
-    attention: Attention
+    attention: AttentionTrace
     outputs: dict[str, Tensor]
     inner: list[tuple[str, list[Tensor]]]
     """The outputs of its modules, in order."""
@@ -72,9 +72,9 @@ class Whole:
 
 
 @torch.no_grad()
-def run_whole(block: nn.Module, call: Call) -> Whole:
+def run_whole(block: nn.Module, call: ForwardCall) -> Whole:
     """The block on all tokens. It is in eval mode before and after."""
-    attention = Attention()
+    attention = AttentionTrace()
     args, kwargs = copied((call.args, call.kwargs))  # caches among them are filled
     with watching(block, attention), _noting(block) as inner:
         outputs = by_place(block(*args, **kwargs))
@@ -85,7 +85,7 @@ def run_whole(block: nn.Module, call: Call) -> Whole:
 
 
 @torch.no_grad()
-def uses_random_numbers(block: nn.Module, call: Call) -> bool:
+def uses_random_numbers(block: nn.Module, call: ForwardCall) -> bool:
     """True if the block draws random numbers in training."""
     args, kwargs = copied((call.args, call.kwargs))
     device = next(iter(by_place((args, kwargs)).values())).device
@@ -99,7 +99,7 @@ def uses_random_numbers(block: nn.Module, call: Call) -> bool:
     return draws
 
 
-def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: Share) -> BlockStream | str:
+def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: TokenPartition) -> BlockStream | str:
     """The block's way with split tokens, or why it does not compute the same on them.
 
     lengths: the numbers of tokens of all blocks' attention.
@@ -129,7 +129,7 @@ def usual(num_dims: int) -> list[int]:
 
 @torch.no_grad()
 def try_part(
-    block: nn.Module, whole: Whole, arguments: Mapping[str, int], share: Share, rank: int
+    block: nn.Module, whole: Whole, arguments: Mapping[str, int], share: TokenPartition, rank: int
 ) -> BlockStream | str:
     """The block on the tokens of `rank`, or why it does not compute the same."""
     if not arguments:
@@ -161,7 +161,7 @@ def try_part(
 class _Played:
     """Attention as it was for all tokens."""
 
-    def __init__(self, whole: Attention, share: Share, rank: int) -> None:
+    def __init__(self, whole: AttentionTrace, share: TokenPartition, rank: int) -> None:
         self._calls = iter(whole.calls)
         self._share, self._rank = share, rank
         self.reason: str | None = None
@@ -214,7 +214,7 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def cut_along(got: Tensor | None, whole: Tensor, share: Share, rank: int) -> int | None | str:
+def cut_along(got: Tensor | None, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
     """The dim along which `got` is the rank's part; None where it is the whole; a string where it is neither."""
     if got is None:
         return "there is no such output"
@@ -227,7 +227,7 @@ def cut_along(got: Tensor | None, whole: Tensor, share: Share, rank: int) -> int
     return "it is no part of the whole"
 
 
-def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: Share, rank: int) -> str:
+def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: TokenPartition, rank: int) -> str:
     """The first module inside that gives something else than it did for all tokens."""
     for index, (path, expected) in enumerate(whole.inner):
         if index >= len(inner) or inner[index][0] != path:
@@ -239,7 +239,7 @@ def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: Share, ra
     return "its own forward"
 
 
-def _part_of(got: Tensor, whole: Tensor, share: Share, rank: int) -> int | None | str:
+def _part_of(got: Tensor, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
     """As `cut_along`, also for batch and tokens as one dim."""
     found = cut_along(got, whole, share, rank)
     is_flat = got.dim() > 0 and got.shape[0] * share.size == whole.shape[0] and got.shape[1:] == whole.shape[1:]

@@ -23,11 +23,11 @@ from atorch.distributed.collectives import gather_objects
 from atorch.model.method_override import override
 from atorch.model.position_dependence import made_alone
 from atorch.model.structure import outside_of
-from atorch.runtime.sequence_parallel.block_calls import Run, by_place, changed, copied, evaluating
+from atorch.runtime.sequence_parallel.block_calls import RunModel, by_place, changed, copied, evaluating
 from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens, own_tokens, split_tokens
 from atorch.runtime.sequence_parallel.split_validation import MISFITS, cut_along, uses_random_numbers, usual
-from atorch.runtime.sequence_parallel.token_partition import Share
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
 from atorch.runtime.tensor_parallel.random_numbers import RankStream
 
 
@@ -47,7 +47,7 @@ class ByToken:
 
 @torch.no_grad()
 def find_by_token(
-    model: nn.Module, blocks: Mapping[str, nn.Module], run: Run, dims: Set[int], share: Share
+    model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel, dims: Set[int], share: TokenPartition
 ) -> dict[str, ByToken]:
     """Modules outside of `blocks`, by path, that compute the same of a rank's tokens, on all ranks.
 
@@ -66,14 +66,14 @@ def find_by_token(
     return found
 
 
-def compute_by_token(module: nn.Module, way: ByToken, share: Share) -> None:
+def compute_by_token(module: nn.Module, way: ByToken, share: TokenPartition) -> None:
     """Let `module` be given its rank's tokens, whatever it is given; in place."""
     if way.draws:
         override(module, "forward", drawing, share.rank)
     override(module, "__call__", _by_token, way, share)
 
 
-def _by_token(theirs: Callable[..., Any], way: ByToken, share: Share) -> Callable[..., Any]:
+def _by_token(theirs: Callable[..., Any], way: ByToken, share: TokenPartition) -> Callable[..., Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = by_place((args, kwargs))
         tensor = given.get(way.place)
@@ -89,7 +89,7 @@ def _by_token(theirs: Callable[..., Any], way: ByToken, share: Share) -> Callabl
     return call
 
 
-def _can_be_cut(tensor: Tensor, way: ByToken, share: Share) -> bool:
+def _can_be_cut(tensor: Tensor, way: ByToken, share: TokenPartition) -> bool:
     if torch.compiler.is_compiling() or tensor.dim() <= way.given or tensor.shape[way.given] % share.pieces:
         return False
     if isinstance(tensor, SplitTokens):
@@ -113,15 +113,15 @@ def drawing(theirs: Callable[..., Any], rank: int) -> Callable[..., Any]:
 
 
 @contextmanager
-def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Call | None, Any]]]:
+def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[ForwardCall | None, Any]]]:
     """First calls of modules, and their results; no call where the first one was not a plain one."""
-    calls: dict[str, tuple[Call | None, Any]] = {}
+    calls: dict[str, tuple[ForwardCall | None, Any]] = {}
 
     def note(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             is_plain = isinstance(output, Tensor) and len(by_place((args, kwargs))) == 1
             if path not in calls:
-                calls[path] = (Call(*copied((args, kwargs))), output.clone()) if is_plain else (None, None)
+                calls[path] = (ForwardCall(*copied((args, kwargs))), output.clone()) if is_plain else (None, None)
 
         return hook
 
@@ -133,7 +133,7 @@ def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Call |
             handle.remove()
 
 
-def _way(module: nn.Module, call: Call, result: Tensor, dims: Set[int], share: Share) -> ByToken | None:
+def _way(module: nn.Module, call: ForwardCall, result: Tensor, dims: Set[int], share: TokenPartition) -> ByToken | None:
     """A way to compute the same of this rank's tokens; None where there is none."""
     if any(isinstance(each, _BatchNorm) for each in module.modules()):
         return None  # in training it looks at all tokens

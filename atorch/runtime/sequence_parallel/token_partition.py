@@ -26,7 +26,7 @@ from atorch.runtime.gradients.no_double_backward import mapped
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class TokenPartition:
     """The tokens of a sequence that each rank of a group has."""
 
     group: dist.ProcessGroup
@@ -98,5 +98,5 @@ class Share:
         dist.all_gather(parts, x, group=self.group)
         return self.whole(parts, dim)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Share:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenPartition:
         return self  # a copy of the model lives on the same processes

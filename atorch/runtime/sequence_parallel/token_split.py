@@ -23,11 +23,11 @@ from atorch.errors import AtorchError, StrategyError
 from atorch.model.method_override import override
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.sequence_parallel.attention import AttentionCall, Exchange, exchange_attention
-from atorch.runtime.sequence_parallel.block_calls import Evaluation, Run, by_place, changed, evaluate, evaluating
+from atorch.runtime.sequence_parallel.block_calls import Evaluation, RunModel, by_place, changed, evaluate, evaluating
 from atorch.runtime.sequence_parallel.sharded_tokens import own_tokens, split_tokens
 from atorch.runtime.sequence_parallel.split_validation import BlockStream, Whole, find_stream, run_whole, same, try_part
 from atorch.runtime.sequence_parallel.token_local_modules import compute_by_token, drawing, find_by_token
-from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor, whole_of
 
 ENDS = "_ends_of_stream"  # the attribute of a block that says what it cuts and gathers
@@ -35,7 +35,9 @@ Streams = Mapping[str, BlockStream]
 """By the path of the block: what it cuts of its arguments, and what it gathers of its outputs."""
 
 
-def split_stream(model: nn.Module, run: Run, share: Share, exchange: Exchange, *, outside: bool = True) -> Streams:
+def split_stream(
+    model: nn.Module, run: RunModel, share: TokenPartition, exchange: Exchange, *, outside: bool = True
+) -> Streams:
     """Split the tokens of `model` in place over the ranks of `share`; returns how its blocks are.
 
     Args:
@@ -68,7 +70,7 @@ def split_stream(model: nn.Module, run: Run, share: Share, exchange: Exchange, *
 
 
 def _by_kind(
-    blocks: Mapping[str, nn.Module], seen: Evaluation, share: Share, exchange: Exchange
+    blocks: Mapping[str, nn.Module], seen: Evaluation, share: TokenPartition, exchange: Exchange
 ) -> dict[Any, BlockStream]:
     """The way of each kind of block with split tokens, the same on all ranks."""
     paths = {each.kind: each.path for each in reversed(seen.blocks.values())}
@@ -98,7 +100,7 @@ def _by_kind(
     return found
 
 
-def _need_equal_pieces(path: str, lengths: set[int], share: Share) -> None:
+def _need_equal_pieces(path: str, lengths: set[int], share: TokenPartition) -> None:
     for length in sorted(lengths):
         if length % share.pieces:
             raise StrategyError(
@@ -113,7 +115,7 @@ def _need_fit(path: str, call: AttentionCall, exchange: Exchange) -> None:
         raise StrategyError(f"the attention of {path} cannot be split: {reason}")
 
 
-def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: Share) -> BlockStream | str:
+def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: TokenPartition) -> BlockStream | str:
     """The stream, or why some rank does not compute the same on its tokens."""
     own = try_part(block, whole, stream.arguments, share, share.rank)
     reasons = gather_objects(own if isinstance(own, str) else None, share.group)
@@ -143,7 +145,7 @@ def _dims(streams: Streams) -> set[int]:
     return {dim for stream in streams.values() for dim in stream.outputs.values()}
 
 
-def install(block: nn.Module, stream: BlockStream, share: Share, *, stays_split: bool = False) -> None:
+def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, stays_split: bool = False) -> None:
     """Let `block` be given its rank's tokens, and what it gives be gathered, as `stream` says.
 
     stays_split: only once somebody asks for all of it.
@@ -174,7 +176,7 @@ def _streamed(theirs: Callable[..., Any]) -> Callable[..., Any]:
 class _Scatter:
     """Before a block: this rank's tokens of what it is given whole."""
 
-    def __init__(self, dims: Mapping[str, int], share: Share) -> None:
+    def __init__(self, dims: Mapping[str, int], share: TokenPartition) -> None:
         self._dims, self._share = dims, share
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -187,7 +189,7 @@ class _Scatter:
 class _Gather:
     """After a block: all tokens of what others than the next block take."""
 
-    def __init__(self, dims: Mapping[str, int], share: Share, stays_split: bool) -> None:
+    def __init__(self, dims: Mapping[str, int], share: TokenPartition, stays_split: bool) -> None:
         self._dims, self._share, self._stays_split = dims, share, stays_split
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor
 
 
@@ -20,17 +20,17 @@ from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor
 class Tokens:
     """A dim of `outer` × tokens × `inner` elements; the tokens are those from `start` to `stop` of `count`."""
 
-    share: Share
+    share: TokenPartition
     count: int
     start: int
     stop: int
     outer: int = 1
     inner: int = 1
     scale: float = 1.0
-    """The whole's elements are those of the parts times this: parts' gradients are the averaged ones (see `Share`)."""
+    """Factor of the parts: their gradients are averaged over the ranks (see `TokenPartition`)."""
 
     @classmethod
-    def all_of(cls, share: Share, count: int) -> Tokens:
+    def all_of(cls, share: TokenPartition, count: int) -> Tokens:
         return cls(share, count, 0, count)
 
     @property

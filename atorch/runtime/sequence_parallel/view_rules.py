@@ -19,7 +19,7 @@ from atorch.runtime.sequence_parallel.tokens import Tokens
 from atorch.runtime.tensor_parallel.sharding_rules import has_parameters
 
 
-class View(NamedTuple):
+class ViewRule(NamedTuple):
     """A function that makes a view of a part, and the part's tokens then, and their dim."""
 
     make: Callable[[Tensor], Tensor]
@@ -27,12 +27,17 @@ class View(NamedTuple):
     axis: int
 
 
-Sizes = tuple[int, ...]
+ViewSizes = tuple[int, ...]
 
 
 def viewed(
-    func: Callable[..., Any], sizes: Sizes, tokens: Tokens, axis: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> View | None:
+    func: Callable[..., Any],
+    sizes: ViewSizes,
+    tokens: Tokens,
+    axis: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> ViewRule | None:
     """The view that `func` gives of a tensor of such sizes, of which each rank has `tokens` along the dim `axis`."""
     rule = _RULES.get(func)
     if rule is None or not has_parameters(rule, sizes, tokens, axis, *args, **kwargs):
@@ -40,7 +45,7 @@ def viewed(
     return rule(sizes, tokens, axis, *args, **kwargs)
 
 
-def _reshaped(sizes: Sizes, tokens: Tokens, axis: int, *wanted: Any) -> View | None:
+def _reshaped(sizes: ViewSizes, tokens: Tokens, axis: int, *wanted: Any) -> ViewRule | None:
     if len(wanted) == 1 and isinstance(wanted[0], (tuple, list)):
         wanted = tuple(wanted[0])
     if not all(isinstance(size, int) for size in wanted):
@@ -58,7 +63,7 @@ def _reshaped(sizes: Sizes, tokens: Tokens, axis: int, *wanted: Any) -> View | N
         inner, inner_rest = divmod(after, math.prod(target[place + 1 :]))
         if outer and inner and not (outer_rest or inner_rest):
             own = [*target[:place], outer * tokens.each * inner, *target[place + 1 :]]
-            return View(partial(_as_sizes, own), replace(tokens, outer=outer, inner=inner), place)
+            return ViewRule(partial(_as_sizes, own), replace(tokens, outer=outer, inner=inner), place)
     return None
 
 
@@ -66,37 +71,37 @@ def _as_sizes(sizes: Sequence[int], part: Tensor) -> Tensor:
     return part.reshape(tuple(sizes))
 
 
-def _flattened(sizes: Sizes, tokens: Tokens, axis: int, start_dim: int = 0, end_dim: int = -1) -> View | None:
+def _flattened(sizes: ViewSizes, tokens: Tokens, axis: int, start_dim: int = 0, end_dim: int = -1) -> ViewRule | None:
     start, end = start_dim % len(sizes), end_dim % len(sizes)
     target = [*sizes[:start], math.prod(sizes[start : end + 1]), *sizes[end + 1 :]]
     return _reshaped(sizes, tokens, axis, target)
 
 
-def _squeezed(sizes: Sizes, tokens: Tokens, axis: int, dim: int) -> View | None:
+def _squeezed(sizes: ViewSizes, tokens: Tokens, axis: int, dim: int) -> ViewRule | None:
     dim %= len(sizes)
     if dim == axis:
         return None
-    return View(lambda part: part.squeeze(dim), tokens, axis - (sizes[dim] == 1 and dim < axis))
+    return ViewRule(lambda part: part.squeeze(dim), tokens, axis - (sizes[dim] == 1 and dim < axis))
 
 
-def _unsqueezed(sizes: Sizes, tokens: Tokens, axis: int, dim: int) -> View:
+def _unsqueezed(sizes: ViewSizes, tokens: Tokens, axis: int, dim: int) -> ViewRule:
     dim %= len(sizes) + 1
-    return View(lambda part: part.unsqueeze(dim), tokens, axis + (dim <= axis))
+    return ViewRule(lambda part: part.unsqueeze(dim), tokens, axis + (dim <= axis))
 
 
-def _transposed(sizes: Sizes, tokens: Tokens, axis: int, dim0: int, dim1: int) -> View:
+def _transposed(sizes: ViewSizes, tokens: Tokens, axis: int, dim0: int, dim1: int) -> ViewRule:
     first, second = dim0 % len(sizes), dim1 % len(sizes)
     place = {first: second, second: first}.get(axis, axis)
-    return View(lambda part: part.transpose(first, second), tokens, place)
+    return ViewRule(lambda part: part.transpose(first, second), tokens, place)
 
 
-def _permuted(sizes: Sizes, tokens: Tokens, axis: int, *dims: Any) -> View:
+def _permuted(sizes: ViewSizes, tokens: Tokens, axis: int, *dims: Any) -> ViewRule:
     if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
         dims = tuple(dims[0])
-    return View(lambda part: part.permute(dims), tokens, [dim % len(sizes) for dim in dims].index(axis))
+    return ViewRule(lambda part: part.permute(dims), tokens, [dim % len(sizes) for dim in dims].index(axis))
 
 
-def _indexed(sizes: Sizes, tokens: Tokens, axis: int, index: Any) -> View | None:
+def _indexed(sizes: ViewSizes, tokens: Tokens, axis: int, index: Any) -> ViewRule | None:
     """A view of all tokens, or of a run where the dim is one of tokens alone; of others by numbers and slices."""
     items = _spread(sizes, index)
     if items is None:
@@ -117,10 +122,10 @@ def _indexed(sizes: Sizes, tokens: Tokens, axis: int, index: Any) -> View | None
         own.append(each)
         dim += each is not None
         made += not isinstance(each, int)
-    return View(lambda part: part[tuple(own)], tokens, place)
+    return ViewRule(lambda part: part[tuple(own)], tokens, place)
 
 
-def _spread(sizes: Sizes, index: Any) -> Sequence[Any] | None:
+def _spread(sizes: ViewSizes, index: Any) -> Sequence[Any] | None:
     """The item asked of each dim, and None where a new one is made; None for what is not plain."""
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(each is None or each is ... or isinstance(each, slice) or type(each) is int for each in items):
@@ -134,7 +139,7 @@ def _spread(sizes: Sizes, index: Any) -> Sequence[Any] | None:
     return [*items[:at], *[slice(None)] * (len(sizes) - taken), *items[at + 1 :]]
 
 
-_RULES: Mapping[Callable[..., Any], Callable[..., View | None]] = {
+_RULES: Mapping[Callable[..., Any], Callable[..., ViewRule | None]] = {
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
     **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze), _squeezed),

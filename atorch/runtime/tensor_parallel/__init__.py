@@ -1,14 +1,14 @@
 """Tensor parallelism for any model: the layout is derived from the model itself, and tried before it is applied."""
 
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Kept, Rows
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout
 from atorch.runtime.tensor_parallel.split import apply_layout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.state import whole_state
 
 __all__ = [
     "BlockLayout",
-    "Group",
-    "Kept",
+    "SplitRegion",
+    "Unsplit",
     "ModelLayout",
     "Rows",
     "apply_layout",

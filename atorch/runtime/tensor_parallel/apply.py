@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from atorch.runtime.tensor_parallel.collectives import fork, reduce, share
 from atorch.runtime.tensor_parallel.derive.block_sandbox import map_arguments
 from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Rows
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion
 from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
 from atorch.runtime.tensor_parallel.random_numbers import RankStream
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Cut:
+class ShardingContext:
     """The cuts of one model so far: a parameter that several modules hold is cut once and stays tied."""
 
     def __init__(self, mesh: DeviceMesh, *, as_dtensors: bool = True) -> None:
@@ -55,7 +55,7 @@ class Cut:
         return spread
 
 
-def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
+def split_block(block: nn.Module, layout: BlockLayout, cut: ShardingContext) -> None:
     reads: dict[str, Read] = {}
     for group in layout.groups:
         for name, rows in group.rows.items():
@@ -69,7 +69,7 @@ def split_block(block: nn.Module, layout: BlockLayout, cut: Cut) -> None:
                 reads[name] = this_part
         reads.update({name: Forked(cut.group) for name in group.inside})
         if group.row_bias is not None:
-            reads[group.row_bias] = Share(cut.degree)
+            reads[group.row_bias] = DividedBias(cut.degree)
         _hook(block, group, cut)
     by_module: dict[nn.Module, dict[str, Read]] = {}
     for name, read in reads.items():
@@ -132,7 +132,7 @@ class RowsOfWhole:
 
 
 @dataclass(frozen=True)
-class Share:
+class DividedBias:
     """A parameter's share of what is summed over ranks and must be added once."""
 
     degree: int
@@ -141,7 +141,7 @@ class Share:
         return share(parameter, self.degree)
 
 
-def _hook(block: nn.Module, group: Group, cut: Cut) -> None:
+def _hook(block: nn.Module, group: SplitRegion, cut: ShardingContext) -> None:
     stream = RankStream(cut.rank) if group.draws else None
     row_module, _ = place_of(block, group.row)
     is_first = True

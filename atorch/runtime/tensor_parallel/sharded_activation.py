@@ -24,7 +24,7 @@ from typing_extensions import Self
 from atorch.distributed.collectives import meet
 
 
-class Layout(Protocol):
+class DimSharding(Protocol):
     """A rank's part of a whole along one dim."""
 
     @property
@@ -46,7 +46,7 @@ class Layout(Protocol):
         """The gradient of this rank's part, from the whole's."""
         ...
 
-    def of_gradients(self) -> Layout:
+    def of_gradients(self) -> DimSharding:
         """The layout of the whole's gradient, where parts are gradients of parts."""
         ...
 
@@ -65,7 +65,7 @@ class SplitTensor(Tensor):
     _origin: tuple[SplitTensor, Callable[[Tensor], Tensor]] | None
 
     @staticmethod
-    def __new__(cls, part: Tensor, layout: Layout, axis: int) -> Self:
+    def __new__(cls, part: Tensor, layout: DimSharding, axis: int) -> Self:
         """`part` without its history; the dim `axis` of it is the one that is split."""
         own, total = part.shape[axis], layout.length(part.shape[axis])
         sizes = [total if dim == axis else size for dim, size in enumerate(part.shape)]
@@ -180,7 +180,7 @@ class SplitTensor(Tensor):
             return not self.is_inference() and self._version > 0
 
 
-def from_part(kind: type[SplitTensor], part: Tensor, layout: Layout, axis: int) -> Any:
+def from_part(kind: type[SplitTensor], part: Tensor, layout: DimSharding, axis: int) -> Any:
     """The split tensor of which this rank has `part`, with its history."""
     split: SplitTensor = _FromPart.apply(part, kind, layout, axis)  # type: ignore[no-untyped-call]
     return split
@@ -205,7 +205,7 @@ def view_of(split: SplitTensor, result: Any, part: Tensor, take: Callable[[Tenso
 
 class _FromPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, kind: type[SplitTensor], layout: Layout, axis: int) -> SplitTensor:
+    def forward(ctx: Any, part: Tensor, kind: type[SplitTensor], layout: DimSharding, axis: int) -> SplitTensor:
         ctx.layout, ctx.axis = layout, axis
         return kind(part, layout, axis)
 

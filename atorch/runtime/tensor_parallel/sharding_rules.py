@@ -24,7 +24,7 @@ class Parted(NamedTuple):
     width: int
 
 
-class Call(NamedTuple):
+class ShardCall(NamedTuple):
     """Arguments for the part, after the part itself, and the dim's place in the result."""
 
     args: tuple[Any, ...]
@@ -33,9 +33,9 @@ class Call(NamedTuple):
 
 
 def apart(function: Callable[..., Any], parted: Parted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The `Call` of `function` on a part of its first argument; None where that is not known to give a part."""
+    """The `ShardCall` of `function` on a part of its first argument; None where that is not known to give a part."""
     if function in CASTS:
-        return Call(args, parted.axis, kwargs) if not any(map(_is_tensor, (*args, *kwargs.values()))) else None
+        return ShardCall(args, parted.axis, kwargs) if not any(map(_is_tensor, (*args, *kwargs.values()))) else None
     rule = _RULES.get(function)
     if rule is None or not has_parameters(rule, parted, *args, **kwargs):
         return None
@@ -55,58 +55,58 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _scaled(parted: Parted, other: Any) -> Call | None:
+def _scaled(parted: Parted, other: Any) -> ShardCall | None:
     """Scaling by a number, or a tensor that is one and learns nothing: its gradient would be of all parts."""
     is_number = isinstance(other, (int, float)) or (_is_tensor(other) and other.dim() == 0 and not other.requires_grad)
-    return Call((other,), parted.axis) if is_number else None
+    return ShardCall((other,), parted.axis) if is_number else None
 
 
-def _capped(parted: Parted) -> Call:
-    return Call((), parted.axis)
+def _capped(parted: Parted) -> ShardCall:
+    return ShardCall((), parted.axis)
 
 
-def _viewed(parted: Parted, *sizes: Any) -> Call | None:
+def _viewed(parted: Parted, *sizes: Any) -> ShardCall | None:
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
         sizes = tuple(sizes[0])
     if not sizes or not all(isinstance(size, int) for size in sizes) or parted.axis != len(parted.sizes) - 1:
         return None
     known = -math.prod(sizes) if -1 in sizes else 1
     last = sizes[-1] if sizes[-1] != -1 else math.prod(parted.sizes) // known if known > 0 else -1
-    return Call(((*sizes[:-1], parted.width),), len(sizes) - 1) if last == parted.sizes[-1] else None
+    return ShardCall(((*sizes[:-1], parted.width),), len(sizes) - 1) if last == parted.sizes[-1] else None
 
 
-def _flattened(parted: Parted, start_dim: int = 0, end_dim: int = -1) -> Call | None:
+def _flattened(parted: Parted, start_dim: int = 0, end_dim: int = -1) -> ShardCall | None:
     start, end = start_dim % len(parted.sizes), end_dim % len(parted.sizes)
     if start <= parted.axis <= end and start != end:
         return None
-    return Call((start_dim, end_dim), parted.axis - (end - start if parted.axis > end else 0))
+    return ShardCall((start_dim, end_dim), parted.axis - (end - start if parted.axis > end else 0))
 
 
-def _squeezed(parted: Parted, dim: int) -> Call | None:
+def _squeezed(parted: Parted, dim: int) -> ShardCall | None:
     dim %= len(parted.sizes)
     if dim == parted.axis:
         return None
     goes = parted.sizes[dim] == 1 and dim < parted.axis
-    return Call((dim,), parted.axis - goes)
+    return ShardCall((dim,), parted.axis - goes)
 
 
-def _unsqueezed(parted: Parted, dim: int) -> Call:
+def _unsqueezed(parted: Parted, dim: int) -> ShardCall:
     dim %= len(parted.sizes) + 1
-    return Call((dim,), parted.axis + (dim <= parted.axis))
+    return ShardCall((dim,), parted.axis + (dim <= parted.axis))
 
 
-def _transposed(parted: Parted, dim0: int, dim1: int) -> Call:
+def _transposed(parted: Parted, dim0: int, dim1: int) -> ShardCall:
     first, second = dim0 % len(parted.sizes), dim1 % len(parted.sizes)
-    return Call((dim0, dim1), {first: second, second: first}.get(parted.axis, parted.axis))
+    return ShardCall((dim0, dim1), {first: second, second: first}.get(parted.axis, parted.axis))
 
 
-def _permuted(parted: Parted, *dims: Any) -> Call:
+def _permuted(parted: Parted, *dims: Any) -> ShardCall:
     if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
         dims = tuple(dims[0])
-    return Call((dims,), [dim % len(parted.sizes) for dim in dims].index(parted.axis))
+    return ShardCall((dims,), [dim % len(parted.sizes) for dim in dims].index(parted.axis))
 
 
-def _indexed(parted: Parted, index: Any) -> Call | None:
+def _indexed(parted: Parted, index: Any) -> ShardCall | None:
     """The last dim, where nothing but `:` is said of it, stays the last."""
     index = list(index) if isinstance(index, tuple) else [index]
     if not all(map(_is_index, index)) or parted.axis != len(parted.sizes) - 1:
@@ -117,7 +117,7 @@ def _indexed(parted: Parted, index: Any) -> Call | None:
         if not isinstance(last, slice) or last.indices(parted.sizes[-1]) != (0, parted.sizes[-1], 1):
             return None
         index[-1] = slice(None)
-    return Call((tuple(index),), _num_dims(parted, index, taken) - 1)
+    return ShardCall((tuple(index),), _num_dims(parted, index, taken) - 1)
 
 
 def _is_index(each: Any) -> bool:
@@ -159,7 +159,7 @@ CASTS: frozenset[Callable[..., Any]] = frozenset(
     )
 )
 
-_RULES: Mapping[Callable[..., Any], Callable[..., Call | None]] = {
+_RULES: Mapping[Callable[..., Any], Callable[..., ShardCall | None]] = {
     **dict.fromkeys((Tensor.mul, torch.mul, Tensor.div, torch.div, Tensor.true_divide), _scaled),
     **dict.fromkeys((Tensor.tanh, torch.tanh), _capped),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _viewed),

@@ -21,17 +21,17 @@ from atorch.distributed.fingerprints import described_call
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.alias_guard import Originals
-from atorch.runtime.tensor_parallel.apply import Cut, split_block
+from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
 from atorch.runtime.tensor_parallel.derive.attention_heads import with_attributes
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, apart, fresh
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart, fresh
 from atorch.runtime.tensor_parallel.derive.derive import derive
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product, SeeProducts
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.multihead_attention import make_splittable
-from atorch.runtime.tensor_parallel.derive.reference_forward import Run, Watched
+from atorch.runtime.tensor_parallel.derive.reference_forward import EvaluateModel, Watched
 from atorch.runtime.tensor_parallel.derive.split_validation import why_refused
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Kept
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout.layout_selection import settled
-from atorch.runtime.tensor_parallel.layout.manual_layout import Plan, check_names, chosen
+from atorch.runtime.tensor_parallel.layout.manual_layout import ManualLayout, check_names, chosen
 from atorch.runtime.tensor_parallel.layout.model_layout import Alike, ModelLayout, full_name, shapes_of, why_not_of
 from atorch.runtime.tensor_parallel.layout.parameter_filter import (
     groups_among,
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 def tensor_parallel(
     model: nn.Module,
-    run: Run,
+    run: EvaluateModel,
     mesh: DeviceMesh,
-    plan: Plan | None = None,
+    plan: ManualLayout | None = None,
     *,
     among: Collection[str] | None = None,
     parameter_bytes: float | None = None,
@@ -115,7 +115,12 @@ def tensor_parallel(
 
 
 def derive_layout(
-    model: nn.Module, run: Run, degree: int, plan: Plan | None = None, *, parameter_bytes: float | None = None
+    model: nn.Module,
+    run: EvaluateModel,
+    degree: int,
+    plan: ManualLayout | None = None,
+    *,
+    parameter_bytes: float | None = None,
 ) -> ModelLayout:
     """The layout of `model` over `degree` ranks that need not be there. The model computes as before.
 
@@ -151,7 +156,7 @@ def apply_layout(
     if reason is not None:
         raise ArgumentError(f"the layout does not fit {type(model).__name__}: {reason}; derive it from this model")
     make_splittable(model)
-    cut = Cut(mesh, as_dtensors=as_dtensors)
+    cut = ShardingContext(mesh, as_dtensors=as_dtensors)
     for path, block in layout.blocks.items():
         split_block(model.get_submodule(path), block, cut)
     split_vocabulary(model, layout.vocabulary, cut, loss_parallel=loss_parallel)
@@ -164,7 +169,7 @@ def _derive(
     model: nn.Module,
     watched: Watched,
     ranks: Ranks,
-    plan: Plan | None,
+    plan: ManualLayout | None,
     parameter_bytes: float | None,
     only: Set[str] | None = None,
 ) -> ModelLayout:
@@ -181,7 +186,7 @@ def _derive(
     inside = {*vocabulary.lookups, *vocabulary.logits, *(each.name for each in vocabulary.kept)}
     outside = dict.fromkeys(product.weight for product in watched.products if product.weight not in inside)
     reason = "the plan does not name it" if plan is not None else "it is outside of the repeated blocks"
-    kept = tuple(Kept(name, reason) for name in outside)
+    kept = tuple(Unsplit(name, reason) for name in outside)
     known: dict[tuple[str, frozenset[str]], BlockLayout] = {}
     while True:
         layouts = _without_torn_ties(model, layouts)
@@ -196,7 +201,9 @@ def _derive(
             layouts.update({path: _without_failed(layouts[path], trial) for path in kind.paths})
 
 
-def _candidates(watched: Watched, degree: int, plan: Plan | None, only: Set[str] | None) -> dict[str, BlockLayout]:
+def _candidates(
+    watched: Watched, degree: int, plan: ManualLayout | None, only: Set[str] | None
+) -> dict[str, BlockLayout]:
     """Possible splits of each block: groups that may share parameters."""
     layouts: dict[str, BlockLayout] = {}
     for paths in watched.kinds:
@@ -204,7 +211,7 @@ def _candidates(watched: Watched, degree: int, plan: Plan | None, only: Set[str]
         layouts.update(dict.fromkeys(paths, BlockLayout(())))
         if not asked:
             continue
-        layout = BlockLayout((), (Kept("", "the batch did not reach it"),))
+        layout = BlockLayout((), (Unsplit("", "the batch did not reach it"),))
         if paths[0] in watched.calls:
             first, is_named = paths[0], plan is not None or only is not None
             with preserved_rng():
@@ -226,7 +233,7 @@ def _alike(paths: list[str], layouts: Mapping[str, BlockLayout], blocks: Mapping
 
 
 def _derive_block(
-    block: nn.Module, path: str, call: Call, degree: int, plan: Plan | None, is_named: bool
+    block: nn.Module, path: str, call: ForwardCall, degree: int, plan: ManualLayout | None, is_named: bool
 ) -> BlockLayout:
     layout = derive(apart(block), call, degree)
     if plan is not None:
@@ -258,7 +265,7 @@ def _trial(
     return known[key] if groups else BlockLayout(())
 
 
-def _with_groups(kind: Alike, groups: tuple[Group, ...]) -> Alike:
+def _with_groups(kind: Alike, groups: tuple[SplitRegion, ...]) -> Alike:
     return replace(kind, layout=replace(kind.layout, groups=groups))
 
 
@@ -268,17 +275,17 @@ def _without_failed(layout: BlockLayout, trial: BlockLayout) -> BlockLayout:
     return BlockLayout(groups, (*layout.kept, *trial.kept))
 
 
-def _accepted(twin: nn.Module, layout: BlockLayout, call: Call, mesh: DeviceMesh) -> BlockLayout:
+def _accepted(twin: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: DeviceMesh) -> BlockLayout:
     """The layout, or what of it computes the same as the whole block on all ranks."""
-    if not layout.groups or why_refused(twin, layout, call, Cut(mesh)) is None:
+    if not layout.groups or why_refused(twin, layout, call, ShardingContext(mesh)) is None:
         return layout
     groups, kept = [], list(layout.kept)
     for group in layout.groups:
-        reason = why_refused(twin, replace(layout, groups=(group,)), call, Cut(mesh))
+        reason = why_refused(twin, replace(layout, groups=(group,)), call, ShardingContext(mesh))
         if reason is None:
             groups.append(group)
         else:
-            kept.append(Kept(group.row, reason))
+            kept.append(Unsplit(group.row, reason))
     return BlockLayout(tuple(groups), tuple(kept))
 
 
@@ -300,7 +307,7 @@ def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> 
         for group in layout.groups:
             ties = {other for name in group.parameters for other in holders[id(block.get_parameter(name))]} - split
             if ties:
-                kept.append(Kept(group.row, f"it is tied to {', '.join(sorted(ties))}, which is not split"))
+                kept.append(Unsplit(group.row, f"it is tied to {', '.join(sorted(ties))}, which is not split"))
             else:
                 groups.append(group)
         result[path] = BlockLayout(tuple(groups), tuple(kept))
@@ -308,14 +315,14 @@ def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> 
 
 
 @torch.no_grad()
-def with_draws(block: nn.Module, layout: BlockLayout, call: Call) -> BlockLayout:
+def with_draws(block: nn.Module, layout: BlockLayout, call: ForwardCall) -> BlockLayout:
     """The layout with `draws` set for each group between whose fork and sum training draws random numbers, or may.
 
     A call need not reach all groups: an expert may have no token.
     """
     states: dict[str, Tensor] = {}
 
-    def note(product: Product, compute: Callable[[], Tensor]) -> Tensor:
+    def note(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         result = compute()
         states.setdefault(product.weight, random_state(result.device))
         return result

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atorch.runtime.gradients.no_double_backward import first_order
 from atorch.runtime.tensor_parallel.collectives import fork, reduce
-from atorch.runtime.tensor_parallel.vocabulary_shards import Columns
+from atorch.runtime.tensor_parallel.vocabulary_shards import VocabularyShards
 
 
 class _Rows(torch.autograd.Function):
@@ -26,7 +26,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Tensor, columns: Columns, target: Tensor | None, sums: bool, weight: Tensor | None
+        ctx: Any, part: Tensor, columns: VocabularyShards, target: Tensor | None, sums: bool, weight: Tensor | None
     ) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(part.dtype, torch.float32)
         top = part.amax(-1, keepdim=True).to(dtype)
@@ -60,7 +60,11 @@ class _Rows(torch.autograd.Function):
 
 
 def _rows(
-    part: Tensor, columns: Columns, target: Tensor | None = None, sums: bool = False, weight: Tensor | None = None
+    part: Tensor,
+    columns: VocabularyShards,
+    target: Tensor | None = None,
+    sums: bool = False,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     rows: tuple[Tensor, ...] = _Rows.apply(part, columns, target, sums, weight)  # type: ignore[no-untyped-call]
     return rows
@@ -68,7 +72,7 @@ def _rows(
 
 def cross_entropy(
     part: Tensor,
-    columns: Columns,
+    columns: VocabularyShards,
     axis: int,
     target: Tensor,
     weight: Tensor | None = None,
@@ -96,7 +100,7 @@ def cross_entropy(
 
 def nll_loss(
     part: Tensor,
-    columns: Columns,
+    columns: VocabularyShards,
     axis: int,
     target: Tensor,
     weight: Tensor | None = None,
@@ -115,7 +119,9 @@ def nll_loss(
     return reduced(-picked * shares, kept, shares, reduction, _loss_dtype(part))
 
 
-def logsumexp(part: Tensor, columns: Columns, axis: int, dim: int | tuple[int, ...], keepdim: bool = False) -> Any:
+def logsumexp(
+    part: Tensor, columns: VocabularyShards, axis: int, dim: int | tuple[int, ...], keepdim: bool = False
+) -> Any:
     """`torch.logsumexp` over the vocabulary."""
     if not isinstance(dim, int) or dim % part.dim() != axis:
         return NotImplemented
@@ -125,7 +131,7 @@ def logsumexp(part: Tensor, columns: Columns, axis: int, dim: int | tuple[int, .
 
 def log_softmax(
     part: Tensor,
-    columns: Columns,
+    columns: VocabularyShards,
     axis: int,
     dim: int | None,
     dtype: torch.dtype | None = None,
@@ -139,7 +145,7 @@ def log_softmax(
     return (part - fork(total, columns.group).unsqueeze(axis)).to(_loss_dtype(part))
 
 
-def gather(part: Tensor, columns: Columns, axis: int, dim: int, index: Tensor) -> Any:
+def gather(part: Tensor, columns: VocabularyShards, axis: int, dim: int, index: Tensor) -> Any:
     """`torch.gather` along the vocabulary."""
     if dim % part.dim() != axis:
         return NotImplemented

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 
 from atorch.model.method_override import override
 from atorch.runtime.tensor_parallel import split_loss
-from atorch.runtime.tensor_parallel.apply import Cut, ForkArguments, RowsOfWhole, SharedHook, Sum, this_part
+from atorch.runtime.tensor_parallel.apply import ForkArguments, RowsOfWhole, ShardingContext, SharedHook, Sum, this_part
 from atorch.runtime.tensor_parallel.collectives import gather
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product
-from atorch.runtime.tensor_parallel.layout.layout import Kept, Rows
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse
+from atorch.runtime.tensor_parallel.layout.layout import Rows, Unsplit
 from atorch.runtime.tensor_parallel.local_views import present
 from atorch.runtime.tensor_parallel.sharded_activation import MAKE_OTHERS, SplitTensor, from_part, to_part, view_of
 from atorch.runtime.tensor_parallel.sharding_rules import Parted, apart, has_parameters
-from atorch.runtime.tensor_parallel.vocabulary_shards import Columns
+from atorch.runtime.tensor_parallel.vocabulary_shards import VocabularyShards
 
 
 class SplitLogits(SplitTensor):
@@ -57,7 +57,7 @@ class SplitLogits(SplitTensor):
         return view_of(split, again, part, lambda whole: func(whole, *args, **kwargs))
 
 
-def split_logits(part: Tensor, columns: Columns) -> Tensor:
+def split_logits(part: Tensor, columns: VocabularyShards) -> Tensor:
     """The logits of which `part` has this rank's columns along its last dim."""
     logits: Tensor = from_part(SplitLogits, part.contiguous(), columns, part.dim() - 1)
     return logits
@@ -91,7 +91,7 @@ class Vocabulary:
     logits: Mapping[str, Rows]
     biases: Mapping[str, Rows]
     """Those of the logits, which every rank keeps whole."""
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[Unsplit, ...] = ()
 
     def without(self, left: Set[str], biases: Set[str | None]) -> Vocabulary:
         """The vocabulary without the tables `left`, and these biases of their logits."""
@@ -103,7 +103,9 @@ class Vocabulary:
         )
 
 
-def derive_vocabulary(model: nn.Module, tables: Iterable[str], products: Iterable[Product], degree: int) -> Vocabulary:
+def derive_vocabulary(
+    model: nn.Module, tables: Iterable[str], products: Iterable[MatmulUse], degree: int
+) -> Vocabulary:
     """The split of those `tables` (parameters that are looked up) that have a row for each column of a product.
 
     Both are what was seen outside the repeated blocks.
@@ -117,7 +119,7 @@ def derive_vocabulary(model: nn.Module, tables: Iterable[str], products: Iterabl
     lookups: dict[str, Rows] = {}
     logits: dict[str, Rows] = {}
     biases: dict[str, Rows] = {}
-    kept: list[Kept] = []
+    kept: list[Unsplit] = []
     for name in sorted(found):
         dim = outputs[name].out_dim if name in outputs else 0
         rows = Rows.even(dim, parameters[name].shape[dim], degree)
@@ -132,7 +134,7 @@ def derive_vocabulary(model: nn.Module, tables: Iterable[str], products: Iterabl
         if (name in outputs) == all(isinstance(module, nn.Embedding) for module in modules):
             reason = "it is used outside of the modules that hold it"
         if reason is not None:
-            kept.append(Kept(name, reason))
+            kept.append(Unsplit(name, reason))
             continue
         for held_as, module in holders:
             (lookups if isinstance(module, nn.Embedding) else logits)[held_as] = rows
@@ -152,7 +154,9 @@ def why_whole(holders: Sequence[nn.Module], rows: Rows) -> str | None:
     return None
 
 
-def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut, *, loss_parallel: bool = True) -> None:
+def split_vocabulary(
+    model: nn.Module, vocabulary: Vocabulary, cut: ShardingContext, *, loss_parallel: bool = True
+) -> None:
     """Split the tables in place. Without `loss_parallel` logits are gathered where they are made."""
     for name, rows in vocabulary.lookups.items():
         module = _cut_table(model, name, rows, cut)
@@ -174,7 +178,7 @@ def split_vocabulary(model: nn.Module, vocabulary: Vocabulary, cut: Cut, *, loss
                 present(holder, own, cut.inside)
 
 
-def _cut_table(model: nn.Module, name: str, rows: Rows, cut: Cut) -> Any:
+def _cut_table(model: nn.Module, name: str, rows: Rows, cut: ShardingContext) -> Any:
     """Cut one table; the module that holds it."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
@@ -199,9 +203,9 @@ def _look_up(theirs: Callable[..., Tensor], start: int, count: int, total: Sum) 
 class _Logits(SharedHook):
     """After this rank's logits: those of all ranks, gathered once somebody needs them together."""
 
-    def __init__(self, rows: Rows, cut: Cut, loss_parallel: bool) -> None:
+    def __init__(self, rows: Rows, cut: ShardingContext, loss_parallel: bool) -> None:
         counts = tuple(rows.count(rank) for rank in range(cut.degree))
-        self._columns, self._loss_parallel = Columns(counts, cut.rank, cut.group), loss_parallel
+        self._columns, self._loss_parallel = VocabularyShards(counts, cut.rank, cut.group), loss_parallel
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if self._loss_parallel and not torch.compiler.is_compiling():  # compilers take no such tensors

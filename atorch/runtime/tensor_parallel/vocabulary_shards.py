@@ -13,14 +13,14 @@ from atorch.runtime.tensor_parallel.collectives import join
 
 
 @dataclass(frozen=True)
-class Columns:
+class VocabularyShards:
     """Rank r has `counts[r]` of them, behind those of the ranks before; this process is `rank`."""
 
     counts: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Columns:
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyShards:
         return self  # process groups cannot be copied
 
     @property
@@ -41,7 +41,7 @@ class Columns:
     def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
         return self.take(grad, dim)
 
-    def of_gradients(self) -> Columns:
+    def of_gradients(self) -> VocabularyShards:
         """Gradients lie as what they are of."""
         return self
 

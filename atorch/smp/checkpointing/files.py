@@ -16,7 +16,7 @@ import torch
 
 from atorch.errors import ArgumentError, CheckpointError, check_bools, shown
 from atorch.files.weights import read_weights
-from atorch.smp.checkpointing.partial_files import ADVICE, Parts, write_file
+from atorch.smp.checkpointing.partial_files import ADVICE, PartialFiles, write_file
 from atorch.smp.ranks import rdp_rank
 from atorch.smp.session import session
 
@@ -58,7 +58,7 @@ def save(
     if partial:
         current = session()
         current.saves[f] += 1  # equally often on all processes, so that they give the save one name without an exchange
-        Parts(f"{f}_").write(obj, f"{current.name} {current.saves[f]}")
+        PartialFiles(f"{f}_").write(obj, f"{current.name} {current.saves[f]}")
     else:
         write_file(obj, f)
 
@@ -97,7 +97,7 @@ def load(
             f"smp.load was given {', '.join(sorted(pickle_load_args))}; files are read as weights alone, where such an "
             "argument of unpickling means nothing: leave it out"
         )
-    parts = Parts(f"{f}_")
+    parts = PartialFiles(f"{f}_")
     if partial:
         if Path(f).exists() and not parts.numbers():
             raise CheckpointError(

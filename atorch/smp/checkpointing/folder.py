@@ -34,7 +34,7 @@ from atorch.files.strict_json import Format, read_json
 from atorch.files.weights import CHECKPOINT, read_weights
 from atorch.logs import logger
 from atorch.smp.checkpointing.atomic_save import Staged, entry_of, place, remove, settle, whole_saves
-from atorch.smp.checkpointing.partial_files import ADVICE, Parts, write_file
+from atorch.smp.checkpointing.partial_files import ADVICE, PartialFiles, write_file
 from atorch.smp.ranks import local_rank, rank, rdp_rank
 from atorch.smp.session import session
 
@@ -169,7 +169,7 @@ def resume_from_checkpoint(
             raise CheckpointError(
                 f"there is no partial checkpoint {shown(str(_part_folder(folder, chosen)))}; {_there(folder)}"
             )
-        state, save = Parts(f"{inner}/model_", ".pt").read("cpu")
+        state, save = PartialFiles(f"{inner}/model_", ".pt").read("cpu")
         held = _optimizer_state(inner, optimizer, load_optimizer, save)
         return state, held, _content(inner / "user_content.pt"), save
 
@@ -199,7 +199,7 @@ def _check_save(path: Any, tag: Any, partial: bool, model: Any, optimizer: Any, 
 
 
 def _optimizer_state(folder: Path, optimizer: Any, is_wanted: bool, save: str | None) -> Any:
-    parts = Parts(f"{folder}/optimizer_", ".pt")
+    parts = PartialFiles(f"{folder}/optimizer_", ".pt")
     if not is_wanted or (optimizer is None and not parts.numbers()):
         return None
     if optimizer is None:
@@ -252,8 +252,8 @@ def _write_parts(own: Staged, tag: str, model: Any, optimizer: Any, user_content
         if owner is not None:
             state = owner.local_state_dict()  # also where replicas give one another what they share
             if rdp_rank() == 0:
-                known_as = Parts(f"{target}/{name}_", ".pt")
-                Parts(f"{folder}/{name}_", ".pt").write(state, own.save, known_as)
+                known_as = PartialFiles(f"{target}/{name}_", ".pt")
+                PartialFiles(f"{folder}/{name}_", ".pt").write(state, own.save, known_as)
 
 
 def _write_whole(own: Staged, tag: str, model: Any, user_content: Any) -> None:

@@ -41,7 +41,7 @@ ADVICE = (
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartialFiles:
     """The files of a partial checkpoint: their path up to the process's `mp_rank`, and after it."""
 
     start: str
@@ -51,7 +51,7 @@ class Parts:
         """The file of the process whose `mp_rank` is `number`."""
         return f"{self.start}{number}{self.end}"
 
-    def write(self, obj: Any, save: str, known_as: Parts | None = None) -> None:
+    def write(self, obj: Any, save: str, known_as: PartialFiles | None = None) -> None:
         """Write this process's file.
 
         Args:

@@ -20,7 +20,7 @@ PARTIAL = "_smp_is_partial"
 CUTS = "_smp_cuts"
 MARKS = frozenset({PARTIAL, CUTS})
 
-State = Mapping[str, Any]
+PartialState = Mapping[str, Any]
 
 
 def merged(parts: Sequence[Any], place: str = "the checkpoint") -> Any:
@@ -60,7 +60,7 @@ def _the_same(values: Sequence[Any], place: str) -> Any:
     return values[0]
 
 
-def _whole_model(parts: Sequence[State], place: str) -> dict[str, Any]:
+def _whole_model(parts: Sequence[PartialState], place: str) -> dict[str, Any]:
     own = [({name: part[name] for name in part if name not in MARKS}, part.get(CUTS, {})) for part in parts]
     names = dict.fromkeys(name for state, _ in own for name in state)
     return {
@@ -69,7 +69,7 @@ def _whole_model(parts: Sequence[State], place: str) -> dict[str, Any]:
     }
 
 
-def _whole_optimizer(parts: Sequence[State], place: str) -> dict[str, Any]:
+def _whole_optimizer(parts: Sequence[PartialState], place: str) -> dict[str, Any]:
     names = dict.fromkeys(name for part in parts for name in part["state"])
     state = {}
     for name in names:

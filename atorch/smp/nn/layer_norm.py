@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from atorch.logs import say_once
 
-Shape = int | list[int] | torch.Size
+NormShape = int | list[int] | torch.Size
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -26,7 +26,7 @@ class FusedLayerNorm(nn.LayerNorm):
         elementwise_affine: multiply by `weight` and add `bias`, each of that shape.
     """
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
+    def __init__(self, normalized_shape: NormShape, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
         self._has_apex = _apex() is not None  # looked for once: a package that is missing is looked for everywhere
         if not self._has_apex and torch.cuda.is_available():

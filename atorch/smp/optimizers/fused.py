@@ -30,7 +30,7 @@ class Kernels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TensorBucket:
     """Parameters with gradients, of one device and dtype, and what this process has of them as plain tensors."""
 
     whose: list[Tensor]
@@ -109,13 +109,13 @@ class Fused(Optimizer):
     def _begin(self) -> None:
         """Prepare what a step needs of all groups together."""
 
-    def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
         raise NotImplementedError
 
-    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: Bucket) -> None:
+    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: TensorBucket) -> None:
         raise NotImplementedError
 
-    def _buckets(self, group: dict[str, Any]) -> Iterator[Bucket]:
+    def _buckets(self, group: dict[str, Any]) -> Iterator[TensorBucket]:
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for each in group["params"]:
             if each.grad is not None:
@@ -123,9 +123,9 @@ class Fused(Optimizer):
         for whose in kinds.values():
             for each in whose:
                 self.state[each].setdefault("exp_avg", torch.zeros_like(each))
-            yield Bucket(whose, list(map(_local, whose)), list(map(local_grad, whose)))
+            yield TensorBucket(whose, list(map(_local, whose)), list(map(local_grad, whose)))
 
-    def _kernels_for(self, bucket: Bucket) -> Kernels | None:
+    def _kernels_for(self, bucket: TensorBucket) -> Kernels | None:
         """apex's, where they can step these parameters; else it is said why not."""
         name = type(self).__name__
         device, dtype = bucket.kind

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from atorch.errors import ArgumentError, shown
-from atorch.smp.optimizers.fused import Betas, Bucket, Fused, Kernels, corrections, new_share, settings, wide, write
+from atorch.smp.optimizers.fused import (
+    Betas,
+    Fused,
+    Kernels,
+    TensorBucket,
+    corrections,
+    new_share,
+    settings,
+    wide,
+    write,
+)
 
 
 class FusedLamb(Fused):
@@ -78,7 +88,7 @@ class FusedLamb(Fused):
     def _begin(self) -> None:
         self._norm = self.spread.norm_of_grads(each for group in self.param_groups for each in group["params"])
 
-    def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         correction1, correction2 = corrections(group)
         parameters, means, squares = (
@@ -110,12 +120,12 @@ class FusedLamb(Fused):
         write(bucket.state(self, "exp_avg"), means)
         write(self._squares(bucket), squares)
 
-    def _squares(self, bucket: Bucket) -> list[Tensor]:
+    def _squares(self, bucket: TensorBucket) -> list[Tensor]:
         for each in bucket.whose:
             self.state[each].setdefault("exp_avg_sq", torch.zeros_like(each))
         return bucket.state(self, "exp_avg_sq")
 
-    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: Bucket) -> None:
+    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: TensorBucket) -> None:
         device = bucket.parameters[0].device
         kernels.apply(
             kernels.lamb,

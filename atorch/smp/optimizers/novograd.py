@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atorch.smp.optimizers.fused import Betas, Bucket, Fused, Kernels, corrections, new_share, settings, wide, write
+from atorch.smp.optimizers.fused import (
+    Betas,
+    Fused,
+    Kernels,
+    TensorBucket,
+    corrections,
+    new_share,
+    settings,
+    wide,
+    write,
+)
 
 
 class FusedNovoGrad(Fused):
@@ -83,7 +93,7 @@ class FusedNovoGrad(Fused):
                 norm = next(kinds[not is_half]) if kinds else held[number]["exp_avg_sq"]
                 self.state[parameter]["exp_avg_sq"] = norm.to(parameter.device, torch.float32, copy=True)
 
-    def _norms(self, group: dict[str, Any], bucket: Bucket, gradients: list[Tensor]) -> Tensor:
+    def _norms(self, group: dict[str, Any], bucket: TensorBucket, gradients: list[Tensor]) -> Tensor:
         """v of before; of parameters that have none, the one that they start from."""
         lacking = [place for place, each in enumerate(bucket.whose) if "exp_avg_sq" not in self.state[each]]
         if lacking:
@@ -93,10 +103,10 @@ class FusedNovoGrad(Fused):
                 self.state[each]["exp_avg_sq"] = norm.clone()
         return torch.stack([self.state[each]["exp_avg_sq"] for each in bucket.whose])
 
-    def _keep(self, bucket: Bucket, norms: Tensor) -> None:
+    def _keep(self, bucket: TensorBucket, norms: Tensor) -> None:
         torch._foreach_copy_([self.state[each]["exp_avg_sq"] for each in bucket.whose], list(norms.unbind()))
 
-    def _step(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         correction1, correction2 = corrections(group)
         parameters, means = wide(bucket.parameters), wide(bucket.state(self, "exp_avg"))
@@ -123,7 +133,7 @@ class FusedNovoGrad(Fused):
         write(bucket.parameters, parameters)
         write(bucket.state(self, "exp_avg"), means)
 
-    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: Bucket) -> None:
+    def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: TensorBucket) -> None:
         norms = self._norms(group, bucket, bucket.gradients)
         kernels.apply(
             kernels.novograd,

@@ -9,7 +9,7 @@ from torch import nn
 from atorch.errors import ArgumentError, check_bools
 from atorch.smp.activation_checkpointing import (
     OPTIONS,
-    Options,
+    CheckpointOptions,
     check_module,
     checkpoint_forward,
     is_sequential,
@@ -31,7 +31,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, *
     """
     check_module("checkpoint", module)
     check_bools("checkpoint", preserve_rng_state=preserve_rng_state)
-    return run_module(module, module, Options(preserve_rng_state), args, kwargs)
+    return run_module(module, module, CheckpointOptions(preserve_rng_state), args, kwargs)
 
 
 def checkpoint_sequential(
@@ -57,7 +57,7 @@ def checkpoint_sequential(
             "checkpoint(module, …) for one module"
         )
     check_bools("checkpoint_sequential", preserve_rng_state=preserve_rng_state, pack_args_as_tuple=pack_args_as_tuple)
-    options = Options(preserve_rng_state, size_of(strategy))
+    options = CheckpointOptions(preserve_rng_state, size_of(strategy))
     # By its call, which its hooks and the stages of a pipeline look at.
     checkpoint_forward(sequential_module)
     held = vars(sequential_module)

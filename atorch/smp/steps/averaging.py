@@ -24,7 +24,7 @@ CommHook = Callable[[Any, Any], Any]
 """As DistributedDataParallel takes it: (state, bucket) → a future of the bucket's reduced tensor."""
 
 
-class Bucket:
+class GradientBucket:
     """Gradients that are reduced at once, side by side; a communication hook is given one, as torch's GradBucket."""
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
@@ -155,7 +155,7 @@ class Averaging:
             self._launch(self._buckets[self._next])
             self._next += 1
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
         bucket.fill()
         if self.comm_hook is not None:
             state, hook = self.comm_hook
@@ -201,7 +201,7 @@ class PartReduction:
         return True
 
 
-def _buckets(parameters: Sequence[nn.Parameter], most_bytes: float) -> list[Bucket]:
+def _buckets(parameters: Sequence[nn.Parameter], most_bytes: float) -> list[GradientBucket]:
     filled: list[list[nn.Parameter]] = []
     size = 0.0
     for each in parameters:
@@ -212,4 +212,4 @@ def _buckets(parameters: Sequence[nn.Parameter], most_bytes: float) -> list[Buck
             size = 0.0
         filled[-1].append(each)
         size += num_bytes
-    return [Bucket(index, each, index == len(filled) - 1) for index, each in enumerate(filled)]
+    return [GradientBucket(index, each, index == len(filled) - 1) for index, each in enumerate(filled)]

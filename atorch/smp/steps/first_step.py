@@ -29,7 +29,7 @@ from atorch.runtime.pipeline.capture.stage_dataflow import Route
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import cut, holders
-from atorch.runtime.pipeline.stage_placement import Placed, by_torch
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, by_torch
 from atorch.smp.checkpointing.whole_states import blank_copy
 from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
@@ -47,7 +47,7 @@ from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging, PartReduction
 from atorch.smp.steps.micro_batch_run import Body
 from atorch.smp.steps.runner import Faults, Runner
-from atorch.smp.steps.slicing import Arguments
+from atorch.smp.steps.slicing import StepArguments
 from atorch.smp.tensor.split import TensorSplit, split_marked
 from atorch.smp.training.precision import half_of, halve, widen_output
 from atorch.smp.training.sharding import check_degrees, sharded
@@ -55,7 +55,7 @@ from atorch.smp.training.sharding import check_degrees, sharded
 Function = Callable[..., Any]
 
 
-def partition(owner: Session, model: DistributedModel, function: Function, sample: Arguments) -> Runner:
+def partition(owner: Session, model: DistributedModel, function: Function, sample: StepArguments) -> Runner:
     """Partition the model by a micro-batch of the step that is to run first. All processes do so together.
 
     Raises:
@@ -75,7 +75,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     values = together(lambda: delayed_values(whole))
     blank = together(lambda: blank_copy(whole))
     faults = Faults()
-    placed = Placed(division.places, config.active_microbatches, config.pipeline == "simple")
+    placed = PlacedSchedule(division.places, config.active_microbatches, config.pipeline == "simple")
     if len(division.places) == 1:
         parts: tuple[nn.Module, ...] = (whole,)
     else:
@@ -117,7 +117,7 @@ def _described(owner: Session, model: DistributedModel) -> Mapping[str, Facts]:
     return facts | ({} if owner.optimizer is None else {"optimizer": described_optimizer(owner.optimizer)})
 
 
-def _tensor_split(owner: Session, model: DistributedModel, function: Function, sample: Arguments) -> TensorSplit:
+def _tensor_split(owner: Session, model: DistributedModel, function: Function, sample: StepArguments) -> TensorSplit:
     if owner.mesh.size("tensor") == 1:
         return TensorSplit()
     call = together(lambda: _call(model, function, sample))
@@ -135,7 +135,7 @@ def _averaging(owner: Session, model: DistributedModel, parts: tuple[nn.Module, 
 
 
 def _divided(
-    owner: Session, model: DistributedModel, function: Function, sample: Arguments
+    owner: Session, model: DistributedModel, function: Function, sample: StepArguments
 ) -> tuple[Mapping[str, nn.Module], Route, Division]:
     config, whole = owner.config, model.module
     count = config.pipeline_parallel_degree
@@ -171,8 +171,8 @@ def _told(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Divisio
 
 
 def _watched(
-    model: DistributedModel, units: Mapping[str, nn.Module], function: Function, sample: Arguments
-) -> tuple[Arguments, Route]:
+    model: DistributedModel, units: Mapping[str, nn.Module], function: Function, sample: StepArguments
+) -> tuple[StepArguments, Route]:
     """The call of the model by the function; what the model's modules hand to one another, and the function reads.
 
     The model runs on fake tensors, where it can, and the function for real, on zeros for the model's output: what it
@@ -181,7 +181,7 @@ def _watched(
     whole, call = model.module, _call(model, function, sample)
     outputs = _Outputs()
 
-    def run(module: nn.Module, call: Arguments) -> Any:
+    def run(module: nn.Module, call: StepArguments) -> Any:
         outputs.append(module(*call[0], **call[1]))
         return outputs[-1]
 
@@ -198,7 +198,7 @@ def _watched(
     return call, replace(route, read_by_loss=frozenset(reads.found) - route.output_needs)
 
 
-def _call(model: DistributedModel, function: Function, sample: Arguments) -> Arguments:
+def _call(model: DistributedModel, function: Function, sample: StepArguments) -> StepArguments:
     """Arguments of the function's call of the model."""
     body = Body(function, _beside(model.module, sample), 0, None, {})
     _look(model, body)
@@ -207,12 +207,12 @@ def _call(model: DistributedModel, function: Function, sample: Arguments) -> Arg
     return body.call
 
 
-def _beside(whole: nn.Module, sample: Arguments) -> Arguments:
+def _beside(whole: nn.Module, sample: StepArguments) -> StepArguments:
     """A micro-batch where the whole model lies; on the host where parameters are delayed, as they are watched there."""
     device = next(whole.parameters()).device
     if device.type == "meta":
         device = torch.device("cpu")
-    moved: Arguments = map_tensors(lambda leaf: leaf.to(device), sample)
+    moved: StepArguments = map_tensors(lambda leaf: leaf.to(device), sample)
     return moved
 
 

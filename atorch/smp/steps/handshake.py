@@ -13,11 +13,11 @@ from atorch.distributed.fingerprints import Fact, both_ways
 from atorch.model.pytree import leaves_of, map_tensors, tensors_in
 from atorch.runtime.pipeline.capture.shapes import sizes_of
 from atorch.smp.session import Session
-from atorch.smp.steps.slicing import Arguments
+from atorch.smp.steps.slicing import StepArguments
 
 
 class Start(NamedTuple):
-    pieces: Sequence[Arguments]
+    pieces: Sequence[StepArguments]
     told: Hashable
     """Of its kind."""
     is_alike: bool
@@ -27,7 +27,7 @@ class Start(NamedTuple):
 NOBODY = -(2**62)  # what a process without a batch says of its step
 
 
-def starts_together(owner: Session, cut: Callable[[], Sequence[Arguments]], name: str, training: bool) -> Start:
+def starts_together(owner: Session, cut: Callable[[], Sequence[StepArguments]], name: str, training: bool) -> Start:
     """The step that all processes begin: the exchange of its beginning.
 
     Args:
@@ -65,10 +65,10 @@ def with_the_firsts_batch(owner: Session, start: Start) -> Start:
     return start._replace(pieces=pieces, is_alike=True)
 
 
-def _filled(arguments: Arguments, values: Sequence[Tensor], device: torch.device) -> Arguments:
+def _filled(arguments: StepArguments, values: Sequence[Tensor], device: torch.device) -> StepArguments:
     """Arguments with these tensors in the place of theirs."""
     left = iter(values)
-    made: Arguments = map_tensors(lambda leaf: next(left).to(device), arguments)
+    made: StepArguments = map_tensors(lambda leaf: next(left).to(device), arguments)
     return made
 
 
@@ -83,6 +83,6 @@ def raise_it(fault: Exception | None) -> None:
         raise fault
 
 
-def _plain(arguments: Arguments) -> Hashable:
+def _plain(arguments: StepArguments) -> Hashable:
     """Arguments that may say what a function does."""
     return tuple(each for each in leaves_of(arguments) if isinstance(each[1], (bool, str, type(None))))

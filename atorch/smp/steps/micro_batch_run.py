@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, shown
-from atorch.runtime.pipeline.stage import STAGE, Stage, stage_of
-from atorch.smp.steps.slicing import Arguments
+from atorch.runtime.pipeline.stage import STAGE, ModelStage, stage_of
+from atorch.smp.steps.slicing import StepArguments
 
 Owners = dict[Node, int]
 """The micro-batch whose model call made the node."""
@@ -38,7 +38,12 @@ class Body:
     """
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Arguments, number: int, part: nn.Module | None, owners: Owners
+        self,
+        function: Callable[..., Any],
+        arguments: StepArguments,
+        number: int,
+        part: nn.Module | None,
+        owners: Owners,
     ) -> None:
         self.number, self.part = number, part
         self._function, self._arguments, self._owners = function, arguments, owners
@@ -46,7 +51,7 @@ class Body:
         self.losses: list[Tensor] = []
         """Scalars to go backward from."""
         self._checks: list[RemovableHandle] = []
-        self.call: Arguments | None = None
+        self.call: StepArguments | None = None
         """Arguments of the call of the model."""
         self.output: Any = None
         """The result of the call."""
@@ -131,7 +136,7 @@ class Body:
             self._checks.pop().remove()
 
 
-def stage_in(part: nn.Module | None) -> Stage | None:
+def stage_in(part: nn.Module | None) -> ModelStage | None:
     """The stage that a part is, or has inside of what is around it; None for a whole model."""
     return None if part is None or getattr(part, STAGE, None) is None else stage_of(part)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.model.pytree import leaves_of, map_tensors, tensors_in
-from atorch.runtime.pipeline.capture.shapes import Shape, shape_of
+from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 from atorch.runtime.pipeline.object_broadcast import from_place
 
 SMALL_BYTES = 2**16
@@ -23,7 +23,7 @@ EXACT = (bool, int, float, str, type(None))
 """Of these, what is written is what it was."""
 
 
-class Form:
+class ResultSpec:
     """Nested data with the shapes of its tensors in their places."""
 
     def __init__(self, data: Any) -> None:
@@ -32,7 +32,7 @@ class Form:
         self.is_exact = all(type(leaf) in EXACT or isinstance(leaf, Tensor) for _, leaf in leaves_of(data))
         """True if all but the tensors is known by its words."""
 
-    def is_as(self, other: Form | None) -> bool:
+    def is_as(self, other: ResultSpec | None) -> bool:
         """True if both are certainly of one form."""
         return other is not None and self.is_exact and other.is_exact and self.words == other.words
 
@@ -46,18 +46,18 @@ class StepResults:
 
     def __init__(self, place: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self._place, self._group, self._device = place, group, device
-        self._known: dict[Hashable, tuple[Form, Any]] = {}  # a form, and data of it
+        self._known: dict[Hashable, tuple[ResultSpec, Any]] = {}  # a form, and data of it
 
     def is_new(self, kind: Hashable, data: Any) -> bool:
         """True if `data` is not of the form that such steps had before; on other processes, whether none is known."""
         form, _ = self._known.get(kind, (None, None))
-        return form is None or (self._group.rank() == self._place and not Form(data).is_as(form))
+        return form is None or (self._group.rank() == self._place and not ResultSpec(data).is_as(form))
 
     def give(self, kind: Hashable, data: Any, *, is_new: bool) -> Any:
         """The data, on every process; it is new on all of them, or on none."""
         if is_new:
             found = from_place(data, self._place, self._group, self._device)
-            self._known[kind] = Form(found), map_tensors(lambda leaf: leaf.to("meta"), found)
+            self._known[kind] = ResultSpec(found), map_tensors(lambda leaf: leaf.to("meta"), found)
             return data if self._group.rank() == self._place else found
         form, example = self._known[kind]
         is_source = self._group.rank() == self._place
@@ -68,7 +68,7 @@ class StepResults:
         waiting = iter(range(len(form.shapes)))
         return map_tensors(lambda leaf: got[next(waiting)], example)
 
-    def _sent(self, shapes: Sequence[Shape], own: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def _sent(self, shapes: Sequence[TensorSpec], own: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The tensors, by number; `own` are those of the source, and on others none."""
         small: dict[torch.dtype, list[int]] = {}
         for number, (sizes, dtype) in enumerate(shapes):

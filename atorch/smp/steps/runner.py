@@ -28,18 +28,18 @@ from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.object_broadcast import from_place
 from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import stage_of
-from atorch.runtime.pipeline.stage_placement import Placed, turns
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging
 from atorch.smp.steps.handshake import Start, has_begun_none, raise_it
 from atorch.smp.steps.micro_batch_run import Body, Owners
 from atorch.smp.steps.results import StepResults
-from atorch.smp.steps.slicing import Arguments, beginnings
-from atorch.smp.training.sharding import Passes
+from atorch.smp.steps.slicing import StepArguments, beginnings
+from atorch.smp.training.sharding import ShardedPasses
 
 
-class Kind(NamedTuple):
+class StepKey(NamedTuple):
     """Steps of one kind call the model alike, and go backward or do not."""
 
     function: Callable[..., Any]
@@ -76,11 +76,11 @@ class Runner:
     model: DistributedModel
     owner: Session
     parts: tuple[nn.Module, ...]
-    placed: Placed
+    placed: PlacedSchedule
     engine: Engine | None
     ties: Ties | None
     averaging: Averaging | None
-    passes: Passes | None
+    passes: ShardedPasses | None
     faults: Faults
     blank: nn.Module
     seed: int
@@ -91,7 +91,7 @@ class Runner:
         """Why no more steps can be run."""
         engine = self.engine
         self._results = None if engine is None else StepResults(engine.last_place, engine.group, engine.device)
-        self._trains: dict[Kind, bool] = {}
+        self._trains: dict[StepKey, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
         self.reduces = False  # whether gradients are averaged at the end of the step
 
@@ -108,7 +108,7 @@ class Runner:
         """
         self.num_steps += 1
         self.faults.first = None
-        kind = Kind(function, start.told)
+        kind = StepKey(function, start.told)
         work = _Work(self, function, kind, start.pieces, detach)
         train = torch.is_grad_enabled()
         try:
@@ -174,7 +174,7 @@ class Runner:
             self._trains[work.kind] = bool(goes_back) and torch.is_grad_enabled()
         return self._trains[work.kind]
 
-    def _compare(self, pieces: Sequence[Arguments], group: dist.ProcessGroup) -> None:
+    def _compare(self, pieces: Sequence[StepArguments], group: dist.ProcessGroup) -> None:
         """Say so where the processes of a pipeline have batches of their own: inputs and labels would not match."""
         high, low = largest(both_ways(beginnings(pieces)), group)
         if high != -low:
@@ -232,7 +232,7 @@ class _Work:
     """The micro-batches of a step, as an engine takes them."""
 
     def __init__(
-        self, runner: Runner, function: Callable[..., Any], kind: Kind, pieces: Sequence[Arguments], detach: bool
+        self, runner: Runner, function: Callable[..., Any], kind: StepKey, pieces: Sequence[StepArguments], detach: bool
     ) -> None:
         self.kind, self.pieces, self.train = kind, pieces, False
         self.returned: list[Any] = [None] * len(pieces)

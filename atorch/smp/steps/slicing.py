@@ -13,7 +13,7 @@ from torch import Tensor
 from atorch.errors import ArgumentError, near_miss
 from atorch.model.pytree import leaves_of, map_leaves
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 FEW = 16
 """Numbers of a tensor by which batches are told apart."""
 
@@ -119,7 +119,7 @@ class Slicing:
                 known = near_miss(unknown, self._signature.parameters)
                 raise ArgumentError(f"{what} names {unknown!r}, and {_named(function)} has no such argument; {known}")
 
-    def cut(self, arguments: Arguments, count: int) -> list[Arguments]:
+    def cut(self, arguments: StepArguments, count: int) -> list[StepArguments]:
         """The arguments of each of `count` micro-batches.
 
         Raises:
@@ -127,7 +127,7 @@ class Slicing:
         """
         return [self._mapped(arguments, _Cut(number, count)) for number in range(count)]
 
-    def gathered(self, arguments: Arguments, group: dist.ProcessGroup) -> Arguments:
+    def gathered(self, arguments: StepArguments, group: dist.ProcessGroup) -> StepArguments:
         """The arguments of all processes of a group as one batch, in their order.
 
         Raises:
@@ -135,7 +135,7 @@ class Slicing:
         """
         return arguments if group.size() == 1 else self._mapped(arguments, _Gathered(group))
 
-    def _mapped(self, arguments: Arguments, change: Callable[[Any, int, str], Any]) -> Arguments:
+    def _mapped(self, arguments: StepArguments, change: Callable[[Any, int, str], Any]) -> StepArguments:
         args, kwargs = arguments
         bound = self._signature.bind(*args, **kwargs)
         for name, parameter in self._signature.parameters.items():
@@ -215,7 +215,7 @@ def _named(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def beginnings(pieces: Sequence[Arguments]) -> list[Any]:
+def beginnings(pieces: Sequence[StepArguments]) -> list[Any]:
     """The first few numbers of every tensor."""
     leaves = leaves_of(list(pieces))
     return [(place, leaf.detach().reshape(-1)[:FEW].tolist()) for place, leaf in leaves if isinstance(leaf, Tensor)]

@@ -28,7 +28,7 @@ MANY = 4
 """Names that a message lists."""
 
 
-class Cut(NamedTuple):
+class ShardedRows(NamedTuple):
     """The rows of a parameter that each tensor rank has, and the whole's shape."""
 
     rows: Rows
@@ -42,7 +42,7 @@ class TensorSplit:
     degree: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, ShardedRows] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     """Marked parts that stay whole on every rank, and why."""
 
@@ -178,12 +178,12 @@ class _Matrix(NamedTuple):
         return [cls(tuple(each), shapes[key]) for key, each in names.items()]
 
 
-def _cuts(layout: ModelLayout, matrices: Iterable[_Matrix]) -> dict[str, Cut]:
-    cuts: dict[str, Cut] = {}
+def _cuts(layout: ModelLayout, matrices: Iterable[_Matrix]) -> dict[str, ShardedRows]:
+    cuts: dict[str, ShardedRows] = {}
     for matrix in matrices:
         rows = rows_of(matrix.names, layout.rows)
         if rows is not None:
-            cuts.update(dict.fromkeys(matrix.names, Cut(rows, matrix.shape)))
+            cuts.update(dict.fromkeys(matrix.names, ShardedRows(rows, matrix.shape)))
     return cuts
 
 

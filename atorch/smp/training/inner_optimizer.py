@@ -22,7 +22,7 @@ from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.fsdp.sharded_access import step_as_ordinary
 from atorch.runtime.gradients.distributed_norm import Spread
-from atorch.runtime.optimizer.shardability_probe import Split, difference, small
+from atorch.runtime.optimizer.shardability_probe import ShardKind, difference, small
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import MasterWeights, with_master_weights
@@ -90,7 +90,7 @@ def _tell(optimizer: Optimizer, spread: Spread) -> None:
         optimizer.spread = Spread(spread.over, parts, elsewhere)
 
 
-def check_split(optimizer: Optimizer, split: Split, key: str, group: dist.ProcessGroup) -> None:
+def check_split(optimizer: Optimizer, split: ShardKind, key: str, group: dist.ProcessGroup) -> None:
     """Raise StrategyError, on all processes of a group, where the optimizer computes something else on a split model.
 
     key: of the configuration that asks for it.

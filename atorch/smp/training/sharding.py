@@ -15,17 +15,17 @@ from torch import nn
 
 from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError, StrategyError
-from atorch.runtime.data_parallel.collective_order import RankFailedError, Step
+from atorch.runtime.data_parallel.collective_order import CollectiveEvent, RankFailedError
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.fsdp.collectives import passes_of
 from atorch.runtime.fsdp.groups import arrange, by_block
 from atorch.runtime.fsdp.shard import shard
 from atorch.smp.config import Config
 
-MEETS = Step("goes on", is_compared=True)
+MEETS = CollectiveEvent("goes on", is_compared=True)
 
 
-class Passes:
+class ShardedPasses:
     """The passes of a model whose parameters are spread over processes, and their reduction."""
 
     def __init__(self, part: nn.Module) -> None:
@@ -94,7 +94,7 @@ def check_degrees(config: Config) -> None:
             )
 
 
-def sharded(part: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> Passes:
+def sharded(part: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> ShardedPasses:
     """Spread a model's parameters over the axis zero, in place. All processes call this together.
 
     dtype: that passes compute in; None for the parameters' own.
@@ -104,4 +104,4 @@ def sharded(part: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> Passes:
     policy: Any = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     axes = (("data",), ("zero",)) if mesh.size("data") > 1 else (("zero",),)
     shard(part, mesh.joined_mesh(*axes), arrange(part, by_block(part)), mp_policy=policy, sync_module_states=False)
-    return Passes(part)
+    return ShardedPasses(part)

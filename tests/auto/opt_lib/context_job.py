@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from atorch import auto_accelerate
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from tests.contract.job import distance, snapshot, updates
 from tests.runtime.tensor_parallel.models import VOCAB, make
 
@@ -82,7 +82,7 @@ def trained(rank: int, size: int, name: str, strategy: Any) -> dict[str, Any]:
     losses, sends = [], []
     for batch in result.dataloader:
         batch = result.prepare_input(batch, torch.device("cpu"))
-        with Messages() as sent:
+        with CommCounter() as sent:
             loss = result.loss_func(batch, result.model(**batch))
             loss.backward()
         sends.append(sum(calls for (kind, _), (calls, _) in sent.counts.items() if kind == "send"))

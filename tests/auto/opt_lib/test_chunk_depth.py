@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from atorch.auto.opt_lib.chunk import trace
 from atorch.auto.opt_lib.chunk.trace import foreseen
-from atorch.runtime.chunk.schedule.pass_schedule import Pass
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
 
 WIDTH, VOCAB, ROWS, TOKENS = 16, 50, 2, 8
 DEEP = 36  # blocks, from which on fewer runs tell
@@ -66,7 +66,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return value
 
 
-def both(model: nn.Module, batch: Any, loss: Callable[..., Any] = loss, **how: Any) -> tuple[Pass, int]:
+def both(model: nn.Module, batch: Any, loss: Callable[..., Any] = loss, **how: Any) -> tuple[AccessTrace, int]:
     """The pass, held to one in which every block is run; and how many runs of blocks it took."""
     whole = foreseen(model, batch, loss, device_type="cpu", whole=True, **how)
     Block.runs = 0

@@ -17,7 +17,7 @@ from atorch.auto.planner.simulate.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.errors import AtorchError
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens
 from atorch.runtime.tensor_parallel.vocabulary import SplitLogits
 from tests.auto.opt_lib import context_job
@@ -184,7 +184,7 @@ def on_two_axes(rank: int, size: int) -> dict[str, Any]:
     batch = next(iter(result.dataloader))
     labels = batch["input_ids"]
     logits = result.model(**batch)["logits"]
-    with Messages() as sent:
+    with CommCounter() as sent:
         F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1)).backward()
     return {
         "kinds": [type(logits), type(logits._part)],

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from atorch.auto.planner.search.space import Node, Space, plannable
+from atorch.auto.planner.search.space import SearchNode, Space, plannable
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import Cost, Matmul, ModelProfile, Region, Segment, plain_cost
 from atorch.cost.transformer import Experts, Implementation, LatentAttention, TransformerShape, transformer_profile
@@ -41,7 +41,7 @@ def drawn(number: int) -> tuple[random.Random, Drawn]:
     return chance, Drawn(profile, cluster, batch, plannable(profile, cluster))
 
 
-def strategies(chance: random.Random, job: Drawn, count: int) -> Iterator[Node]:
+def strategies(chance: random.Random, job: Drawn, count: int) -> Iterator[SearchNode]:
     """As many legal compositions, each by a walk down the tree that turns at random; fewer where walks end nowhere."""
     for _ in range(count):
         node = job.space.root(job.start())

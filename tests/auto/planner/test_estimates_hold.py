@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.search.best_first import best_first
-from atorch.auto.planner.search.space import Node, compositions
+from atorch.auto.planner.search.space import SearchNode, compositions
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import Cost, Memory, StepTimes, peak_memory
@@ -27,7 +27,7 @@ from atorch.cost.comm.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.comm.offload import BYTES_A_CORE
 from atorch.cost.kernels.gemm import peak_flops
 from atorch.cost.memory import beside_host, stage_memory
-from atorch.cost.pipeline_stages import Stage, stages_of
+from atorch.cost.pipeline_stages import StageCost, stages_of
 from atorch.cost.time import MEETING_S
 from tests.auto.planner.drawn import Drawn, drawn, strategies
 
@@ -133,7 +133,7 @@ def check_links(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
             assert total >= moved / host.bandwidth * (1 - ROUNDING)
 
 
-def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: Stage) -> dict[bool, float]:
+def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: StageCost) -> dict[bool, float]:
     """Seconds of the bytes alone that a device of a stage sends, by whether its group is of several nodes."""
     spent = {False: 0.0, True: 0.0}
 
@@ -263,7 +263,7 @@ def improved(chance: random.Random, cluster: ClusterSpec) -> Iterator[tuple[str,
         yield name, ways[name]()
 
 
-def check_more_memory(chance: random.Random, node: Node, job: Drawn, times: StepTimes) -> None:
+def check_more_memory(chance: random.Random, node: SearchNode, job: Drawn, times: StepTimes) -> None:
     """The same methods on devices with more memory fit where they did, and are no slower."""
     device = job.cluster.device
     more = device.memory_bytes * chance.choice((1.001, 1.1, 2.0))

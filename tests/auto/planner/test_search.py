@@ -15,7 +15,7 @@ from torch import nn
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.planner import dry_run, search
 from atorch.auto.planner.dry_run.dry_run_loop import MAX_RUNS, told
-from atorch.auto.planner.dry_run.fault_barrier import Crew
+from atorch.auto.planner.dry_run.fault_barrier import Coordinator
 from atorch.auto.planner.dry_run.step_timing import measure
 from atorch.auto.planner.dry_run.trial import Trial
 from atorch.auto.planner.dry_run.trial_context import Feed, candidate
@@ -235,7 +235,7 @@ def test_an_empty_loader_is_refused():
 
 def test_a_candidate_over_its_share_takes_as_few_steps_as_tell_its_time():
     ctx = context()
-    trial = Trial(ctx, Strategy(), Crew(ctx.world), Feed(ctx), 30.0)
+    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), Feed(ctx), 30.0)
     outcome = measure(trial, 0.0, None)
     trial.close()
     assert outcome.num_steps == 1

@@ -13,11 +13,11 @@ import pytest
 from atorch import auto_accelerate
 from atorch.auto import session
 from atorch.auto.planner import planner
-from atorch.auto.planner.dry_run.fault_barrier import Crew, quick_collections
-from atorch.auto.planner.dry_run.time_budget import Clock
+from atorch.auto.planner.dry_run.fault_barrier import Coordinator, quick_collections
+from atorch.auto.planner.dry_run.time_budget import TimeBudget
 from atorch.auto.planner.dry_run.trial import Trial
 from atorch.auto.planner.dry_run.trial_context import Feed
-from atorch.auto.reference_step import PlainPass
+from atorch.auto.reference_step import ReferenceStep
 from atorch.auto.strategy import Strategy
 from tests.auto.planner.jobs import context
 from tests.auto.planner.test_search import find
@@ -34,7 +34,7 @@ class Hand:
 
     def __init__(self) -> None:
         self.time = 0.0
-        self.clock = Clock(LIMIT, now=lambda: self.time, began=0.0)
+        self.clock = TimeBudget(LIMIT, now=lambda: self.time, began=0.0)
 
     def leave(self, seconds: float) -> None:
         self.time = self.clock.whole - seconds
@@ -64,7 +64,7 @@ def test_all_processes_choose_the_same_without_time(pool: Pool) -> None:
 
 def test_a_start_is_given_up_between_its_phases_where_time_is_over() -> None:
     ctx = context()
-    trial = Trial(ctx, Strategy(), Crew(ctx.world), Feed(ctx), 30.0, limit_s=0.0)
+    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), Feed(ctx), 30.0, limit_s=0.0)
     assert not trial.start()
     assert trial.is_overdue
     assert "its time was over" in str(trial.failure)
@@ -93,7 +93,7 @@ def test_collections_in_a_search_are_of_what_it_made() -> None:
 
 
 def test_plain_trainings_first_pass_is_run_once(caplog: pytest.LogCaptureFixture) -> None:
-    plan = replace(found(["checkpoint"], 1), plain_pass=PlainPass(why_not="the search said so"))
+    plan = replace(found(["checkpoint"], 1), plain_pass=ReferenceStep(why_not="the search said so"))
     with (
         mock.patch.object(session, "_searched", return_value=plan),
         mock.patch.object(session, "plain_pass", side_effect=AssertionError),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
-from atorch.cost.comm.collectives import TREE_PIECE, Group, Link, group_of, group_of_neighbours
+from atorch.cost.comm.collectives import TREE_PIECE, Link, LinkGroup, group_of, group_of_neighbours
 from atorch.cost.comm.communication import BESIDE_OTHERS, IN_CHUNKS, boundary_bytes, of_copy
 from atorch.cost.parallelism import (
     accumulate,
@@ -169,11 +169,11 @@ def test_what_is_gathered_once_a_step_is_sent_once_and_stays():
 def test_groups_inside_a_node_across_nodes_and_of_neighbours():
     axes = {"tensor": 2, "data": 4}
     inside, apart = (Link(1, 1e6),), (Link(3, 5e4),)
-    assert group_of(("tensor",), axes, CLUSTER) == Group(2, 1, 1e6, 1e-3, 1e-2, tree_bandwidth=5e5, links=inside)
-    assert group_of(("data",), axes, CLUSTER) == Group(4, 4, 5e4, 1e-3, 1e-2, tree_bandwidth=5e5, links=apart)
+    assert group_of(("tensor",), axes, CLUSTER) == LinkGroup(2, 1, 1e6, 1e-3, 1e-2, tree_bandwidth=5e5, links=inside)
+    assert group_of(("data",), axes, CLUSTER) == LinkGroup(4, 4, 5e4, 1e-3, 1e-2, tree_bandwidth=5e5, links=apart)
     assert group_of_neighbours(4, CLUSTER, stride=2) == group_of(("data",), axes, CLUSTER)
     both = group_of(("tensor", "data"), axes, CLUSTER)
-    assert both == Group(8, 4, 1e5, 1e-3, 1e-2, tree_bandwidth=5e5, links=(Link(1, 1e6), Link(6, 5e4)))
+    assert both == LinkGroup(8, 4, 1e5, 1e-3, 1e-2, tree_bandwidth=5e5, links=(Link(1, 1e6), Link(6, 5e4)))
 
 
 def test_what_every_rank_sends_others_goes_through_its_own_links():
@@ -193,9 +193,9 @@ def test_a_group_over_leaves_is_bound_by_the_links_out_of_a_leaf():
     axes = {"tensor": 2, "data": 4}
     leaves, apart = replace(CLUSTER, nodes_per_leaf=2, inter_leaf=LEAF), (Link(3, 5e4), Link(2, 1e4))
     assert group_of(("tensor",), axes, leaves) == group_of(("tensor",), axes, CLUSTER)
-    assert group_of(("data",), axes, leaves) == Group(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 5e5, apart)
+    assert group_of(("data",), axes, leaves) == LinkGroup(4, 4, 2e4, 1e-3, 1e-2, 2, 1e-1, 5e5, apart)
     both = (Link(1, 1e6), Link(6, 5e4), Link(4, 1e4))
-    assert group_of(("tensor", "data"), axes, leaves) == Group(8, 4, 4e4, 1e-3, 1e-2, 2, 1e-1, 5e5, both)
+    assert group_of(("tensor", "data"), axes, leaves) == LinkGroup(8, 4, 4e4, 1e-3, 1e-2, 2, 1e-1, 5e5, both)
     assert group_of_neighbours(2, leaves, stride=2) == group_of_neighbours(2, CLUSTER, stride=2)
     assert group_of_neighbours(4, leaves, stride=2) == group_of(("data",), axes, leaves)
     group = group_of(("data",), axes, leaves)
@@ -243,7 +243,9 @@ def test_a_slower_link_between_leaves_makes_no_step_faster():
 
 
 def test_an_all_reduce_over_many_nodes_goes_up_and_down_a_tree():
-    group = Group(size=32, num_nodes=16, bandwidth=1e5, inner_latency_s=1e-3, outer_latency_s=1e-2, tree_bandwidth=5e4)
+    group = LinkGroup(
+        size=32, num_nodes=16, bandwidth=1e5, inner_latency_s=1e-3, outer_latency_s=1e-2, tree_bandwidth=5e4
+    )
     by_tree, by_ring = 2 * (1e-3 + 4 * 1e-2 + 2 * 1000 / 5e4), 31 * 1e-2 + 31 / 32 * 1000 / 1e5
     assert group.seconds("all_reduce", 1, 1000) == pytest.approx(by_tree), "whose hops are filled one after the other"
     assert group.seconds("all_gather", 1, 1000) == pytest.approx(by_ring)
@@ -255,7 +257,7 @@ def test_an_all_reduce_over_many_nodes_goes_up_and_down_a_tree():
 
 
 def test_a_tree_is_filled_with_pieces_hop_by_hop():
-    group = Group(size=32, num_nodes=16, bandwidth=1e9, inner_latency_s=0, outer_latency_s=1, tree_bandwidth=1e9)
+    group = LinkGroup(size=32, num_nodes=16, bandwidth=1e9, inner_latency_s=0, outer_latency_s=1, tree_bandwidth=1e9)
     hops, large = 1 + 4, 1e9
     assert group.seconds("all_reduce", 1, large) == pytest.approx(2 * (4 + (large + hops * TREE_PIECE) / 1e9))
     assert group.seconds("all_reduce", 2, large) == pytest.approx(2 * (8 + (large + 2 * hops * TREE_PIECE) / 1e9))

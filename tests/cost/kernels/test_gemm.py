@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, Efficiency
-from atorch.cost.kernels.gemm import ProductTimes, Shape
+from atorch.cost.kernels.gemm import GemmShape, ProductTimes
 
 H100 = ClusterSpec.load("h100_80g").device
 A100 = ClusterSpec.load("a100_80g").device
@@ -24,7 +24,7 @@ MEASURED = {
 
 
 def seconds(device, rows, inner, columns, dtype="bfloat16", **others):
-    return ProductTimes(device).seconds(Shape(rows, inner, columns, dtype, 2.0, 2.0, **others))
+    return ProductTimes(device).seconds(GemmShape(rows, inner, columns, dtype, 2.0, 2.0, **others))
 
 
 def test_products_alone_on_an_h100_are_told_to_a_tenth():

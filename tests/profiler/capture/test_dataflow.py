@@ -3,21 +3,21 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.profiler.capture.dataflow import Node, derive
+from atorch.profiler.capture.dataflow import OpNode, derive
 
 STREAM = 1  # the value that enters every block here
 TOKENS = 10
 
 
 def product(data, out, inner=8, columns=8, **kwargs):
-    return Node(
+    return OpNode(
         kind="product", reads=(data,), writes=(out,), data=data, rows=TOKENS, inner=inner, columns=columns,
         **{"splits": True, **kwargs},
     )  # fmt: skip
 
 
 def other(reads, out, kind="other", **kwargs):
-    return Node(kind=kind, reads=tuple(reads), writes=(out,), **kwargs)
+    return OpNode(kind=kind, reads=tuple(reads), writes=(out,), **kwargs)
 
 
 def derived(nodes, **kwargs):
@@ -61,7 +61,7 @@ def test_masks_and_tables_are_no_stream():
     mask, table = 100, 101
     nodes = [
         product(STREAM, 2), product(STREAM, 3), other([2, table], 4),  # rotated
-        Node(kind="attention", reads=(4, 3, mask), writes=(5,), query=4, key=3),
+        OpNode(kind="attention", reads=(4, 3, mask), writes=(5,), query=4, key=3),
         other([5, mask], 6), product(6, 7), other([STREAM, 7], 8, kind="sum"),
     ]  # fmt: skip
     layout = derived(nodes)

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.profiler.capture.operations import Attention, Product, attention_of, kind_of, product_of
+from atorch.profiler.capture.operations import AttentionOp, MatmulOp, attention_of, kind_of, product_of
 
 aten = torch.ops.aten
 
 
 def shapes(packet, weight, *operands, out=None):
     found = product_of(packet, operands, out, lambda tensor: tensor is weight)
-    assert isinstance(found, Product)
+    assert isinstance(found, MatmulOp)
     return found.rows, found.inner, found.columns, found.count
 
 
@@ -55,7 +55,7 @@ def test_convolutions_are_their_implicit_products(layer, image, expected):
 
 def test_products_of_activations_are_attention():
     found = product_of(aten.bmm, (torch.empty(8, 6, 4), torch.empty(8, 4, 6)), None, lambda tensor: False)
-    assert isinstance(found, Attention)
+    assert isinstance(found, AttentionOp)
     assert (found.flops, found.head_dim, found.batch) == (2 * 8 * 6 * 4 * 6, 4, 8)
 
 

@@ -11,8 +11,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.errors import ArgumentError, CapabilityError, OutOfBudgetError
 from atorch.profiler.memory_tracker import LiveBytes
-from atorch.runtime.chunk.memory import ChunkMemory, Form, stand_in
-from atorch.runtime.chunk.memory_ledger import Tier
+from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory, stand_in
+from atorch.runtime.chunk.memory_ledger import MemoryLedger
 from atorch.runtime.chunk.schedule.layout import Item, pack
 from tests.runtime.chunk.stand_in import chunks_of
 
@@ -30,12 +30,12 @@ def shares(size, capacity=1000):
     before = {name: parameter.detach().clone() for name, parameter in make_net().named_parameters()}
     items = [Item(name, value.numel(), "float32", True) for name, value in before.items()]
     (spec,) = pack(items, capacity, size).chunks
-    forms = {name: Form.of(value) for name, value in before.items()}
+    forms = {name: ChunkForm.of(value) for name, value in before.items()}
     return [ChunkMemory(spec, forms, torch.float32, CPU, shard=(rank, size)) for rank in range(size)], before
 
 
 def test_a_tier_keeps_its_budget():
-    tier = Tier("host", 100)
+    tier = MemoryLedger("host", 100)
     tier.take(60, "a")
     with pytest.raises(OutOfBudgetError, match=r"b takes 50 B of the host, where 60 B of 100 B are in use: 10 bytes"):
         tier.take(50, "b")
@@ -247,7 +247,7 @@ class Runtime:
 def pinned(monkeypatch, runtime):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     spec = pack([Item("a", 5, "bfloat16", True)], 9).chunks[0]
-    forms = {"a": Form((5,), (1,))}
+    forms = {"a": ChunkForm((5,), (1,))}
     return [ChunkMemory(spec, forms, torch.bfloat16, CPU, wide=True, pinned=True) for _ in range(3)]
 
 
@@ -273,13 +273,13 @@ def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
 
 
 def test_the_ledgers_know_where_chunks_lie():
-    host, device = Tier("host"), Tier("device")
+    host, device = MemoryLedger("host"), MemoryLedger("device")
     net = make_net()
     chunks = chunks_of(net, 60, dtype=torch.bfloat16, on_device=[1], host=host, device_tier=device)
     assert device.used_bytes == chunks.chunks[1].num_bytes == 8 * len(chunks.chunks[1].master)
     assert host.used_bytes == sum(chunk.num_bytes for chunk in chunks.chunks) - device.used_bytes
     with pytest.raises(OutOfBudgetError, match="chunk 0 takes"):
-        chunks_of(make_net(), host=Tier("host", 10))
+        chunks_of(make_net(), host=MemoryLedger("host", 10))
 
 
 def test_parameters_without_values_are_refused():

@@ -21,7 +21,7 @@ from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.schedule.pass_schedule import Pass
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
 from atorch.runtime.chunk.schedule.schedule_cache import Courses
 from atorch.runtime.chunk.transfer import AtOnce, Transfer
 from benchmarks.paced_link import Paced
@@ -217,7 +217,7 @@ def train(
     return losses
 
 
-def needed(foreseen: Pass, model: nn.Module) -> tuple[int, int]:
+def needed(foreseen: AccessTrace, model: nn.Module) -> tuple[int, int]:
     """The most bytes beside parameters, and of parameters."""
     return max(each.other_bytes for each in foreseen.accesses), sum(each.nbytes for each in model.parameters())
 
@@ -376,7 +376,7 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
     plain = adam(reference.parameters())
     foreseen_batches = []
 
-    def foresee(batch: Tensor, /, **how: Any) -> Pass:
+    def foresee(batch: Tensor, /, **how: Any) -> AccessTrace:
         foreseen_batches.append(how["whole"])
         return foreseen(model, batch, of_logits, device_type="cpu", **how)
 

@@ -18,7 +18,7 @@ from atorch.runtime.context_parallel.kernels import (
     FORMULA,
     Attended,
     Kernel,
-    Part,
+    PartialAttention,
     _kernel,
     attend,
 )
@@ -50,7 +50,7 @@ def test_it_is_torchs_attention(kernel: Kernel, name: str, monkeypatch: pytest.M
     grad = torch.randn(expected.shape)
     wanted = torch.autograd.grad(expected, inputs, grad)
     query, key, value = (each.detach() for each in inputs)
-    part = Part(query, key, value, mask, is_causal, DIM**-0.5)
+    part = PartialAttention(query, key, value, mask, is_causal, DIM**-0.5)
     found = attend(part)
     scores = query @ part.repeated(key).transpose(-2, -1) * part.scale
     bias = part.bias(torch.float32)
@@ -69,8 +69,8 @@ def test_it_is_torchs_attention(kernel: Kernel, name: str, monkeypatch: pytest.M
 def test_it_takes_every_dtype(dtype: torch.dtype) -> None:
     query, key, value = tensors(dtype)
     for mask in masks().values():
-        found = attend(Part(query, key, value, mask, scale=0.3))
-        exact = attend(Part(query.double(), key.double(), value.double(), mask, scale=0.3))
+        found = attend(PartialAttention(query, key, value, mask, scale=0.3))
+        exact = attend(PartialAttention(query.double(), key.double(), value.double(), mask, scale=0.3))
         assert found.out.dtype == dtype
         torch.testing.assert_close(found.out.double(), exact.out, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
@@ -79,20 +79,20 @@ def test_values_of_another_size_are_computed_by_the_formula() -> None:
     query, key, value = tensors()
     value = value[..., : DIM // 2]
     expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    torch.testing.assert_close(attend(Part(query, key, value, scale=DIM**-0.5)).out, expected)
+    torch.testing.assert_close(attend(PartialAttention(query, key, value, scale=DIM**-0.5)).out, expected)
 
 
 def test_dropout_drops_its_share_keeps_the_mean_and_has_its_own_gradients() -> None:
     query, key, value = (each.double() for each in tensors())
-    parts = [Part(query, key, value, scale=DIM**-0.5, dropout_p=0.25, seed=seed) for seed in range(400)]
+    parts = [PartialAttention(query, key, value, scale=DIM**-0.5, dropout_p=0.25, seed=seed) for seed in range(400)]
     mean = torch.stack([attend(part).out for part in parts]).mean(0)
-    expected = attend(Part(query, key, value, scale=DIM**-0.5)).out
+    expected = attend(PartialAttention(query, key, value, scale=DIM**-0.5)).out
     assert (mean - expected).norm() < 0.1 * expected.norm()
     assert not attend(parts[0]).out.equal(attend(parts[1]).out)
     found, grad = attend(parts[0]), torch.randn(query.shape, dtype=torch.float64)
     exact = part_gradients(parts[0], grad, found)
     step, along = 1e-6, torch.randn(key.shape, dtype=torch.float64)
-    moved = attend(Part(query, key + step * along, value, scale=DIM**-0.5, dropout_p=0.25, seed=0)).out
+    moved = attend(PartialAttention(query, key + step * along, value, scale=DIM**-0.5, dropout_p=0.25, seed=0)).out
     assert float(((moved - found.out) * grad).sum() / step) == pytest.approx(float((exact[1] * along).sum()), rel=1e-4)
 
 
@@ -113,7 +113,7 @@ def test_what_is_asked_of_kernels_of_cuda(
         query = torch.empty(BATCH, HEADS, rows, 16, dtype=dtype, device="cuda")
         key = torch.empty(BATCH, GROUPS, 16, 16, dtype=dtype, device="cuda")
         sees = torch.empty(BATCH, 1, rows, 16, dtype=torch.bool, device="cuda") if mask else None
-        part = Part(query, key, key, sees)
+        part = PartialAttention(query, key, key, sees)
         found = attend(part)
         assert found.logs.shape == query.shape[:-1]
         assert kernel.forward(part).out.shape == found.out.shape == query.shape
@@ -137,7 +137,7 @@ def test_the_efficient_kernel_gets_results_as_it_lays_them_out(
     )
     query = torch.randn(BATCH, HEADS, ROWS, DIM)
     out = query.transpose(1, 2).contiguous().transpose(1, 2) if is_turned else query.clone()
-    EFFICIENT.backward(Part(query, query, query), query, Attended(out, torch.zeros(BATCH, HEADS, ROWS)))
+    EFFICIENT.backward(PartialAttention(query, query, query), query, Attended(out, torch.zeros(BATCH, HEADS, ROWS)))
     assert strides == [(ROWS * HEADS * DIM, DIM, HEADS * DIM, 1)]
 
 
@@ -159,4 +159,4 @@ def test_a_device_gets_a_kernel_that_it_has(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
         tensor = torch.empty(BATCH, HEADS, ROWS, dim, dtype=dtype, device="cuda")
-    assert _kernel(Part(tensor, tensor, tensor)) is kernel
+    assert _kernel(PartialAttention(tensor, tensor, tensor)) is kernel

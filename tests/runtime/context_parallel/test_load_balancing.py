@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atorch.runtime.context_parallel.load_balancing import Deal, Meeting, schedule
+from atorch.runtime.context_parallel.load_balancing import Deal, QueryKeyBlock, schedule
 
 LENGTH = 24
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -16,7 +16,7 @@ PADDED = torch.arange(LENGTH).expand(3, 1, 1, LENGTH) >= torch.tensor([0, 5, 12]
 deals = pytest.mark.parametrize("deal", [Deal(n, balanced) for n in (2, 3, 4) for balanced in (False, True)])
 
 
-def num_scores(meeting: Meeting) -> float:
+def num_scores(meeting: QueryKeyBlock) -> float:
     square = (meeting.rows.stop - meeting.rows.start) * (meeting.columns.stop - meeting.columns.start)
     return square / 2 if meeting.is_causal else float(square)
 

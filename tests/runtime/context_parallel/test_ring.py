@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from atorch.cost.comm.communication import of_copy
 from atorch.cost.parallelism import split_context
 from atorch.errors import ArgumentError
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from atorch.runtime.context_parallel import Deal, ring_attention
 from tests.auto.opt_lib.splitting import BLOCK, on_mesh
 from tests.pool import Pool
@@ -136,7 +136,7 @@ def test_a_query_that_sees_nothing_gets_nothing(pool: Pool) -> None:
 
 
 def counted(rank: int, size: int, case: Case) -> dict[str, tuple[int, float]]:
-    with Messages() as sent:
+    with CommCounter() as sent:
         around(rank, size, case)
     return {kind: found for (kind, _), found in sent.counts.items()}
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from atorch.runtime.context_parallel import Deal, RingExchange
 from atorch.runtime.context_parallel import ring_dispatch as exchanges
-from atorch.runtime.sequence_parallel import AttentionCall, Share
+from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition
 from tests.pool import Pool
 
 LENGTH = 16
@@ -28,13 +28,13 @@ def no_more(call: AttentionCall) -> Tensor:
     raise AssertionError("a ring leaves nothing to others")
 
 
-def own(call: AttentionCall, share: Share) -> AttentionCall:
+def own(call: AttentionCall, share: TokenPartition) -> AttentionCall:
     parts = {name: share.part(getattr(call, name), -2) for name in ("query", "key", "value")}
     return call._replace(**parts)
 
 
 def same_tokens(rank: int, size: int, balanced: bool) -> bool:
-    share = Share(dist.group.WORLD, balanced=balanced)
+    share = TokenPartition(dist.group.WORLD, balanced=balanced)
     return share.part(torch.arange(24), 0).equal(Deal(size, balanced).tokens(rank, 24))
 
 
@@ -45,7 +45,7 @@ def test_tokens_are_dealt_out_as_the_stream_deals_them(pool: Pool, balanced: boo
 
 def answers(rank: int, size: int) -> list[tuple[float, bool]]:
     """Distance from the whole call's rows, and whether the dtypes are the same; for several ways to call."""
-    share = Share(dist.group.WORLD, balanced=True)
+    share = TokenPartition(dist.group.WORLD, balanced=True)
     exchange = RingExchange(dist.group.WORLD, load_balance=True)
     flat = whole_call()._replace(enable_gqa=False)
     ways = [
@@ -75,7 +75,7 @@ def test_it_answers_as_the_operation_does(pool: Pool) -> None:
 def looks(rank: int, size: int) -> list[int]:
     """How often masks' values are looked at."""
     exchange = RingExchange(dist.group.WORLD, load_balance=False)
-    share = Share(dist.group.WORLD)
+    share = TokenPartition(dist.group.WORLD)
     count = 0
     theirs = exchanges.schedule
 

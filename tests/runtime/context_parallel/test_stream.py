@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from atorch.errors import AtorchError
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from atorch.runtime.context_parallel import RingExchange
-from atorch.runtime.sequence_parallel import Share, split_stream
+from atorch.runtime.sequence_parallel import TokenPartition, split_stream
 from tests.pool import Pool
 from tests.runtime.sequence_parallel.training import STEPS, average, distance, state
 from tests.runtime.tensor_parallel.models import VOCAB, loss_of, make
@@ -26,7 +26,7 @@ TOKENS = 12  # of a sequence: two pieces for each of two or three ranks
 def split(model: nn.Module, inputs: Any, *, balanced: bool = True) -> None:
     group: Any = dist.group.WORLD
     exchange = RingExchange(group, load_balance=balanced)
-    split_stream(model, lambda model: model(**inputs), Share(group, balanced=balanced), exchange)
+    split_stream(model, lambda model: model(**inputs), TokenPartition(group, balanced=balanced), exchange)
 
 
 def inputs(name: str, step: int = 0) -> dict[str, Tensor]:
@@ -66,9 +66,9 @@ def parity(rank: int, size: int, name: str, balanced: bool) -> dict[str, Any]:
     plain = copy.deepcopy(model)
     before = state(plain)
     split(model, inputs(name), balanced=balanced)
-    with Messages() as forward:
+    with CommCounter() as forward:
         loss = loss_on(model, name, 0)
-    with Messages() as backward:
+    with CommCounter() as backward:
         loss.backward()
     model.zero_grad()
     losses, expected = train(model, name, averages=True), train(plain, name, averages=False)

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from atorch import auto_accelerate
 from atorch.errors import ArgumentError
-from atorch.runtime.data.loader import Loader, RankStream, make_loader
+from atorch.runtime.data.loader import Loader, StreamShare, make_loader
 from tests.pool import Pool, RankFailure
 
 
@@ -91,7 +91,7 @@ def test_one_process_reads_the_stream_as_it_is() -> None:
 
 def test_shards_that_do_not_divide_are_read_by_all(caplog: pytest.LogCaptureFixture) -> None:
     loader = make_loader(Shards(uneven()), {"batch_size": 3}, 0, 3)
-    assert isinstance(loader.dataset, RankStream)
+    assert isinstance(loader.dataset, StreamShare)
     assert "4 shards, which do not divide over 3 processes" in caplog.text
 
 
@@ -99,7 +99,7 @@ def test_what_has_a_shard_of_another_kind_is_read_by_all() -> None:
     class Named(Shards):
         num_shards = None  # type: ignore[assignment]
 
-    assert isinstance(make_loader(Named(uneven()), {"batch_size": 2}, 0, 2).dataset, RankStream)
+    assert isinstance(make_loader(Named(uneven()), {"batch_size": 2}, 0, 2).dataset, StreamShare)
 
 
 def test_what_was_divided_already_is_refused() -> None:

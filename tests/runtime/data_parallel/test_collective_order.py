@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from atorch.errors import StrategyError
-from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from tests.pool import Pool, RankFailure
 from tests.runtime.sharing import whole
@@ -96,7 +96,7 @@ def sharded(size: int, widths: Sequence[int], keep: bool, finds_unused: bool) ->
     shard(
         model,
         mesh,
-        [Group((block,)) for block in model.blocks],
+        [FsdpUnit((block,)) for block in model.blocks],
         reshard_after_forward=False if keep else None,
         find_unused_parameters=finds_unused,
     )

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from atorch.errors import ArgumentError
-from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from tests.pool import Pool
 
@@ -64,7 +64,7 @@ REFUSED = [
 
 def sharded(size: int, road: Any = None) -> Model:
     model = Model(road)
-    shard(model, init_device_mesh("cpu", (size,)), [Group((model.rnn,)), Group((model.head,))])
+    shard(model, init_device_mesh("cpu", (size,)), [FsdpUnit((model.rnn,)), FsdpUnit((model.head,))])
     return model
 
 
@@ -109,7 +109,7 @@ def after_a_pass_without_gradients(rank: int, size: int) -> float:
         torch.manual_seed(0)
         model = Model(by_module)
         if keeps:
-            groups = [Group((model.rnn,)), Group((model.head,))]
+            groups = [FsdpUnit((model.rnn,)), FsdpUnit((model.head,))]
             shard(model, init_device_mesh("cpu", (size,)), groups, reshard_after_forward=False)
         for _ in range(2):
             loss = model(torch.ones(2, 3, WIDTH)).square().sum()

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.fsdp.groups import Group, arrange, by_block, without_trainable
+from atorch.runtime.fsdp.groups import FsdpUnit, arrange, by_block, without_trainable
 from atorch.runtime.fsdp.shard import _make_contiguous, shard
 from tests.pool import Pool
 from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train, whole
@@ -23,19 +23,19 @@ def flat(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
 
 
-def blocks(model: nn.Module) -> list[Group]:
+def blocks(model: nn.Module) -> list[FsdpUnit]:
     return arrange(model, by_block(model))
 
 
-def root_alone(model: nn.Module) -> list[Group]:
+def root_alone(model: nn.Module) -> list[FsdpUnit]:
     return []
 
 
-def outmost(model: nn.Module) -> list[Group]:
+def outmost(model: nn.Module) -> list[FsdpUnit]:
     return arrange(model, without_trainable(by_block(model)))
 
 
-GROUPINGS: dict[str, Callable[[nn.Module], list[Group]]] = {
+GROUPINGS: dict[str, Callable[[nn.Module], list[FsdpUnit]]] = {
     "blocks": blocks,
     "root alone": root_alone,
     "outmost": outmost,
@@ -207,7 +207,7 @@ def test_meta_modules_are_filled_once_sharded(pool: Pool) -> None:
         assert "param_init_fn" in refusal
 
 
-def names_of(model: nn.Module, groups: list[Group]) -> list[tuple[list[str], bool]]:
+def names_of(model: nn.Module, groups: list[FsdpUnit]) -> list[tuple[list[str], bool]]:
     names = {module: name for name, module in model.named_modules()}
     return [([names[module] for module in group.modules], group.keep) for group in groups]
 
@@ -251,7 +251,7 @@ def test_a_parameter_of_the_root_leaves_its_unit_to_the_root() -> None:
 
 def test_children_come_before_parents() -> None:
     model = Awkward()
-    units = [Group((model.blocks[1],)), Group((model.blocks[1].up,))]
+    units = [FsdpUnit((model.blocks[1],)), FsdpUnit((model.blocks[1].up,))]
     assert [group for group, _ in names_of(model, arrange(model, units))] == [["blocks.1.up"], ["blocks.1"]]
 
 
@@ -268,7 +268,7 @@ def test_what_trains_goes_to_the_root_and_what_is_frozen_stays() -> None:
     model = Awkward().requires_grad_(False)
     model.blocks[0].down.requires_grad_(True)
     model.blocks[1].up.bias.requires_grad_(True)  # beside a frozen weight: stays with its block
-    groups = without_trainable([Group((block,)) for block in model.blocks])
+    groups = without_trainable([FsdpUnit((block,)) for block in model.blocks])
     assert [group for group, _ in names_of(model, groups)] == [
         ["blocks.0.norm", "blocks.0.up"],
         ["blocks.1.norm", "blocks.1.up", "blocks.1.down"],
@@ -279,7 +279,7 @@ def test_what_trains_goes_to_the_root_and_what_is_frozen_stays() -> None:
 def normalized_in_bf16(rank: int, size: int, autocast: bool) -> tuple[torch.dtype, torch.dtype, bool]:
     block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
     model = nn.Sequential(block, nn.Flatten(), nn.Linear(8, 1))
-    shard(model, flat(size), [Group((block,))], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    shard(model, flat(size), [FsdpUnit((block,))], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(torch.randn(4, 2, 2, 2)).sum().backward()
     has_gradients = all(parameter.grad is not None for parameter in model.parameters())

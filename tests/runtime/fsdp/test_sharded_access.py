@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from atorch.errors import ArgumentError, StrategyError
-from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.fsdp.sharded_access import Outside, step_as_ordinary
 from tests.pool import Pool
@@ -49,7 +49,7 @@ def made(size: int = 0, reshard: int | None = None, **options: Any) -> Model:
     torch.manual_seed(0)
     model = Model()
     if size:
-        groups = [*(Group((each,)) for each in model.layers), Group((model.head,), keep=True)]
+        groups = [*(FsdpUnit((each,)) for each in model.layers), FsdpUnit((model.head,), keep=True)]
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
         shard(model, mesh, groups, reshard_after_forward=reshard, **options)
     return model
@@ -290,7 +290,7 @@ def switched(rank: int, size: int, reshard: bool) -> None:
     torch.manual_seed(0)
     plain, x = Switching(), torch.randn(4, WIDTH)
     model = copy.deepcopy(plain)
-    groups = [Group((each,)) for each in model.layers]
+    groups = [FsdpUnit((each,)) for each in model.layers]
     shard(model, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), groups, reshard_after_forward=reshard)
     for _ in range(2):
         for each in (plain, model):
@@ -316,7 +316,10 @@ class Forces(nn.Sequential):
 def forces(rank: int, size: int, reshard: bool) -> None:
     model = Forces(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     shard(
-        model, init_device_mesh("cpu", (size,)), [Group((model[0],)), Group((model[2],))], reshard_after_forward=reshard
+        model,
+        init_device_mesh("cpu", (size,)),
+        [FsdpUnit((model[0],)), FsdpUnit((model[2],))],
+        reshard_after_forward=reshard,
     )
     with pytest.raises(ArgumentError, match="train with ddp or zero1"):
         model(torch.randn(4, WIDTH))
@@ -342,7 +345,7 @@ def train_two_dtypes(rank: int, size: int) -> None:
     torch.manual_seed(0)
     plain, x = nn.Sequential(Mixed(), Mixed()), torch.randn(size, 4, WIDTH)
     model = copy.deepcopy(plain)
-    shard(model, init_device_mesh("cpu", (size,)), [Group((each,)) for each in model])
+    shard(model, init_device_mesh("cpu", (size,)), [FsdpUnit((each,)) for each in model])
     plain(x.flatten(0, 1)).square().mean().backward()
     model(x[rank]).square().mean().backward()
     assert not isinstance(model[0].scale, DTensor)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.collectives import fork, gather, reduce, share
 from tests.pool import Pool
 
@@ -23,7 +23,7 @@ def penalized(rank: int, size: int) -> None:
         "reduce": partial(reduce, group=group),
         "share": partial(share, size=1),
         "gather": partial(gather, counts=[3], group=group),
-        "tokens": partial(Share(group).gather, dim=0),
+        "tokens": partial(TokenPartition(group).gather, dim=0),
     }
     for way in ways.values():
         x = torch.ones(3, requires_grad=True)

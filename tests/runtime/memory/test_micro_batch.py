@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.data_parallel.replicate import replicate
-from atorch.runtime.fsdp.groups import Group
+from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.memory.micro_batch import MicroBatched
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
@@ -469,7 +469,7 @@ def asked_under(rank, size, kind):
     """The gradient of one parameter, which have one, and how often handing them all over communicates."""
     model = Net()
     if kind == "fsdp":
-        shard(model, init_device_mesh("cpu", (size,)), [Group((model.head,))])
+        shard(model, init_device_mesh("cpu", (size,)), [FsdpUnit((model.head,))])
     wrapped = model if kind == "fsdp" else replicate(model, dist.group.WORLD, torch.device("cpu"))
     loss_func = MicroBatched(wrapped, mse, size=2)
     parameters = list(model.parameters())
@@ -543,9 +543,9 @@ def finds_a_size(rank, size, where, kind):
 
     for block in model.blocks if kind == "compiled" else ():
         block.compile(backend=compiled)
-    groups = [Group((block,)) for block in model.blocks]
+    groups = [FsdpUnit((block,)) for block in model.blocks]
     if kind == "zero2":
-        groups = [Group((block,), keep=True) for block in model.blocks]
+        groups = [FsdpUnit((block,), keep=True) for block in model.blocks]
     shard(model, init_device_mesh("cpu", (size,)), groups)
     loss_func = MicroBatched(model, mse, loss_weight="rows", reduce="each" if kind == "each" else "once")
     loss_func._trials = 2  # what a machine with an accelerator starts with

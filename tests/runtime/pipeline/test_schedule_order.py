@@ -15,7 +15,7 @@ from atorch.errors import StrategyError
 from atorch.report.timeline import expected_bubble, timeline
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.pipeline.capture.shapes import shape_of
-from atorch.runtime.pipeline.schedule_order import Kind, Pass, order
+from atorch.runtime.pipeline.schedule_order import PassKind, StagePass, order
 from atorch.runtime.pipeline.schedules import make_schedule, stages_of, torch_stage
 from tests.pool import Pool
 
@@ -23,7 +23,7 @@ SIZES = [(2, 2), (2, 6), (4, 4), (4, 16), (8, 16)]
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
 
 
-def letters(passes: list[Pass]) -> str:
+def letters(passes: list[StagePass]) -> str:
     return " ".join(f"{each.kind[0]}{each.stage}.{each.micro_batch}" for each in passes)
 
 
@@ -41,7 +41,7 @@ def test_all_is_done_once_and_processes_wait_as_formulas_say(
     found = order(schedule, processes, micro_batches, pieces)
     kinds = ["forward", "input", "weight"] if schedule == "zero_bubble" else ["forward", "backward"]
     assert Counter(each for passes in found for each in passes) == Counter(
-        Pass(kind, stage, number)  # type: ignore[arg-type]
+        StagePass(kind, stage, number)  # type: ignore[arg-type]
         for kind in kinds
         for stage in range(processes * pieces)
         for number in range(micro_batches)
@@ -65,13 +65,13 @@ class Layer(nn.Module):
         return y.sum() if self.is_last else y
 
 
-def trained(rank: int, size: int, schedule: str, pieces: int, micro_batches: int) -> list[Pass]:
+def trained(rank: int, size: int, schedule: str, pieces: int, micro_batches: int) -> list[StagePass]:
     """What torch has this process compute in a step."""
-    noted: list[Pass] = []
+    noted: list[StagePass] = []
 
-    def noting(work: Callable[..., Any], kind: Callable[[bool], Kind], stage: int) -> Callable[..., Any]:
+    def noting(work: Callable[..., Any], kind: Callable[[bool], PassKind], stage: int) -> Callable[..., Any]:
         def noted_work(micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
-            noted.append(Pass(kind(full_backward), stage, micro_batch))
+            noted.append(StagePass(kind(full_backward), stage, micro_batch))
             told = {} if full_backward else {"full_backward": False}
             return work(micro_batch, *args, **told, **kwargs)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from atorch.errors import StrategyError
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.sequence_parallel.megatron import gather_tokens, scatter_sum, split_between
-from atorch.runtime.sequence_parallel.token_partition import Share
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel import tensor_parallel
 from tests.pool import Pool
 from tests.runtime.sequence_parallel.training import Collectives, batch, loss_of, made
@@ -99,7 +99,7 @@ def test_tokens_that_cannot_be_cut_are_refused(pool: Pool) -> None:
 
 def inside(rank: int, size: int) -> dict[str, bool]:
     """A weight that each rank uses on its tokens, one on all of them, and an input, as a block has them."""
-    share = Share(dist.group.WORLD, averaged=False)
+    share = TokenPartition(dist.group.WORLD, averaged=False)
     x = torch.arange(2 * 8 * 3, dtype=torch.float64).reshape(2, 8, 3).cos().requires_grad_()
     parts = [torch.full((), 0.5 + rank, dtype=torch.float64, requires_grad=True) for rank in range(size)]
     own = share.scatter(x, 1)

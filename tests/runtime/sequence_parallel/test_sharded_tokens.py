@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
 from atorch.logs import logger, speaking
-from atorch.profiler.comm_counter import Messages
-from atorch.runtime.sequence_parallel import Share
+from atorch.profiler.comm_counter import CommCounter
+from atorch.runtime.sequence_parallel import TokenPartition
 from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens, split_tokens
 from tests.pool import Pool
 
@@ -194,7 +194,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 def compared(rank: int, size: int, balanced: bool) -> dict[str, dict[str, float]]:
     """Of a head that each rank has whole; its gradients are averaged over the ranks."""
-    share = Share(dist.group.WORLD, balanced=balanced)  # type: ignore[arg-type]
+    share = TokenPartition(dist.group.WORLD, balanced=balanced)  # type: ignore[arg-type]
     torch.manual_seed(0)
     head, x, found = nn.Linear(WIDTH, CLASSES), noise(ROWS, TOKENS, WIDTH), {}
 
@@ -204,7 +204,7 @@ def compared(rank: int, size: int, balanced: bool) -> dict[str, dict[str, float]
     for loss in (*SPLIT, *WHOLE):
         expected = loss(head(x))
         grads = torch.autograd.grad(expected, list(head.parameters()))
-        with Messages() as sent:
+        with CommCounter() as sent:
             got = loss(logits())
             got_grads = torch.autograd.grad(got, list(head.parameters()))
         gathered = sum(each for (kind, _), (_, each) in sent.counts.items() if kind == "all_gather")
@@ -236,7 +236,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(pool: Pool, ranks: int, 
 
 
 def as_a_tensor(rank: int, size: int) -> dict[str, bool]:
-    share = Share(dist.group.WORLD, balanced=True)  # type: ignore[arg-type]
+    share = TokenPartition(dist.group.WORLD, balanced=True)  # type: ignore[arg-type]
     head, x = nn.Linear(WIDTH, CLASSES), noise(ROWS, TOKENS, WIDTH)
     for parameter in head.parameters():
         dist.broadcast(parameter.data, 0)
@@ -264,7 +264,7 @@ def test_they_are_a_tensor_to_everyone(pool: Pool) -> None:
 
 
 def told(rank: int, size: int) -> list[str]:
-    share = Share(dist.group.WORLD)  # type: ignore[arg-type]
+    share = TokenPartition(dist.group.WORLD)  # type: ignore[arg-type]
     logits = split_tokens(noise(ROWS, TOKENS // size, CLASSES), share, 1)
     handler = logging.handlers.BufferingHandler(10)
     logger.addHandler(handler)
@@ -288,7 +288,7 @@ def read_alone(rank: int, size: int, nested: bool) -> tuple[str, float]:
     """What the one that reads is told, and what all compute together after that."""
     group = dist.group.WORLD
     assert group is not None
-    logits = split_tokens(torch.full((ROWS, TOKENS // size, CLASSES), 1.0 + rank), Share(group), 1)
+    logits = split_tokens(torch.full((ROWS, TOKENS // size, CLASSES), 1.0 + rank), TokenPartition(group), 1)
     if nested:
         logits = logits.transpose(1, 2)[:, :, 1:]
     told = ""
@@ -317,7 +317,7 @@ def read_by_all(rank: int, size: int) -> tuple[float, float, list[bool]]:
     group = dist.group.WORLD
     assert group is not None
     for step in range(4):
-        logits = split_tokens(torch.full((ROWS, TOKENS // size, CLASSES), 1.0 + rank + step), Share(group), 1)
+        logits = split_tokens(torch.full((ROWS, TOKENS // size, CLASSES), 1.0 + rank + step), TokenPartition(group), 1)
         largest = logits.amax() if rank else logits.flatten().max()
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
@@ -335,7 +335,7 @@ def test_what_readers_tell_each_other_does_not_grow(pool: Pool) -> None:
 
 
 def out_of_bounds(rank: int, size: int) -> str:
-    share = Share(dist.group.WORLD)  # type: ignore[arg-type]
+    share = TokenPartition(dist.group.WORLD)  # type: ignore[arg-type]
     logits = split_tokens(noise(1, TOKENS // size, CLASSES), share, 1)
     labels = torch.zeros(1, TOKENS, dtype=torch.int64)
     labels[0, 0] = CLASSES  # a token of the first rank

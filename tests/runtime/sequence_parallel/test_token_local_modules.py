@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from atorch.runtime.context_parallel import RingExchange
-from atorch.runtime.sequence_parallel import Share, Ulysses, split_stream
+from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, split_stream
 from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens
 from tests.pool import Pool
 from tests.runtime.sequence_parallel.training import average, distance, state
@@ -103,7 +103,7 @@ def split(model: nn.Module, name: str, *, ring: bool) -> None:
     split_stream(
         model,
         (lambda model: model(ids)) if name in KINDS else (lambda model: model(input_ids=ids)),
-        Share(group, balanced=ring),
+        TokenPartition(group, balanced=ring),
         exchange,
     )
 
@@ -124,7 +124,7 @@ def parity(rank: int, size: int, name: str, ring: bool) -> dict[str, Any]:
         largest = max(largest, tensor.numel() if is_logits else 0)
         return tensor
 
-    with Messages() as sent, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with CommCounter() as sent, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss_of(model, name, 0).backward()
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from atorch.errors import ArgumentError
-from atorch.runtime.sequence_parallel import Share
+from atorch.runtime.sequence_parallel import TokenPartition
 from tests.pool import Pool
 
 
 def round_trip(rank: int, size: int, balanced: bool, averaged: bool) -> dict[str, bool]:
     """A weight outside and one inside of what is split, against the same computed whole."""
-    share = Share(dist.group.WORLD, balanced=balanced, averaged=averaged)
+    share = TokenPartition(dist.group.WORLD, balanced=balanced, averaged=averaged)
     x = torch.arange(2 * 8 * 3, dtype=torch.float64).reshape(2, 8, 3).sin()
     outer, inner = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (1.5, 0.5))
     plain_outer, plain_inner = (each.detach().clone().requires_grad_() for each in (outer, inner))
@@ -44,7 +44,7 @@ def test_one_average_is_right_inside_and_outside(pool: Pool, balanced: bool, ave
 
 def pieces(rank: int, size: int) -> list[list[int]]:
     tokens = torch.arange(8)
-    shares = Share(dist.group.WORLD), copy.deepcopy(Share(dist.group.WORLD, balanced=True))
+    shares = TokenPartition(dist.group.WORLD), copy.deepcopy(TokenPartition(dist.group.WORLD, balanced=True))
     with pytest.raises(ArgumentError, match="4 equal pieces, but were given with 6 tokens"):
         shares[1].part(tokens[:6], 0)
     return [share.part(tokens, 0).tolist() for share in shares]

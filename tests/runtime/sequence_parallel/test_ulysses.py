@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from atorch.runtime.sequence_parallel import AttentionCall, Share, Ulysses
+from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition, Ulysses
 from tests.pool import Pool
 from tests.runtime.sequence_parallel.training import Collectives
 
@@ -33,7 +33,7 @@ def compared(rank: int, size: int, kv_heads: int, kind: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     heads = {"query": HEADS, "key": kv_heads, "value": kv_heads}
     whole = {name: torch.randn(2, count, TOKENS, WIDTH, generator=generator) for name, count in heads.items()}
-    share = Share(dist.group.WORLD)
+    share = TokenPartition(dist.group.WORLD)
     own = {name: share.part(tensor, 2).clone().requires_grad_() for name, tensor in whole.items()}
     whole = {name: tensor.requires_grad_() for name, tensor in whole.items()}
     more = {"attn_mask": mask_of(kind), "is_causal": kind == "causal", "scale": 0.3, "enable_gqa": kv_heads < HEADS}

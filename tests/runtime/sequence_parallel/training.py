@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.runtime.sequence_parallel import Share, Ulysses, split_stream
+from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, split_stream
 from tests.runtime.tensor_parallel.models import SIZES, VOCAB, loss_of, make
 
 STEPS = 3
@@ -62,7 +62,7 @@ def made(name: str, **settings: Any) -> nn.Module:
 
 
 def ulysses(model: nn.Module, run: Callable[[nn.Module], Any], group: dist.ProcessGroup) -> Any:
-    return split_stream(model, run, Share(group), Ulysses(group))
+    return split_stream(model, run, TokenPartition(group), Ulysses(group))
 
 
 def average(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atorch.errors import StrategyError
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.derive.block_sandbox import apart, fresh, map_arguments, tensors_of
 from atorch.runtime.tensor_parallel.derive.reference_forward import Watched
@@ -183,7 +183,7 @@ def sent(rank: int, size: int, name: str) -> list[tuple[float, float]]:
         (args, kwargs), asked = fresh(call)
         first = next(iter(asked))  # the others, such as positions, have no gradient in a model
         args, kwargs = map_arguments(lambda at, each, kept=first: each if at == kept else each.detach(), args, kwargs)
-        with Messages() as messages:
+        with CommCounter() as messages:
             outputs = tensors_of(model.get_submodule(path)(*args, **kwargs))
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         found.append((expected, sum(size for _, size in messages.counts.values()) / 4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, apart
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart
 from atorch.runtime.tensor_parallel.derive.derive import derive
 from atorch.runtime.tensor_parallel.split import with_draws
 
@@ -30,7 +30,7 @@ class Experts(nn.Module):
 
 def test_experts_that_a_call_does_not_reach_may_draw() -> None:
     torch.manual_seed(0)
-    call = Call((torch.randn(2, 4),), {})
+    call = ForwardCall((torch.randn(2, 4),), {})
     drawing, quiet = (
         with_draws(twin, derive(twin, call, 2), call) for twin in map(apart, (Experts(0.5), Experts(0.0)))
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
 from tests.pool import Pool
 from tests.runtime.tensor_parallel.models import SIZES, batch, make
@@ -61,7 +61,7 @@ def trained(rank: int, size: int, name: str, options: dict[str, Any]) -> dict[st
         losses = []
         for each in (model, plain):
             optim = torch.optim.SGD(each.parameters(), lr=0.1)
-            with Messages() as messages:
+            with CommCounter() as messages:
                 loss = loss_of(each, name, step)
                 loss.backward()
             if each is model:

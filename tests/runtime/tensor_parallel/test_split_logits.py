@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.profiler.comm_counter import Messages
+from atorch.profiler.comm_counter import CommCounter
 from atorch.runtime.tensor_parallel.vocabulary import SplitLogits, split_logits
-from atorch.runtime.tensor_parallel.vocabulary_shards import Columns
+from atorch.runtime.tensor_parallel.vocabulary_shards import VocabularyShards
 from tests.pool import Pool
 
 ROWS, SEQ, WIDTH, CLASSES = 2, 5, 6, 11
@@ -151,10 +151,10 @@ WHOLE = (of_logits, of_probabilities, accuracy_first, both, both_twice, masked_i
 """Losses that ask for the logits together."""
 
 
-def on(rank: int, size: int) -> tuple[Columns, nn.Linear, nn.Linear]:
+def on(rank: int, size: int) -> tuple[VocabularyShards, nn.Linear, nn.Linear]:
     """Who has which columns; the whole head, and this rank's part of it."""
     counts = tuple(len(part) for part in torch.arange(CLASSES).chunk(size))
-    columns = Columns(counts, rank, dist.group.WORLD)  # type: ignore[arg-type]
+    columns = VocabularyShards(counts, rank, dist.group.WORLD)  # type: ignore[arg-type]
     torch.manual_seed(0)
     head, part = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, counts[rank])
     for mine, whole in ((part.weight, head.weight), (part.bias, head.bias)):
@@ -172,7 +172,7 @@ def compared(rank: int, size: int) -> dict[str, dict[str, float]]:
     for loss in (*SPLIT, of_a_copy, *WHOLE):
         expected = loss(head(x))
         grads = torch.autograd.grad(expected, list(head.parameters()))
-        with Messages() as sent:
+        with CommCounter() as sent:
             got = loss(split_logits(part(x), columns))
             got_grads = torch.autograd.grad(got, list(part.parameters()))
         gathered = [each for (kind, _), (_, each) in sent.counts.items() if kind == "all_gather"]

@@ -46,7 +46,7 @@ from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.memory import ChunkSet, stand_in
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.schedule.pass_schedule import Course, Pass
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.chunk.schedule.schedule_cache import Courses, Foresee
 from atorch.runtime.data.batch_split import take
 from atorch.runtime.loss.loss_value import LossFunc, value_of
@@ -286,7 +286,7 @@ def _write(chunks: ChunkSet, tensor: torch.Tensor, value: torch.Tensor) -> None:
         memory.write(slot, value)
 
 
-def _figures(chunks: ChunkSet, first: Course) -> dict[str, Any]:
+def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
     """Figures of the first pass, for whoever reads the strategy."""
     assert first.schedule is not None
     sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
@@ -314,7 +314,7 @@ def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Forese
     """A function that foresees a pass on a batch of the loader, or on the largest of its micro-batches."""
     loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
-    def foresee(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> Pass:
+    def foresee(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
         prepared = ctx.prepare_input(batch, "cpu")
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):

@@ -130,7 +130,7 @@ def _repeating(blocks: Sequence[nn.Module], compiled: Sequence[frozenset[str]]) 
     return first, period
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """A call of a block, and the operations outside of blocks since the call before."""
 
     place: int
@@ -138,12 +138,12 @@ class Call(NamedTuple):
     before: Sequence[Any]
 
 
-class Calls(TorchDispatchMode):
+class LayerTrace(TorchDispatchMode):
     """Notes what runs outside of blocks in a forward pass, and how blocks are called."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[LayerCall] = []
         self.after: Sequence[Any] | None = None
         """Operations after the last call, once the forward pass is over."""
         self._device_type = device_type
@@ -170,7 +170,7 @@ class Calls(TorchDispatchMode):
         """The forward pass is over, the loss included."""
         self.after = tuple(self._operations)
 
-    def is_continued(self, other: Calls, stack: Stack, depth: int) -> bool:
+    def is_continued(self, other: LayerTrace, stack: Stack, depth: int) -> bool:
         """True if `other`, of full depth, is this pass of `depth` blocks, with further ones treated as those before."""
         if self.after is None or self._numbers is None or not self._numbers.are_used_alike:
             return False
@@ -227,7 +227,7 @@ class Calls(TorchDispatchMode):
         operations, self._operations = tuple(self._operations), []
         seen: dict[int, int] = {}  # which tensors are the same
         made_of = described(given, lambda each: seen.setdefault(id(each), len(seen)), type)
-        self.calls.append(Call(index, (*self._context(), *made_of), operations))
+        self.calls.append(LayerCall(index, (*self._context(), *made_of), operations))
 
     def _context(self) -> tuple[Hashable, ...]:
         """The modes and hooks in force around a block, beside what was around the first."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from atorch.auto.opt_lib.chunk.repeated_layers import Calls, Stack, stack_of
+from atorch.auto.opt_lib.chunk.repeated_layers import LayerTrace, Stack, stack_of
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger
@@ -26,7 +26,7 @@ from atorch.profiler.memory_tracker import BUFFERS, HOST, PARAMETERS, LiveBytes
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import host_values
 from atorch.runtime.chunk.schedule.depth_extrapolation import deeper, events_of
-from atorch.runtime.chunk.schedule.pass_schedule import Pass
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
 from atorch.runtime.chunk.schedule.trace import trace
 
 
@@ -42,7 +42,7 @@ def foreseen(
     lingering: bool | None = None,
     for_real: bool = False,
     whole: bool = False,
-) -> Pass:
+) -> AccessTrace:
     """The pass of forward, loss and backward of `model` on `batch`, by operation. The model is not touched.
 
     Args:
@@ -65,13 +65,13 @@ def foreseen(
     return job.traced()[0] if found is None else found
 
 
-def _extended(job: _Job, stack: Stack) -> Pass | None:
+def _extended(job: _Job, stack: Stack) -> AccessTrace | None:
     """The pass of a model of many blocks that are alike, from those of three with fewer; None where it is another."""
     try:
         whole = job.called(stack)
         passes = []
         for depth in stack.depths:
-            calls = Calls(job.device_type)
+            calls = LayerTrace(job.device_type)
             found, instants = job.traced(stack, depth, calls)
             if not calls.is_continued(whole, stack, depth):
                 return None
@@ -96,8 +96,8 @@ class _Job(NamedTuple):
     for_real: bool
 
     def traced(
-        self, stack: Stack | None = None, depth: int = 0, calls: Calls | None = None
-    ) -> tuple[Pass, list[list[int]]]:
+        self, stack: Stack | None = None, depth: int = 0, calls: LayerTrace | None = None
+    ) -> tuple[AccessTrace, list[list[int]]]:
         """A pass, and the bytes beside parameters at each instant of its operations.
 
         Args:
@@ -132,9 +132,9 @@ class _Job(NamedTuple):
             )
             return found, live.instants[1:]
 
-    def called(self, stack: Stack) -> Calls:
+    def called(self, stack: Stack) -> LayerTrace:
         """The model's calls of all blocks of a list in a forward pass, for which but the first few run."""
-        depth, calls = stack.depths[-1], Calls(self.device_type)
+        depth, calls = stack.depths[-1], LayerTrace(self.device_type)
         with self._copied(stack.blocks[depth:]) as (duplicate, loss, batch, passing):
             calls.stand_in(stack, duplicate, depth)
             for name, parameter in duplicate.named_parameters():

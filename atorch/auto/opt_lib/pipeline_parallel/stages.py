@@ -32,7 +32,7 @@ from atorch.runtime.pipeline.capture.stage_dataflow import Route
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.pipeline.schedules import stages_of
-from atorch.runtime.pipeline.shape_oracle import Understudy
+from atorch.runtime.pipeline.shape_oracle import ShapeOracle
 from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import cut, held_for_loss, holders
 from atorch.units import format_bytes
@@ -296,7 +296,7 @@ def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, 
 
 def understudy_of(
     ctx: Context, model: nn.Module, units: Iterable[str], route: Route
-) -> Callable[[], Understudy | None]:
+) -> Callable[[], ShapeOracle | None]:
     """Copies a model that is going to be cut; what it returns gives the understudy, once the stages are built.
 
     None where other processes are there. To the copy is done what the strategy does to stages.
@@ -307,12 +307,12 @@ def understudy_of(
     named = {name: whole.get_submodule(name) for name in units}
     (part,) = cut(whole, named, route, (0,), (0,), ctx.device)
 
-    def ready() -> Understudy:
+    def ready() -> ShapeOracle:
         job = replace(ctx, root=part, parts=(part,))
         for each in ctx.strategy or Strategy():
             if each.phase > Phase.SPLIT:
                 job = each.apply(job)
-        return Understudy(job.parts[0])
+        return ShapeOracle(job.parts[0])
 
     return ready
 

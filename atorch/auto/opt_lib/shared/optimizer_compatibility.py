@@ -20,9 +20,9 @@ from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.profiler.trace import optimizer_state_per_param
 from atorch.runtime.optimizer.fused_step import fused_by_default
-from atorch.runtime.optimizer.shardability_probe import Split, difference, made_small, needs_closure, small
+from atorch.runtime.optimizer.shardability_probe import ShardKind, difference, made_small, needs_closure, small
 
-_WHAT: Mapping[Split, str] = {
+_WHAT: Mapping[ShardKind, str] = {
     "apart": "gives each process the optimizer of some of the parameters",
     "rows": "gives each process some rows of the parameters",
     "columns": "gives each process some columns of the parameters",
@@ -40,7 +40,7 @@ def state_bytes(ctx: Context) -> float:
     return 0.0 if ctx.make_optimizer is None else 4.0 * optimizer_state_per_param(ctx.make_optimizer)
 
 
-def need_same(ctx: Context, name: str, *splits: Split) -> None:
+def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
     """Raise where the optimizer computes something else under one of the splits that method `name` makes.
 
     Raises:

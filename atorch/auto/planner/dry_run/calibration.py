@@ -28,7 +28,7 @@ from atorch.logs import logger
 
 FORMAT = Format("calibration", ArgumentError)
 KEPT = 128
-Source = bool | str | os.PathLike[str]  # True: the file of this machine; False: none
+CalibrationPath = bool | str | os.PathLike[str]  # True: the file of this machine; False: none
 
 
 class Observation(BaseModel):
@@ -69,7 +69,7 @@ class Calibration:
     machine: Mapping[str, str | int]
 
     @classmethod
-    def of(cls, source: Source, cluster: ClusterSpec, versions: Mapping[str, str]) -> Calibration | None:
+    def of(cls, source: CalibrationPath, cluster: ClusterSpec, versions: Mapping[str, str]) -> Calibration | None:
         """The calibration that `source` means on this machine: True its file in the cache directory, False none."""
         if source is False:
             return None

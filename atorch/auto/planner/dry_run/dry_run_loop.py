@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atorch.auto.planner.dry_run.calibration import Observation, Past
-from atorch.auto.planner.dry_run.fault_barrier import Crew
+from atorch.auto.planner.dry_run.fault_barrier import Coordinator
 from atorch.auto.planner.dry_run.paired_benchmark import (
     MIN_TURNS,
     SURE,
@@ -22,9 +22,9 @@ from atorch.auto.planner.dry_run.paired_benchmark import (
     seconds_needed,
 )
 from atorch.auto.planner.dry_run.start_times import FIRST_STEPS, Starts
-from atorch.auto.planner.dry_run.step_timing import Failure, OnTrial, Runs, failure_of, measure
-from atorch.auto.planner.dry_run.surrogate_model import Guide, tokens_of
-from atorch.auto.planner.dry_run.time_budget import Clock
+from atorch.auto.planner.dry_run.step_timing import CompositionRunner, Failure, OnTrial, failure_of, measure
+from atorch.auto.planner.dry_run.surrogate_model import Surrogate, tokens_of
+from atorch.auto.planner.dry_run.time_budget import TimeBudget
 from atorch.auto.planner.dry_run.trial_order import simplest
 from atorch.auto.planner.estimate.score import Scored, usable_bytes
 from atorch.auto.planner.plan import Measurement, Rejected, Why
@@ -56,13 +56,13 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SearchJob:
     """The subject of a search, alike on all ranks."""
 
     cluster: ClusterSpec
-    crew: Crew
+    crew: Coordinator
     candidates: Sequence[Scored]  # the fastest by estimate first
-    clock: Clock
+    clock: TimeBudget
     starts: Starts
     epoch: Callable[[], int | None] = lambda: None  # its steps, once they are known
     given: Strategy | None = None  # whose knobs are searched
@@ -70,10 +70,10 @@ class Job:
 
 
 @dataclass
-class Explorer:
+class DryRunLoop:
     """Runs candidates on all ranks. Every rank holds the same state; rank 0's clock and choices count."""
 
-    job: Job
+    job: SearchJob
     progress: Callable[[Progress], None] | None = None  # on rank 0
     measured: dict[int, Measurement] = field(default_factory=dict)
     failures: dict[int, Rejected] = field(default_factory=dict)
@@ -85,12 +85,12 @@ class Explorer:
         job = self.job
         self._candidates, self._clock, self._crew = job.candidates, job.clock, job.crew
         device = job.cluster.device
-        self._guide = Guide(job.candidates, job.past, device.type, device.memory_bytes)
+        self._guide = Surrogate(job.candidates, job.past, device.type, device.memory_bytes)
         self.baseline = simplest(job.candidates, job.given)[0]  # what a careful user would have written
         self._kinds = [job.starts.kind(each.strategy) for each in job.candidates]
         self._saves = np.array([any(name in SAVING for name in each.strategy.names()) for each in job.candidates])
 
-    def explore(self, runs: Runs) -> None:
+    def explore(self, runs: CompositionRunner) -> None:
         """Run what is worth most, until nothing is worth its time, or time is up; then compare what came near."""
         while self.num_runs < MAX_RUNS:
             index = self._crew.hear(self.next_run())
@@ -217,7 +217,7 @@ class Explorer:
             return f", but starting it takes about {format_seconds(start_s)}, and there was no time left"
         return f", but not surely enough for its start of about {format_seconds(start_s)}"
 
-    def _run(self, runs: Runs, index: int) -> None:
+    def _run(self, runs: CompositionRunner, index: int) -> None:
         """One dry run, on all ranks; what it found goes to `measured` or `failures`."""
         strategy, share_s = self._candidates[index].strategy, float(self._crew.hear(self._clock.left))
         trial = runs.trial(strategy, share_s)
@@ -243,7 +243,7 @@ class Explorer:
         if failure.why == "failed":
             self._guide.tell_failed(index, of_memory="memory" in failure.reason.lower())
 
-    def _compare(self, runs: Runs) -> None:
+    def _compare(self, runs: CompositionRunner) -> None:
         """Measure in turns what came near the choice, where telling them apart is worth the time that it takes."""
         finalists = self._crew.hear(self._finalists())
         if len(finalists) < 2:
@@ -280,7 +280,7 @@ class Explorer:
         gain = self._guide.prior.noise / math.sqrt(math.pi)  # by the better of two that could not be told apart
         return chosen if gain * self._training_s() >= self._compare_s(chosen) else []
 
-    def _in_turns(self, runs: Runs, finalists: Sequence[int]) -> dict[int, list[float]]:
+    def _in_turns(self, runs: CompositionRunner, finalists: Sequence[int]) -> dict[int, list[float]]:
         """Seconds of each by turn, all alive together."""
         trials: dict[int, OnTrial] = {}
 

@@ -33,7 +33,7 @@ LOOK_S = 0.25  # how often the store and the clock are looked at
 EARLY_S = 10.0  # before torch would end the process
 
 
-class Crew:
+class Coordinator:
     """All processes of the job, who agree over a host group of their own."""
 
     def __init__(self, world: World) -> None:
@@ -91,7 +91,7 @@ def quick_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Guard:
+class FaultBarrier:
     """Phases of one undertaking. All ranks call the same methods in the same order.
 
     Args:
@@ -99,7 +99,7 @@ class Guard:
         timeout_s: what a rank waits in a phase for its peers.
     """
 
-    def __init__(self, world: World, crew: Crew, let_go: Callable[[], None], *, timeout_s: float) -> None:
+    def __init__(self, world: World, crew: Coordinator, let_go: Callable[[], None], *, timeout_s: float) -> None:
         self.failure: str | None = None  # the first failure on any rank, the same on all
         self.elapsed_s = 0.0  # rank 0's seconds since the beginning, as of its last phase
         self.mesh: Mesh | None = None  # the one that a phase has made

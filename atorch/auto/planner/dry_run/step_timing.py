@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atorch.auto.context import Context
-from atorch.auto.planner.dry_run.fault_barrier import Crew, described, forget_compiled
+from atorch.auto.planner.dry_run.fault_barrier import Coordinator, described, forget_compiled
 from atorch.auto.planner.dry_run.trial import Trial
 from atorch.auto.planner.dry_run.trial_context import Feed
 from atorch.auto.planner.dry_run.trial_order import compiles
@@ -39,7 +39,7 @@ class OnTrial(Protocol):
     def close(self) -> None: ...
 
 
-class Runs(Protocol):
+class CompositionRunner(Protocol):
     """The interface that runs a search's compositions."""
 
     def refusal(self, strategy: Strategy) -> str | None:
@@ -53,7 +53,7 @@ class DryRuns:
     """Those on this job's own processes."""
 
     ctx: Context
-    crew: Crew
+    crew: Coordinator
     feed: Feed
 
     def refusal(self, strategy: Strategy) -> str | None:

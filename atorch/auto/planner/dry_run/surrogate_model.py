@@ -66,7 +66,7 @@ BLAMED, ALONE = 0.02, 0.02  # chances that a method, or a composition alone, is 
 
 
 @dataclass
-class Guide:
+class Surrogate:
     """Predicts the seconds of every composition from the estimates and what was measured so far."""
 
     candidates: Sequence[Scored]

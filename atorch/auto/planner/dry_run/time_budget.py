@@ -13,7 +13,7 @@ DEFAULT_STEPS, DEFAULT_STARTS = 60, 16  # of what is chosen, and that compile no
 
 
 @dataclass
-class Clock:
+class TimeBudget:
     """Seconds since a search began, and those left of its limit; None is the default, which grows with steps."""
 
     limit: float | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.planner.dry_run.fault_barrier import Crew, Guard
+from atorch.auto.planner.dry_run.fault_barrier import Coordinator, FaultBarrier
 from atorch.auto.planner.dry_run.trial_context import Feed, candidate
 from atorch.auto.strategy import Strategy
 from atorch.auto.verification import cannot_evaluate, check
@@ -31,7 +31,7 @@ class Trial:
         self,
         ctx: Context,
         strategy: Strategy,
-        crew: Crew,
+        crew: Coordinator,
         feed: Feed,
         timeout_s: float,
         *,
@@ -47,7 +47,7 @@ class Trial:
         self._memory = PeakMemory(self._device)
         self.is_overdue = False  # whether it was given up as it took longer than `limit_s`
         self._limit_s = limit_s
-        self._guard = Guard(ctx.world, crew, self._let_go, timeout_s=timeout_s)
+        self._guard = FaultBarrier(ctx.world, crew, self._let_go, timeout_s=timeout_s)
 
     @property
     def failure(self) -> str | None:

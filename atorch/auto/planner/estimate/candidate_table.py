@@ -20,7 +20,7 @@ _held = attrgetter(*CATEGORIES)
 FITS, DEVICE, HOST = 0, 1, 2  # what binds
 
 
-class Columns:
+class CandidateTable:
     """One row a composition: its methods, seconds, bytes by category, and whether it fits."""
 
     def __init__(self, limit_bytes: float, host_bytes: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atorch.auto.planner.plan import Estimate, Rejected
-from atorch.auto.planner.search.space import Node
+from atorch.auto.planner.search.space import SearchNode
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTime, StepTimes, peak_memory
@@ -44,7 +44,7 @@ class Scored:
     estimate: Estimate
 
 
-def scored(leaves: Iterable[Node], cluster: ClusterSpec) -> list[Scored]:
+def scored(leaves: Iterable[SearchNode], cluster: ClusterSpec) -> list[Scored]:
     return fastest_first(Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves)
 
 

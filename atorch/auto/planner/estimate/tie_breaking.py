@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
-from atorch.auto.planner.estimate.candidate_table import Columns
-from atorch.auto.planner.search.space import MESH, Node, Only
+from atorch.auto.planner.estimate.candidate_table import CandidateTable
+from atorch.auto.planner.search.space import MESH, Only, SearchNode
 from atorch.auto.strategy import Method
 from atorch.cost.parallelism import REPLICA_AXES
 
@@ -24,7 +24,7 @@ def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
     return on_host, len(methods), _num_axes(methods)
 
 
-def least_intricacy(node: Node, only: Only) -> Intricacy:
+def least_intricacy(node: SearchNode, only: Only) -> Intricacy:
     """The least intricacy that is possible below a node, of these alone."""
     slots = {choice.method.slot for choices in only.values() if None not in choices for choice in choices if choice}
     if not node.large.isdisjoint(REPLICA_AXES):
@@ -33,7 +33,7 @@ def least_intricacy(node: Node, only: Only) -> Intricacy:
     return False, number, _num_axes(node.methods)
 
 
-def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> int:
+def preferred(columns: CandidateTable, expected: Mapping[int, float] | None = None) -> int:
     """The simplest of the rows that are as good as the fastest.
 
     `expected`: seconds in place of the estimate's, of the rows that are to be chosen from.
@@ -51,7 +51,7 @@ def preferred(columns: Columns, expected: Mapping[int, float] | None = None) -> 
     return min(near, key=order)
 
 
-def is_simpler(columns: Columns, one: int, other: int) -> bool:
+def is_simpler(columns: CandidateTable, one: int, other: int) -> bool:
     mine, yours = (intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)) for row in (one, other))
     return mine < yours
 

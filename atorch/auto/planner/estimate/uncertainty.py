@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from atorch.auto.planner.cluster_plan import Measuring
-from atorch.auto.planner.estimate.candidate_table import Columns
+from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.tie_breaking import TIE, intricacy, preferred
 from atorch.auto.planner.plan import Estimate
 from atorch.auto.strategy import Method, Strategy
@@ -31,17 +31,17 @@ LEAST_SAVED = 0.001  # of a step: a measurement that saves less decides nothing
 _NORMAL = NormalDist()
 _DRAWS: Sequence[float] = tuple(_NORMAL.inv_cdf((number + 0.5) / 64) for number in range(64))  # each as likely
 
-Methods = tuple[Method, ...]
+Composed = tuple[Method, ...]
 
 
-class Doubt:
+class EstimateUncertainty:
     """Uncertainty of the estimates of one job's compositions; what was worked out once is kept."""
 
     def __init__(self, start: Cost, cluster: ClusterSpec, times: StepTimes | None = None) -> None:
         self._start, self._uncertainty = start, Uncertainty(cluster, times)
-        self._shares: dict[Methods, Shares] = {}
+        self._shares: dict[Composed, Shares] = {}
 
-    def with_band(self, methods: Methods, estimate: Estimate) -> Estimate:
+    def with_band(self, methods: Composed, estimate: Estimate) -> Estimate:
         """An estimate with the seconds between which its step is expected, and the bytes between which its peak is."""
         low_s, high_s = self._uncertainty.band(estimate.step_s, self.shares(methods))
         low_bytes, high_bytes = memory_band(estimate.memory)
@@ -55,22 +55,22 @@ class Doubt:
             high_needed_bytes=needed,
         )
 
-    def shares(self, methods: Methods) -> Shares:
+    def shares(self, methods: Composed) -> Shares:
         """The share of each kind of work in a composition's step."""
         if methods not in self._shares:
             self._shares[methods] = self._uncertainty.shares(Strategy(methods).cost(self._start))
         return self._shares[methods]
 
-    def expected_s(self, methods: Methods, step_s: float) -> float:
+    def expected_s(self, methods: Composed, step_s: float) -> float:
         """The seconds that a step takes as likely as not, by its estimate."""
         return self._uncertainty.expected(step_s, self.shares(methods))
 
-    def chosen(self, columns: Columns) -> int:
+    def chosen(self, columns: CandidateTable) -> int:
         """The row with the least expected regret among those near the fastest, and of what is as good the simplest."""
         near = _near(columns)
         return preferred(columns, {row: self._expected_s(columns, row) for row in near})
 
-    def note(self, columns: Columns, chosen: int) -> str | None:
+    def note(self, columns: CandidateTable, chosen: int) -> str | None:
         """Why the choice is not what would be chosen by the estimates alone; None where it is."""
         other = preferred(columns)
         if other == chosen:
@@ -87,18 +87,18 @@ class Doubt:
             f"well ({known}), so that it is expected to take {lost:.1%} longer than what is chosen"
         )
 
-    def chance(self, columns: Columns, row: int, chosen: int) -> float:
+    def chance(self, columns: CandidateTable, row: int, chosen: int) -> float:
         """The chance that a row is faster than the chosen one."""
         slower, spread = self._against(columns, row, chosen)
         return _NORMAL.cdf(-slower / spread)
 
-    def ties(self, columns: Columns, chosen: int) -> list[int]:
+    def ties(self, columns: CandidateTable, chosen: int) -> list[int]:
         """Rows that cannot be told from the chosen one, the simplest first."""
         near = (row for row in _near(columns) if row != chosen)
         ties = [row for row in near if self.chance(columns, row, chosen) >= CLEAR]
         return sorted(ties, key=lambda row: (len(columns.methods[row]), columns.step_s[row]))
 
-    def decisive(self, columns: Columns, chosen: int) -> tuple[Measuring, ...]:
+    def decisive(self, columns: CandidateTable, chosen: int) -> tuple[Measuring, ...]:
         """The run and the calibration that are expected to save most, where they save anything."""
         others = [row for row in _near(columns) if row != chosen]
         if not others:
@@ -117,17 +117,17 @@ class Doubt:
         told = (each for each in (of_run, best) if each.saves >= LEAST_SAVED)
         return tuple(sorted(told, key=lambda each: -each.saves))
 
-    def _against(self, columns: Columns, row: int, chosen: int) -> tuple[float, float]:
+    def _against(self, columns: CandidateTable, row: int, chosen: int) -> tuple[float, float]:
         """The expected lag of a row behind the chosen one, as a logarithm, and its standard deviation."""
         slower = math.log(self._expected_s(columns, row) / self._expected_s(columns, chosen))
         apart = self._uncertainty.apart(self.shares(columns.methods[row]), self.shares(columns.methods[chosen]))
         return slower, apart
 
-    def _expected_s(self, columns: Columns, row: int) -> float:
+    def _expected_s(self, columns: CandidateTable, row: int) -> float:
         return self.expected_s(columns.methods[row], float(columns.step_s[row]))
 
 
-def _near(columns: Columns) -> list[int]:
+def _near(columns: CandidateTable) -> list[int]:
     """Rows near the fastest, the fastest of them, and of those that tie with it the simplest."""
     rows = columns.fastest()
     step_s = columns.step_s

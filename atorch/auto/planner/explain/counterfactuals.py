@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from atorch.auto.planner.cluster_plan import Counterfactual
-from atorch.auto.planner.estimate.candidate_table import Columns
+from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.score import estimate_of, needs
 from atorch.auto.planner.plan import Estimate
-from atorch.auto.planner.search.space import MESH, Level, Node, Space
+from atorch.auto.planner.search.space import MESH, Level, SearchNode, Space
 from atorch.auto.strategy import Method
 from atorch.cost import Cost, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds
@@ -22,7 +22,7 @@ from atorch.units import format_bytes, format_seconds
 STEP = "micro_batch"  # the slot that makes up for what no longer divides
 BESIDE = 2  # sizes of each axis that are looked at, on either side
 
-Methods = tuple[Method, ...]
+MethodTuple = tuple[Method, ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Room:
 
 
 def counterfactuals(
-    space: Space, chosen: Methods, start: Cost, room: Room, columns: Columns, times: StepTimes
+    space: Space, chosen: MethodTuple, start: Cost, room: Room, columns: CandidateTable, times: StepTimes
 ) -> tuple[Counterfactual, ...]:
     """The neighbours, the fastest first, then those that do not fit; each kind of change once.
 
@@ -100,14 +100,14 @@ _NAMES: Mapping[str, str] = {
 @dataclass(frozen=True)
 class _Look:
     space: Space
-    chosen: Methods
+    chosen: MethodTuple
     start: Cost
     room: Room
-    columns: Columns
-    known: set[Methods]
+    columns: CandidateTable
+    known: set[MethodTuple]
     times: StepTimes
 
-    def neighbours(self) -> Iterator[tuple[str, str, Methods]]:
+    def neighbours(self) -> Iterator[tuple[str, str, MethodTuple]]:
         """`(what, change, methods)` of all; several of one change where it can be made up for in several ways."""
         for level in self.space.levels:
             if level.kind.slot == MESH:
@@ -115,7 +115,7 @@ class _Look:
             else:
                 yield from self._others(level)
 
-    def estimated(self, methods: Methods) -> Estimate | None:
+    def estimated(self, methods: MethodTuple) -> Estimate | None:
         """The estimate of a composition, its micro-batches changed where they no longer divide; None: not legal."""
         node = self.space.follow(methods, self.start)
         if node is not None:
@@ -126,14 +126,14 @@ class _Look:
         estimates = [self._scored(each) for each in self._recut(methods)]
         return min(estimates, key=lambda each: _order((self.room.short(each) is not None, each)), default=None)
 
-    def _scored(self, node: Node) -> Estimate:
+    def _scored(self, node: SearchNode) -> Estimate:
         estimate = estimate_of(node.cost, self.times.cluster, self.times)
         if node.methods not in self.known:
             self.known.add(node.methods)
             self.columns.add(node.methods, estimate.step_s, peak_memory(node.cost))
         return estimate
 
-    def _recut(self, methods: Methods) -> Iterator[Node]:
+    def _recut(self, methods: MethodTuple) -> Iterator[SearchNode]:
         kept = tuple(each for each in methods if each.slot != STEP)
         for level in self.space.levels:
             if level.kind.slot == STEP:
@@ -142,7 +142,7 @@ class _Look:
                     if node is not None:
                         yield node
 
-    def _others(self, level: Level) -> Iterator[tuple[str, str, Methods]]:
+    def _others(self, level: Level) -> Iterator[tuple[str, str, MethodTuple]]:
         """Another setting of this level's method instead of what is in its slot, or nothing there."""
         held = _in_slot(self.chosen, level.kind.slot)
         rest = tuple(each for each in self.chosen if each is not held)
@@ -152,7 +152,7 @@ class _Look:
         if held is not None and type(held) is level.kind:
             yield held.name, f"without {held}", rest
 
-    def _meshes(self, level: Level) -> Iterator[tuple[str, str, Methods]]:
+    def _meshes(self, level: Level) -> Iterator[tuple[str, str, MethodTuple]]:
         """Sizes of each axis next to the chosen one, one other axis making up for it."""
         held = _in_slot(self.chosen, MESH)
         if held is None:
@@ -173,7 +173,7 @@ class _Look:
                 if sizes.get(axis, 1) in near:
                     yield axis, f"{axis} {sizes.get(axis, 1)}", (mesh, *self._adapted(rest, sizes))
 
-    def _adapted(self, rest: Methods, sizes: Mapping[str, int]) -> Methods:
+    def _adapted(self, rest: MethodTuple, sizes: Mapping[str, int]) -> MethodTuple:
         """The other methods for a mesh: without those that have no axis left, with one for each axis that is new."""
         large = {name for name, size in sizes.items() if size > 1}
         kept = [each for each in rest if not each.splits or each.needs_replicas or not large.isdisjoint(each.splits)]
@@ -189,7 +189,7 @@ class _Look:
         return tuple(kept)
 
 
-def _in_slot(methods: Methods, slot: str) -> Method | None:
+def _in_slot(methods: MethodTuple, slot: str) -> Method | None:
     return next((each for each in methods if each.slot == slot), None)
 
 

@@ -13,11 +13,11 @@ from atorch.cost import Matmul, ModelProfile, Region, Segment
 MOST = 3  # remedies that are named
 LARGEST = 64  # times more nodes, or less of a batch or a sequence
 
-Fits = Callable[["Job"], bool]
+Fits = Callable[["UnfitJob"], bool]
 
 
 @dataclass(frozen=True)
-class Job:
+class UnfitJob:
     profile: ModelProfile
     cluster: ClusterSpec
     global_batch: int
@@ -26,17 +26,17 @@ class Job:
     host_memory: bool = True  # whether something may wait there
 
 
-def remedies(job: Job, fits: Fits) -> tuple[str, ...]:
+def remedies(job: UnfitJob, fits: Fits) -> tuple[str, ...]:
     """Changes of which each alone makes the job fit, the cheapest first, at most three."""
     ways = (_allowed(job), _smaller_batches(job), _shorter_sequences(job), _larger_clusters(job))
     found = (next((told for told, changed in way if fits(changed)), None) for way in ways)
     return tuple(itertools.islice((told for told in found if told is not None), MOST))
 
 
-Way = Iterator[tuple[str, Job]]
+Way = Iterator[tuple[str, UnfitJob]]
 
 
-def _allowed(job: Job) -> Way:
+def _allowed(job: UnfitJob) -> Way:
     """Each of the methods that were excluded, or not allowed."""
     for name in job.excluded:
         rest = tuple(each for each in job.excluded if each != name)
@@ -47,7 +47,7 @@ def _allowed(job: Job) -> Way:
         yield 'allow 16-bit parameters (precision="half", --precision half)', replace(job, precision="half")
 
 
-def _smaller_batches(job: Job) -> Way:
+def _smaller_batches(job: UnfitJob) -> Way:
     """Fewer samples a step, so that fewer devices see samples of their own and more of them share the model."""
     for share in _halves():
         if job.global_batch % share == 0:
@@ -55,7 +55,7 @@ def _smaller_batches(job: Job) -> Way:
             yield f"use a global batch of {batch} instead of {job.global_batch}", replace(job, global_batch=batch)
 
 
-def _shorter_sequences(job: Job) -> Way:
+def _shorter_sequences(job: UnfitJob) -> Way:
     length = max((each.sequence_length for each in job.profile.segments), default=0)
     for share in _halves():
         if length and length % share == 0 and length // share >= 1:
@@ -63,7 +63,7 @@ def _shorter_sequences(job: Job) -> Way:
             yield told, replace(job, profile=_shortened(job.profile, share))
 
 
-def _larger_clusters(job: Job) -> Way:
+def _larger_clusters(job: UnfitJob) -> Way:
     for factor in _halves():
         nodes = job.cluster.num_nodes * factor
         told = f"use {nodes * job.cluster.devices_per_node} of these devices instead of {job.cluster.world_size}"

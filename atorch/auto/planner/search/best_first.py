@@ -17,23 +17,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from atorch.auto.planner.estimate.candidate_table import Columns
+from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.tie_breaking import TIE, Intricacy, intricacy, least_intricacy
-from atorch.auto.planner.search.bounds import Bounds, Part
-from atorch.auto.planner.search.space import Node, Only, Space
+from atorch.auto.planner.search.bounds import Bounds, LowerBound
+from atorch.auto.planner.search.space import Only, SearchNode, Space
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTimes, peak_memory
 
 PATIENCE = 4  # times as many branches are looked at before it is believed that nothing fits
 
-_Branch = tuple[float, int, Node, Part | None]  # bound, number, node, and what of it, or all
+_Branch = tuple[float, int, SearchNode, LowerBound | None]  # bound, number, node, and what of it, or all
 
 
 @dataclass(frozen=True)
-class Found:
+class BestFound:
     """Results of a search, and what it knew enough of without."""
 
-    columns: Columns
+    columns: CandidateTable
     num_slow: int  # branches and compositions that were not opened or kept: none of them is the best, or simpler
     num_large: int  # branches that were not opened: nothing in them fits
     gap: float = 0.0  # of the best one's seconds, what a branch that was not opened might save; 0 where that is proven
@@ -58,7 +58,7 @@ def best_first(
     limit_s: float = math.inf,
     nearest: bool = True,
     times: StepTimes | None = None,
-) -> Found:
+) -> BestFound:
     """The `keep` fastest compositions that fit, and the simplest of those that tie with the fastest; with some more.
 
     Where fewer than `breadth` that fit were scored by then, the next ones in order of their bounds are, so that there
@@ -68,7 +68,7 @@ def best_first(
     how far from it it may be. So it does after `most_looks` at branches, or, where none fits, after `PATIENCE` times as
     many. `times` keeps what estimates have in common.
     """
-    times, columns = times or StepTimes(cluster), Columns(device_bytes, host_bytes)
+    times, columns = times or StepTimes(cluster), CandidateTable(device_bytes, host_bytes)
     with uncollected():  # what the search kept is gone by its end
         return _Search(space, times, columns, keep, breadth, most, most_looks, limit_s).run(start, nearest=nearest)
 
@@ -93,7 +93,7 @@ class _Search:
         self,
         space: Space,
         times: StepTimes,
-        columns: Columns,
+        columns: CandidateTable,
         keep: int,
         breadth: int,
         most: float,
@@ -112,14 +112,14 @@ class _Search:
         self._num_slow = 0
         self._looks: float = 0
 
-    def run(self, start: Cost, *, nearest: bool) -> Found:
+    def run(self, start: Cost, *, nearest: bool) -> BestFound:
         self._begin(start)
         while self._open and self._open[0][0] <= self._enough_s() and not self._is_over():
             self._visit(*heapq.heappop(self._open))
         if nearest and not self._fitting:
             self._nearest()
         gap = max(0.0, 1 - self._open[0][0] / self._fitting[0][0]) if self._open and self._fitting else 0.0
-        return Found(self.columns, self._num_slow + len(self._open), len(self._aside), gap)
+        return BestFound(self.columns, self._num_slow + len(self._open), len(self._aside), gap)
 
     def _begin(self, start: Cost) -> None:
         root, depth = self._space.root(start), self._bounds.depth
@@ -129,14 +129,14 @@ class _Search:
         for node in self._space.descend(root, depth):
             heapq.heappush(self._open, (self._bounds.least_seconds(node), next(self._count), node, None))
 
-    def _push(self, node: Node, parts: Iterable[Part], bound: float = 0.0, short: float = 0.0) -> None:
+    def _push(self, node: SearchNode, parts: Iterable[LowerBound], bound: float = 0.0, short: float = 0.0) -> None:
         for part in parts:
             if max(short, part.short_bytes) > 0:
                 heapq.heappush(self._aside, (max(short, part.short_bytes), next(self._count), node, part))
             else:
                 heapq.heappush(self._open, (max(bound, part.seconds), next(self._count), node, part))
 
-    def _visit(self, bound: float, _: int, node: Node, part: Part | None) -> None:
+    def _visit(self, bound: float, _: int, node: SearchNode, part: LowerBound | None) -> None:
         if self._is_known(bound, node, part):
             self._num_slow += 1
             return
@@ -148,7 +148,7 @@ class _Search:
         else:
             self._push(node, self._bounds.cut(part, self._enough_s()), bound=bound)
 
-    def _score(self, node: Node, only: Only | None) -> None:
+    def _score(self, node: SearchNode, only: Only | None) -> None:
         for leaf in self._space.leaves(node, only):
             seconds = self._times.of(leaf.cost).total_s
             if seconds > self._enough_s():
@@ -185,7 +185,7 @@ class _Search:
             return self._limit_s
         return min(self._limit_s, max(self._fitting[self._keep - 1][0], self._fitting[0][0] * (1 + TIE)))
 
-    def _is_known(self, bound: float, node: Node, part: Part | None) -> bool:
+    def _is_known(self, bound: float, node: SearchNode, part: LowerBound | None) -> bool:
         """True if nothing of a branch is among the best, or both ties with the best and is simpler than what does.
 
         Bounds ascend: once one is above what was found, that is the best.

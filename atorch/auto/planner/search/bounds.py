@@ -35,7 +35,7 @@ from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
-from atorch.auto.planner.search.space import Choice, Level, Node, Only, Space
+from atorch.auto.planner.search.space import Choice, Level, Only, SearchNode, Space
 from atorch.auto.strategy import Method, Phase
 from atorch.cost import Cost, StepTimes, peak_bytes
 from atorch.cost.memory import least_on_host, uses_host
@@ -47,7 +47,7 @@ SLACK = 1e-9  # of a bound, for rounding
 Fold = Callable[[Cost], Cost]
 
 
-class Part(NamedTuple):
+class LowerBound(NamedTuple):
     """A part below a node that recomputes alike or, once settled, cuts, compiles and uses the host alike, too."""
 
     short_bytes: float  # at least
@@ -75,15 +75,15 @@ class Bounds:
         others = [depth for depth, level in enumerate(levels) if level.kind not in COVERED]
         return max([first, *(depth + 1 for depth in others)])
 
-    def least_seconds(self, node: Node) -> float:
+    def least_seconds(self, node: SearchNode) -> float:
         """No composition below a node at the depth of bounds has a quicker step."""
         return self._seconds_of_any(self._compiled(node.cost.but(cast_traffic_bytes=0.0)))
 
-    def parts(self, node: Node) -> Iterator[Part]:
+    def parts(self, node: SearchNode) -> Iterator[LowerBound]:
         """Parts below a node at the depth of bounds, by what is recomputed."""
         shard = self._sharing(node.cost)
         for only, cost in self._kept(node.cost):
-            part = Part(0.0, 0.0, only, cost, shard)
+            part = LowerBound(0.0, 0.0, only, cost, shard)
             if MicroBatch not in self._below:
                 yield from self._settled(part._replace(is_settled=True))
                 continue
@@ -97,7 +97,7 @@ class Bounds:
             else:
                 yield part._replace(seconds=self._seconds_of_any(shard(compiled)))
 
-    def cut(self, part: Part, enough_s: float = math.inf) -> Iterator[Part]:
+    def cut(self, part: LowerBound, enough_s: float = math.inf) -> Iterator[LowerBound]:
         """A part, apart by the number of micro-batches, by what waits on the host, and by whether it is compiled.
 
         Of what takes longer than `enough_s` no more is told than that.
@@ -167,7 +167,7 @@ class Bounds:
     def _compiled(self, cost: Cost) -> Cost:
         return next((choice.method.cost(cost) for choice in self._legal(Compile, cost)), cost)
 
-    def _settled(self, part: Part, least_s: float | None = None) -> Iterator[Part]:
+    def _settled(self, part: LowerBound, least_s: float | None = None) -> Iterator[LowerBound]:
         """A part of which the cost tells the number of micro-batches, apart by the host and by what is compiled.
 
         `least_s`: of a step where nothing waits on the host and all is compiled that can be, as far as that is known.
@@ -183,7 +183,7 @@ class Bounds:
                 seconds = least_s if is_least and least_s is not None else self._seconds(fold(cost))
                 yield way._replace(seconds=seconds, only={**way.only, **of_compile})
 
-    def _ways(self, part: Part) -> Iterator[tuple[Only, Fold]]:
+    def _ways(self, part: LowerBound) -> Iterator[tuple[Only, Fold]]:
         """Ways to use host memory, without first: what they make of a cost."""
         for of_chunk, chunked in self._each_fold(Chunk, part.cost):
             shard = part.shard if chunked is None else chunked.cost

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from atorch.auto.opt_lib.micro_batch import MicroBatch, is_ample
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.planner.search.bounds import COVERED
-from atorch.auto.planner.search.space import Node, Space
+from atorch.auto.planner.search.space import SearchNode, Space
 from atorch.cost import Cost
 from atorch.cost.parallelism import REPLICA_AXES
 
@@ -33,7 +33,7 @@ class _Counter:
         self._later = [frozenset(kind.slot for kind in kinds[at:]) for at in range(len(kinds) + 1)]
         self._asks_stages = Offload in kinds  # whose activations are whole blocks of a stage
 
-    def below(self, node: Node) -> int:
+    def below(self, node: SearchNode) -> int:
         """Whole compositions below a node, or itself."""
         if node.depth == len(self._space.levels):
             return 1
@@ -45,7 +45,7 @@ class _Counter:
             found = self._known[alike] = sum(map(self.below, self._space.children(node)))
         return found
 
-    def _alike(self, node: Node) -> Hashable | None:
+    def _alike(self, node: SearchNode) -> Hashable | None:
         """A key that tells what may follow a node; None where that is more than is worth to be told apart."""
         cost = node.cost
         if node.depth < self._covered or (cost.stages == 1 and node.depth < self._last):

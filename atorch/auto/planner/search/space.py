@@ -54,7 +54,7 @@ Only = Mapping[int, Collection[Choice | None]]
 """Depth of a level → those of its choices that are taken, None to go without; at other depths all."""
 
 
-class Node(NamedTuple):
+class SearchNode(NamedTuple):
     """A composition so far: its methods in order, and what they make of the cost."""
 
     depth: int
@@ -96,14 +96,14 @@ class Space:
         )
         return max((depth for depth, is_party in enumerate(parties, start=1) if is_party), default=0)
 
-    def root(self, cost: Cost) -> Node:
-        return Node(0, (), cost)
+    def root(self, cost: Cost) -> SearchNode:
+        return SearchNode(0, (), cost)
 
-    def leaves(self, node: Node, only: Only | None = None) -> Iterator[Node]:
+    def leaves(self, node: SearchNode, only: Only | None = None) -> Iterator[SearchNode]:
         """All whole compositions below a node, or of these `only` some."""
         return self.descend(node, len(self.levels), only)
 
-    def descend(self, node: Node, depth: int, only: Only | None = None) -> Iterator[Node]:
+    def descend(self, node: SearchNode, depth: int, only: Only | None = None) -> Iterator[SearchNode]:
         """All compositions below a node that are decided down to `depth`."""
         if node.depth == depth:
             yield node
@@ -111,13 +111,13 @@ class Space:
         for child in self.children(node, only):
             yield from self.descend(child, depth, only)
 
-    def follow(self, methods: Sequence[Method], cost: Cost) -> Node | None:
+    def follow(self, methods: Sequence[Method], cost: Cost) -> SearchNode | None:
         """The composition of exactly these methods, or None where it is not legal."""
         node = self.root(cost)
         for level in self.levels:
             wanted = next((each for each in methods if type(each) is level.kind), None)
             if wanted is None:
-                following: Node | None = self._without(node, level)
+                following: SearchNode | None = self._without(node, level)
             elif level.kind.slot in node.slots:
                 following = None
             else:
@@ -128,7 +128,7 @@ class Space:
             node = following
         return node
 
-    def children(self, node: Node, only: Only | None = None) -> Iterator[Node]:
+    def children(self, node: SearchNode, only: Only | None = None) -> Iterator[SearchNode]:
         """The children of a node at the next level: with each of its choices, and without; or of these `only` some."""
         level = self.levels[node.depth]
         among = level.options if only is None else only.get(node.depth, level.options)
@@ -137,12 +137,12 @@ class Space:
             if taken is not None and self._is_open(taken):
                 yield taken
 
-    def _without(self, node: Node, level: Level) -> Node | None:
+    def _without(self, node: SearchNode, level: Level) -> SearchNode | None:
         if level.is_needed or (self.is_checked and self.world_size > 1 and level.kind.slot == MESH):
             return None
-        return Node(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split, node.lacks)
+        return SearchNode(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split, node.lacks)
 
-    def _taken(self, node: Node, level: Level, choice: Choice) -> Node | None:
+    def _taken(self, node: SearchNode, level: Level, choice: Choice) -> SearchNode | None:
         """The node with a choice, or None where it has nothing to do or cannot be."""
         kind, cost = level.kind, node.cost
         if self.is_checked:
@@ -165,9 +165,9 @@ class Space:
         if choice.needs or lacks:
             lacks = (lacks | choice.needs).difference((kind.name,), (each.name for each in node.methods))
         methods = (*node.methods, choice.method)
-        return Node(node.depth + 1, methods, folded, node.slots | {kind.slot}, large, split, lacks)
+        return SearchNode(node.depth + 1, methods, folded, node.slots | {kind.slot}, large, split, lacks)
 
-    def _is_open(self, node: Node) -> bool:
+    def _is_open(self, node: SearchNode) -> bool:
         """True if something legal may be below."""
         if not self.is_checked:
             return True

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from atorch.profiler.memory_tracker import ACTIVATIONS, Moment
+from atorch.profiler.memory_tracker import ACTIVATIONS, MemorySample
 
 SHORT, LONG = 3, 4
 
@@ -24,7 +24,7 @@ Sent = Mapping[tuple[str, tuple[str, ...]], tuple[float, float]]  # (kind, axes)
 class Observed:
     """Bytes held and sent in one step."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[MemorySample, ...]
     sent: Sent
     sent_each: Sent = field(default_factory=dict)
     """From the start of the last but one forward pass to that of the last."""
@@ -57,10 +57,10 @@ def extend(short: Observed, long: Observed, repeats: int) -> Observed:
         UnlikeError: the two do not go through the same moments, or do not send the same kinds of messages.
     """
     steps = repeats - LONG
-    moments: list[Moment] = []
+    moments: list[MemorySample] = []
     for few, many in zip(*map(_same_runs, (short, long), (long, short)), strict=True):
         if few[0].index is None:
-            moments.append(Moment(few[0].name, None, _line(few[0].memory, many[0].memory, steps)))
+            moments.append(MemorySample(few[0].name, None, _line(few[0].memory, many[0].memory, steps)))
         elif (len(few), len(many)) == (SHORT, LONG):
             moments += _run(few, many, repeats)
         else:
@@ -74,7 +74,7 @@ def extend(short: Observed, long: Observed, repeats: int) -> Observed:
     return Observed(tuple(moments), sent)
 
 
-def _same_runs(seen: Observed, other: Observed) -> list[list[Moment]]:
+def _same_runs(seen: Observed, other: Observed) -> list[list[MemorySample]]:
     """Moments of one name that follow one another over the blocks, as one run; others alone."""
     runs, others = _runs(seen), _runs(other)
     if [run[0].name for run in runs] != [run[0].name for run in others]:
@@ -82,14 +82,14 @@ def _same_runs(seen: Observed, other: Observed) -> list[list[Moment]]:
     return runs
 
 
-def _runs(seen: Observed) -> list[list[Moment]]:
+def _runs(seen: Observed) -> list[list[MemorySample]]:
     keyed = itertools.groupby(
         enumerate(seen.moments), lambda pair: (pair[1].name, None if pair[1].index is not None else pair[0])
     )
     return [[moment for _, moment in group] for _, group in keyed]
 
 
-def _run(few: Sequence[Moment], many: Sequence[Moment], repeats: int) -> list[Moment]:
+def _run(few: Sequence[MemorySample], many: Sequence[MemorySample], repeats: int) -> list[MemorySample]:
     """The moments of all blocks, in the order in which the step comes to them."""
     ends = {place: _line(few[place].memory, many[place].memory, repeats - LONG) for place in (0, 1, -2, -1)}
     memories = [ends[0], ends[1]]
@@ -98,7 +98,7 @@ def _run(few: Sequence[Moment], many: Sequence[Moment], repeats: int) -> list[Mo
     memories += [ends[-2], ends[-1]]
     rises = few[0].index == 0
     indices = range(repeats) if rises else range(repeats - 1, -1, -1)
-    return [Moment(few[0].name, index, memory) for index, memory in zip(indices, memories, strict=True)]
+    return [MemorySample(few[0].name, index, memory) for index, memory in zip(indices, memories, strict=True)]
 
 
 def _line(one: Mapping[str, float], two: Mapping[str, float], steps: float) -> dict[str, float]:

@@ -42,7 +42,7 @@ from atorch.model.alias_guard import Originals
 from atorch.model.structure import num_repeats, repeated_blocks, shorten
 from atorch.model.structure_copy import copy_structure
 from atorch.model.tensors import batch_size, map_tensors, tensors_of
-from atorch.profiler.comm_counter import Counts, Messages
+from atorch.profiler.comm_counter import CommCounter, Counts
 from atorch.profiler.memory_tracker import (
     BUFFERS,
     ELSEWHERE,
@@ -53,7 +53,7 @@ from atorch.profiler.memory_tracker import (
     OTHER,
     PARAMETERS,
     LiveBytes,
-    Moment,
+    MemorySample,
 )
 from atorch.runtime.memory.offload import on_host
 from atorch.runtime.optimizer.wrapped_optimizer import local_state_dict
@@ -70,13 +70,13 @@ _FORESEEN_APART: Set[str] = frozenset(("chunk",))  # keep what they move in memo
 class Simulated:
     """Bytes that one rank holds and sends in a training step."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[MemorySample, ...]
     collectives: Sent
     """(kind, axes of the mesh) → (calls, bytes) of a step; bytes of the whole payload, as `Comm` counts them."""
     notes: tuple[str, ...] = ()  # where this is not the whole strategy at its full depth, and why
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemorySample:
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
     @property
@@ -193,7 +193,7 @@ def observe(
 
     batch: this rank's own. pretending: None where tensors and processes are real. source: what the model is a copy of.
     """
-    live, sent = LiveBytes(), Messages()
+    live, sent = LiveBytes(), CommCounter()
     with nullcontext() if pretending is None else pretending:
         result = (applied := strategy.apply(ctx)).build()
         with sent, live, nullcontext() if pretending is None else pretending.stepping():
@@ -264,7 +264,7 @@ class _Watch:
         model: nn.Module,
         parts: Iterable[nn.Module],
         live: LiveBytes,
-        sent: Messages,
+        sent: CommCounter,
         waiting: Set[torch.Tensor],
     ) -> None:
         self._model, self._live, self._sent = model, live, sent

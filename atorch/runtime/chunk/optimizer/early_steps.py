@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.gradients import Gradients
+from atorch.runtime.chunk.gradients import GradientSink
 from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.transfer import Wait
 
@@ -35,7 +35,7 @@ class EarlySteps:
 
     def __init__(
         self,
-        gradients: Gradients,
+        gradients: GradientSink,
         chunks: Sequence[ChunkMemory],
         optimizer: Optimizer,
         step: Callable[[ChunkMemory], None],

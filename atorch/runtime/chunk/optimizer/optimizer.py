@@ -24,12 +24,12 @@ from torch import Tensor
 
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.elementwise_optimizers import ELEMENTWISE, is_elementwise
-from atorch.runtime.chunk.gradients import Gradients
+from atorch.runtime.chunk.gradients import GradientSink
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.optimizer.early_steps import EarlySteps
 from atorch.runtime.chunk.optimizer.optimizer_slices import (
     RUN_NUMEL,
-    Piece,
+    OptimizerSlice,
     WideGradients,
     cut,
     runs,
@@ -40,12 +40,12 @@ from atorch.runtime.chunk.optimizer.saved_states import SHARE, divided, joined, 
 from atorch.runtime.chunk.optimizer.states import FlatStates
 from atorch.runtime.memory.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer.fused_step import fuse
-from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, StandIns
+from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, ShadowOptimizer
 from atorch.runtime.optimizer.shardability_probe import needs_closure
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
 
 
-class ChunkOptimizer(StandIns):
+class ChunkOptimizer(ShadowOptimizer):
     """Steps on the chunks' masters, and as ever on parameters that are not managed.
 
     Of a parameter that several processes share each has and steps a part. `optimizer.state` is kept by piece;
@@ -72,11 +72,11 @@ class ChunkOptimizer(StandIns):
         *,
         loss_scale: Callable[[], float] = lambda: 1.0,
         disk: Path | None = None,
-        early: Gradients | None = None,
+        early: GradientSink | None = None,
     ) -> None:
         self._chunks, self._loss_scale = chunks, loss_scale
         self._states = FlatStates(disk)
-        self._pieces: dict[Tensor, list[Piece]] = {}  # by managed parameter
+        self._pieces: dict[Tensor, list[OptimizerSlice]] = {}  # by managed parameter
         super().__init__(make_inner, groups)
         self._is_cut = is_elementwise(self.inner)
         self._at_once = not type(self.inner).__module__.startswith("torch.optim.")
@@ -122,13 +122,13 @@ class ChunkOptimizer(StandIns):
         self._step_on(self._live([chunk]), 1.0 / self._loss_scale(), [[] for _ in self._shown])
         chunk.updated()
 
-    def _live(self, chunks: Iterable[ChunkMemory]) -> list[Piece]:
+    def _live(self, chunks: Iterable[ChunkMemory]) -> list[OptimizerSlice]:
         """The pieces of these chunks that have gradients."""
         numbers = sorted(chunk.spec.index for chunk in chunks)
         pieces = (piece for number in numbers for piece in self._of_chunk.get(number, ()))
         return [piece for piece in pieces if piece.slot.name in piece.chunk.has_gradient]
 
-    def _step_on(self, live: Sequence[Piece], factor: float, unmanaged: list[list[Tensor]]) -> None:
+    def _step_on(self, live: Sequence[OptimizerSlice], factor: float, unmanaged: list[list[Tensor]]) -> None:
         gradients = WideGradients(factor)
         with self._stand_ins_shown(), host_threads(self._chunks.device):
             for run, shown in self._calls(live, gradients, unmanaged):
@@ -281,7 +281,7 @@ class ChunkOptimizer(StandIns):
             self._cut_group(number)
         every = (piece for pieces in self._pieces.values() for piece in pieces)
         self._in_order = sorted(every, key=lambda piece: (piece.chunk.spec.index, piece.where.start))
-        self._of_chunk: dict[int, list[Piece]] = {}
+        self._of_chunk: dict[int, list[OptimizerSlice]] = {}
         for piece in self._in_order:
             self._of_chunk.setdefault(piece.chunk.spec.index, []).append(piece)
 
@@ -320,8 +320,8 @@ class ChunkOptimizer(StandIns):
         return list({chunk.spec.index: chunk for chunk, slot in places if slot.name in chunk.has_gradient}.values())
 
     def _calls(
-        self, live: Sequence[Piece], gradients: WideGradients, unmanaged: list[list[Tensor]]
-    ) -> Iterator[tuple[Sequence[Piece], list[list[Tensor]]]]:
+        self, live: Sequence[OptimizerSlice], gradients: WideGradients, unmanaged: list[list[Tensor]]
+    ) -> Iterator[tuple[Sequence[OptimizerSlice], list[list[Tensor]]]]:
         """The inner optimizer's calls that make one step: pieces that get gradients, and what its groups show."""
         if self._at_once:
             yield live, self._hidden
@@ -334,7 +334,7 @@ class ChunkOptimizer(StandIns):
         if any(unmanaged):
             yield (), unmanaged
 
-    def _run_numel(self, live: Sequence[Piece], gradients: WideGradients) -> int:
+    def _run_numel(self, live: Sequence[OptimizerSlice], gradients: WideGradients) -> int:
         """Elements to step in one call, so that what needs room beside them takes about a quarter of a byte each."""
         total = sum(piece.numel for piece in self._in_order)
         if self._is_cut and not all(piece in self._states for piece in live):

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from atorch.runtime.chunk.memory import ChunkMemory, Form
-    from atorch.runtime.chunk.memory_ledger import Tier
-    from atorch.runtime.chunk.schedule.layout import Slot
+    from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
+    from atorch.runtime.chunk.memory_ledger import MemoryLedger
+    from atorch.runtime.chunk.schedule.layout import ChunkSlot
 
 NUMEL = 2**18  # elements of a piece on the host: 1 MiB each of parameter, gradient and every state
 FUSED_NUMEL = 2**19  # of one for a fused optimizer, which makes one pass
@@ -33,7 +33,7 @@ RUN_NUMEL = 2**24  # at most, of what needs room beside it
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class OptimizerSlice:
     """Elements of one parameter, of those that this process keeps.
 
     where: among the elements of its chunk's share. form: of the whole parameter, which this is then; None for a 1-D
@@ -41,9 +41,9 @@ class Piece:
     """
 
     chunk: ChunkMemory
-    slot: Slot
+    slot: ChunkSlot
     where: slice
-    form: Form | None
+    form: ChunkForm | None
     group: int
     view: nn.Parameter
 
@@ -65,9 +65,9 @@ class WideGradients:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._rooms: dict[tuple[torch.device, torch.dtype], tuple[Tier, Tensor]] = {}
+        self._rooms: dict[tuple[torch.device, torch.dtype], tuple[MemoryLedger, Tensor]] = {}
 
-    def of(self, run: Sequence[Piece]) -> list[Tensor]:
+    def of(self, run: Sequence[OptimizerSlice]) -> list[Tensor]:
         """Gradients that the chunks keep where they need no change, else copies, which last until the next call."""
         gradients, used = [], 0
         total = sum(piece.numel for piece in run)
@@ -83,7 +83,7 @@ class WideGradients:
             gradients.append(kept)
         return gradients
 
-    def widens(self, piece: Piece) -> bool:
+    def widens(self, piece: OptimizerSlice) -> bool:
         return self._factor != 1.0 or piece.chunk.dtype != piece.view.dtype
 
     def free(self) -> None:
@@ -92,7 +92,7 @@ class WideGradients:
             tier.give(room.nbytes)
         self._rooms.clear()
 
-    def _room(self, piece: Piece, numel: int) -> Tensor:
+    def _room(self, piece: OptimizerSlice, numel: int) -> Tensor:
         kind = (piece.view.device, piece.view.dtype)
         tier, room = self._rooms.pop(kind, (piece.chunk.tier, None))
         if room is None or len(room) < numel:
@@ -105,7 +105,7 @@ class WideGradients:
         return room
 
 
-def whole(chunk: ChunkMemory, slot: Slot, requires_grad: bool) -> nn.Parameter:
+def whole(chunk: ChunkMemory, slot: ChunkSlot, requires_grad: bool) -> nn.Parameter:
     """A whole parameter's master, in its shape; where some of it is elsewhere, only a tensor of that shape."""
     part, form = chunk.part(chunk.master, slot), chunk.forms[slot.name]
     if part is None or tuple(part.shape) != form.shape:
@@ -113,12 +113,14 @@ def whole(chunk: ChunkMemory, slot: Slot, requires_grad: bool) -> nn.Parameter:
     return nn.Parameter(part, requires_grad)
 
 
-def uncut(chunk: ChunkMemory, slot: Slot, group: int, view: nn.Parameter) -> Piece:
+def uncut(chunk: ChunkMemory, slot: ChunkSlot, group: int, view: nn.Parameter) -> OptimizerSlice:
     """The whole parameter as the one piece, which is here."""
-    return Piece(chunk, slot, slice(slot.offset, slot.offset + slot.numel), chunk.forms[slot.name], group, view)
+    return OptimizerSlice(
+        chunk, slot, slice(slot.offset, slot.offset + slot.numel), chunk.forms[slot.name], group, view
+    )
 
 
-def cut(chunk: ChunkMemory, slot: Slot, group: int, fused: bool) -> list[Piece]:
+def cut(chunk: ChunkMemory, slot: ChunkSlot, group: int, fused: bool) -> list[OptimizerSlice]:
     """The part of a parameter here, in 1-D pieces; a parameter without dimensions stays as it is."""
     on_host = FUSED_NUMEL if fused else NUMEL
     numel = on_host if chunk.master.device.type == "cpu" else DEVICE_NUMEL
@@ -128,14 +130,14 @@ def cut(chunk: ChunkMemory, slot: Slot, group: int, fused: bool) -> list[Piece]:
     for start in range(held.start, held.stop, numel):
         where = slice(shift + start, shift + min(start + numel, held.stop))
         view = nn.Parameter(_shaped(chunk.master[where], kept))
-        pieces.append(Piece(chunk, slot, where, kept, group, view))
+        pieces.append(OptimizerSlice(chunk, slot, where, kept, group, view))
     return pieces
 
 
-def runs(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:
+def runs(pieces: Sequence[OptimizerSlice], limit: int) -> list[list[OptimizerSlice]]:
     """The pieces in their order, in lists to step together: of at most `limit` elements, or what pays anyhow."""
     limit = max(limit, NUMEL)
-    lists: list[list[Piece]] = []
+    lists: list[list[OptimizerSlice]] = []
     filled = limit
     for piece in pieces:
         if filled + piece.numel > limit:
@@ -146,5 +148,5 @@ def runs(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:
     return lists
 
 
-def _shaped(flat: Tensor, form: Form | None) -> Tensor:
+def _shaped(flat: Tensor, form: ChunkForm | None) -> Tensor:
     return flat if form is None else flat.as_strided(form.shape, form.stride)

@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atorch.runtime.chunk.memory import Form
-from atorch.runtime.chunk.optimizer.optimizer_slices import Piece
+from atorch.runtime.chunk.memory import ChunkForm
+from atorch.runtime.chunk.optimizer.optimizer_slices import OptimizerSlice
 from atorch.runtime.chunk.optimizer.states import FlatStates, is_cut
 from atorch.runtime.precision.master_weights import MASTER
 
 SHARE = "share"
 
-Entry = dict[str, Any]
+ParameterState = dict[str, Any]
 Range = tuple[int, int]
 
 
-def joined(pieces: Sequence[Piece], made: Mapping[str, Any] | None, states: FlatStates) -> Entry | None:
+def joined(
+    pieces: Sequence[OptimizerSlice], made: Mapping[str, Any] | None, states: FlatStates
+) -> ParameterState | None:
     """The state to save of a parameter of which `pieces` are here; None for none.
 
     made: what the optimizer has made for the first of them.
@@ -39,13 +41,13 @@ def joined(pieces: Sequence[Piece], made: Mapping[str, Any] | None, states: Flat
     return entry or None
 
 
-def divided(entry: Mapping[str, Any], pieces: Sequence[Piece], of_share: bool) -> list[Entry]:
+def divided(entry: Mapping[str, Any], pieces: Sequence[OptimizerSlice], of_share: bool) -> list[ParameterState]:
     """The states of `pieces`, those of one parameter that are here, from its saved one: of this share, or the whole."""
     return [{key: _cut(value, piece, of_share) for key, value in entry.items() if key != MASTER} for piece in pieces]
 
 
 @torch.no_grad()
-def restore_master(entry: Mapping[str, Any], piece: Piece, of_share: bool) -> None:
+def restore_master(entry: Mapping[str, Any], piece: OptimizerSlice, of_share: bool) -> None:
     """Let the parameter of `piece` have the master that was saved with its state, if one was and it has one."""
     chunk, slot = piece.chunk, piece.slot
     if MASTER not in entry or chunk.master is chunk.compute:
@@ -57,7 +59,7 @@ def restore_master(entry: Mapping[str, Any], piece: Piece, of_share: bool) -> No
         chunk.follow()
 
 
-def merged(parts: Mapping[Range, Entry], form: Form) -> Entry:
+def merged(parts: Mapping[Range, ParameterState], form: ChunkForm) -> ParameterState:
     """The state of a whole parameter from those of its parts, by the elements that they have."""
     (start, stop), first = min(parts.items(), key=lambda part: part[0])
     if len(parts) == 1:
@@ -71,7 +73,7 @@ def merged(parts: Mapping[Range, Entry], form: Form) -> Entry:
     return {key: whole(key, value) for key, value in first.items()}
 
 
-def _cut(value: Any, piece: Piece, of_share: bool) -> Any:
+def _cut(value: Any, piece: OptimizerSlice, of_share: bool) -> Any:
     """The part of a saved value for `piece`; of one for the whole parameter a copy, as each piece counts its steps."""
     if not isinstance(value, Tensor):
         return value

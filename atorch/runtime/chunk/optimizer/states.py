@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.memory import ChunkMemory
-from atorch.runtime.chunk.optimizer.optimizer_slices import Piece
+from atorch.runtime.chunk.optimizer.optimizer_slices import OptimizerSlice
 from atorch.units import format_bytes
 
 
@@ -29,10 +29,10 @@ class FlatStates:
     def __init__(self, disk: Path | None = None) -> None:
         self._disk = disk
         self._flats: dict[tuple[int, str], Tensor] = {}
-        self._settled: dict[Piece, dict[str, Tensor]] = {}  # what of each piece's states is in place
+        self._settled: dict[OptimizerSlice, dict[str, Tensor]] = {}  # what of each piece's states is in place
 
     @torch.no_grad()
-    def settle(self, pieces: Iterable[Piece], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    def settle(self, pieces: Iterable[OptimizerSlice], state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Move into place what the optimizer, or the user, has made for `pieces` since the last time."""
         for piece in pieces:
             mine, settled = state.get(piece.view, {}), self._settled.setdefault(piece, {})
@@ -41,14 +41,14 @@ class FlatStates:
                     mine[key] = settled[key] = piece.of(self._flat(piece.chunk, key, value))
                     mine[key].copy_(value)
 
-    def __contains__(self, piece: Piece) -> bool:
+    def __contains__(self, piece: OptimizerSlice) -> bool:
         return piece in self._settled
 
     def forget(self) -> None:
         """The optimizer has other states now, wherever they are."""
         self._settled.clear()
 
-    def joined(self, piece: Piece, key: str) -> Tensor | None:
+    def joined(self, piece: OptimizerSlice, key: str) -> Tensor | None:
         """This process's part of the state of the piece's whole parameter, as `ChunkMemory.part` gives it."""
         return piece.chunk.part(self._flats[piece.chunk.spec.index, key], piece.slot)
 
@@ -64,7 +64,7 @@ class FlatStates:
         return self._flats[place]
 
 
-def is_cut(value: Any, piece: Piece) -> bool:
+def is_cut(value: Any, piece: OptimizerSlice) -> bool:
     """True if a state has an element for each one of a 1-D piece; a number of steps has not."""
     return piece.form is None and isinstance(value, Tensor) and value.shape == piece.view.shape
 

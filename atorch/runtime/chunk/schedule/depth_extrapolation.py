@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from atorch.runtime.chunk.schedule.pass_schedule import Access, Pass
+from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
 
 WARM, ENDS = 2, 2
 """Periods that may differ from those between: of the first and of the last blocks."""
@@ -34,7 +34,7 @@ class Event(NamedTuple):
     """Of everything but parameters, at each instant from this operation to the next one; none for a gradient."""
 
 
-def events_of(found: Pass, instants: Sequence[Sequence[int]]) -> list[Event]:
+def events_of(found: AccessTrace, instants: Sequence[Sequence[int]]) -> list[Event]:
     """A pass as events in their order.
 
     Args:
@@ -53,7 +53,7 @@ def events_of(found: Pass, instants: Sequence[Sequence[int]]) -> list[Event]:
     return events
 
 
-def deeper(passes: Sequence[Sequence[Event]], rename: Rename, periods: int) -> Pass | None:
+def deeper(passes: Sequence[Sequence[Event]], rename: Rename, periods: int) -> AccessTrace | None:
     """The pass of a model with so many periods more than the first of three; None where it does not follow from them.
 
     Args:
@@ -170,7 +170,7 @@ def _assembled(
     growth: dict[int, tuple[_Numbers, _Numbers]],
     rename: Rename,
     periods: int,
-) -> Pass:
+) -> AccessTrace:
     laters = np.arange(periods + 1, dtype=np.int64)[:, None]
     most: list[list[int]] = []
     for place, event in enumerate(first):
@@ -186,4 +186,4 @@ def _assembled(
             gradients += [(len(accesses), name) for name in names]
         else:
             accesses.append(Access(operation, names, most[place][min(later, len(most[place]) - 1)]))
-    return Pass(accesses, gradients)
+    return AccessTrace(accesses, gradients)

@@ -35,7 +35,7 @@ class Item(NamedTuple):
     trainable: bool
 
 
-class Slot(NamedTuple):
+class ChunkSlot(NamedTuple):
     """A parameter's place in its chunk, in elements."""
 
     name: str
@@ -48,7 +48,7 @@ class ChunkSpec:
     """A chunk: its parameters in order of their first use, all of one dtype, all of them trained or none."""
 
     index: int
-    slots: tuple[Slot, ...]
+    slots: tuple[ChunkSlot, ...]
     numel: int  # allocated: what the slots take, made up to a multiple of the shards
     dtype: str
     trainable: bool
@@ -59,7 +59,7 @@ class ChunkSpec:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """All chunks, in order of the first use of their first parameter."""
 
     chunks: tuple[ChunkSpec, ...]
@@ -70,7 +70,7 @@ class Layout:
         return {slot.name: chunk.index for chunk in self.chunks for slot in chunk.slots}
 
 
-def pack(items: Sequence[Item], capacity: int, shards: int = 1, aligned: int = 1) -> Layout:
+def pack(items: Sequence[Item], capacity: int, shards: int = 1, aligned: int = 1) -> ChunkLayout:
     """Fills chunks of at most `capacity` elements with `items`, in their order.
 
     Each dtype has chunks of its own, and so have parameters that are not trained. A parameter larger than `capacity`
@@ -128,7 +128,7 @@ class Packer:
         self._sorted = np.sort(self._numels)
         self._rows: tuple[int, list[_Row]] | None = None  # by how many items share chunks
 
-    def layout(self, capacity: int) -> Layout:
+    def layout(self, capacity: int) -> ChunkLayout:
         filling = self.fill(capacity)
         groups: list[list[int]] = [[] for _ in filling.firsts]
         for index, chunk in enumerate(filling.chunk_of.tolist()):
@@ -137,11 +137,11 @@ class Packer:
         for chunk, (group, numel) in enumerate(zip(groups, filling.numels, strict=True)):
             slots, begin = [], 0
             for index in group:
-                slots.append(Slot(self.items[index].name, begin, self.items[index].numel))
+                slots.append(ChunkSlot(self.items[index].name, begin, self.items[index].numel))
                 begin += rooms[index]
             first = self.items[group[0]]
             specs.append(ChunkSpec(chunk, tuple(slots), numel, first.dtype, first.trainable))
-        return Layout(tuple(specs))
+        return ChunkLayout(tuple(specs))
 
     def fill(self, capacity: int) -> Filling:
         """The same without the chunks themselves."""
@@ -212,7 +212,7 @@ def search(
     shards: int = 1,
     aligned: int = 1,
     most: int | None = None,
-) -> Layout:
+) -> ChunkLayout:
     """The layout that costs least, and of equals the one with the fewest chunks.
 
     Where nothing fits, every parameter has a chunk of its own, which falls short by less than any other layout.

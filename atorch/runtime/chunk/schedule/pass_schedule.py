@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from atorch.runtime.chunk.schedule.transfer_schedule import Moment, Runs, Schedule, Step
+from atorch.runtime.chunk.schedule.transfer_schedule import ScheduleStep, StepRuns, StepTransfers, TransferSchedule
 
 
 class Access(NamedTuple):
@@ -26,7 +26,7 @@ class Access(NamedTuple):
     """The most bytes of everything but parameters, from this operation to the next."""
 
 
-class Pass(NamedTuple):
+class AccessTrace(NamedTuple):
     """A forward and backward pass: its operations, and where gradients come."""
 
     accesses: Sequence[Access]
@@ -37,8 +37,8 @@ class Pass(NamedTuple):
 
 
 def moments(
-    foreseen: Pass, chunk_of: Mapping[str, int], gathering: Sequence[int] = (), shards: int = 1
-) -> list[Moment]:
+    foreseen: AccessTrace, chunk_of: Mapping[str, int], gathering: Sequence[int] = (), shards: int = 1
+) -> list[ScheduleStep]:
     """The accesses by chunk.
 
     Args:
@@ -50,7 +50,7 @@ def moments(
     if gathering:
         held = Uses(foreseen, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
     return [
-        Moment(_said(each), frozenset([chunk_of[name] for name in each.parameters]), each.other_bytes + more)
+        ScheduleStep(_said(each), frozenset([chunk_of[name] for name in each.parameters]), each.other_bytes + more)
         for each, more in zip(foreseen.accesses, held, strict=True)
     ]
 
@@ -63,7 +63,7 @@ class Uses:
         names: of all parameters; they are known by their places in it.
     """
 
-    def __init__(self, foreseen: Pass, names: Iterable[str]) -> None:
+    def __init__(self, foreseen: AccessTrace, names: Iterable[str]) -> None:
         numbers = {name: number for number, name in enumerate(names)}
         lengths = [len(each.parameters) for each in foreseen.accesses]
         used = [numbers[name] for each in foreseen.accesses for name in each.parameters]
@@ -75,7 +75,7 @@ class Uses:
         self.used = np.unique(self._used)
         """Numbers of the parameters that some operation takes."""
 
-    def runs(self, chunk_of: np.ndarray[Any, Any], gathering: Sequence[int] = (), shards: int = 1) -> Runs:
+    def runs(self, chunk_of: np.ndarray[Any, Any], gathering: Sequence[int] = (), shards: int = 1) -> StepRuns:
         """The accesses by chunk, as `moments` has them, with those that need the same ones taken together.
 
         Args:
@@ -84,7 +84,7 @@ class Uses:
         """
         other = self._other_bytes
         if not len(other):
-            return Runs([], [], [], [])
+            return StepRuns([], [], [], [])
         if gathering:
             other = other + self.gathered_bytes(chunk_of, gathering, shards)
         num_chunks = int(chunk_of.max()) + 1
@@ -100,7 +100,7 @@ class Uses:
         firsts = np.flatnonzero(is_new)
         listed, lasts = chunks.tolist(), np.append(firsts[1:], len(other)) - 1
         spans = zip(begins[firsts].tolist(), begins[firsts + 1].tolist(), strict=True)
-        return Runs(
+        return StepRuns(
             [frozenset(listed[begin:end]) for begin, end in spans],
             firsts.tolist(),
             np.maximum.reduceat(other, firsts).tolist(),
@@ -188,11 +188,11 @@ def _running_node() -> tuple[int, ...]:
 
 
 @dataclass
-class Course:
+class PassSchedule:
     """Follows a schedule, and notes what is needed when."""
 
-    moments: Sequence[Moment]
-    schedule: Schedule | None
+    moments: Sequence[ScheduleStep]
+    schedule: TransferSchedule | None
     varies: bool = False
     strayed: bool = False
     """True if a pass of training left the course."""
@@ -204,7 +204,7 @@ class Course:
         self.seen: list[tuple[str, frozenset[int]]] = []
         self.on_course = self.schedule is not None
 
-    def next(self, operation: str, needs: frozenset[int]) -> Step | None:
+    def next(self, operation: str, needs: frozenset[int]) -> StepTransfers | None:
         """The step before an operation that needs these chunks; None off course."""
         position = len(self.seen)
         self.seen.append((operation, needs))

@@ -25,13 +25,13 @@ from atorch.distributed.collectives import first_told, largest, meeting_place
 from atorch.distributed.fingerprints import both_ways
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
-from atorch.runtime.chunk.schedule.pass_schedule import Course, Pass
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
 
 
 class Foresee(Protocol):
     """Foresees the pass on a batch, on fake tensors or by a real run; by a `whole` one, or of some blocks for all."""
 
-    def __call__(self, batch: Any, /, *, for_real: bool = ..., whole: bool = ...) -> Pass: ...
+    def __call__(self, batch: Any, /, *, for_real: bool = ..., whole: bool = ...) -> AccessTrace: ...
 
 
 class Courses:
@@ -44,7 +44,7 @@ class Courses:
 
     def __init__(self, foresee: Foresee, group: dist.ProcessGroup | None) -> None:
         self._foresee, self._group = foresee, group
-        self._known: dict[Hashable, Course] = {}
+        self._known: dict[Hashable, PassSchedule] = {}
         self._again: set[Hashable] = set()  # foreseen twice
         self._for_real = self._whole = False
         self._largest = 0
@@ -59,7 +59,7 @@ class Courses:
         self._shapes = tuple((tensor.shape, tensor.dtype) for tensor in listed)
         self._numel = sum(tensor.numel() for tensor in listed)
 
-    def first(self) -> Pass:
+    def first(self) -> AccessTrace:
         """The pass that is expected, on the largest of the processes' batches.
 
         Raises:
@@ -75,11 +75,11 @@ class Courses:
         self._largest = numel
         return found
 
-    def begin(self, first: Course) -> None:
+    def begin(self, first: PassSchedule) -> None:
         """`first` is the course of the pass that `first()` gave."""
         self._known = {self._key(): first}
 
-    def next(self, course_of: Callable[[Pass], Course]) -> Course:
+    def next(self, course_of: Callable[[AccessTrace], PassSchedule]) -> PassSchedule:
         key = self._key()
         strayed = key in self._known and self._known[key].strayed and key not in self._again
         if self._group is not None:
@@ -100,7 +100,7 @@ class Courses:
     def _key(self) -> Hashable:
         return self._shapes if self._group is None else "largest"
 
-    def _largest_attempt(self) -> tuple[int, Pass | AtorchError]:
+    def _largest_attempt(self) -> tuple[int, AccessTrace | AtorchError]:
         """The pass foreseen on the process with the largest batch, and that batch's elements; or what stops any.
 
         One of them tells it: a pass is megabytes, and what all have to tell would grow with their number.
@@ -120,7 +120,7 @@ class Courses:
         assert foreseen is not None, "some batch is the largest"
         return most, foreseen[1]
 
-    def _attempt(self) -> Pass | AtorchError:
+    def _attempt(self) -> AccessTrace | AtorchError:
         try:
             return self._foresee(self._batch, for_real=self._for_real, whole=self._whole)
         except AtorchError as error:

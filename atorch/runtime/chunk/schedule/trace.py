@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.chunk.saved_tensors import Handle, saved_as_handles
-from atorch.runtime.chunk.schedule.pass_schedule import Access, HeldViews, Nodes, Pass
+from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, HeldViews, Nodes
 
 
 class LiveCount(Protocol):
@@ -46,7 +46,7 @@ def trace(
     compiled: CompiledModules,
     *,
     lingering: bool = False,
-) -> Pass:
+) -> AccessTrace:
     """A forward pass, which gives the loss, and its backward pass.
 
     Args:
@@ -78,7 +78,7 @@ def trace(
             loss().backward()
             live.mark("end")
     both = zip(watch.accesses, live.other_bytes[1:], strict=True)  # the first moment ends with the first access
-    return Pass([Access(operation, names, size) for (operation, names), size in both], gradients)
+    return AccessTrace([Access(operation, names, size) for (operation, names), size in both], gradients)
 
 
 class _Watch:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Moment(NamedTuple):
+class ScheduleStep(NamedTuple):
     """A point of a step from which on an operation runs."""
 
     name: str  # the operation and its phase, for people
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTransfers:
     """Actions at a moment before its operation runs, in this order."""
 
     evict: tuple[int, ...] = ()  # chunks that leave the device
@@ -46,10 +46,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TransferSchedule:
     """A step of each moment, and what they come to."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepTransfers, ...]
     fetched_bytes: int
     peak_bytes: int  # the most on the device at once, everything counted
     resident_at_end: frozenset[int]
@@ -74,17 +74,17 @@ class Shortfall:
     """No schedule keeps the budget: the moment that misses most bytes, though only what it needs is on the device."""
 
     missing_bytes: int
-    moment: Moment
+    moment: ScheduleStep
 
 
 def schedule(
-    moments: Sequence[Moment],
+    moments: Sequence[ScheduleStep],
     chunk_bytes: Sequence[int],
     budget_bytes: int,
     *,
     pinned: frozenset[int] = frozenset(),
     prefetch: int = 1,
-) -> Schedule | Shortfall:
+) -> TransferSchedule | Shortfall:
     """The steps by which every chunk is on the device when it is needed, and the device within its budget.
 
     The device begins with `pinned` alone on it.
@@ -99,7 +99,7 @@ def schedule(
             changes neither what is fetched nor what stays.
     """
     needs = [moment.needs - pinned for moment in moments] if pinned else [moment.needs for moment in moments]
-    runs = Runs.of(needs, [moment.other_bytes for moment in moments])
+    runs = StepRuns.of(needs, [moment.other_bytes for moment in moments])
     always = sum(chunk_bytes[chunk] for chunk in pinned)
     room = runs.room(chunk_bytes, budget_bytes - always)
     if room and min(room) < 0:
@@ -113,7 +113,7 @@ def schedule(
         for moment in moments[first:end]
     ]
     starts, by_moment = _starts(stays, chunk_bytes, by_moment, prefetch)
-    return Schedule(
+    return TransferSchedule(
         steps=_steps(stays, starts, len(moments)),
         fetched_bytes=sum(chunk_bytes[stay.chunk] for stay in stays),
         peak_bytes=budget_bytes - min(by_moment, default=budget_bytes - always),
@@ -121,7 +121,7 @@ def schedule(
     )
 
 
-class Runs(NamedTuple):
+class StepRuns(NamedTuple):
     """Moments that need the same chunks one after another, as one each; all lists are as long."""
 
     needs: Sequence[frozenset[int]]
@@ -130,7 +130,7 @@ class Runs(NamedTuple):
     last_bytes: Sequence[int]  # the same of its last moment
 
     @classmethod
-    def of(cls, needs: Sequence[frozenset[int]], other_bytes: Sequence[int]) -> Runs:
+    def of(cls, needs: Sequence[frozenset[int]], other_bytes: Sequence[int]) -> StepRuns:
         """The runs of moments that need these chunks, beside so much else each."""
         firsts = [now for now, needed in enumerate(needs) if now == 0 or needed != needs[now - 1]]
         spans = list(pairwise([*firsts, len(needs)]))
@@ -150,9 +150,9 @@ class Runs(NamedTuple):
 
 
 def transfer_cost(
-    runs: Runs, chunk_bytes: Sequence[int], budget_bytes: int, transfer_bytes: int, *, prefetch: int = 1
+    runs: StepRuns, chunk_bytes: Sequence[int], budget_bytes: int, transfer_bytes: int, *, prefetch: int = 1
 ) -> int | None:
-    """`Schedule.cost` of the schedule that there would be; None where nothing keeps the budget.
+    """`TransferSchedule.cost` of the schedule that there would be; None where nothing keeps the budget.
 
     A fetch is waited for where it could not start one moment before its use. So much is known without its start.
     """
@@ -176,20 +176,20 @@ def transfer_cost(
 
 
 def _fetched(
-    moments: Sequence[Moment],
+    moments: Sequence[ScheduleStep],
     chunk_bytes: Sequence[int],
     budget_bytes: int,
     pinned: frozenset[int] = frozenset(),
 ) -> list[int] | None:
     """The chunks that `schedule` would fetch, each as often as it would; None where nothing keeps the budget."""
-    runs = Runs.of([moment.needs - pinned for moment in moments], [moment.other_bytes for moment in moments])
+    runs = StepRuns.of([moment.needs - pinned for moment in moments], [moment.other_bytes for moment in moments])
     room = runs.room(chunk_bytes, budget_bytes - sum(chunk_bytes[chunk] for chunk in pinned))
     if room and min(room) < 0:
         return None
     return [stay.chunk for stay in _kept(runs.needs, chunk_bytes, room)[0]]
 
 
-def _tightest(runs: Runs, room: Sequence[int], moments: Sequence[Moment]) -> Moment:
+def _tightest(runs: StepRuns, room: Sequence[int], moments: Sequence[ScheduleStep]) -> ScheduleStep:
     """The first moment that has least room."""
     run = room.index(min(room))
     return next(each for each in moments[runs.firsts[run] :] if each.other_bytes == runs.most_bytes[run])
@@ -305,17 +305,19 @@ def _starts(
     return starts, left
 
 
-def _steps(stays: Sequence[_Span], starts: Sequence[int], num_moments: int) -> tuple[Step, ...]:
+def _steps(stays: Sequence[_Span], starts: Sequence[int], num_moments: int) -> tuple[StepTransfers, ...]:
     """The stays as what is done at each moment."""
     evict, fetch, prefetch = (defaultdict[int, list[int]](list) for _ in range(3))
     for stay, start in zip(stays, starts, strict=True):
         (fetch if start == stay.first else prefetch)[start].append(stay.chunk)
         evict[stay.last + 1].append(stay.chunk)
-    return tuple(Step(*(tuple(chunks[now]) for chunks in (evict, fetch, prefetch))) for now in range(num_moments))
+    return tuple(
+        StepTransfers(*(tuple(chunks[now]) for chunks in (evict, fetch, prefetch))) for now in range(num_moments)
+    )
 
 
 def choose_pinned(
-    moments: Sequence[Moment],
+    moments: Sequence[ScheduleStep],
     chunk_bytes: Sequence[int],
     state_bytes: Sequence[int],
     budget_bytes: int,
@@ -337,8 +339,8 @@ def choose_pinned(
         is_shared: processes share every chunk. What lives on the device is then a share, which counts among the states,
             and the chunk is gathered as others are.
     """
-    runs = Runs.of([moment.needs for moment in moments], [moment.other_bytes for moment in moments])
-    moments = [Moment("", needed, most) for needed, most in zip(runs.needs, runs.most_bytes, strict=True)]
+    runs = StepRuns.of([moment.needs for moment in moments], [moment.other_bytes for moment in moments])
+    moments = [ScheduleStep("", needed, most) for needed, most in zip(runs.needs, runs.most_bytes, strict=True)]
     plain = _fetched(moments, chunk_bytes, budget_bytes)
     if plain is None:
         return frozenset()

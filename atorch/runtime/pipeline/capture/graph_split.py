@@ -42,7 +42,7 @@ class Speeds(NamedTuple):
     num_bytes: float
 
 
-class Piece(NamedTuple):
+class Subgraph(NamedTuple):
     """Operations of a graph, from values by name to others."""
 
     run: fx.GraphModule
@@ -62,13 +62,13 @@ class Program:
     attributes: Mapping[str, str]  # names of values → of parameters, buffers and tensors of the model
     constants: Mapping[str, Tensor]
     inputs: tuple[str, ...]
-    free: Piece
-    segments: tuple[Piece, ...]
+    free: Subgraph
+    segments: tuple[Subgraph, ...]
     outputs: tuple[Any, ...]  # names, or what is no tensor
     out_spec: Any
 
 
-class Segment(nn.Module):
+class GraphStage(nn.Module):
     """A place in the sequence of stages; what it runs is given with its inputs."""
 
     def forward(self, run: fx.GraphModule, *values: Any) -> tuple[Tensor, ...]:
@@ -138,7 +138,7 @@ class _Name(str): ...
 
 def install(model: nn.Module, exported: Exported, num_segments: int) -> dict[str, nn.Module]:
     """Let the forward of `model` run segments, in place; returns these by name."""
-    setattr(model, SEGMENTS, nn.ModuleList(Segment() for _ in range(num_segments)))
+    setattr(model, SEGMENTS, nn.ModuleList(GraphStage() for _ in range(num_segments)))
     vars(model)[_EXPORTED] = exported
     # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
     override(model, "__call__" if "forward" in vars(model) else "forward", _by_graph)
@@ -301,7 +301,7 @@ class _Graph:
             )
         return value
 
-    def _piece(self, nodes: Iterable[fx.Node], gives: Sequence[fx.Node]) -> Piece:
+    def _piece(self, nodes: Iterable[fx.Node], gives: Sequence[fx.Node]) -> Subgraph:
         inside = list(nodes)
         graph, made = fx.Graph(), {}
         outside = [used for node in inside for used in node.all_input_nodes if used.op != "get_attr"]
@@ -315,7 +315,7 @@ class _Graph:
             made[node] = graph.node_copy(node, made.__getitem__)
         graph.output(tuple(made[node] for node in gives))
         run = fx.GraphModule(self._module, graph)
-        return Piece(run, tuple(used.name for used in takes), tuple(node.name for node in gives))
+        return Subgraph(run, tuple(used.name for used in takes), tuple(node.name for node in gives))
 
 
 def _writes_to(node: fx.Node, buffers: set[fx.Node]) -> bool:

@@ -20,7 +20,9 @@ from itertools import accumulate
 from atorch.errors import StrategyError
 from atorch.units import format_bytes
 
-Span = Callable[[int, int, int], float]  # (stage, start, end) → what the units from start to before end come to there
+UnitRange = Callable[
+    [int, int, int], float
+]  # (stage, start, end) → what the units from start to before end come to there
 
 
 def partition(
@@ -101,11 +103,11 @@ class _Cut:
 
     starts: Sequence[int]  # units that can begin a stage, and the end
     stages: int
-    cost: Span
-    bytes: Span
+    cost: UnitRange
+    bytes: UnitRange
     limit: float
 
-    def least_largest(self, measure: Span) -> tuple[float, tuple[int, ...]]:
+    def least_largest(self, measure: UnitRange) -> tuple[float, tuple[int, ...]]:
         """The least that the largest stage can be over all cuts within the limit, and a cut that has it.
 
         Infinite, and no cut, where none is within it.
@@ -150,7 +152,7 @@ class _Cut:
             return (0,)
         return range(stage, len(self.starts) - (self.stages - stage))
 
-    def _ends(self, stage: int, first: int, measure: Span) -> Iterator[tuple[int, float]]:
+    def _ends(self, stage: int, first: int, measure: UnitRange) -> Iterator[tuple[int, float]]:
         """`(end, measure)` of what a stage can be that begins at `first`, the shortest first."""
         later, end = self.stages - stage - 1, len(self.starts) - 1
         for last in range(first + 1, end - later + 1) if later else (end,):

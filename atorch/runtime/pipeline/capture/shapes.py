@@ -13,11 +13,11 @@ from torch import Tensor
 
 from atorch.model.pytree import leaves_of
 
-Sizes = tuple[tuple[str, tuple[int, ...]], ...]
+ArgumentShapes = tuple[tuple[str, tuple[int, ...]], ...]
 """The place and shape of every tensor in a call's arguments."""
 
 
-class Shape(NamedTuple):
+class TensorSpec(NamedTuple):
     """Sizes and type of a tensor."""
 
     sizes: tuple[int, ...]
@@ -28,10 +28,10 @@ class Shape(NamedTuple):
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.sizes)
 
 
-def shape_of(tensor: Tensor) -> Shape:
-    return Shape(tuple(tensor.shape), tensor.dtype)
+def shape_of(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
-def sizes_of(data: Any) -> Sizes:
+def sizes_of(data: Any) -> ArgumentShapes:
     """The sizes of the tensors in `data`, by place."""
     return tuple((place, tuple(leaf.shape)) for place, leaf in leaves_of(data) if isinstance(leaf, Tensor))

@@ -25,27 +25,27 @@ from atorch.model.pytree import map_leaves, tensors_in
 from atorch.runtime.precision.amp import casting_anew
 
 
-class Value(NamedTuple):
+class CallOutput(NamedTuple):
     """The tensor with this number in what the call with this number returned."""
 
     call: int
     number: int
 
 
-Source = Value | str
+ValueOrigin = CallOutput | str
 """The source of a tensor: a value, or a parameter by its name."""
 
 
-class Slot(int):
+class OutputIndex(int):
     """A place for the tensor with this number in what a call returns."""
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of a unit, as it was seen."""
 
     unit: str
-    needs: set[Source] = field(default_factory=set)
+    needs: set[ValueOrigin] = field(default_factory=set)
     returns: Any = None  # what it returned, with a Slot for each tensor
     num_tensors: int = 0
 
@@ -54,16 +54,16 @@ class Call:
 class Route:
     """The calls of one forward pass in their order, and what its output is computed from."""
 
-    calls: Sequence[Call]
-    output_needs: frozenset[Source]
+    calls: Sequence[ModuleCall]
+    output_needs: frozenset[ValueOrigin]
     trained: frozenset[int]  # calls whose results have a gradient
-    written: frozenset[Value]  # what somebody changes in place who got it
+    written: frozenset[CallOutput]  # what somebody changes in place who got it
     read_by_loss: frozenset[str] = frozenset()  # parameters that the loss function takes from the model itself
 
-    def wires(self, start: int) -> tuple[Value, ...]:
+    def wires(self, start: int) -> tuple[CallOutput, ...]:
         """The values from before call `start` that it, a later call or the output needs."""
         needs = self.output_needs.union(*(call.needs for call in self.calls[start:]))
-        return tuple(sorted(value for value in needs if isinstance(value, Value) and value.call < start))
+        return tuple(sorted(value for value in needs if isinstance(value, CallOutput) and value.call < start))
 
     def parameters(self, start: int, stop: int) -> set[str]:
         """Names of the parameters outside of units that the calls from `start` to before `stop` need.
@@ -110,15 +110,15 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], 
     return Route(tuple(watch.calls), output_needs, trained, frozenset(watch.written)), output
 
 
-def _trained(calls: Sequence[Call], model: nn.Module, units: Mapping[str, nn.Module]) -> frozenset[int]:
+def _trained(calls: Sequence[ModuleCall], model: nn.Module, units: Mapping[str, nn.Module]) -> frozenset[int]:
     """The calls that come after something that trains."""
-    trains: set[Source] = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trains: set[ValueOrigin] = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     learning = {name for name, unit in units.items() if any(each.requires_grad for each in unit.parameters())}
     found = set()
     for number, call in enumerate(calls):
         if call.unit in learning or not trains.isdisjoint(call.needs):
             found.add(number)
-            trains.update(Value(number, slot) for slot in range(call.num_tensors))
+            trains.update(CallOutput(number, slot) for slot in range(call.num_tensors))
     return frozenset(found)
 
 
@@ -133,16 +133,16 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
-        self.written: set[Value] = set()
-        self._running: Call | None = None
+        self.calls: list[ModuleCall] = []
+        self.written: set[CallOutput] = set()
+        self._running: ModuleCall | None = None
         self._given: dict[int, list[int]] = {}  # the lists among its arguments
         self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._own = {name: set(map(id, unit.parameters())) for name, unit in units.items()}
 
     def enter(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
-        call = Call(name)
+        call = ModuleCall(name)
         call.needs.update(self.sources(tensors_in((args, kwargs)), name))
         self.calls.append(call)
         self._running, self._given = call, _lists((args, kwargs))
@@ -160,9 +160,9 @@ class _Watch(TorchDispatchMode):
         def slot(leaf: Any, place: str) -> Any:
             if isinstance(leaf, Tensor):
                 for each in (leaf, *_parts(leaf)):
-                    self._marks[each] = {Value(number, call.num_tensors)}
+                    self._marks[each] = {CallOutput(number, call.num_tensors)}
                 call.num_tensors += 1
-                return Slot(call.num_tensors - 1)
+                return OutputIndex(call.num_tensors - 1)
             if not isinstance(leaf, _PLAIN):
                 raise StrategyError(
                     f"{name} returns a {type(leaf).__name__} ({place}), which cannot be passed between stages of a "
@@ -177,7 +177,7 @@ class _Watch(TorchDispatchMode):
         output = func(*args, **kwargs)
         if func._schema.is_mutable:
             marks = (mark for tensor in _written(func, args) for mark in self._marks.get(tensor, ()))
-            self.written.update(mark for mark in marks if isinstance(mark, Value))
+            self.written.update(mark for mark in marks if isinstance(mark, CallOutput))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         call = self._running
@@ -190,13 +190,13 @@ class _Watch(TorchDispatchMode):
             self._marks[tensor] = found | (self._marks.get(tensor, set()) if call is None else set())
         return output
 
-    def sources(self, tensors: Iterable[Tensor], user: str) -> set[Source]:
+    def sources(self, tensors: Iterable[Tensor], user: str) -> set[ValueOrigin]:
         """Sources of tensors that `user` takes.
 
         Raises:
             StrategyError: one was made inside a unit that did not return it.
         """
-        found: set[Source] = set()
+        found: set[ValueOrigin] = set()
         own = self._own.get(user, set())
         for tensor in tensors:
             name = self._names.get(id(tensor))

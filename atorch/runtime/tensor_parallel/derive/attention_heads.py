@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from atorch.model.copy import duplicate
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, fresh
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh
 from atorch.runtime.tensor_parallel.derive.split_validation import Tape, first_failure, record_tape
 from atorch.runtime.tensor_parallel.derive.whole_numbers import is_configuration
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Kept
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.rank_context import Ranks
 
 MOST = 4  # numbers to divide in one group
@@ -29,7 +29,7 @@ Numbers = Mapping[str, Mapping[str, int]]
 """Whole numbers by module and name."""
 
 
-def with_attributes(block: nn.Module, layout: BlockLayout, call: Call, ranks: Ranks) -> BlockLayout:
+def with_attributes(block: nn.Module, layout: BlockLayout, call: ForwardCall, ranks: Ranks) -> BlockLayout:
     """The layout with the numbers that each group needs divided; a group for which there are none is kept whole.
 
     Each process searches as rank 0 would, and then tries what is found as its own ranks.
@@ -48,14 +48,14 @@ def with_attributes(block: nn.Module, layout: BlockLayout, call: Call, ranks: Ra
 
 
 def _first_on_any_rank(
-    block: nn.Module, layout: BlockLayout, call: Call, tape: Tape, ranks: Ranks
+    block: nn.Module, layout: BlockLayout, call: ForwardCall, tape: Tape, ranks: Ranks
 ) -> tuple[int, str] | None:
     failures = (first_failure(block, layout, call, tape, rank) for rank in ranks.own)
     first = min((each for each in failures if each is not None), default=None)
     return min((each for each in ranks.gather(first) if each is not None), default=None)
 
 
-def numbers_read(block: nn.Module, call: Call) -> Numbers:
+def numbers_read(block: nn.Module, call: ForwardCall) -> Numbers:
     """The whole numbers above 1 that modules of the block hold and forward reads."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in block.parameters()}
     twin = duplicate(block, memo)
@@ -95,7 +95,7 @@ def _subclass(base: Any, get: Callable[..., Any]) -> Any:
 
 
 def _search(
-    block: nn.Module, layout: BlockLayout, at: int, call: Call, tape: Tape, read: Numbers, degree: int
+    block: nn.Module, layout: BlockLayout, at: int, call: ForwardCall, tape: Tape, read: Numbers, degree: int
 ) -> BlockLayout | None:
     """The layout with the fewest numbers divided with which a rank alone gets through the group `at`."""
     for attributes in _choices(layout.groups[at], read, degree):
@@ -108,7 +108,7 @@ def _search(
     return None
 
 
-def _choices(group: Group, read: Numbers, degree: int) -> Iterator[dict[str, dict[str, int]]]:
+def _choices(group: SplitRegion, read: Numbers, degree: int) -> Iterator[dict[str, dict[str, int]]]:
     region = _region(group)
     places = [(path, name) for path, own in read.items() if _is_within(path, region) for name in own]
     # Where heads outnumber ranks but their keys' heads do not, numbers of the two are divided by different factors.
@@ -124,7 +124,7 @@ def _choices(group: Group, read: Numbers, degree: int) -> Iterator[dict[str, dic
                     yield attributes
 
 
-def _region(group: Group) -> list[str]:
+def _region(group: SplitRegion) -> list[str]:
     """The path of the innermost module that holds the whole group."""
     paths = [name.split(".")[:-1] for name in group.parameters]
     region: list[str] = []
@@ -142,5 +142,5 @@ def _is_within(path: str, region: list[str]) -> bool:
 def _without(layout: BlockLayout, indices: Any, why: str) -> BlockLayout:
     """The layout with some groups kept whole."""
     dropped = [layout.groups[index] for index in indices]
-    kept = [Kept(group.row, why) for group in dropped]
+    kept = [Unsplit(group.row, why) for group in dropped]
     return BlockLayout(tuple(group for group in layout.groups if group not in dropped), (*layout.kept, *kept))

@@ -21,22 +21,24 @@ PERIOD = 1_000_003
 """After so many numbers a weight repeats itself, which takes a sixth of the time. A prime: no two rows are the same."""
 
 
-class Call(NamedTuple):
+class ForwardCall(NamedTuple):
     """The arguments that a block was called with."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def record_calls(model: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[nn.Module], Any]) -> dict[str, Call]:
+def record_calls(
+    model: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[nn.Module], Any]
+) -> dict[str, ForwardCall]:
     """The first call of each of `blocks` while `run(model)`; blocks that are not called are left out."""
-    calls: dict[str, Call] = {}
+    calls: dict[str, ForwardCall] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in calls:
                 # Caches among them are filled later. What has a graph cannot be copied: some models ask for gradients.
-                calls[name] = copy.deepcopy(tree_map_only(Tensor, _without_graph, Call(args, kwargs)))
+                calls[name] = copy.deepcopy(tree_map_only(Tensor, _without_graph, ForwardCall(args, kwargs)))
 
         return hook
 
@@ -80,7 +82,7 @@ def draw_weights(block: nn.Module, seed: int) -> None:
                 part.copy_(drawn[: len(part)])
 
 
-def fresh(call: Call) -> tuple[Call, dict[str, Tensor]]:
+def fresh(call: ForwardCall) -> tuple[ForwardCall, dict[str, Tensor]]:
     """The arguments as new tensors in fp32, and those that can have a gradient, which ask for one, by their place."""
     args, kwargs = copy.deepcopy(call)
     leaves, spec = tree_flatten_with_path((args, kwargs))
@@ -95,7 +97,7 @@ def fresh(call: Call) -> tuple[Call, dict[str, Tensor]]:
                 given[id(leaf)] = known[id(leaf)].clone()  # a leaf must not be changed in place, and blocks do that
             asked[_keystr(path)], leaf = known[id(leaf)], given[id(leaf)]
         values.append(leaf)
-    return Call(*tree_unflatten(values, spec)), asked
+    return ForwardCall(*tree_unflatten(values, spec)), asked
 
 
 def map_arguments(change: Callable[[str, Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, draw_weights, fresh
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product, SeeProducts, weights_of
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Kept, Rows
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, draw_weights, fresh
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts, weights_of
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion, Unsplit
 
 # A unit may be dead on every token of a draw of weights. More are drawn while parts meet rows unevenly and there were
 # new ones among the last few draws: of 4,096 units behind a ReLU, three samples and two draws leave several dead.
@@ -31,13 +31,13 @@ Masks = list[Tensor]
 """For each part of z, where its gradient is not zero."""
 
 
-def derive(block: nn.Module, call: Call, degree: int) -> BlockLayout:
+def derive(block: nn.Module, call: ForwardCall, degree: int) -> BlockLayout:
     """The ways to split `block`, a copy `recorded.apart` whose weights may be changed, over `degree` ranks.
 
     Groups may share parameters: then not all of them can be split at once.
     """
     found: dict[str, _Row] = {}
-    products: dict[str, Product] = {}
+    products: dict[str, MatmulUse] = {}
     numbers_met: list[int] = []
     for seed in range(MOST_DRAWS):
         if seed:
@@ -55,7 +55,7 @@ def derive(block: nn.Module, call: Call, degree: int) -> BlockLayout:
     met = {name for group in groups for name in group.parameters}
     kept = [each for each in kept if each.name not in met]
     missing = [name for name in products if name not in met and name not in {each.name for each in kept}]
-    kept += [Kept(name, "its input cannot be cut, and no split follows it") for name in missing]
+    kept += [Unsplit(name, "its input cannot be cut, and no split follows it") for name in missing]
     return BlockLayout(tuple(groups), tuple(kept))
 
 
@@ -100,8 +100,8 @@ class _Row:
 class _Pass:
     """One forward pass of a block, cut at the results of its products."""
 
-    def __init__(self, block: nn.Module, call: Call) -> None:
-        self.products: list[Product] = []
+    def __init__(self, block: nn.Module, call: ForwardCall) -> None:
+        self.products: list[MatmulUse] = []
         self.results: list[Tensor] = []
         self.parameters = dict(block.named_parameters())
         (args, kwargs), self.inputs = fresh(call)
@@ -110,7 +110,7 @@ class _Pass:
         weights = {product.weight for product in self.products}
         self.others = {name: p for name, p in self.parameters.items() if name not in weights}
 
-    def _cut(self, product: Product, compute: Callable[[], Tensor]) -> Tensor:
+    def _cut(self, product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         with torch.no_grad():
             result = compute()
         self.products.append(product)
@@ -204,36 +204,36 @@ def _nonzero(tensors: Mapping[str, Tensor], grads: Iterable[Tensor | None]) -> d
 
 
 def _groups(
-    block: nn.Module, found: Mapping[str, _Row], products: Mapping[str, Product], degree: int
-) -> tuple[list[Group], list[Kept], bool]:
+    block: nn.Module, found: Mapping[str, _Row], products: Mapping[str, MatmulUse], degree: int
+) -> tuple[list[SplitRegion], list[Unsplit], bool]:
     """The splits, the row splits that are none, and whether more rows might make these some."""
     parameters = dict(block.named_parameters())
     biases = {name: product.bias for name, product in products.items()}
-    groups: list[Group] = []
-    kept: list[Kept] = []
+    groups: list[SplitRegion] = []
+    kept: list[Unsplit] = []
     is_uneven = any(row.is_dead or row.is_partly_met for row in found.values())
     for weight, row in found.items():
         reason = row.unfit(degree)
         if reason is None:
             group = _group(weight, row, products, parameters, biases, degree)
-            if isinstance(group, Group):
+            if isinstance(group, SplitRegion):
                 groups.append(group)
             else:
                 reason, is_uneven = group, True
         if reason:
             cut_through = row.head_size > 1 and row.heads % degree
-            kept.append(Kept(weight, reason, row.heads if cut_through else 0))
+            kept.append(Unsplit(weight, reason, row.heads if cut_through else 0))
     return groups, kept, is_uneven
 
 
 def _group(
     weight: str,
     row: _Row,
-    products: Mapping[str, Product],
+    products: Mapping[str, MatmulUse],
     parameters: Mapping[str, nn.Parameter],
     biases: Mapping[str, str | None],
     degree: int,
-) -> Group | str:
+) -> SplitRegion | str:
     """The split whose row is `weight`, or why there is none."""
     columns: dict[str, Rows] = {}
     tied: dict[str, Rows] = {}
@@ -264,7 +264,7 @@ def _group(
     forks: dict[int, list[str]] = {}
     for name in columns:
         forks.setdefault(id(products[name].input), []).append(name)
-    return Group(
+    return SplitRegion(
         row=weight,
         row_part=Rows.even(product.in_dim, row.size, degree),
         row_bias=biases[weight],

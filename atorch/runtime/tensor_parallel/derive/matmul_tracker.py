@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
-class Product(NamedTuple):
+class MatmulUse(NamedTuple):
     """One product `input @ weight`: input (..., summed), output (..., kept)."""
 
     weight: str
@@ -35,7 +35,7 @@ class Lookup(NamedTuple):
     num_rows: int
 
 
-OnProduct = Callable[[Product, Callable[[], Tensor]], Tensor]
+OnProduct = Callable[[MatmulUse, Callable[[], Tensor]], Tensor]
 
 
 class SeeProducts(TorchFunctionMode):
@@ -70,7 +70,7 @@ class SeeProducts(TorchFunctionMode):
             return None
         return self._names.get(id(tensor)) or (self._names.get(id(tensor._base)) if tensor._is_view() else None)
 
-    def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
+    def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MatmulUse | None:
         operands = _operands(func, args, kwargs)
         if operands is None:
             return None
@@ -84,7 +84,7 @@ class SeeProducts(TorchFunctionMode):
             return None
         offset = weight.storage_offset() - parameter.storage_offset()
         start = offset // parameter.stride(out_dim) % parameter.shape[out_dim]
-        return Product(name, self._name(bias), in_dim, out_dim, start, x)
+        return MatmulUse(name, self._name(bias), in_dim, out_dim, start, x)
 
 
 def _operands(
@@ -111,9 +111,9 @@ def _dim_of(parameter: Tensor, view: Tensor, dim: int) -> int | None:
     return along[0] if along else None
 
 
-def weights_of(products: list[Product]) -> dict[str, Product]:
+def weights_of(products: list[MatmulUse]) -> dict[str, MatmulUse]:
     """The first product of each weight, in order of use."""
-    first: dict[str, Product] = {}
+    first: dict[str, MatmulUse] = {}
     for product in products:
         first.setdefault(product.weight, product)
     return first

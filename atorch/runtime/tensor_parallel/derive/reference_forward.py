@@ -12,25 +12,25 @@ from torch import Tensor, nn
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import AtorchError
 from atorch.model.state import evaluation_mode, untouched
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, record_calls, tensors_of
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product, SeeProducts
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, record_calls, tensors_of
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE
 from atorch.runtime.tensor_parallel.layout.model_layout import blocks_of, shapes_of
 
-Run = Callable[[nn.Module], Any]
+EvaluateModel = Callable[[nn.Module], Any]
 """Calls the model on a batch and returns its output."""
 
 
 class Watched:
     """An evaluation of the whole model: its output, its blocks' arguments, what is used outside of them."""
 
-    def __init__(self, model: nn.Module, run: Run) -> None:
+    def __init__(self, model: nn.Module, run: EvaluateModel) -> None:
         self.blocks = blocks_of(model)
         self.kinds = _kinds(self.blocks)
         first = {paths[0]: self.blocks[paths[0]] for paths in self.kinds}
         inner = {id(p) for block in self.blocks.values() for p in block.parameters()}
         outer = {name: p for name, p in model.named_parameters() if id(p) not in inner}
-        self.products: list[Product] = []
+        self.products: list[MatmulUse] = []
         self._eps = 0.0  # of the coarsest numbers that were computed with
         with evaluating(model), SeeProducts(outer, self._note) as mode:
             outputs: list[Any] = []
@@ -41,7 +41,7 @@ class Watched:
         for lookup in mode.lookups:
             self.tables[lookup.table] = self.tables.get(lookup.table, 0) + lookup.num_rows
 
-    def example(self, path: str) -> tuple[nn.Module, Call]:
+    def example(self, path: str) -> tuple[nn.Module, ForwardCall]:
         """The block that stands for all that are alike with the one at `path`, and what it was called with."""
         first = next(paths[0] for paths in self.kinds if path in paths)
         return self.blocks[first], self.calls[first]
@@ -51,13 +51,13 @@ class Watched:
         """Sums that tell one output from another."""
         return [float(tensor.double().sum()) for tensor in self.output]
 
-    def _note(self, product: Product, compute: Callable[[], Tensor]) -> Tensor:
+    def _note(self, product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         self.products.append(product._replace(input=torch.empty_like(product.input, device="meta")))
         result = compute()
         self._eps = max(self._eps, torch.finfo(result.dtype).eps)
         return result
 
-    def check(self, model: nn.Module, run: Run) -> None:
+    def check(self, model: nn.Module, run: EvaluateModel) -> None:
         """Raise where the model, now split, has another output than it had."""
         with evaluating(model):
             output = tensors_of(run(model))

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from atorch.distributed.collectives import gather_objects
 from atorch.model.copy import duplicate
-from atorch.runtime.tensor_parallel.apply import Cut, split_block
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, fresh, map_arguments, tensors_of
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product, SeeProducts
+from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh, map_arguments, tensors_of
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows
 
@@ -35,11 +35,11 @@ class Tape(NamedTuple):
 
 
 @torch.no_grad()
-def record_tape(block: nn.Module, call: Call) -> Tape:
+def record_tape(block: nn.Module, call: ForwardCall) -> Tape:
     """The tape of one pass of the whole block."""
     taped: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def keep(product: Product, compute: Callable[[], Tensor]) -> Tensor:
+    def keep(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         result = compute()
         taped.setdefault(product.weight, []).append((product.input.clone(), result.clone()))
         return result
@@ -51,7 +51,9 @@ def record_tape(block: nn.Module, call: Call) -> Tape:
 
 
 @torch.no_grad()
-def first_failure(block: nn.Module, layout: BlockLayout, call: Call, tape: Tape, rank: int) -> tuple[int, str] | None:
+def first_failure(
+    block: nn.Module, layout: BlockLayout, call: ForwardCall, tape: Tape, rank: int
+) -> tuple[int, str] | None:
     """The first group that a rank alone does not get through, by index, and why; None if it gets through all."""
     parts = {name: rows for group in layout.groups for name, rows in group.rows.items()}
     memo: dict[int, Any] = {}
@@ -63,7 +65,7 @@ def first_failure(block: nn.Module, layout: BlockLayout, call: Call, tape: Tape,
     rows = {group.row: group.row_part for group in layout.groups}
     played = dict.fromkeys(rows, 0)
 
-    def play(product: Product, compute: Callable[[], Tensor]) -> Tensor:
+    def play(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         if product.weight not in rows:
             return compute()
         z, result = tape.products[product.weight][played[product.weight]]
@@ -98,7 +100,7 @@ class _AttentionOfSomething(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def why_refused(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut) -> str | None:
+def why_refused(block: nn.Module, layout: BlockLayout, call: ForwardCall, cut: ShardingContext) -> str | None:
     """The difference between the whole and the split block on any rank: None if none. All ranks call it."""
     expected = _Run(block, call, cut)
     split = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
@@ -111,7 +113,7 @@ def why_refused(block: nn.Module, layout: BlockLayout, call: Call, cut: Cut) -> 
 class _Run:
     """One forward and backward pass: the outputs, and the gradients at inputs and parameters."""
 
-    def __init__(self, block: nn.Module, call: Call, cut: Cut, like: _Run | None = None) -> None:
+    def __init__(self, block: nn.Module, call: ForwardCall, cut: ShardingContext, like: _Run | None = None) -> None:
         block.zero_grad()
         (args, kwargs), self.inputs = fresh(call)
         self.outputs = [tensor for tensor in tensors_of(block(*args, **kwargs)) if tensor.requires_grad]
@@ -125,7 +127,7 @@ class _Run:
             torch.autograd.backward(self.outputs, self.seeds)
         self.grads = {name: p.grad for name, p in block.named_parameters()}
 
-    def _seeds_like(self, like: _Run, cut: Cut) -> list[Tensor]:
+    def _seeds_like(self, like: _Run, cut: ShardingContext) -> list[Tensor]:
         """The same seeds; for an output that comes in parts, as tables of positions do, this rank's part."""
         if len(self.outputs) != len(like.outputs):
             self.reason = f"it has {len(self.outputs)} outputs with a gradient instead of {len(like.outputs)}"

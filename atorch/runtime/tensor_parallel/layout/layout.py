@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-Run = tuple[int, int]
+RowRange = tuple[int, int]
 """Rows from the first, up to but without the second."""
 
 
@@ -21,7 +21,7 @@ class Rows:
     """The rows along `dim` that each rank works with, as ascending runs."""
 
     dim: int
-    by_rank: tuple[tuple[Run, ...], ...]
+    by_rank: tuple[tuple[RowRange, ...], ...]
 
     @classmethod
     def even(cls, dim: int, size: int, degree: int) -> Rows:
@@ -81,7 +81,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Group:
+class SplitRegion:
     """The region between one fork and one sum."""
 
     row: str
@@ -118,7 +118,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Unsplit:
     """A parameter or block that every rank keeps whole, and why."""
 
     name: str
@@ -131,11 +131,11 @@ class Kept:
 class BlockLayout:
     """The split of one block, and what of it is not split."""
 
-    groups: tuple[Group, ...]
-    kept: tuple[Kept, ...] = ()
+    groups: tuple[SplitRegion, ...]
+    kept: tuple[Unsplit, ...] = ()
 
 
-def _runs(mask: Tensor) -> tuple[Run, ...]:
+def _runs(mask: Tensor) -> tuple[RowRange, ...]:
     edges = torch.diff(
         mask.to(torch.int8), prepend=torch.zeros(1, dtype=torch.int8), append=torch.zeros(1, dtype=torch.int8)
     )

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError
 from atorch.runtime.tensor_parallel.apply import place_of
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, apart, fresh, tensors_of
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product, SeeProducts
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart, fresh, tensors_of
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.reference_forward import Watched
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Kept, Rows
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout.model_layout import Alike, ModelLayout, full_name
 from atorch.runtime.tensor_parallel.rank_context import Ranks
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary
@@ -126,12 +126,12 @@ class Counted(NamedTuple):
     """Elements of the collectives of forward and backward."""
 
 
-def counted(block: nn.Module, layout: BlockLayout, call: Call) -> dict[str, Counted]:
+def counted(block: nn.Module, layout: BlockLayout, call: ForwardCall) -> dict[str, Counted]:
     """The counts of each group, by its row; groups may overlap."""
     work: dict[str, float] = {}
     sent = {group.row: _Sent() for group in layout.groups}
 
-    def note(product: Product, compute: Callable[[], Tensor]) -> Tensor:
+    def note(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         result = compute()
         work[product.weight] = work.get(product.weight, 0.0) + 2.0 * result.numel() * product.input.shape[-1]
         return result
@@ -156,7 +156,7 @@ def spared_share(rows: Rows, size: int) -> float:
     return 1 - max(rows.count(rank) for rank in range(len(rows.by_rank))) / size
 
 
-def _spared(group: Group, parameters: Mapping[str, nn.Parameter], work: Mapping[str, float]) -> float:
+def _spared(group: SplitRegion, parameters: Mapping[str, nn.Parameter], work: Mapping[str, float]) -> float:
     rows = {**group.columns, group.row: group.row_part}
     return sum(work[name] * spared_share(part, parameters[name].shape[part.dim]) for name, part in rows.items())
 
@@ -181,7 +181,7 @@ class _Sent:
         return hook
 
 
-def _watch(block: nn.Module, group: Group, sent: _Sent) -> list[Any]:
+def _watch(block: nn.Module, group: SplitRegion, sent: _Sent) -> list[Any]:
     handles = [place_of(block, group.row)[0].register_forward_hook(sent.summed)]
     for names in group.forks:
         hook = sent.forked()
@@ -233,11 +233,11 @@ def settled(
     left = {name for index, names in enumerate(tables, len(groups)) if index not in chosen for name in names}
     biases = {product.bias for product in watched.products if product.weight in left}
     vocabulary = found.vocabulary.without(left, biases)
-    kept = (*vocabulary.kept, *(Kept(name, NOT_NEEDED) for name in sorted(left)))
+    kept = (*vocabulary.kept, *(Unsplit(name, NOT_NEEDED) for name in sorted(left)))
     return replace(found, kinds=tuple(kinds), vocabulary=replace(vocabulary, kept=kept))
 
 
-def _are_apart(groups: Sequence[Group]) -> bool:
+def _are_apart(groups: Sequence[SplitRegion]) -> bool:
     names = [name for group in groups for name in group.parameters]
     return len(names) == len(set(names))
 
@@ -250,7 +250,7 @@ def _counted(kind: Alike, watched: Watched) -> dict[str, Counted]:
         return counted(apart(block), kind.layout, call)
 
 
-def _of_group(model: nn.Module, kind: Alike, group: Group, each: Counted) -> Option:
+def _of_group(model: nn.Module, kind: Alike, group: SplitRegion, each: Counted) -> Option:
     """The group in all blocks of its kind."""
     spared = 0.0
     for name, rows in group.rows.items():
@@ -306,6 +306,6 @@ def _only(layout: BlockLayout, rows: Set[str]) -> BlockLayout:
         if group.row not in rows:
             shared = taken & set(group.parameters)
             reason = f"shares {', '.join(sorted(shared))} with another split" if shared else NOT_NEEDED
-            left = {name: Kept(name, reason) for name in (*group.columns, group.row) if name not in taken}
+            left = {name: Unsplit(name, reason) for name in (*group.columns, group.row) if name not in taken}
             kept = {**left, **kept}
     return BlockLayout(groups, tuple(kept.values()))

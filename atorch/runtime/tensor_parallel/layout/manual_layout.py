@@ -14,9 +14,9 @@ from typing import Literal
 from torch import nn
 
 from atorch.errors import StrategyError, near_miss
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Group, Kept
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, Unsplit
 
-Plan = Mapping[str, Literal["column", "row"]]
+ManualLayout = Mapping[str, Literal["column", "row"]]
 """Kinds of split by patterns of module names, whole or from any dot on: {"layers.*.attn.q_proj": "column", …}."""
 
 
@@ -25,7 +25,7 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def check_names(model: nn.Module, plan: Plan) -> None:
+def check_names(model: nn.Module, plan: ManualLayout) -> None:
     """Raise a StrategyError for a pattern that names no module or parameter, or a kind that is none."""
     names = [_target(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, kind in plan.items():
@@ -37,7 +37,7 @@ def check_names(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def chosen(layout: BlockLayout, path: str, plan: Plan) -> BlockLayout:
+def chosen(layout: BlockLayout, path: str, plan: ManualLayout) -> BlockLayout:
     """The part of a block's layout that the plan names.
 
     Raises:
@@ -53,7 +53,7 @@ def chosen(layout: BlockLayout, path: str, plan: Plan) -> BlockLayout:
         if group in groups:
             continue
         if not (named.keys() & _kinds(group)) - covered:
-            kept.append(Kept(group.row, "the plan does not name it"))
+            kept.append(Unsplit(group.row, "the plan does not name it"))
             continue
         for name, kind in _kinds(group).items():
             given = named.get(name)
@@ -70,7 +70,7 @@ def chosen(layout: BlockLayout, path: str, plan: Plan) -> BlockLayout:
     return replace(layout, groups=tuple(groups), kept=tuple(kept))
 
 
-def _kinds(group: Group) -> dict[str, str]:
+def _kinds(group: SplitRegion) -> dict[str, str]:
     return {**dict.fromkeys(group.columns, "column"), group.row: "row"}
 
 

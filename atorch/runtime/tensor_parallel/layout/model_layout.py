@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from atorch.model.structure import repeated_blocks
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Kept, Rows
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, Unsplit
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary
 
-Shapes = Mapping[str, tuple[int, ...]]
+FullShapes = Mapping[str, tuple[int, ...]]
 """Whole parameters' shapes by name."""
 
 
@@ -20,7 +20,7 @@ class Alike:
     """Blocks that have the same parameters and are split in the same way."""
 
     paths: tuple[str, ...]
-    shapes: Shapes
+    shapes: FullShapes
     layout: BlockLayout
 
 
@@ -31,7 +31,7 @@ class ModelLayout:
     degree: int
     kinds: tuple[Alike, ...] = ()
     vocabulary: Vocabulary = Vocabulary({}, {}, {})
-    outside: tuple[Kept, ...] = ()
+    outside: tuple[Unsplit, ...] = ()
     """Weights multiplied with outside of the blocks, and not of the vocabulary."""
     alone: Vocabulary = Vocabulary({}, {}, {})
     """Linear layers and tables that are split by themselves, wherever they are; results are gathered or summed."""
@@ -42,7 +42,7 @@ class ModelLayout:
         return {path: kind.layout for kind in self.kinds for path in kind.paths}
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[Unsplit, ...]:
         """Parameters that stay whole on every rank, by full name, and why."""
         inner = [
             replace(each, name=full_name(path, each.name)) for path, block in self.blocks.items() for each in block.kept
@@ -78,7 +78,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return repeated_blocks(model) or {"": model}
 
 
-def shapes_of(block: nn.Module) -> Shapes:
+def shapes_of(block: nn.Module) -> FullShapes:
     """The shapes of a block's parameters, under every name that they have."""
     return {name: tuple(p.shape) for name, p in block.named_parameters(remove_duplicate=False)}
 

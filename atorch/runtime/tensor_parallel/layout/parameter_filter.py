@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import Product
-from atorch.runtime.tensor_parallel.derive.reference_forward import Run, evaluating
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Kept, Rows
+from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse
+from atorch.runtime.tensor_parallel.derive.reference_forward import EvaluateModel, evaluating
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, Unsplit
 from atorch.runtime.tensor_parallel.layout.model_layout import Alike, ModelLayout, full_name
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, why_whole
 
@@ -25,7 +25,7 @@ Holders = Mapping[str, nn.Module]
 """The modules that hold one parameter, by the parameter's full name in each."""
 
 
-def derive_alone(model: nn.Module, run: Run, among: Set[str], cut: Iterable[str], degree: int) -> Vocabulary:
+def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Iterable[str], degree: int) -> Vocabulary:
     """Splits of single matrices `among` the model's parameters that no split of `cut` takes.
 
     among: full names, of which a parameter that is tied needs all.
@@ -62,7 +62,7 @@ def _with(
         reason = f"it is tied to {', '.join(others)}, which is not to be split"
     reason = reason or why_whole(list(holders.values()), rows)
     if reason is not None:
-        return Vocabulary(found.lookups, found.logits, found.biases, (*found.kept, Kept(first, reason)))
+        return Vocabulary(found.lookups, found.logits, found.biases, (*found.kept, Unsplit(first, reason)))
     lookups, logits, biases = dict(found.lookups), dict(found.logits), dict(found.biases)
     for name, module in holders.items():
         (lookups if isinstance(module, nn.Embedding) else logits)[name] = rows
@@ -138,14 +138,14 @@ def groups_among(layout: BlockLayout, path: str, only: Set[str]) -> BlockLayout:
         others = [name for name in group.parameters if full_name(path, name) not in only]
         if others:
             reason = f"it goes with {', '.join(others)}, which is not to be split"
-            kept += [Kept(name, reason) for name in group.parameters]
+            kept += [Unsplit(name, reason) for name in group.parameters]
         else:
             groups.append(group)
     return BlockLayout(tuple(groups), tuple(kept))
 
 
 def vocabulary_among(
-    vocabulary: Vocabulary, model: nn.Module, products: Iterable[Product], only: Set[str]
+    vocabulary: Vocabulary, model: nn.Module, products: Iterable[MatmulUse], only: Set[str]
 ) -> Vocabulary:
     """The part of the vocabulary that is to be split, under all the names of each table."""
     names: dict[int, list[str]] = {}
@@ -156,7 +156,7 @@ def vocabulary_among(
     return vocabulary.without(left, biases)
 
 
-def with_those_alone(layout: ModelLayout, model: nn.Module, run: Run, only: Set[str]) -> ModelLayout:
+def with_those_alone(layout: ModelLayout, model: nn.Module, run: EvaluateModel, only: Set[str]) -> ModelLayout:
     """The layout with what is split by itself; of what it keeps whole it tells only what was to be split."""
     cut = {
         full_name(path, name) for path, block in layout.blocks.items() for each in block.groups for name in each.rows
@@ -180,5 +180,5 @@ def _telling(kind: Alike, told: Set[str]) -> Alike:
     return replace(kind, layout=replace(kind.layout, kept=kept))
 
 
-def _among(kept: Iterable[Kept], told: Set[str]) -> tuple[Kept, ...]:
+def _among(kept: Iterable[Unsplit], told: Set[str]) -> tuple[Unsplit, ...]:
     return tuple(each for each in kept if each.name in told)

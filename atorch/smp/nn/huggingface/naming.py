@@ -15,7 +15,7 @@ from atorch.logs import logger
 from atorch.smp.checkpointing.partial_states import MARKS, PARTIAL
 from atorch.smp.session import is_initialized, session
 
-State = Mapping[str, Any]
+StateDict = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Naming:
         for theirs, ours in self.inside.items():
             self._part_of.update({name: (theirs, number) for number, name in enumerate(ours)})
 
-    def to_smp(self, state_dict: State) -> dict[str, Any]:
+    def to_smp(self, state_dict: StateDict) -> dict[str, Any]:
         """A state with the names of `smp.nn`; as it is where it has them, or the script's DistributedModel lacks them.
 
         Raises:
@@ -68,7 +68,7 @@ class Naming:
                 found[f"{match['before']}{self.layers[1]}.{match['number']}.{ours}.{match['kind']}"] = part.contiguous()
         return found
 
-    def to_hf(self, state_dict: State) -> dict[str, Any]:
+    def to_hf(self, state_dict: StateDict) -> dict[str, Any]:
         """A state with Hugging Face's names; as it is where it has them.
 
         Raises:
@@ -106,7 +106,7 @@ class Naming:
         layers = re.escape(self.layers[side])
         return re.compile(rf"(?P<before>(?:.*\.)?){layers}\.(?P<number>\d+)\.(?P<inner>.+)\.(?P<kind>weight|bias)")
 
-    def _is_to_be_translated(self, state: State, side: int) -> bool:
+    def _is_to_be_translated(self, state: StateDict, side: int) -> bool:
         if state.get(PARTIAL):
             raise ArgumentError(f"a partial state of {self.model} was given; give a whole one, model.state_dict()")
         known = [any(self._pattern(each).fullmatch(name) for name in state) for each in (side, 1 - side)]
@@ -137,7 +137,7 @@ def keeps_names(theirs: re.Pattern[str]) -> bool:
     return keeps
 
 
-def kept(model: str, state: State) -> dict[str, Any]:
+def kept(model: str, state: StateDict) -> dict[str, Any]:
     """A state as it is, of a model that no module of `smp.nn` computes, for the script's DistributedModel.
 
     Raises:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.schedule.pass_schedule import Course, Pass
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
 
 
 class Net(nn.Module):
@@ -36,9 +36,9 @@ def test_a_model_in_chunks_is_foreseen_as_it_was(dtype: torch.dtype | None, for_
     model, batch = Net(), torch.randn(4, 32).to(dtype or torch.float32)
     before = foreseen(model, batch, loss, device_type="cpu", dtype=dtype)
     operations = chunk(model, before, 10**6, device=torch.device("cpu"), dtype=dtype)
-    seen: list[Pass] = []
+    seen: list[AccessTrace] = []
 
-    def again() -> Course:
+    def again() -> PassSchedule:
         seen.append(foreseen(model, batch, loss, device_type="cpu", dtype=dtype, for_real=for_real))
         return operations.residency.course
 

@@ -15,7 +15,7 @@ from atorch import auto_accelerate
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.errors import ArgumentError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
-from atorch.runtime.optimizer.shardability_probe import Split, difference, needs_closure
+from atorch.runtime.optimizer.shardability_probe import ShardKind, difference, needs_closure
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from tests.auto.opt_lib.optimizer_job import KINDS, METHODS, answer, concerns
 from tests.contract.job import arguments, make_model
@@ -124,7 +124,7 @@ class OfCounts(Own):
         return param.numel() ** -0.5
 
 
-FITS: dict[type[Own], tuple[Split, ...]] = {
+FITS: dict[type[Own], tuple[ShardKind, ...]] = {
     OfElements: ("apart", "rows", "columns", "flat"),
     OfTensors: ("apart",),
     OfRows: ("apart",),
@@ -141,7 +141,7 @@ def test_an_optimizer_of_ones_own_is_judged_by_what_it_does(kind: type[Own], for
     if form == "groups":
         given = [{"params": [each], "lr": 0.1 * (number + 1)} for number, each in enumerate(given)]
     rate = {"lr": 1e-7} if form == "tiny rate" else {}
-    splits: tuple[Split, ...] = ("apart", "rows", "columns", "flat")
+    splits: tuple[ShardKind, ...] = ("apart", "rows", "columns", "flat")
     fits = tuple(split for split in splits if difference(lambda groups: kind(groups, **rate), given, split) is None)
     assert fits == FITS[kind]
 

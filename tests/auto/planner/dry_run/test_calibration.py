@@ -9,7 +9,7 @@ import torch
 
 from atorch.auto.planner import search
 from atorch.auto.planner.dry_run.calibration import KEPT, Calibration, Observation, Past, job_of
-from atorch.auto.planner.dry_run.surrogate_model import DRIFT, Guide, tokens_of
+from atorch.auto.planner.dry_run.surrogate_model import DRIFT, Surrogate, tokens_of
 from atorch.auto.planner.dry_run.trial_context import Feed
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.strategy import Strategy
@@ -124,14 +124,14 @@ def test_the_same_job_starts_from_the_winner():
         candidates, truth = [each for each, _ in space], [seconds for _, seconds in space]
         order = sorted(range(len(space)), key=truth.__getitem__)
         ran = sorted({*order[:6], *range(18)})
-        guide = Guide(candidates, Past("job", observed(candidates, ran, truth, "job", speed=1.2)), "cpu")
+        guide = Surrogate(candidates, Past("job", observed(candidates, ran, truth, "job", speed=1.2)), "cpu")
         assert int(guide.expected(np.zeros(1)).argmin()) in order[:3]
 
 
 def test_another_job_starts_from_methods_as_they_are():
     candidates = [scored(methods, 1.0) for methods in ((), ("a",), ("b",), ("a", "b"))]
     earlier = observed(candidates, (0, 1, 2), (1.0, 2.0, 0.5), "another")
-    guide = Guide(candidates, Past("job", earlier), "cpu")
+    guide = Surrogate(candidates, Past("job", earlier), "cpu")
     mean, deviation = guide.predictions()
     assert int(np.argmin(mean)) == 2
     assert mean[1] > mean[3] > mean[2]
@@ -141,7 +141,7 @@ def test_another_job_starts_from_methods_as_they_are():
 
 def test_a_job_that_ran_tells_its_seconds_whatever_is_estimated_now():
     then, now = [scored(("a",), 1.0)], [scored(("a",), 5.0), scored((), 5.0)]
-    guide = Guide(now, Past("job", observed(then, (0,), (2.0,), "job")), "cpu")
+    guide = Surrogate(now, Past("job", observed(then, (0,), (2.0,), "job")), "cpu")
     mean, deviation = guide.predictions()
     assert mean[0] == pytest.approx(math.log(2.0), abs=0.1)
     assert DRIFT < deviation[0] < 1.5 * DRIFT + 0.1

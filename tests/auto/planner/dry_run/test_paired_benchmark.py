@@ -5,7 +5,7 @@ import random
 import pytest
 
 from atorch.auto.planner.dry_run.paired_benchmark import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
-from atorch.auto.planner.dry_run.time_budget import DEFAULT_S, DEFAULT_STARTS, DEFAULT_STEPS, KEPT, Clock
+from atorch.auto.planner.dry_run.time_budget import DEFAULT_S, DEFAULT_STARTS, DEFAULT_STEPS, KEPT, TimeBudget
 from atorch.auto.planner.dry_run.trial_order import simplest
 from atorch.auto.planner.estimate.score import Scored
 from atorch.auto.planner.plan import Estimate
@@ -69,14 +69,14 @@ def test_noise_makes_it_longer():
 
 def test_the_default_limit_grows_with_what_is_chosen_and_a_given_one_does_not():
     now = [100.0]
-    clock = Clock(None, now=lambda: now[0])
+    clock = TimeBudget(None, now=lambda: now[0])
     now[0] += 10
     assert clock.left == pytest.approx(DEFAULT_S * (1 - KEPT) - 10)
     clock.expects(step_s=100.0, start_s=1.0)
     assert clock.left == pytest.approx(DEFAULT_STEPS * 100 * (1 - KEPT) - 10)
     clock.expects(step_s=1.0, start_s=100.0)
     assert clock.left == pytest.approx(DEFAULT_STARTS * 100 * (1 - KEPT) - 10)
-    given = Clock(3.0, now=lambda: now[0])
+    given = TimeBudget(3.0, now=lambda: now[0])
     given.expects(100.0, 100.0)
     now[0] += 4
     assert given.left < 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from atorch.auto.planner.dry_run.dry_run_loop import MIN_GAIN
-from atorch.auto.planner.dry_run.surrogate_model import Guide
+from atorch.auto.planner.dry_run.surrogate_model import Surrogate
 from atorch.auto.planner.estimate.score import Scored
 from atorch.auto.planner.plan import Estimate
 
@@ -45,7 +45,7 @@ def regret(seed, wrong_by, together):
     """What a search with 3 % noise loses, its finalists compared within 0.5 %; and the runs it took."""
     space, rng = made_up(seed, wrong_by, together)
     truth = [seconds for _, seconds in space]
-    guide, measured = Guide([candidate for candidate, _ in space], device_type="cpu"), {}
+    guide, measured = Surrogate([candidate for candidate, _ in space], device_type="cpu"), {}
     while len(measured) < len(space) // 4:
         index = int(guide.expected(FREE).argmin())
         if index in measured:
@@ -69,18 +69,18 @@ def test_regret_is_small_with_a_quarter_of_the_runs(wrong_by, together):
 
 
 def of(*candidates, **more):
-    return Guide([scored(each, 1.0) for each in candidates], **more)
+    return Surrogate([scored(each, 1.0) for each in candidates], **more)
 
 
 def test_what_promises_most_by_the_estimate_comes_first():
-    guide = Guide([scored(["a"], 2.0), scored([], 1.0), scored(["b"], 3.0)])
+    guide = Surrogate([scored(["a"], 2.0), scored([], 1.0), scored(["b"], 3.0)])
     assert int(guide.expected(FREE).argmin()) == 1
     assert int(guide.gains(1, FREE).argmax()) == 0
     assert guide.gains(1, FREE)[1] == 0, "on itself"
 
 
 def test_a_start_counts_against_the_training_ahead():
-    guide = Guide([scored(["a"], 1.0), scored(["b"], 1.1)])
+    guide = Surrogate([scored(["a"], 1.0), scored(["b"], 1.1)])
     assert int(guide.expected(np.array([0.05, 0.01])).argmin()) == 0
     assert int(guide.expected(np.array([0.20, 0.01])).argmin()) == 1, "it starts so much sooner"
     free, dear = (guide.gains(0, np.array([0.01, each]))[1] for each in (0.01, 0.2))
@@ -101,7 +101,7 @@ def test_what_is_wrong_about_a_kind_of_work_is_wrong_wherever_it_is():
     def one(methods, **seconds):
         return Scored(tuple(methods), Estimate(step_s=1.0, peak_bytes=0.0, memory={}, time=seconds))
 
-    guide = Guide([one(["a"], matmul=1.0), one(["b"], offload=1.0), one(["c"], offload=0.9, matmul=0.1)])
+    guide = Surrogate([one(["a"], matmul=1.0), one(["b"], offload=1.0), one(["c"], offload=0.9, matmul=0.1)])
     guide.tell(0, 1.0)
     guide.tell(1, 2.0)
     mean, _ = guide.predictions()
@@ -118,7 +118,7 @@ def test_how_far_off_estimates_are_is_learnt():
 
 def test_the_baseline_is_run_only_where_it_matters():
     """One that is expected to take three times as long tells nothing that is worth knowing."""
-    guide = Guide([scored(["a"], 1.0), scored([], 3.0)])
+    guide = Surrogate([scored(["a"], 1.0), scored([], 3.0)])
     assert guide.gains(0, FREE)[1] < 0.001
     assert guide.gains(1, FREE)[0] > 0.5
 
@@ -140,7 +140,7 @@ def test_what_needs_less_memory_is_not_taken_to_run_out_of_it():
     def one(methods, needed):
         return Scored(tuple(methods), Estimate(step_s=1.0, peak_bytes=needed, memory={}))
 
-    guide = Guide([one(["a"], 60.0), one(["a", "b"], 20.0), one(["a", "c"], 65.0)], memory_bytes=100.0)
+    guide = Surrogate([one(["a"], 60.0), one(["a", "b"], 20.0), one(["a", "c"], 65.0)], memory_bytes=100.0)
     before = guide.runs()
     guide.tell_failed(0, of_memory=True)
     after = guide.runs()

@@ -16,14 +16,14 @@ import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.planner.dry_run import dry_run_loop
-from atorch.auto.planner.dry_run.dry_run_loop import MAX_RUNS, Explorer, Job
-from atorch.auto.planner.dry_run.fault_barrier import Crew
+from atorch.auto.planner.dry_run.dry_run_loop import MAX_RUNS, DryRunLoop, SearchJob
+from atorch.auto.planner.dry_run.fault_barrier import Coordinator
 from atorch.auto.planner.dry_run.start_times import Starts
-from atorch.auto.planner.dry_run.surrogate_model import Guide
-from atorch.auto.planner.dry_run.time_budget import Clock
+from atorch.auto.planner.dry_run.surrogate_model import Surrogate
+from atorch.auto.planner.dry_run.time_budget import TimeBudget
 from atorch.auto.planner.dry_run.trial_context import Feed
 from atorch.auto.planner.estimate import ranking as rankings
-from atorch.auto.planner.estimate.candidate_table import Columns
+from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked
 from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
@@ -58,11 +58,11 @@ def counted() -> Iterator[Counter[str]]:
 
         return call
 
-    looks, scores = counting("branches", Bounds.parts), counting("scores", Columns.add)
+    looks, scores = counting("branches", Bounds.parts), counting("scores", CandidateTable.add)
     estimates = counting("estimates", rankings.estimate_of)
     with (
         mock.patch.object(Bounds, "parts", looks),
-        mock.patch.object(Columns, "add", scores),
+        mock.patch.object(CandidateTable, "add", scores),
         mock.patch.object(rankings, "estimate_of", estimates),
     ):
         yield work
@@ -129,9 +129,15 @@ def test_of_hundreds_that_promise_something_twelve_are_run() -> None:
         return SimpleNamespace(strategy=strategy, startup_s=0.1, elapsed_s=0.1, close=lambda: None)
 
     runs: Any = SimpleNamespace(refusal=lambda strategy: None, trial=trial)
-    job = Job(cluster=there, crew=Crew(context().world), candidates=fitting, clock=Clock(1e6), starts=Starts("cuda"))
-    with mock.patch.object(dry_run_loop, "measure", measured), mock.patch.object(Explorer, "_compare"):
-        Explorer(job).explore(runs)
+    job = SearchJob(
+        cluster=there,
+        crew=Coordinator(context().world),
+        candidates=fitting,
+        clock=TimeBudget(1e6),
+        starts=Starts("cuda"),
+    )
+    with mock.patch.object(dry_run_loop, "measure", measured), mock.patch.object(DryRunLoop, "_compare"):
+        DryRunLoop(job).explore(runs)
     assert len(fitting) > 200
     assert 1 < len(set(ran)) == len(ran) <= MAX_RUNS
 
@@ -140,7 +146,7 @@ def test_a_guide_holds_no_more_than_candidates_times_what_was_seen() -> None:
     many = [scored([f"slot{slot}={i // 10**slot % 10}" for slot in range(4)], 1.0 + i) for i in range(5_000)]
     tracemalloc.start()
     try:
-        guide = Guide(many)
+        guide = Surrogate(many)
         guide.tell(7, 2.0)
         assert int(guide.gains(7, np.zeros(1)).argmax()) == 0
         _, most = tracemalloc.get_traced_memory()

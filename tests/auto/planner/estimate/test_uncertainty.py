@@ -6,9 +6,9 @@ from statistics import NormalDist
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.estimate.candidate_table import CATEGORIES, Columns
+from atorch.auto.planner.estimate.candidate_table import CATEGORIES, CandidateTable
 from atorch.auto.planner.estimate.tie_breaking import preferred
-from atorch.auto.planner.estimate.uncertainty import CLEAR, Doubt, _saved, _saved_by_kind
+from atorch.auto.planner.estimate.uncertainty import CLEAR, EstimateUncertainty, _saved, _saved_by_kind
 from atorch.auto.strategy import METHODS
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Memory, ModelProfile, plain_cost
@@ -22,9 +22,9 @@ PLANS = [(METHODS["checkpoint"](),), (METHODS["compile"](),), (METHODS["checkpoi
 
 def judged(*plans):
     """(seconds, shares) of plans, the first two equally simple."""
-    columns = Columns(1.0, math.inf)
+    columns = CandidateTable(1.0, math.inf)
     profile = ModelProfile(segments=(), num_params=1, num_trainable=1, param_bytes=4, trainable_bytes=4, batch_size=1)
-    doubt = Doubt(plain_cost(profile), ClusterSpec.load("8xH100-80GB"))
+    doubt = EstimateUncertainty(plain_cost(profile), ClusterSpec.load("8xH100-80GB"))
     for methods, (seconds, shares) in zip(PLANS, plans, strict=False):
         columns.add(methods, seconds, Memory(**dict.fromkeys(CATEGORIES, 0.0)))
         doubt._shares[methods] = tuple(shares.values())

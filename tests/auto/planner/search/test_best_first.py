@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.estimate.candidate_table import Columns
+from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.tie_breaking import intricacy, least_intricacy, preferred
 from atorch.auto.planner.search.best_first import best_first
 from atorch.auto.planner.search.bounds import Bounds
@@ -82,7 +82,7 @@ def test_the_best_are_those_of_brute_force(job, tightness, included):
     least = best_first(space, start, spec, device_bytes=device, host_bytes=host).columns
     assert found.step_s[found.fastest(1)].tolist() == least.step_s[least.fastest(1)].tolist() == fitting[:1]
     if fitting:
-        whole = Columns(device, host)
+        whole = CandidateTable(device, host)
         for each in every:
             whole.add(*each)
         chosen = preferred(whole)

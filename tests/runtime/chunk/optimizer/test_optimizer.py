@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from atorch.errors import ArgumentError, CheckpointError, OutOfBudgetError
 from atorch.profiler.memory_tracker import LiveBytes
-from atorch.runtime.chunk.memory_ledger import Tier
+from atorch.runtime.chunk.memory_ledger import MemoryLedger
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer, optimizer_slices
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
@@ -400,7 +400,7 @@ def test_the_whole_state_is_gathered(pool):
 
 def test_states_in_files(tmp_path):
     plain, net = make_net(), make_net()
-    tier = Tier("host memory")
+    tier = MemoryLedger("host memory")
     chunks = chunks_of(net, 150, host=tier)
     before = tier.used_bytes
     reference, optim = adam(plain.parameters()), ChunkOptimizer(adam, net.parameters(), chunks, disk=tmp_path)
@@ -428,7 +428,7 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
 
 def test_states_are_entered_in_the_ledger():
     net = make_net()
-    tier = Tier("host memory")
+    tier = MemoryLedger("host memory")
     chunks = chunks_of(net, 150, host=tier, dtype=torch.bfloat16)
     optim = ChunkOptimizer(adam, net.parameters(), chunks)
     before = tier.used_bytes

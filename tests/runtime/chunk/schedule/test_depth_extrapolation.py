@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from atorch.runtime.chunk.schedule.depth_extrapolation import FEWEST, Event, deeper, events_of
-from atorch.runtime.chunk.schedule.pass_schedule import Access, Pass
+from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
 
 Size = Callable[[int, int], Sequence[int]]
 
@@ -19,7 +19,7 @@ def later(name: str, periods: int) -> str:
 
 def model(
     depth: int, forward: Size, head: Callable[[int], Sequence[int]], extra: bool = False
-) -> tuple[Pass, list[Event]]:
+) -> tuple[AccessTrace, list[Event]]:
     """A model of so many blocks, of two weights each, and the same as events.
 
     Args:
@@ -39,11 +39,11 @@ def model(
         done.append(("up (backward)", {f"up.{block}", f"down.{block}"}, [300 + 70 * block]))
         gradients.append((len(done), f"up.{block}"))
     gradients.append((len(done), "embed"))
-    found = Pass([Access(name, frozenset(taken), max(sizes)) for name, taken, sizes in done], gradients)
+    found = AccessTrace([Access(name, frozenset(taken), max(sizes)) for name, taken, sizes in done], gradients)
     return found, events_of(found, [sizes for _, _, sizes in done])
 
 
-def told(depth: int, forward: Size, head: Callable[[int], Sequence[int]], odd: int = 0) -> Pass | None:
+def told(depth: int, forward: Size, head: Callable[[int], Sequence[int]], odd: int = 0) -> AccessTrace | None:
     short = [model(few, forward, head, extra=few == odd)[1] for few in range(FEWEST, FEWEST + 3)]
     return deeper(short, later, depth - FEWEST)
 

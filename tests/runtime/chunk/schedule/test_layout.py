@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.layout import ChunkSpec, Filling, Item, Layout, Packer, Slot, pack, search
+from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSlot, ChunkSpec, Filling, Item, Packer, pack, search
 
 KINDS = st.sampled_from([("float32", True), ("float32", False), ("bfloat16", True)])
 ITEMS = st.lists(st.tuples(st.integers(0, 9), KINDS), max_size=12).map(
@@ -20,7 +20,7 @@ def trained(*sizes: int) -> list[Item]:
     return [Item(f"p{index}", size, "float32", True) for index, size in enumerate(sizes)]
 
 
-def names(layout: Layout) -> list[list[str]]:
+def names(layout: ChunkLayout) -> list[list[str]]:
     return [[slot.name for slot in chunk.slots] for chunk in layout.chunks]
 
 
@@ -85,10 +85,10 @@ def test_what_costs_too_much_at_least_is_not_looked_at():
 
 
 def test_a_chunk_is_what_its_parameters_need():
-    assert pack(trained(3, 4, 5), 8, shards=4) == Layout(
+    assert pack(trained(3, 4, 5), 8, shards=4) == ChunkLayout(
         (
-            ChunkSpec(0, (Slot("p0", 0, 3), Slot("p1", 3, 4)), 8, "float32", True),
-            ChunkSpec(1, (Slot("p2", 0, 5),), 8, "float32", True),
+            ChunkSpec(0, (ChunkSlot("p0", 0, 3), ChunkSlot("p1", 3, 4)), 8, "float32", True),
+            ChunkSpec(1, (ChunkSlot("p2", 0, 5),), 8, "float32", True),
         )
     )
 
@@ -160,11 +160,11 @@ def test_layouts_that_do_not_fit_are_left_out(shards):
 
 
 def test_a_model_without_parameters_has_no_chunks():
-    assert search([], lambda filling: 0.0) == Layout(())
+    assert search([], lambda filling: 0.0) == ChunkLayout(())
 
 
 def test_parameters_begin_at_multiples():
     layout = pack(trained(3, 9, 1), 30, shards=2, aligned=8)
-    assert layout.chunks[0].slots == (Slot("p0", 0, 3), Slot("p1", 8, 9), Slot("p2", 24, 1))
+    assert layout.chunks[0].slots == (ChunkSlot("p0", 0, 3), ChunkSlot("p1", 8, 9), ChunkSlot("p2", 24, 1))
     assert layout.chunks[0].numel == 26
     assert len(search(trained(3, 9, 1), lambda filling: len(filling.numels), aligned=8).chunks) == 1

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.pass_schedule import Access, HeldViews, Pass, Uses, moments
-from atorch.runtime.chunk.schedule.transfer_schedule import Runs
+from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, HeldViews, Uses, moments
+from atorch.runtime.chunk.schedule.transfer_schedule import StepRuns
 
 CHUNK_OF = {"first": 0, "second": 1}
 
@@ -18,7 +18,7 @@ CHUNK_OF = {"first": 0, "second": 1}
 def beside(gradients: list[tuple[int, str]], count: int, gathering: list[int], shards: int) -> list[int]:
     """Bytes at each of `count` accesses, of which each alone has none."""
     accesses = [Access("take", frozenset({"first"}), 0) for _ in range(count)]
-    return [moment.other_bytes for moment in moments(Pass(accesses, gradients), CHUNK_OF, gathering, shards)]
+    return [moment.other_bytes for moment in moments(AccessTrace(accesses, gradients), CHUNK_OF, gathering, shards)]
 
 
 def test_gradients_that_nobody_puts_together_were_counted_with_the_rest() -> None:
@@ -39,12 +39,12 @@ def test_a_parameter_without_a_gradient_keeps_its_chunk_until_the_end() -> None:
     assert beside([(1, "second")], 3, [1000, 100], 2)[0] == 100 + 50
     two = {"first": 0, "second": 0}
     accesses = [Access("take", frozenset({"first"}), 0) for _ in range(3)]
-    found = moments(Pass(accesses, [(1, "second")]), two, [100], 2)
+    found = moments(AccessTrace(accesses, [(1, "second")]), two, [100], 2)
     assert [each.other_bytes for each in found] == [100, 100, 100 + 50]
 
 
 @st.composite
-def passes(draw: st.DrawFn) -> tuple[Pass, dict[str, int]]:
+def passes(draw: st.DrawFn) -> tuple[AccessTrace, dict[str, int]]:
     """A pass on up to six parameters, and the chunk of each; no chunk is empty."""
     names = [f"p{index}" for index in range(draw(st.integers(1, 6)))]
     taken = st.frozensets(st.sampled_from(names), min_size=1, max_size=3)
@@ -54,16 +54,16 @@ def passes(draw: st.DrawFn) -> tuple[Pass, dict[str, int]]:
     drawn = [draw(st.integers(0, 3)) for _ in names]
     places = {chunk: place for place, chunk in enumerate(sorted(set(drawn)))}
     chunk_of = {name: places[chunk] for name, chunk in zip(names, drawn, strict=True)}
-    return Pass(accesses, list(zip(positions, come, strict=True))), chunk_of
+    return AccessTrace(accesses, list(zip(positions, come, strict=True))), chunk_of
 
 
 @given(passes(), st.sampled_from([1, 2, 4]))
-def test_runs_are_those_of_the_moments(made: tuple[Pass, dict[str, int]], shards: int) -> None:
+def test_runs_are_those_of_the_moments(made: tuple[AccessTrace, dict[str, int]], shards: int) -> None:
     foreseen, chunk_of = made
     gathering = [100 * (chunk + 1) for chunk in range(max(chunk_of.values()) + 1)] if shards > 1 else []
     found = Uses(foreseen, chunk_of).runs(np.array(list(chunk_of.values())), gathering, shards)
     plain = moments(foreseen, chunk_of, gathering, shards)
-    assert found == Runs.of([each.needs for each in plain], [each.other_bytes for each in plain])
+    assert found == StepRuns.of([each.needs for each in plain], [each.other_bytes for each in plain])
 
 
 def test_who_holds_no_view_any_more_is_not_asked_again() -> None:

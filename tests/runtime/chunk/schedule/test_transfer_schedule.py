@@ -15,11 +15,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from atorch.runtime.chunk.schedule.transfer_schedule import (
-    Moment,
-    Runs,
-    Schedule,
+    ScheduleStep,
     Shortfall,
-    Step,
+    StepRuns,
+    StepTransfers,
+    TransferSchedule,
     choose_pinned,
     schedule,
     transfer_cost,
@@ -31,13 +31,13 @@ from benchmarks.traffic_bound import lower_bound
 class Given:
     """What is to be scheduled."""
 
-    moments: list[Moment]
+    moments: list[ScheduleStep]
     chunk_bytes: list[int]
     budget: int
     prefetch: int = 0
     pinned: frozenset[int] = frozenset()
 
-    def scheduled(self) -> Schedule | Shortfall:
+    def scheduled(self) -> TransferSchedule | Shortfall:
         return schedule(self.moments, self.chunk_bytes, self.budget, pinned=self.pinned, prefetch=self.prefetch)
 
     def size(self, chunks: frozenset[int]) -> int:
@@ -73,7 +73,7 @@ class Replayed:
     held: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, case: Given, found: Schedule) -> Replayed:
+    def of(cls, case: Given, found: TransferSchedule) -> Replayed:
         self = cls(held=case.pinned)
         early: frozenset[int] = frozenset()
         for moment, step in zip(case.moments, found.steps, strict=True):
@@ -98,7 +98,7 @@ def cases(draw: st.DrawFn, sizes: st.SearchStrategy[int] | None = None, most_chu
     """Budgets from a little too small to a little more than enough; sizes all the same where none are given."""
     count = draw(st.integers(1, most_chunks))
     needs = st.frozensets(st.integers(0, count - 1), max_size=2)
-    moments = draw(st.lists(st.builds(Moment, st.just("op"), needs, st.integers(0, 3)), max_size=14))
+    moments = draw(st.lists(st.builds(ScheduleStep, st.just("op"), needs, st.integers(0, 3)), max_size=14))
     each = st.just(draw(st.integers(1, 3))) if sizes is None else sizes
     chunk_bytes = draw(st.lists(each, min_size=count, max_size=count))
     largest = max((sum(chunk_bytes[chunk] for chunk in moment.needs) for moment in moments), default=0)
@@ -112,7 +112,7 @@ ANY_SIZE = st.integers(0, 5)
 @given(cases(ANY_SIZE))
 def test_a_device_can_follow_it(case):
     found = case.scheduled()
-    assume(isinstance(found, Schedule))
+    assume(isinstance(found, TransferSchedule))
     replayed = Replayed.of(case, found)
     assert replayed.peak <= case.budget
     assert replayed.most_early <= case.prefetch
@@ -122,19 +122,19 @@ def test_a_device_can_follow_it(case):
 @given(cases(ANY_SIZE), st.integers(0, 5))
 def test_what_it_costs_is_known_without_its_steps(case, transfer_bytes):
     found = case.scheduled()
-    runs = Runs.of([moment.needs for moment in case.moments], [moment.other_bytes for moment in case.moments])
+    runs = StepRuns.of([moment.needs for moment in case.moments], [moment.other_bytes for moment in case.moments])
     cost = transfer_cost(runs, case.chunk_bytes, case.budget, transfer_bytes, prefetch=case.prefetch)
-    assert cost == (found.cost(case.chunk_bytes, transfer_bytes) if isinstance(found, Schedule) else None)
+    assert cost == (found.cost(case.chunk_bytes, transfer_bytes) if isinstance(found, TransferSchedule) else None)
 
 
 @given(cases(ANY_SIZE))
 def test_moments_that_need_the_same_change_nothing_that_is_fetched(case):
     """Taken together they are one, the tightest of them."""
-    runs = Runs.of([moment.needs for moment in case.moments], [moment.other_bytes for moment in case.moments])
-    together = [Moment("op", needs, most) for needs, most in zip(runs.needs, runs.most_bytes, strict=True)]
+    runs = StepRuns.of([moment.needs for moment in case.moments], [moment.other_bytes for moment in case.moments])
+    together = [ScheduleStep("op", needs, most) for needs, most in zip(runs.needs, runs.most_bytes, strict=True)]
     found, fewer = case.scheduled(), replace(case, moments=together).scheduled()
-    if isinstance(found, Schedule):
-        assert isinstance(fewer, Schedule)
+    if isinstance(found, TransferSchedule):
+        assert isinstance(fewer, TransferSchedule)
         assert found.fetched_bytes == fewer.fetched_bytes
         assert found.resident_at_end == fewer.resident_at_end
     else:
@@ -145,12 +145,12 @@ def test_moments_that_need_the_same_change_nothing_that_is_fetched(case):
 @given(cases())
 def test_fetches_least_where_chunks_are_equally_large(case):
     found = case.scheduled()
-    assert (found.fetched_bytes if isinstance(found, Schedule) else None) == case.least()
+    assert (found.fetched_bytes if isinstance(found, TransferSchedule) else None) == case.least()
 
 
 @given(cases(ANY_SIZE))
 def test_fits_whenever_anything_does(case):
-    assert isinstance(case.scheduled(), Schedule) == (case.least() is not None)
+    assert isinstance(case.scheduled(), TransferSchedule) == (case.least() is not None)
 
 
 @given(cases(most_chunks=12))
@@ -160,7 +160,7 @@ def test_equally_large_chunks_meet_the_bound_at_byte_granularity(case):
     bound = lower_bound(case.moments, case.chunk_bytes, case.budget)
     room = {(case.budget - moment.other_bytes) % case.chunk_bytes[0] for moment in case.moments}
     assume(room <= {0})  # else the bound keeps parts of chunks
-    if isinstance(found, Schedule):
+    if isinstance(found, TransferSchedule):
         assert found.fetched_bytes == pytest.approx(bound, abs=1e-6)
     else:
         assert bound == float("inf")
@@ -169,14 +169,14 @@ def test_equally_large_chunks_meet_the_bound_at_byte_granularity(case):
 @given(cases(ANY_SIZE, most_chunks=12))
 def test_is_never_below_the_bound(case):
     found = case.scheduled()
-    assume(isinstance(found, Schedule))
+    assume(isinstance(found, TransferSchedule))
     assert found.fetched_bytes >= lower_bound(case.moments, case.chunk_bytes, case.budget) - 1e-6
 
 
 @given(cases(ANY_SIZE))
 def test_prefetching_changes_when_and_not_what(case):
     found, plain = case.scheduled(), replace(case, prefetch=0).scheduled()
-    assume(isinstance(found, Schedule))
+    assume(isinstance(found, TransferSchedule))
     assert found.fetched_bytes == plain.fetched_bytes
     assert found.num_fetches == plain.num_fetches
     assert [step.evict for step in found.steps] == [step.evict for step in plain.steps]
@@ -188,7 +188,7 @@ def test_no_fetch_could_start_earlier(case):
     """With as many under way as one likes, each starts as soon as the budget lets it."""
     case = replace(case, prefetch=len(case.moments) * 2)
     found = case.scheduled()
-    assume(isinstance(found, Schedule))
+    assume(isinstance(found, TransferSchedule))
     held: list[frozenset[int]] = []
     on: frozenset[int] = frozenset()
     for step in found.steps:
@@ -206,7 +206,7 @@ def test_a_shortfall_is_what_the_budget_lacks(case):
     assume(isinstance(found, Shortfall))
     needed = case.size(found.moment.needs) + found.moment.other_bytes
     assert found.missing_bytes == needed - case.budget
-    assert isinstance(replace(case, budget=needed).scheduled(), Schedule)
+    assert isinstance(replace(case, budget=needed).scheduled(), TransferSchedule)
     assert isinstance(replace(case, budget=needed - 1).scheduled(), Shortfall)
 
 
@@ -217,8 +217,8 @@ def test_pinned_chunks_stay_and_take_room(case, data):
     found = case.scheduled()
     others = [moment._replace(needs=moment.needs - pinned) for moment in case.moments]
     rest = schedule(others, case.chunk_bytes, case.budget - case.size(pinned), prefetch=case.prefetch)
-    if isinstance(found, Schedule):
-        assert isinstance(rest, Schedule)
+    if isinstance(found, TransferSchedule):
+        assert isinstance(rest, TransferSchedule)
         assert found.steps == rest.steps
         assert Replayed.of(case, found).held == rest.resident_at_end | pinned
     else:
@@ -226,10 +226,10 @@ def test_pinned_chunks_stay_and_take_room(case, data):
         assert found.missing_bytes == rest.missing_bytes
 
 
-def there_and_back(count: int, other_bytes: int = 0) -> list[Moment]:
+def there_and_back(count: int, other_bytes: int = 0) -> list[ScheduleStep]:
     """Forward and backward of `count` blocks, a chunk each."""
     order = [*range(count), *reversed(range(count))]
-    return [Moment(f"block {chunk}", frozenset({chunk}), other_bytes) for chunk in order]
+    return [ScheduleStep(f"block {chunk}", frozenset({chunk}), other_bytes) for chunk in order]
 
 
 @pytest.mark.parametrize("room", [1, 2, 5, 9, 10])
@@ -240,36 +240,44 @@ def test_backward_finds_as_many_blocks_as_there_is_room_for(room):
 
 
 def test_activations_that_grow_push_chunks_out():
-    moments = [Moment("a", frozenset({0}), 0), Moment("peak", frozenset(), 6), Moment("a", frozenset({0}), 0)]
-    kept = Schedule((Step(fetch=(0,)), Step(), Step()), 2, 8, frozenset({0}))
+    moments = [
+        ScheduleStep("a", frozenset({0}), 0),
+        ScheduleStep("peak", frozenset(), 6),
+        ScheduleStep("a", frozenset({0}), 0),
+    ]
+    kept = TransferSchedule((StepTransfers(fetch=(0,)), StepTransfers(), StepTransfers()), 2, 8, frozenset({0}))
     assert schedule(moments, [2], 8) == kept
-    pushed = Schedule((Step(fetch=(0,)), Step(evict=(0,)), Step(fetch=(0,))), 4, 6, frozenset({0}))
+    pushed = TransferSchedule(
+        (StepTransfers(fetch=(0,)), StepTransfers(evict=(0,)), StepTransfers(fetch=(0,))), 4, 6, frozenset({0})
+    )
     assert schedule(moments, [2], 7) == pushed
 
 
 def test_what_had_to_go_may_have_room_after_all():
     """Chunks 1 and 2, needed last, go at the first peak; at the second chunk 0 has to, which makes room for 2."""
     needs, others = [{0}, {1}, {2}, set(), set(), {0}, {1}, {2}], [0, 0, 0, 3, 5, 0, 0, 0]
-    moments = [Moment("op", frozenset(each), other) for each, other in zip(needs, others, strict=True)]
+    moments = [ScheduleStep("op", frozenset(each), other) for each, other in zip(needs, others, strict=True)]
     assert schedule(moments, [4, 1, 2], 7, prefetch=0).fetched_bytes == 4 + 1 + 2 + 4 + 1
 
 
 def test_two_buffers_are_enough_to_fetch_during_the_operation_before():
     found = schedule(there_and_back(4), [1] * 4, 2, prefetch=1)
     assert found.steps[:3] == (
-        Step(fetch=(0,), prefetch=(1,)), Step(evict=(0,), prefetch=(2,)), Step(evict=(1,), prefetch=(3,)),
-    )  # fmt: skip
+        StepTransfers(fetch=(0,), prefetch=(1,)),
+        StepTransfers(evict=(0,), prefetch=(2,)),
+        StepTransfers(evict=(1,), prefetch=(3,)),
+    )
 
 
 def test_costs_bytes_waiting_and_transfers():
     chunk_bytes = [5, 7]
-    moments = [Moment("0", frozenset({0}), 0), Moment("1", frozenset({1}), 0)]
+    moments = [ScheduleStep("0", frozenset({0}), 0), ScheduleStep("1", frozenset({1}), 0)]
     assert schedule(moments, chunk_bytes, 12, prefetch=1).cost(chunk_bytes, 100) == 12 + 5 + 2 * 100
     assert schedule(moments, chunk_bytes, 12, prefetch=0).cost(chunk_bytes, 100) == 12 + 12 + 2 * 100
 
 
 def test_nothing_to_do_is_a_schedule():
-    assert schedule([], [3], 0) == Schedule((), 0, 0, frozenset())
+    assert schedule([], [3], 0) == TransferSchedule((), 0, 0, frozenset())
 
 
 STATES = 6  # bytes of states and gradients for each of a parameter
@@ -312,7 +320,7 @@ def test_what_is_never_trained_is_pinned_at_its_own_size():
 
 
 def test_what_saves_most_for_its_bytes_is_pinned_first():
-    moments = [Moment("0", frozenset({0}), 0), Moment("1", frozenset({1}), 0)]
+    moments = [ScheduleStep("0", frozenset({0}), 0), ScheduleStep("1", frozenset({1}), 0)]
     assert choose_pinned(moments, [1, 1], [9, 1], 4) == frozenset({1})
 
 
@@ -330,7 +338,7 @@ def test_work_grows_no_faster_than_n_log_n(share: float, is_even: bool) -> None:
         drawn = random.Random(0)
         sizes = [100 if is_even else drawn.randint(10, 300) for _ in range(num)]
         there_and_back = [*range(num), *reversed(range(num))]
-        moments = [Moment("", frozenset((chunk,)), 5 * chunk) for chunk in there_and_back]
+        moments = [ScheduleStep("", frozenset((chunk,)), 5 * chunk) for chunk in there_and_back]
         budget = int(share * sum(sizes)) + 5 * num + 300
         with cProfile.Profile() as profile:
             schedule(moments, sizes, budget)

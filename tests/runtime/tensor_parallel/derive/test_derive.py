@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.runtime.tensor_parallel.derive.block_sandbox import Call, apart, record_calls
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart, record_calls
 from atorch.runtime.tensor_parallel.derive.derive import derive
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
 def derived(module: nn.Module, degree: int, **more: Tensor) -> BlockLayout:
     torch.manual_seed(0)
-    return derive(apart(module), Call((torch.randn(TOKENS, WIDTH),), more), degree)
+    return derive(apart(module), ForwardCall((torch.randn(TOKENS, WIDTH),), more), degree)
 
 
 def runs(rows: Rows) -> Any:
@@ -110,7 +110,7 @@ def test_units_that_are_dead_in_one_draw_of_weights_are_met_in_another(samples: 
     block, even = apart(Scaled()), Rows.even(0, 4096, 4)
     for seed in range(20):
         torch.manual_seed(seed)
-        (group,) = derive(block, Call((torch.randn(samples, WIDTH),), {}), 4).groups
+        (group,) = derive(block, ForwardCall((torch.randn(samples, WIDTH),), {}), 4).groups
         assert (group.row, group.columns) == ("down.weight", {"up.weight": even})
         assert (group.tied, group.inside) == ({"up.bias": even, "scale": even}, ())
 
