@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from atorch.auto.context import AccelerateResult, LossFunc, ParamGroups
+    from atorch.auto.context import AccelerateResult, ParamGroups
     from atorch.auto.job import InputFormat
     from atorch.auto.planner.plan import Plan
     from atorch.auto.strategy import Exactness, Strategy
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import ModelProfile
+    from atorch.model.user_functions import LossFunc
 
 
 def auto_accelerate(

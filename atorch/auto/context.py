@@ -24,6 +24,7 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.model.deferred_init import InitialValues, give_values
 from atorch.model.meta_device import give_memory, put, unfilled
+from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.loader import Loader, shares_out
 from atorch.runtime.fsdp.partial_state_dict import tell_of_part
 from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from atorch.runtime.tensor_parallel import ModelLayout
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-LossFunc = Callable[[Any, Any], Any]
 
 
 def _unscaled() -> float:

@@ -14,10 +14,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from atorch.auto.checks import check_job
-from atorch.auto.context import Context, LossFunc, ParamGroups
+from atorch.auto.context import Context, ParamGroups
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, shown
+from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.loader import make_loader, to_device
 from atorch.runtime.optimizer.fused_step import fuse
 from atorch.runtime.optimizer.parameter_groups import in_group, is_group, need_own

@@ -13,8 +13,8 @@ from typing import Literal
 from atorch.cost.comm.buckets import Reductions, deal_out, num_sliced_buckets, reductions
 from atorch.cost.profile import Segment
 from atorch.cost.state import Comm, Cost
+from atorch.units import MiB
 
-MiB = 2**20
 AXES = ("tensor", "sequence", "context", "zero", "data", "pipeline")
 """The usual order of ranks, the fastest-varying first."""
 SAMPLE_AXES = ("data", "zero")

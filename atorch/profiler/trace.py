@@ -29,6 +29,7 @@ from atorch.model.elementwise_optimizers import is_elementwise
 from atorch.model.structure import repeated_blocks
 from atorch.model.structure_copy import copy_with, lazy_copy_with
 from atorch.model.tensors import batch_size, map_tensors, tensor_bytes, tensors_of
+from atorch.model.user_functions import LossFunc, MakeOptimizer
 from atorch.profiler.capture.block_equality import groups_of_alike
 from atorch.profiler.capture.block_reuse import Blocks
 from atorch.profiler.capture.devices import as_on
@@ -38,12 +39,10 @@ from atorch.profiler.capture.segments import Ownership, segments_of
 from atorch.profiler.capture.token_locality import watch_outside
 
 CallModel = Callable[[nn.Module, Any], Any]
-LossFunc = Callable[[Any, Any], Any]
 OfLength = tuple[int, Callable[[int], Any]]
 """Tokens of a sample, and a function that makes one of others."""
 
 MAX_CALLS = 1000  # of operations in a block, where shorter samples can be made
-MakeOptimizer = Callable[[Any], Any]
 _SIDE = 64  # of the matrix that an optimizer is tried on
 _UNFUSED = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passes take 2.55 times those 7 on an H200
 

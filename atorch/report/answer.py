@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atorch.report.figures import (
+    PlanData,
     composition,
     counted,
     counterfactual,
@@ -32,7 +33,6 @@ from atorch.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PlanData = Mapping[str, Any]
 
 BESIDE = 76  # columns at which bytes and seconds stand side by side
 FULL_BAR = 20

@@ -20,6 +20,7 @@ from xml.etree.ElementTree import Element, tostring
 
 from atorch.report.figures import (
     SLACK,
+    PlanData,
     cluster_rows,
     composition,
     counted,
@@ -39,8 +40,6 @@ from atorch.report.figures import (
 from atorch.report.html_dom import element, row, section, table
 from atorch.report.labels import legend, why_not
 from atorch.units import format_bytes, format_seconds
-
-PlanData = Mapping[str, Any]
 
 MAX_BARS = 12
 SEPARATOR = " + "  # of the methods in a label

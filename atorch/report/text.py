@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from atorch.report.figures import composition
+from atorch.report.figures import PlanData, composition
 from atorch.report.labels import left_out
 from atorch.report.width_aware import table
 from atorch.units import format_bytes, format_seconds
@@ -16,7 +16,6 @@ from atorch.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-PlanData = Mapping[str, Any]
 Rejections = Sequence[Mapping[str, Any]]
 
 MAX_ROWS = 12

@@ -26,11 +26,12 @@ from atorch.distributed.collectives import agreed, meet, together
 from atorch.distributed.fingerprints import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.pytree import map_tensors
+from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.data_parallel.flat_shards import follow, gradient_values, lend_gradient, origin, slice_of
 from atorch.runtime.data_parallel.shard_buckets import can_cut, gather, sliced_buckets
 from atorch.runtime.data_parallel.zero1_state import SLICES, merged, sliced
-from atorch.runtime.optimizer.shardability_probe import MakeOptimizer, makes_elementwise, tensor_of
+from atorch.runtime.optimizer.shardability_probe import makes_elementwise, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-
-LossFunc = Callable[[Any, Any], Any]  # (batch, output) → loss
 
 
 def value_of(loss: Any) -> torch.Tensor:

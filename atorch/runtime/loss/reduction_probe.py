@@ -20,9 +20,10 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.model.method_override import override
 from atorch.model.pytree import is_strings, leaves_of, map_leaves, map_tensors, tensors_in
 from atorch.model.state import still, untouched
+from atorch.model.user_functions import LossFunc
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data.batch_split import joined, portion, shared_rows
-from atorch.runtime.loss.loss_value import LossFunc, value_of
+from atorch.runtime.loss.loss_value import value_of
 from atorch.runtime.loss.reduction import IGNORED, Losses, LossWeight, labels_of, tolerance_of
 
 SAME_OUTPUT = 2e-5

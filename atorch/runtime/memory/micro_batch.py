@@ -25,9 +25,10 @@ from atorch.logs import logger
 from atorch.model.method_override import override
 from atorch.model.pytree import map_tensors
 from atorch.model.state import still, untouched
+from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.batch_split import merge, num_rows, take
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.loss.loss_value import LossFunc, value_of
+from atorch.runtime.loss.loss_value import value_of
 from atorch.runtime.loss.reduction import LossWeight, Rule, any_process
 from atorch.runtime.loss.reduction_probe import Look, kind_of, losses_of
 from atorch.runtime.loss.rescaling import RankWeight, by_kind, without_gradient

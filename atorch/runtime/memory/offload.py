@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError
+from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.memory.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer.fused_step import fuse
-from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, ShadowOptimizer, unrounded
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
 
 

@@ -15,10 +15,9 @@ import torch
 from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError
+from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.data_parallel.flat_shards import origin
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
-
-MakeOptimizer = Callable[[Any], Optimizer]
 
 
 class ShadowOptimizer(WrappedOptimizer):

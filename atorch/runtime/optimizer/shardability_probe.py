@@ -24,12 +24,12 @@ from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import forget_shardings
 from atorch.logs import logger
 from atorch.model.elementwise_optimizers import is_elementwise
+from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MakeOptimizer = Callable[[Any], Optimizer]
 T = TypeVar("T")
 ShardKind = Literal["apart", "rows", "columns", "flat", "sharded"]
 

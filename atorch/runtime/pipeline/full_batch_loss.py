@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from atorch.model.pytree import map_tensors
+from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.batch_split import merge
-from atorch.runtime.loss.loss_value import LossFunc, value_of
+from atorch.runtime.loss.loss_value import value_of
 
 
 class Gathered:

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from atorch.distributed.collectives import everyone
 from atorch.logs import logger
 from atorch.model.method_override import override
-from atorch.runtime.loss.loss_value import LossFunc, value_of, with_value
+from atorch.model.user_functions import LossFunc
+from atorch.runtime.loss.loss_value import value_of, with_value
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local_state_dict
 
 _LARGEST = 2.0**127  # the largest power of two in fp32, which gradients of the loss are computed in

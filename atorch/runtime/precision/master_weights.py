@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.model.pytree import map_tensors
-from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, ShadowOptimizer, unrounded
+from atorch.model.user_functions import MakeOptimizer
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
 from atorch.runtime.optimizer.wrapped_optimizer import local
 
 MASTER = "master"  # the masters' key in the saved state of a parameter

@@ -42,6 +42,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.model.elementwise_optimizers import ELEMENTWISE
 from atorch.model.meta_device import unfilled
 from atorch.model.tensors import batch_size, tensors_of
+from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.memory import ChunkSet, stand_in
@@ -49,7 +50,7 @@ from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.chunk.schedule.schedule_cache import Courses, Foresee
 from atorch.runtime.data.batch_split import take
-from atorch.runtime.loss.loss_value import LossFunc, value_of
+from atorch.runtime.loss.loss_value import value_of
 
 DEFAULT_FRACTION = 0.9
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")

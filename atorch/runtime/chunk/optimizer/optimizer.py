@@ -24,6 +24,7 @@ from torch import Tensor
 
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.elementwise_optimizers import ELEMENTWISE, is_elementwise
+from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.chunk.gradients import GradientSink
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.optimizer.early_steps import EarlySteps
@@ -40,7 +41,7 @@ from atorch.runtime.chunk.optimizer.saved_states import SHARE, divided, joined, 
 from atorch.runtime.chunk.optimizer.states import FlatStates
 from atorch.runtime.memory.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer.fused_step import fuse
-from atorch.runtime.optimizer.shadow_parameters import MakeOptimizer, ShadowOptimizer
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer
 from atorch.runtime.optimizer.shardability_probe import needs_closure
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
 
