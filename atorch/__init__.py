@@ -2,7 +2,7 @@
 
     status, result, strategy = auto_accelerate(model, torch.optim.AdamW, dataset, loss_func)
 
-The public names are loaded when they are first asked for, so that the command line answers without importing torch.
+Public names are imported on first access, so the command line can respond without importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m atorch`: the `atorch` command where its script is not on the path."""
+"""`python -m atorch`: the `atorch` command if its script is not on the path."""
 
 import sys
 

@@ -1,14 +1,15 @@
-"""Every error that atorch raises on purpose.
+"""Errors that atorch raises on purpose.
 
 AtorchError
-├── StrategyError (ValueError)    a strategy that cannot be meant, or cannot be meant here
-├── ArgumentError (ValueError)    an argument of a front door that does not hold
-├── CapabilityError               a package or device that a method needs is not here
+├── StrategyError (ValueError)    a strategy that is invalid, or invalid for this model
+├── ArgumentError (ValueError)    an invalid argument of a public function
+│   └── ContradictionError (ValueError)  arguments that contradict each other under every strategy
+├── CapabilityError               a package or device that a method needs is missing
 ├── NoFeasiblePlanError           the search found no strategy that fits
-├── OutOfBudgetError              a memory budget that was promised cannot be kept
-└── CheckpointError               a saved file that cannot be read back
+├── OutOfBudgetError              a memory budget cannot be kept
+└── CheckpointError               a saved file cannot be read
 
-A message says what was given, what holds, and what to do.
+A message names the given value, the valid values, and a remedy.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ MAX_LISTED = 30
 
 
 class AtorchError(Exception):
-    """Base of every error atorch raises on purpose."""
+    """Base of all errors that atorch raises on purpose."""
 
 
 class StrategyError(AtorchError, ValueError):
-    """A strategy that cannot be meant: unknown name, bad value, two methods in one slot, a file that is none.
+    """An invalid strategy: unknown name, bad value, two methods in one slot, an invalid file.
 
-    `place` is where in the given value the fault lies, as keys and indices from the outside in; a reader of files
+    `place` is the position of the fault in the given value, as keys and indices from the outside in; a reader of files
     turns it into a path such as `$.methods[2].config.dtype`.
     """
 
@@ -37,15 +38,19 @@ class StrategyError(AtorchError, ValueError):
 
 
 class ArgumentError(AtorchError, ValueError):
-    """An argument of a front door that does not hold, with what would."""
+    """An invalid argument of a public function; the message names valid values."""
+
+
+class ContradictionError(ArgumentError):
+    """Arguments that contradict each other, found when model, batch and loss function first meet."""
 
 
 class CapabilityError(AtorchError):
-    """Something a method needs is missing; the message names the extra or the device that provides it."""
+    """A requirement of a method is missing; the message names the extra or the device that provides it."""
 
 
 class NoFeasiblePlanError(AtorchError):
-    """No strategy fits; the message names the nearest miss, and `rejected` holds every composition with its reason."""
+    """No strategy fits; the message names the nearest miss, and `rejected` has every composition with its reason."""
 
     def __init__(self, message: str, rejected: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(message)
@@ -53,24 +58,24 @@ class NoFeasiblePlanError(AtorchError):
 
 
 class OutOfBudgetError(AtorchError):
-    """A byte budget cannot be kept; the message says by how much and where."""
+    """A byte budget cannot be kept; the message names the excess and its place."""
 
 
 class CheckpointError(AtorchError):
-    """A checkpoint that cannot be read, with the place of the fault."""
+    """A checkpoint cannot be read; the message names the place of the fault."""
 
 
 def shown(value: object, limit: int = 120) -> str:
-    """The repr of what was given, cut to `limit` characters: what an error quotes."""
+    """The repr of a value for an error, cut to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def check_bools(door: str, **given: object) -> None:
-    """Refuse what a call `door` was given that is neither True nor False, nor 1 or 0: "no" would count as True.
+    """Refuse arguments of the call `door` that are not True, False, 1 or 0: "no" would count as True.
 
     Raises:
-        ArgumentError: the first such, by its name.
+        ArgumentError: an argument is no bool; the message names the first.
     """
     for name, value in given.items():
         if not isinstance(value, int) or value not in (0, 1):
@@ -78,7 +83,7 @@ def check_bools(door: str, **given: object) -> None:
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown `name`: the nearest known one, or the known ones."""
+    """The end of an error about an unknown `name`: the nearest known name, or all of them."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
     if near:

@@ -1,4 +1,4 @@
-"""One logger, of which rank 0 alone speaks once there are several, but for what is of one process."""
+"""The logger of atorch. With several ranks only rank 0 logs, except messages about a single rank."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 logger = logging.getLogger("atorch")
 OF_THIS_RANK: Mapping[str, bool] = {"of_this_rank": True}
-"""`extra` of what is said on whichever rank it happens."""
+"""`extra` of messages that every rank may log."""
 
 
 class _RankFilter(logging.Filter):
-    """While there are several ranks, let pass what rank 0 says and what is of one; prefix messages with the rank."""
+    """With several ranks, pass messages of rank 0 and those about one rank; prefix messages with the rank."""
 
     def __init__(self, rank: Callable[[], int | None]) -> None:
         super().__init__()
@@ -31,9 +31,9 @@ class _RankFilter(logging.Filter):
 
 
 def name_rank(rank: Callable[[], int | None]) -> None:
-    """Let the logger's messages say which rank speaks from now on, and those that all ranks have be rank 0's.
+    """Prefix the logger's messages with the rank from now on, and log common messages on rank 0 alone.
 
-    rank: what this process is as a message is logged; None where it is none of several, so the end of a job undoes it.
+    rank: returns this process's rank at the time of a message; None without a job, which disables the filter.
     """
     for old in list(logger.filters):
         logger.removeFilter(old)
@@ -42,25 +42,25 @@ def name_rank(rank: Callable[[], int | None]) -> None:
 
 @functools.cache
 def say_once(message: str, level: int = logging.INFO) -> None:
-    """Log it, once a process however many objects have it to say."""
+    """Log a message once per process."""
     logger.log(level, message)
 
 
 @contextmanager
 def muted(name: str) -> Iterator[None]:
-    """Inside, another library's logger says nothing: of what is tried, and may fail, it would show a traceback."""
+    """Silence another library's logger inside: it would show tracebacks of attempts that may fail."""
     other = logging.getLogger(name)
-    was = other.disabled
+    was_disabled = other.disabled
     other.disabled = True
     try:
         yield
     finally:
-        other.disabled = was
+        other.disabled = was_disabled
 
 
 @contextmanager
 def speaking(more: bool) -> Iterator[None]:
-    """Inside, with `more`, messages of the level INFO are shown too, on standard error if nothing else handles them."""
+    """With `more`, also show messages of level INFO inside, on standard error if no handler exists."""
     if not more or logger.isEnabledFor(logging.INFO):
         yield
         return

@@ -1,4 +1,4 @@
-"""Names to things. A name is taken once, and a miss says what was near."""
+"""Registry of named objects. Names are unique, and an unknown name raises with the nearest one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A closed table of named things; iteration is sorted by name.
+    """A table of named objects; iteration is sorted by name.
 
-    `home` is the package whose import registers what comes along. It is imported when the table is first used, so that
-    importing whatever mentions the table stays quick.
+    `home` is the package whose import registers the built-in objects. It is imported on first use of the table, so
+    importing a module that refers to the table is fast.
     """
 
     def __init__(self, kind: str, home: str | None = None) -> None:
@@ -31,13 +31,13 @@ class Registry(Generic[T]):
         return self._own
 
     def add(self, name: str, item: T) -> None:
-        """Take `name` for `item`; raises ValueError where the name is taken."""
+        """Register `item` as `name`; raises ValueError if the name is taken."""
         if name in self._items:
             raise ValueError(f"{self.kind} {name!r} is registered already; choose another name")
         self._items[name] = item
 
     def remove(self, name: str) -> None:
-        """Forget `name`, for tests and for plug-ins that are unloaded."""
+        """Remove `name`, for tests and for unloaded plug-ins."""
         self[name]
         del self._items[name]
 

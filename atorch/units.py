@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts as people read them: three figures in the largest unit that keeps the number at least 1."""
+"""Human-readable bytes, seconds and counts: three digits in the largest unit with a number of at least 1."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def format_count(number: float) -> str:
 
 
 def _scaled(number: float, units: Units) -> str:
-    # 0.9995 of a unit is rounded to 1 of it.
+    # 0.9995 of a unit rounds to 1 of it.
     suffix, size = next((unit for unit in units if abs(number) >= 0.9995 * unit[1]), units[-1])
     value = number / size
     return (f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}") + suffix

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from atorch.auto.planner.cluster_search import answer
 from atorch.auto.planner.estimate.score import estimate_of, usable_bytes
-from atorch.auto.planner.search.best_first import TIE
+from atorch.auto.planner.search_space.best_first import TIE
 from atorch.cost import ModelProfile, plain_cost, step_seconds
 from atorch.cost.adapters import adapted_profile
 from atorch.cost.transformer import Implementation, transformer_profile

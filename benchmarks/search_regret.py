@@ -139,10 +139,10 @@ def make_context(name: str) -> Any:
 def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     """On each of two processes: choose, measure what promises most, measure choice and best in turns."""
     from atorch.auto.planner import search
-    from atorch.auto.planner.dry_run.fault_barrier import Coordinator
-    from atorch.auto.planner.dry_run.step_timing import measure as measure_trial
-    from atorch.auto.planner.dry_run.trial import Trial
-    from atorch.auto.planner.dry_run.trial_context import Feed
+    from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
+    from atorch.auto.planner.dry_runs.step_timing import measure as measure_trial
+    from atorch.auto.planner.dry_runs.trial import Trial
+    from atorch.auto.planner.dry_runs.trial_context import Feed
     from atorch.auto.planner.plan import Measurement
     from atorch.auto.planner.planner import sample_of
     from atorch.auto.strategy import Strategy

@@ -1,4 +1,4 @@
-"""Automatic acceleration: strategies, the methods they are made of, the planner, and `auto_accelerate`."""
+"""Automatic acceleration: strategies, their methods, the planner, and `auto_accelerate`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The front doors: `auto_accelerate`, which plans where no strategy is given, applies and builds; and `plan` alone.
+"""The entry points: `auto_accelerate` finds a strategy unless one is given, applies it and builds; `plan` only plans.
 
-The same call on one process or on many: every rank makes it with the same arguments, and all ranks return together
-or raise together; only a plan for a cluster that is elsewhere is one process's own. What the doors do is imported when
-they are called, so that importing them costs next to nothing.
+Every rank makes the same call with the same arguments, and all ranks return or raise together. Only a plan for another
+cluster runs on a single process. The functions import their work when they are called, so importing this is cheap.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ def auto_accelerate(
 ) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """Make `model` train as fast as the hardware allows.
 
-    Without `load_strategy` the strategy is searched for: this needs `optim_func`, `dataset` and `loss_func`. With one,
-    it is applied as it is (`finetune_strategy=True` searches the knobs that it leaves unset).
+    Without `load_strategy` atorch searches a strategy, which needs `optim_func`, `dataset` and `loss_func`. A given
+    strategy is applied unchanged (`finetune_strategy=True` searches the knobs that it leaves unset).
 
     Args:
-        model: an ordinary, non-distributed module. The strategy that is chosen changes it in place, no other does.
+        model: an ordinary, non-distributed module. Only the chosen strategy changes it in place.
         optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer.
         dataset: the training data.
         loss_func: `(input, output) -> loss`, a scalar tensor, or a list or tuple whose first item is one.
         prepare_input: `(data, device) -> input`; None moves the tensors in `data` to the device.
-        model_input_format: how `input` is given to the model: None as it is, "unpack_sequence" as `*input`,
+        model_input_format: the form in which the model takes `input`: None unchanged, "unpack_sequence" as `*input`,
             "unpack_dict" as `**input`.
         optim_args: keyword arguments of the optimizer.
         optim_param_func: `(model) -> parameter groups`.
@@ -65,26 +64,26 @@ def auto_accelerate(
         excluded, included: names of methods that the search must not, or must, use.
         load_strategy: a list of method names and `(name, config)` pairs, a Strategy, JSON, or a strategy file's path.
         lr_scheduler_cls, lr_scheduler_args: a scheduler that is built on the resulting optimizer.
-        save_strategy_to_file: where to write the resulting strategy, as JSON.
-        **kargs: see `Options`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), precision (the least
+        save_strategy_to_file: the path to write the resulting strategy to, as JSON.
+        **kargs: see `CallOptions`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), precision (the least
             exact numbers: "fp32", "autocast", "half" or "fp8"), find_unused_parameters, sampler_seed,
-            loss_weight (what the loss is a mean over, where that is not to be found out), sample_batch
-            (for methods that watch the model at work, where there is no dataset), verify (whether a strategy's first
-            pass is held to plain training's; True), param_init_fn (fills a module of a model on the meta device, in
+            loss_weight (what the loss is a mean over, if atorch should not detect it), sample_batch
+            (for methods that observe the model, if there is no dataset), verify (compare a strategy's first
+            pass with plain training's; True), param_init_fn (fills a module of a model on the meta device, in
             place of its `reset_parameters`), empty_init (such a model stays without values, for a checkpoint that is
             loaded before the first step; False), timeout (seconds that processes wait for one another, 600; a
-            group that you made keeps its own), and calibration: whether the search uses and keeps what was
-            measured on this machine, in the user's cache directory (True) or the file that it names.
+            group that you made keeps its own), and calibration: the search uses and keeps measurements of this
+            machine in the user's cache directory (True) or in the file at that path, or none (False).
 
     Returns:
         `(status, result, best_strategy)`. `result` unpacks as (model, optim, dataloader, loss_func, prepare_input,
-        args) and has `lr_scheduler` and `step` beside them. `status` is False, and the others None, only where a
+        args) and has the attributes `lr_scheduler` and `step`. `status` is False, and the others None, only if a
         search finds nothing that fits.
 
     Raises:
-        ArgumentError, StrategyError, CapabilityError: on every rank, for whatever does not hold.
+        ArgumentError, StrategyError, CapabilityError: on every rank, for an invalid argument.
     """
-    given = dict(locals())  # every argument by its name: no line stands above this one
+    given = dict(locals())  # must stay the first statement, so that it holds exactly the arguments
     del given["kargs"]
 
     from atorch.auto.arguments import call_of_auto_accelerate
@@ -116,6 +115,7 @@ def plan(
     excluded: Sequence[str] | None = None,
     included: Sequence[str] | None = None,
     fixed: Any = None,
+    extend: Any = None,
     precision: Exactness = "half",
     host_memory: bool | None = None,
     objective: str = "step_time",
@@ -124,32 +124,34 @@ def plan(
     **kargs: Any,
 ) -> Plan: ...
 def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
-    """The plan for a job, and the reasons: on its own devices, or on a `cluster` that need not be here.
+    """The plan for a job, with its reasons: on its own devices, or on a `cluster` that need not be present.
 
-    Without `cluster` it takes the arguments of `auto_accelerate` that describe the job, and does what the fully
-    automatic mode does before it applies anything: all processes call it together, and it takes real steps.
+    Without `cluster`, `plan` takes the arguments of `auto_accelerate` that describe the job. It runs the same search as
+    the fully automatic mode and applies nothing: all processes call it together, and it takes real steps.
 
-    With one, such as "16x8xH100-80GB", a cluster file or a ClusterSpec, arithmetic alone answers, on one process.
+    With a cluster, such as "16x8xH100-80GB", a cluster file or a ClusterSpec, one process plans by arithmetic alone.
 
     Args:
-        model: the module, which is left as it is. For a cluster also a function that makes it, which is then called
+        model: the module, which is not changed. For a cluster also a function that makes it, which is then called
             under the meta device, or a ModelProfile.
-        sample_batch: what `loss_func` and the model take; its figures are scaled to other batch sizes.
+        sample_batch: a batch for `prepare_input`, the model and `loss_func`; figures are scaled to other batch sizes.
         global_batch: samples of a step on all devices together; None for the sample batch on each.
         excluded, included: names of methods that the strategy must not, or must, have.
-        fixed: a strategy, or what makes one: exactly these methods; knobs that it leaves unset are searched.
+        fixed: a strategy, or what makes one: exactly these methods. Knobs that it leaves unset are searched, as is the
+            mesh; several processes get ddp where it has no data-parallel method.
+        extend: a strategy, or what makes one: these methods, and others that make it faster.
         precision: for a cluster, the least exact numbers that may be trained in: "fp32", "autocast", "half" (16 bits,
-            with fp32 masters) or "fp8". What is included or fixed is allowed.
-        host_memory: for a cluster, whether something may wait in host memory; None: where nothing fits without.
-        objective: what is best: "step_time", "throughput", "cost" (device-seconds) or "fewest_devices".
+            with fp32 masters) or "fp8". Methods that are included or fixed are allowed.
+        host_memory: for a cluster, allow methods that use host memory; None: only if nothing fits without.
+        objective: "step_time", "throughput", "cost" (device-seconds) or "fewest_devices".
         reserve: share of a device's memory that nothing may use.
-        verify: how many of the best are simulated on fake tensors, whatever that takes; None: up to 3, with little
-            memory and time.
+        verify: number of the best candidates to simulate on fake tensors, without limits; None: up to 3, within limits
+            of memory and time.
         **kargs: model_input_format, prepare_input, optim_args, optim_param_func, as for `auto_accelerate`.
 
     Raises:
         NoFeasiblePlanError: nothing fits; the nearest miss is named.
-        ArgumentError, StrategyError: for whatever does not hold.
+        ArgumentError, StrategyError: for an invalid argument.
     """
     if cluster is not None:
         from atorch.auto.plan_for_cluster import plan_elsewhere

@@ -1,10 +1,10 @@
-"""The arguments of a front door: read and checked on each process, and described for comparison across processes.
+"""The arguments of an entry point: read and checked on each process, and compared across processes by fingerprint.
 
-Equal on all processes must be: the model's class, modes, parameters and buffers; the dataset's class and length; the
-strategy's methods, wherever each process reads them from; and every other argument by kind and value, as
-`distributed/description.py` says. A process's own may be: `verbose`, the paths in `save_strategy_to_file` and
-`calibration`, of which rank 0's count, the sizes in `sample_batch`, what partials in `prepare_input`,
-`distributed_sampler_cls` and `dataloader_args` were given, and the values of weights, which become rank 0's.
+Equal on all processes: the model's class, modes, parameters and buffers; the dataset's class and length; the strategy's
+methods, from any source; and every other argument by kind and value (`distributed/fingerprints.py`). Free to differ:
+`verbose`; the paths in `save_strategy_to_file` and `calibration`, of which rank 0's are used; the sizes in
+`sample_batch`; the arguments of partials in `prepare_input`, `distributed_sampler_cls` and `dataloader_args`; and the
+values of weights, which are broadcast from rank 0.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from atorch.errors import ArgumentError, near_miss, shown
 from atorch.files.access import FileKind, check_target
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.dry_run.calibration import CalibrationPath
+    from atorch.auto.planner.dry_runs.calibration import CalibrationPath
 
 _ABOUT_STRATEGIES = ("excluded", "included", "load_strategy", "finetune_strategy", "save_strategy_to_file")
-FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "objective", "reserve", "verify")  # arguments of `plan`
+FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "extend", "objective", "reserve", "verify")  # of `plan`
 INSTEAD: Mapping[str, str] = {
     r"lr|learning_rate|weight_decay|betas|eps|momentum": "give it to the optimizer, as optim_args={'lr': 1e-3}",
     r"optim|optimizer|optim(izer)?_(cls|class|fn|type)": (
@@ -70,14 +70,14 @@ INSTEAD: Mapping[str, str] = {
         "call atorch.clip_grad_norm(result.model, 1.0) before result.optim.step()"
     ),
 }
-"""Remedies in place of arguments that there are not, by how these are often called."""
+"""Patterns of unknown argument names → the remedy."""
 
 OPTIONAL = ("optim_args", "dataloader_args", "lr_scheduler_args", "excluded", "included")
-"""Arguments of which None means none."""
+"""Arguments whose None equals an empty value."""
 CALLED_BY_RANK = ("prepare_input", "distributed_sampler_cls", "dataloader_args")
-"""Arguments in which a partial may hold what is this process's own."""
+"""Arguments in which the arguments of a partial may differ between processes."""
 OWN = ("model", "dataset", "load_strategy", "sample_batch", "save_strategy_to_file", "calibration", "verbose")
-"""Arguments that are described in a way of their own, or not at all."""
+"""Arguments that have a fingerprint of their own kind, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,27 +87,27 @@ class CallOptions:
     ignore_dryrun_on_load_strategy: bool = True
     verbose: bool = False
     time_limit: float | None = None  # seconds for the search
-    precision: Exactness | None = None  # the least exact numbers: one of EXACTNESS; None: see `planner.Wanted`
-    calibration: CalibrationPath = True  # where the search keeps and finds what was measured on this machine
+    precision: Exactness | None = None  # the least exact numbers: one of EXACTNESS; None: see `ranking.Wanted`
+    calibration: CalibrationPath = True  # file of the measurements on this machine, for this search and later ones
     find_unused_parameters: bool = False
     sampler_seed: int = 0
-    loss_weight: Any = "auto"  # what the loss is a mean over, of parts of a batch and over processes: see LossWeight
-    sample_batch: Any = None  # what `prepare_input` takes, for methods that watch the model where there is no dataset
-    verify: bool = True  # whether a strategy's first pass is held to plain training's
+    loss_weight: Any = "auto"  # the items that the loss is a mean over: see LossWeight
+    sample_batch: Any = None  # a batch for `prepare_input`, for methods that observe the model if there is no dataset
+    verify: bool = True  # compare a strategy's first pass with plain training's
     param_init_fn: Any = None  # fills a module whose parameters are on the meta device, instead of reset_parameters
-    empty_init: bool = False  # whether such parameters stay without values, for a checkpoint that is loaded after
+    empty_init: bool = False  # leave such parameters without values, for a checkpoint that is loaded later
     timeout: float = worlds.TIMEOUT.total_seconds()  # seconds that processes wait for one another in their groups
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> CallOptions:
-        """The options from keywords; raises ArgumentError for one that does not exist or does not hold.
+        """The options from keywords; raises ArgumentError for an unknown or invalid one.
 
-        others: arguments of the door beside these, which may have been meant.
+        others: further arguments of the entry point, to suggest for a misspelt name.
         """
-        known = [each.name for each in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for name in keywords:
-            if name not in known:
-                raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, (*known, *others))}")
+            if name not in names:
+                raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, (*names, *others))}")
         options = cls(**keywords)
         limit = options.time_limit
         if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
@@ -145,18 +145,18 @@ class CallOptions:
 
 
 def need_bool(name: str, given: object) -> None:
-    """Raise ArgumentError for what is neither True nor False, such as 'no', which would count as true."""
+    """Raise ArgumentError unless the value is True or False; 'no' would count as true."""
     if not isinstance(given, int) or given not in (0, 1):
         raise ArgumentError(f"{name} is {shown(given)}; it is True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The arguments of a front door, read and checked, as all processes have them."""
+    """The arguments of an entry point, read and checked, equal on all processes."""
 
-    job: Mapping[str, Any]  # of `make_context`
+    job: Mapping[str, Any]  # arguments of `make_context`
     options: CallOptions
-    strategy: Strategy | None = None  # as it was given
+    strategy: Strategy | None = None  # the user's own
     finetune: bool = False
     excluded: Any = None
     included: Any = None
@@ -168,10 +168,10 @@ class Request:
 
 
 def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Request:
-    """The call of `auto_accelerate` that all processes make: its arguments, and keywords beyond the signature.
+    """Read a call of `auto_accelerate` from its arguments and extra keywords. All processes call this together.
 
     Raises:
-        AtorchError: on every process, where an argument does not hold on one, or they differ.
+        AtorchError: on every process, if an argument is invalid on one, or differs between them.
     """
     job = {name: value for name, value in given.items() if name not in _ABOUT_STRATEGIES}
 
@@ -194,18 +194,18 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
         if target is not None and worlds.init().rank == 0:
             _check_target(target)
             if call.strategy is not None:
-                call.strategy.to_json()  # what no file can hold is told now
+                call.strategy.to_json()  # raises now if the strategy cannot be saved later
         return call
 
     worlds.init(timeout=_timeout_of(keywords))
-    return agreed("auto_accelerate", lambda: _given({**given, **keywords}), read, _found)
+    return agreed("auto_accelerate", lambda: _argument_facts({**given, **keywords}), read, _call_facts)
 
 
 def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) -> Request:
-    """The call of `plan` for its own devices that all processes make.
+    """Read a call of `plan` for the job's own devices. All processes call this together.
 
     Raises:
-        AtorchError: on every process, where an argument does not hold on one, or they differ.
+        AtorchError: on every process, if an argument is invalid on one, or differs between them.
     """
     names = ("optim_func", "dataset", "loss_func")
 
@@ -220,27 +220,27 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
 
     worlds.init(timeout=_timeout_of(keywords))
     arguments = {"model": model, **keywords, **dict(zip(names, given, strict=False))}
-    return agreed("plan", lambda: _given(arguments), read, _found)
+    return agreed("plan", lambda: _argument_facts(arguments), read, _call_facts)
 
 
-def _names(given: Any, argument: str) -> tuple[str, ...] | None:
-    from atorch.auto.planner.search.space import names_in
+def _names(names: Any, argument: str) -> tuple[str, ...] | None:
+    from atorch.auto.planner.search_space.method_names import names_in
 
-    return None if given is None else names_in(given, argument)
+    return None if names is None else names_in(names, argument)
 
 
 def _timeout_of(keywords: Mapping[str, Any]) -> timedelta:
-    """The time-out that was asked for, to begin with; what is no number of seconds is refused once all can hear it."""
-    given = keywords.get("timeout")
-    return timedelta(seconds=given) if _is_timeout(given) else worlds.TIMEOUT
+    """The timeout for the first exchange; an invalid one is refused later, when all processes can exchange errors."""
+    timeout = keywords.get("timeout")
+    return timedelta(seconds=timeout) if _is_timeout(timeout) else worlds.TIMEOUT
 
 
-def _is_timeout(given: Any) -> TypeGuard[float]:
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given <= timedelta.max.days
+def _is_timeout(timeout: Any) -> TypeGuard[float]:
+    return isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout <= timedelta.max.days
 
 
 def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Positional arguments of `plan` under their names; raises ArgumentError for one too many, or given twice."""
+    """Positional arguments of `plan` under their names; raises ArgumentError for one too many or given twice."""
     if len(given) > len(names):
         raise ArgumentError(
             f"plan was given {1 + len(given)} arguments by position; these are model, {', '.join(names)}"
@@ -253,7 +253,7 @@ def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """The end of an error about an argument that there is not: what to give instead."""
+    """The end of an error about an unknown argument: the remedy."""
     for wrong, instead in INSTEAD.items():
         if re.fullmatch(wrong, name.lower()):
             return instead
@@ -263,42 +263,42 @@ def meant(name: str, known: Collection[str]) -> str:
 
 
 def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of `plan`, those that describe the job apart from the options; raises ArgumentError for others."""
-    own = {each.name for each in fields(CallOptions)}
-    job = {name: value for name, value in keywords.items() if name not in own}
-    known = {*inspect.signature(check_job).parameters, "excluded", "included"}
+    """Split keywords of `plan` into those of the job and the options; raises ArgumentError for others."""
+    option_names = {field.name for field in fields(CallOptions)}
+    job = {name: value for name, value in keywords.items() if name not in option_names}
+    job_names = {*inspect.signature(check_job).parameters, "excluded", "included"}
     for name in job:
         if name in FOR_A_CLUSTER:
             raise ArgumentError(
                 f"{name} is for a plan for a cluster; give one, as in plan(model, sample_batch, "
                 f"cluster='8xH100-80GB', {name}=…)"
             )
-        if name not in known:
-            raise ArgumentError(f"plan has no argument {name!r}; {meant(name, known | own)}")
-    return job, {name: value for name, value in keywords.items() if name in own}
+        if name not in job_names:
+            raise ArgumentError(f"plan has no argument {name!r}; {meant(name, job_names | option_names)}")
+    return job, {name: value for name, value in keywords.items() if name in option_names}
 
 
-def _given(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
-    """Facts of the unread arguments that must be equal."""
-    plain: dict[str, Fact] = {}
+def _argument_facts(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
+    """Fingerprints of the unread arguments that must be equal."""
+    facts: dict[str, Fact] = {}
     for name, value in arguments.items():
         if name not in OWN:
             value = () if value is None and name in OPTIONAL else value
-            plain.update(described(name, value, bound=name not in CALLED_BY_RANK))
+            facts.update(described(name, value, bound=name not in CALLED_BY_RANK))
     saves = arguments.get("save_strategy_to_file")
-    plain["save_strategy_to_file"] = Fact("not given" if saves is None else "given")
-    plain.update(structure("sample_batch", arguments.get("sample_batch")))
-    return {"arguments": plain, "dataset": described_dataset(arguments.get("dataset"))}
+    facts["save_strategy_to_file"] = Fact("not given" if saves is None else "given")
+    facts.update(structure("sample_batch", arguments.get("sample_batch")))
+    return {"arguments": facts, "dataset": described_dataset(arguments.get("dataset"))}
 
 
-def _found(call: Request) -> Mapping[str, Facts]:
-    """Facts of what was read that must be equal."""
+def _call_facts(call: Request) -> Mapping[str, Facts]:
+    """Fingerprints of the strategy and the model that must be equal."""
     strategy = Fact("None" if call.strategy is None else f"[{call.strategy}]")
     return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job["model"])}
 
 
 def _check_target(path: str | os.PathLike[str]) -> None:
-    """Check that a strategy could be saved there: now, not after a search."""
+    """Check before a search that the strategy can be saved at this path."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"save_strategy_to_file is {path!r}; it is the path of a file")
     try:

@@ -1,8 +1,8 @@
-"""The smallest cluster, largest batch or longest sequence that fits, found by asking for plans.
+"""The smallest cluster, largest batch or longest sequence that fits, found by a search over plans.
 
-Sizes are doubled until one changes the answer, then the step between the last two is halved, as far as an eighth of it:
-what lies between is neither likely to divide well nor worth the search. What fits at one size is taken to fit at every
-easier one, which is so but for sizes that nothing divides.
+The search doubles the size until the answer changes, then bisects the last step down to an eighth of it. Sizes in
+between rarely divide well and are not worth the time. A size that fits is assumed to fit at every easier size, which
+holds except for sizes that nothing divides.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Tell = Callable[[int, "ClusterPlan | None"], None]
 
 @dataclass(frozen=True)
 class Fit:
-    """The border: the last size that fits, and the plan for it."""
+    """The last size that fits, and the plan for it."""
 
     size: int
     plan: ClusterPlan
-    tried: tuple[tuple[int, bool], ...]  # (size, whether it fits), as asked
-    is_bounded: bool = True  # False where all that was tried fits
+    tried: tuple[tuple[int, bool], ...]  # (size, whether it fits), in the order of the search
+    is_bounded: bool = True  # False if every size that was tried fits
 
 
 class _Questions:
-    """Asks for plans and remembers the outcome."""
+    """Asks for plans and records the outcomes."""
 
     def __init__(self, ask: PlanForSize, tell: Tell) -> None:
         self.tried: list[tuple[int, bool]] = []
@@ -42,18 +42,18 @@ class _Questions:
         self._ask, self._tell = ask, tell
 
     def plan(self, size: int) -> ClusterPlan | None:
-        found: ClusterPlan | None = None
+        plan: ClusterPlan | None = None
         try:
-            found = self._ask(size)
+            plan = self._ask(size)
         except NoFeasiblePlanError as error:
             self.refusal = error
-        self.tried.append((size, found is not None))
-        self._tell(size, found)
-        return found
+        self.tried.append((size, plan is not None))
+        self._tell(size, plan)
+        return plan
 
 
 def largest(ask: PlanForSize, first: int, limit: int, tell: Tell) -> Fit:
-    """The largest size up to `limit` that fits; `first` is where the search begins.
+    """The largest size up to `limit` that fits; the search begins at `first`.
 
     Raises:
         NoFeasiblePlanError: not even 1 fits.
@@ -80,7 +80,7 @@ def largest(ask: PlanForSize, first: int, limit: int, tell: Tell) -> Fit:
 
 
 def smallest_cluster(ask: Callable[[ClusterSpec], ClusterPlan], kind: ClusterSpec, limit: int, tell: Tell) -> Fit:
-    """The fewest devices of this kind that fit, up to `limit`: of one node at first, then whole nodes.
+    """The fewest devices of this kind that fit, up to `limit`: part of one node, then whole nodes.
 
     Raises:
         NoFeasiblePlanError: not even `limit` devices fit.
@@ -97,10 +97,10 @@ def smallest_cluster(ask: Callable[[ClusterSpec], ClusterPlan], kind: ClusterSpe
 
 
 def sized(kind: ClusterSpec, devices: int) -> ClusterSpec:
-    each = kind.devices_per_node
-    if devices <= each:
+    per_node = kind.devices_per_node
+    if devices <= per_node:
         return replace(kind, num_nodes=1, devices_per_node=devices)
-    return replace(kind, num_nodes=devices // each)
+    return replace(kind, num_nodes=devices // per_node)
 
 
 def _ladder(per_node: int, limit: int) -> Iterator[int]:
@@ -115,15 +115,15 @@ def _ladder(per_node: int, limit: int) -> Iterator[int]:
 
 
 def _fewer(questions: _Questions, per_node: int, below: int, size: int, plan: ClusterPlan) -> Fit:
-    """Whole nodes between the last that did not fit and the first that did."""
+    """Bisect the number of whole nodes between the last that did not fit and the first that did."""
     best, low, high = plan, below // per_node, size // per_node
     for _ in range(HALVINGS):
         middle = (low + high) // 2
         if below < per_node or middle in (low, high):
             break
-        found = questions.plan(middle * per_node)
-        if found is None:
+        candidate = questions.plan(middle * per_node)
+        if candidate is None:
             low = middle
         else:
-            best, high, size = found, middle, middle * per_node
+            best, high, size = candidate, middle, middle * per_node
     return Fit(size, best, tuple(questions.tried))

@@ -1,4 +1,4 @@
-"""The arguments that describe a job, checked before anything is planned, moved or built."""
+"""Checks the arguments that describe a job, before anything is planned, moved or built."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from atorch.errors import ArgumentError, near_miss, shown
 
 SYMMETRIC = (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss)
-"""torch's losses that are the same whichever of the two comes first."""
+"""torch's losses that are symmetric in their two arguments."""
 SYMMETRIC_FUNCTIONS = ("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss")
 SAMPLING: Mapping[str, Any] = dict.fromkeys(("num_replicas", "rank", "shuffle", "seed"))
-"""Arguments of a sampler's class beside the dataset."""
+"""Arguments of a sampler's class after the dataset."""
 
 
 def check_job(
@@ -34,10 +34,10 @@ def check_job(
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check that the arguments hold, each for itself and beside the others; see `make_context`.
+    """Check every argument alone and together with the others; see `make_context`.
 
     Raises:
-        ArgumentError: an argument that does not hold.
+        ArgumentError: an invalid argument.
     """
     _check_mode()
     _check_model(model)
@@ -80,23 +80,23 @@ def check_job(
 def _check_call(
     name: str, function: Any, by_place: str, keywords: Mapping[str, Any] | None = None, source: str = ""
 ) -> None:
-    """Check that a function or class takes what it will be called with, as far as its signature tells.
+    """Check that a function's or class's signature accepts the arguments of its call.
 
-    source: the argument that `keywords` were given as.
+    source: the name of the user's argument that holds `keywords`.
     """
     try:
         if function is None:
             return
         signature = inspect.signature(function, follow_wrapped=False)  # a decorator may add arguments
-    except (TypeError, ValueError):  # it is built in
+    except (TypeError, ValueError):  # built in, without a signature
         return
     keywords, parameters = keywords or {}, signature.parameters.values()
     called = getattr(function, "__name__", None) or type(function).__name__
-    known = [each.name for each in parameters][1:]
-    for key in () if any(each.kind is each.VAR_KEYWORD for each in parameters) else keywords:
-        if key not in known and source:
-            raise ArgumentError(f"{source} has {key!r}, which {called} does not take; {near_miss(key, known)}")
-        if key not in known:
+    names = [parameter.name for parameter in parameters][1:]
+    for key in () if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) else keywords:
+        if key not in names and source:
+            raise ArgumentError(f"{source} has {key!r}, which {called} does not take; {near_miss(key, names)}")
+        if key not in names:
             raise ArgumentError(
                 f"{name} is {called}, which does not take {key}; it has DistributedSampler's interface. A sampler of "
                 "another kind goes into dataloader_args, as {'sampler': sampler}, and is shared out"
@@ -111,7 +111,7 @@ def _check_call(
 
 
 def _check_mode() -> None:
-    """Modes of torch in which nothing can be trained, or would be made where nobody looks for it."""
+    """Refuse torch's inference mode, and the meta device as default device."""
     if torch.is_inference_mode_enabled():
         raise ArgumentError(
             "this is called under torch.inference_mode(), in which nothing can be trained; call it outside"
@@ -128,13 +128,13 @@ def _check_model(model: object) -> None:
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ArgumentError(f"model is the class {model.__name__}; give an instance, such as {model.__name__}()")
     if not isinstance(model, nn.Module):
-        meant = ", which is what it returns, called" if inspect.isfunction(model) else ""
-        meant = ", as nn.Sequential(*modules)" if isinstance(model, (list, tuple)) else meant
-        raise ArgumentError(f"model is {type(model).__name__}; auto_accelerate takes a torch.nn.Module{meant}")
+        hint = ", which is what it returns, called" if inspect.isfunction(model) else ""
+        hint = ", as nn.Sequential(*modules)" if isinstance(model, (list, tuple)) else hint
+        raise ArgumentError(f"model is {type(model).__name__}; auto_accelerate takes a torch.nn.Module{hint}")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ArgumentError(f"model is wrapped in {type(model).__name__} already; give the plain module")
     for name, module in _modules(model, ""):
-        if issubclass(type(module), nn.Module) and type(module).__hash__ is None:  # not a weak reference's proxy
+        if issubclass(type(module), nn.Module) and type(module).__hash__ is None:  # excludes proxies of weak references
             raise ArgumentError(
                 f"{type(module).__name__} ({name or 'the model'}) defines __eq__ and no __hash__, by which torch finds "
                 "a model's modules and parameters; add `__hash__ = torch.nn.Module.__hash__` to the class"
@@ -155,11 +155,11 @@ def _check_model(model: object) -> None:
 
 
 def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """A module and all inside it, as `named_modules` gives them, which needs their hashes."""
+    """A module and all its submodules, as `named_modules`, but without hashing them."""
     yield name, module
-    for own, child in module._modules.items():
+    for child_name, child in module._modules.items():
         if child is not None:
-            yield from _modules(child, f"{name}.{own}" if name else own)
+            yield from _modules(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _check_trainable(model: nn.Module, optim_func: object) -> None:
@@ -179,17 +179,17 @@ def _check_optimizer(optim_func: object) -> None:
         )
     if isinstance(optim_func, torch.optim.Optimizer):
         name = type(optim_func).__name__
-        known = {key: value for key, value in optim_func.defaults.items() if key in ("lr", "momentum", "weight_decay")}
+        args = {key: value for key, value in optim_func.defaults.items() if key in ("lr", "momentum", "weight_decay")}
         raise ArgumentError(
             f"optim_func is an optimizer that was made already, of parameters which a strategy may replace; give "
-            f"its class and its arguments: optim_func=torch.optim.{name}, optim_args={known!r}"
+            f"its class and its arguments: optim_func=torch.optim.{name}, optim_args={args!r}"
             if type(optim_func).__module__.startswith("torch.optim")
             else f"optim_func is a {name} that was made already, of parameters which a strategy may replace; give its "
-            f"class, optim_func={name}, and its arguments as optim_args={known!r}"
+            f"class, optim_func={name}, and its arguments as optim_args={args!r}"
         )
     if isinstance(optim_func, str):
-        found = next((name for name in dir(torch.optim) if name.lower() == optim_func.lower()), "AdamW")
-        raise ArgumentError(f"optim_func is {optim_func!r}; give the class itself, torch.optim.{found}")
+        match = next((name for name in dir(torch.optim) if name.lower() == optim_func.lower()), "AdamW")
+        raise ArgumentError(f"optim_func is {optim_func!r}; give the class itself, torch.optim.{match}")
     is_other = isinstance(optim_func, type) and issubclass(
         optim_func, (nn.Module, torch.optim.lr_scheduler.LRScheduler)
     )
@@ -236,10 +236,10 @@ def _instead_of(dataset: object) -> str:
 
 
 def _are_columns(dataset: Sequence[Any]) -> bool:
-    """True if tensors are inputs, labels, … rather than samples, which a loader would stack."""
-    if not 2 <= len(dataset) <= 8 or not all(isinstance(each, torch.Tensor) and each.dim() for each in dataset):
+    """True if the items are tensors of inputs, labels, … instead of samples: equal lengths, different shapes."""
+    if not 2 <= len(dataset) <= 8 or not all(isinstance(item, torch.Tensor) and item.dim() for item in dataset):
         return False
-    return len({each.shape for each in dataset}) > 1 and len({len(each) for each in dataset}) == 1
+    return len({column.shape for column in dataset}) > 1 and len({len(column) for column in dataset}) == 1
 
 
 def _check_loss(loss_func: object) -> None:
@@ -261,7 +261,7 @@ def _check_loss(loss_func: object) -> None:
 
 
 def _check_class(name: str, given: Any, arguments: str | None, home: Any) -> None:
-    """Check that it can be called, and is not what a class of `home`, a module of torch, has made."""
+    """Check that the argument is callable, and neither an instance nor a name of a class of torch's module `home`."""
     if isinstance(given, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
         rest = f", and its arguments as {arguments}" if arguments else ""
         raise ArgumentError(

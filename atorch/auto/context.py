@@ -1,7 +1,7 @@
-"""The context of a strategy: the user's model and how to build everything around it.
+"""The context of a strategy: the user's model, and the functions that build the objects around it.
 
-A method returns a new Context and never changes the one it was given, except for the modules in `parts`, which the
-Context owns. Nothing is built while methods apply; `build` makes optimizer, loader and scheduler once, at the end.
+A method returns a new Context and does not change its argument, except for the modules in `parts`, which the Context
+owns. Applying methods builds nothing; `build` makes optimizer, loader and scheduler once, at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atorch.model.deferred_init import InitialValues, give_values
 from atorch.model.meta_device import give_memory, put, unfilled
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.loader import Loader, shares_out
-from atorch.runtime.fsdp.partial_state_dict import tell_of_part
+from atorch.runtime.fsdp.partial_state_dict import need_whole_to_save, tell_of_part
 from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
 from atorch.runtime.gradients.norm_guard import guard_gradients
 from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
@@ -49,28 +49,28 @@ def _unscaled() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """The user's objects, while the last pieces are put together by the `finish` functions."""
+    """The user's objects, as the `finish` functions complete them."""
 
     model: nn.Module
-    parts: tuple[nn.Module, ...]  # of which `model` is the first, until a pipeline makes one model of them
+    parts: tuple[nn.Module, ...]  # `model` is the first, until a pipeline makes one model of them
     optim: Optimizer | None
     dataloader: DataLoader[Any] | None
     loss_func: LossFunc | None
     prepare_input: Callable[[Any, Any], Any]
     args: Mapping[str, bool]
-    loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
-    step: Callable[[Any, Any], Any] | None = None  # (batch, output) → loss: a whole step, where a backend has its own
-    weighs_ranks: bool = False  # whether loss_func gives each rank's loss its weight among all
+    loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
+    step: Callable[[Any, Any], Any] | None = None  # (batch, output) → loss: a backend's own whole step
+    weighs_ranks: bool = False  # True if loss_func already weights each rank's loss
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of an accelerated model that clipping and saving need; kept on the model as `_atorch`."""
+    """Facts of an accelerated model for clipping and saving, kept on the model as `_atorch`."""
 
     mesh: Mesh | None = None
     loss_scale: Callable[[], float] = _unscaled
-    layout: ModelLayout | None = None  # how parameters are split over the axis tensor
-    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # into a parameter that is held elsewhere
+    layout: ModelLayout | None = None  # the split of parameters over the axis tensor
+    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # writes into a parameter stored elsewhere
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelFacts:
         return self  # a copy of the model lives on the same processes
@@ -89,7 +89,7 @@ class _Fields(NamedTuple):
 
 
 class AccelerateResult(_Fields):
-    """The six documented fields, in order; `lr_scheduler` and `step` are attributes beside them."""
+    """The six documented fields, in order, and the attributes `lr_scheduler` and `step`."""
 
     lr_scheduler: Any
     step: Callable[[Any], Any]
@@ -97,41 +97,41 @@ class AccelerateResult(_Fields):
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """A model on its way to being accelerated."""
+    """A model during acceleration, with the functions that build its optimizer, loader and scheduler."""
 
     root: nn.Module  # the user's model, or the candidate's copy of it
     parts: tuple[nn.Module, ...]  # one module per local pipeline stage; plain: (root,)
     world: World
     cluster: ClusterSpec
     mesh: Mesh | None = None
-    compute_dtype: torch.dtype | None = None  # of matmuls, where a precision method chose one
+    compute_dtype: torch.dtype | None = None  # of matmuls, if a precision method set one
     find_unused_parameters: bool = False
-    strategy: Strategy | None = None  # the one that is being applied, for a method that must know its neighbours
+    strategy: Strategy | None = None  # the one that is being applied, for methods that depend on the others
 
     make_param_groups: Callable[[tuple[nn.Module, ...]], ParamGroups]
     make_optimizer: Callable[[ParamGroups], Optimizer] | None = None
     make_loader: Callable[[int, int], DataLoader[Any]] | None = None  # (rank, size) of the batch axes → loader
     make_scheduler: Callable[[Optimizer], Any] | None = None
     loss_func: LossFunc | None = None
-    loss_weight: Rule = "auto"  # how the losses of parts of a batch make that of the batch: see LossWeight
+    loss_weight: Rule = "auto"  # the rule that combines the losses of parts of a batch: see LossWeight
     prepare_input: Callable[[Any, Any], Any]
     call_model: Callable[[nn.Module, Any], Any]  # (model, prepared batch) → output
     finish: tuple[Callable[[Built], Built], ...] = ()
     args: Mapping[str, bool] = field(default_factory=dict)
 
     sample_batch: Any = None
-    plain_pass: ReferenceStep | None = None  # plain training's first pass, to which strategies are held
+    plain_pass: ReferenceStep | None = None  # plain training's first pass, to compare strategies with
     profile: ModelProfile | None = None
-    layout: ModelLayout | None = None  # how parameters are split over the axis tensor
-    on_host: tuple[torch.Tensor, ...] = ()  # parameters, and what more memory is asked of, that are in host memory
-    loss_scale: Callable[[], float] = _unscaled  # what gradients are multiplied by until the optimizer steps
-    unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # by parameter, where known
-    initial: InitialValues | None = None  # of a model on the meta device; None where it has values, or shall get none
-    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # into a parameter that is held elsewhere
+    layout: ModelLayout | None = None  # the split of parameters over the axis tensor
+    on_host: tuple[torch.Tensor, ...] = ()  # parameters and other tensors in host memory
+    loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
+    unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → exact value
+    initial: InitialValues | None = None  # of a model on the meta device; None if it has values, or gets none
+    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # writes into a parameter stored elsewhere
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
-    seen: MutableMapping[str, Any] = field(default_factory=dict)  # of the user's model at work, once for all candidates
-    told: MutableSet[str] = field(default_factory=set)  # what is said once a job, however many candidates find it
-    learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON that a saved strategy keeps as its metadata
+    seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
+    told: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job
+    learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON data for the metadata of a saved strategy
 
     @property
     def device(self) -> torch.device:
@@ -143,15 +143,15 @@ class Context:
         return tuple(axis for axis in BATCH_AXES if self.mesh is not None and self.mesh.size(axis) > 1)
 
     def need_mesh(self) -> Mesh:
-        """The mesh, or one of a single process where none was made."""
+        """The mesh; one of a single process if there is none."""
         return self.mesh or Mesh((("data", 1),), None, self.device.type, self.world.timeout)
 
     def with_finish(self, finish: Callable[[Built], Built]) -> Context:
-        """This context with one more thing to do when everything is built."""
+        """This context with one more function to call when everything is built."""
         return replace(self, finish=(*self.finish, finish))
 
     def build(self) -> AccelerateResult:
-        """Make optimizer, loader and scheduler, and bind them: the one place where this happens."""
+        """Build optimizer, loader and scheduler, call the `finish` functions and bind the result."""
         self.give_memory()
         for part in self.parts:
             _move(part, self.device)
@@ -176,10 +176,7 @@ class Context:
             object.__setattr__(marked, "_atorch", binding)
         add_clipping(built.model)
         self._guard_gradients(built, binding)
-        if self.mesh is not None and self.mesh.size("pipeline") > 1:
-            tell_of_part(built.model, "the stages of this process")
-        elif self.layout is not None and not any(hasattr(each, "placements") for each in built.model.parameters()):
-            tell_of_part(built.model, "this process's rows of split parameters")
+        self._tell_of_part(built.model)
         if built.optim is not None and self.mesh is not None and self.mesh.size(*REPLICA_AXES) > 1:
             keep_to(built.model, built.optim)
         scheduler = None
@@ -187,8 +184,19 @@ class Context:
             scheduler = self.make_scheduler(built.optim)
         return self._result(built, scheduler)
 
+    def _tell_of_part(self, model: nn.Module) -> None:
+        """Mark the model as partial, for saving, if this process has only a part of it."""
+        is_sharded = any(hasattr(tensor, "placements") for tensor in model.parameters())
+        is_staged = self.mesh is not None and self.mesh.size("pipeline") > 1
+        if is_staged:
+            tell_of_part(model, "the stages of this process")
+        elif self.layout is not None and not is_sharded:
+            tell_of_part(model, "this process's rows of split parameters")
+        if is_staged or is_sharded or self.layout is not None:
+            need_whole_to_save(self.root)
+
     def _guard_gradients(self, built: Built, binding: ModelFacts) -> None:
-        """Let gradients refuse numbers, such as norms, that would not be the ones of plain training."""
+        """Make gradients refuse computations, such as norms, whose result would differ from plain training's."""
         parameters = dict(built.model.named_parameters())
         is_scaled = built.loss_scale is not _unscaled
         if self.mesh is not None and self.mesh.size("pipeline") > 1:
@@ -200,23 +208,23 @@ class Context:
         elif self.layout is not None:
             why = "is one of those that the processes of the axis tensor have parts of"
             split = parts_of(built.model, binding)
-            parameters = {name: each for name, each in parameters.items() if each in split}
+            parameters = {name: parameter for name, parameter in parameters.items() if parameter in split}
         else:
             return
         guard_gradients(why, parameters, built.model, built.optim, is_whole=not is_scaled and self.layout is None)
 
     def give_memory(self, make: Callable[[torch.Tensor, torch.device], torch.Tensor] = unfilled) -> None:
-        """Let parameters and buffers that are still on the meta device be real: `build` writes their values.
+        """Allocate parameters and buffers that are still on the meta device; `build` writes their values.
 
-        make: what one has there; memory of its own, if nothing else is said.
+        make: returns a tensor's replacement on the device; by default it allocates memory.
         """
-        give_memory(self.parts, lambda each: make(each, self.device))
+        give_memory(self.parts, lambda tensor: make(tensor, self.device))
 
     def _part_of(self) -> Callable[[tuple[str, ...], torch.Tensor], torch.Tensor]:
-        """A function that takes this process's rows of a parameter split over the axis tensor; of others all."""
+        """A function that selects this process's rows of a parameter split over the axis tensor; else all rows."""
         if self.layout is None:
             return lambda names, value: value
-        cut, rank = self.layout.rows, self.need_mesh().rank("tensor")  # a long look at all of a model: once
+        cut, rank = self.layout.rows, self.need_mesh().rank("tensor")  # computed once: `rows` traverses the model
 
         def part_of(names: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
             rows = rows_of(names, cut)
@@ -233,9 +241,9 @@ class Context:
             self.unrounded[target] = value.detach().clone()
 
     def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> RankWeight | None:
-        """The weight of this rank's loss among those of ranks that see other samples, if there are any.
+        """The weight of this rank's loss among those of ranks with other samples; None if there are no such ranks.
 
-        loader: the job's, of which every rank reads as many rows.
+        loader: the job's loader, which gives every rank equally many rows.
         """
         if not self.batch_axes:
             return None
@@ -245,7 +253,7 @@ class Context:
         return weight
 
     def num_counts(self, batch: Any) -> int:
-        """Figures that ranks with other samples tell each other each step on what the loss is a mean over."""
+        """Number of values that ranks with different samples exchange in each step to weight their losses."""
         return num_counts(self.loss_weight, batch)
 
     def _weighted(self, model: nn.Module, loss_func: LossFunc, loader: DataLoader[Any] | None) -> LossFunc:
@@ -275,7 +283,7 @@ class Context:
 
 
 def _move(part: nn.Module, device: torch.device) -> None:
-    """Move it unless it is there: sharding moves what it shards, to the host too, and fills meta parameters."""
+    """Move plain tensors to the device; sharding itself places what it shards, also on the host or from meta."""
     tensors = [tensor for tensor in (*part.parameters(), *part.buffers()) if not hasattr(tensor, "placements")]
     if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
         part.to(device)
@@ -287,7 +295,7 @@ def _make_step(
     device: torch.device,
     own: Callable[[Any, Any], Any] | None,
 ) -> Callable[[Any], Any]:
-    """A whole training step on a batch of the loader, a backend's `own` where it has one: returns the detached loss."""
+    """A function that takes one training step on a batch and returns the detached loss; `own` is a backend's step."""
     model, optim, _, loss_func, prepare_input, args = result
     missing = None
     if optim is None or loss_func is None:
@@ -308,7 +316,7 @@ def _make_step(
         except (TypeError, AttributeError):
             if isinstance(output, Deferred):
                 with torch.no_grad():
-                    call_model(model, batch)  # runs at once, and says what of the batch does not fit the model
+                    call_model(model, batch)  # runs at once, and raises if the batch does not fit the model
             raise
         value = loss[0] if isinstance(loss, (list, tuple)) else loss
         if own is None:

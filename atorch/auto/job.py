@@ -1,4 +1,4 @@
-"""The user's arguments as a Context: checked once, before anything is planned, moved or built."""
+"""Makes a Context of the user's arguments, checked once before anything is planned, moved or built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atorch.auto.checks import check_job
 from atorch.auto.context import Context, ParamGroups
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
-from atorch.errors import ArgumentError, AtorchError, shown
+from atorch.errors import ArgumentError, AtorchError, ContradictionError, shown
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.loader import make_loader, to_device
 from atorch.runtime.optimizer.fused_step import fuse
@@ -36,68 +36,68 @@ _FORMS: Mapping[str | None, str] = {
 }
 
 
-def _calling(given: InputFormat | None) -> Callable[[nn.Module, Any], Any]:
-    """A function that calls a model with a batch as `model_input_format` says.
+def _calling(form: InputFormat | None) -> Callable[[nn.Module, Any], Any]:
+    """A function that calls a model with a batch in the form of `model_input_format`.
 
     Raises:
-        ArgumentError: the two do not fit, with the form to give; what the call raised is its cause.
+        ArgumentError: batch and form do not match; the message names the form to give, the cause is the model's error.
     """
 
     def call(model: nn.Module, batch: Any) -> Any:
         is_sequence = isinstance(batch, Iterable) and not isinstance(batch, Mapping)
-        if not {"unpack_dict": hasattr(batch, "keys"), "unpack_sequence": is_sequence}.get(str(given), True):
-            raise ArgumentError(_misfit(model, batch, given))
-        args, kwargs = _unpacked(batch, given)
+        if not {"unpack_dict": hasattr(batch, "keys"), "unpack_sequence": is_sequence}.get(str(form), True):
+            raise ContradictionError(_misfit(model, batch, form))
+        args, kwargs = _unpacked(batch, form)
         try:
             return model(*args, **kwargs)
         except (TypeError, AttributeError) as error:
-            is_taken_whole = given is None and not isinstance(batch, torch.Tensor)
+            is_taken_whole = form is None and not isinstance(batch, torch.Tensor)
             is_of_batch = is_taken_whole and re.search(rf"\b{re.escape(type(batch).__name__)}\b", str(error))
-            if not is_of_batch and _takes(model, batch, given):
+            if not is_of_batch and _takes(model, batch, form):
                 raise
-            told = f"{_misfit(model, batch, given)}. The call raised {type(error).__name__}: {error}"
-            raise ArgumentError(told) from error
+            message = f"{_misfit(model, batch, form)}. The call raised {type(error).__name__}: {error}"
+            raise ArgumentError(message) from error
 
     return call
 
 
 def _unpacked(batch: Any, form: str | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if form == "unpack_dict":
-        return (), {name: batch[name] for name in batch.keys()}  # noqa: SIM118  (what has names need not iterate them)
+        return (), {name: batch[name] for name in batch.keys()}  # noqa: SIM118  (iterating a batch need not give keys)
     return (tuple(batch), {}) if form == "unpack_sequence" else ((batch,), {})
 
 
 def _takes(model: nn.Module, batch: Any, form: str | None) -> bool:
-    """True if the model's forward has a place for each part of the batch, as far as its signature tells."""
+    """True if the signature of the model's forward accepts the parts of the batch."""
     args, kwargs = _unpacked(batch, form)
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # it has none
+    except ValueError:  # it has no signature
         return True
     return True
 
 
-def _misfit(model: nn.Module, batch: Any, given: str | None) -> str:
-    """The message: what was given, what the batch is, and what to give."""
+def _misfit(model: nn.Module, batch: Any, form: str | None) -> str:
+    """The error message with the format, the kind of batch, and the remedy."""
     kind, fitting = type(batch).__name__, None
     if isinstance(batch, Mapping):
         kind, fitting = f"{kind} of {shown(list(batch))}", "unpack_dict"
     elif isinstance(batch, (list, tuple)):
-        parts = ", ".join(type(each).__name__ for each in batch[:6])
+        parts = ", ".join(type(part).__name__ for part in batch[:6])
         kind, fitting = f"{kind} of {len(batch)} ({parts})", "unpack_sequence"
     give = ["let it take all that the batch has, targets too", "let the dataset, or prepare_input, give what it takes"]
-    if fitting != given and _takes(model, batch, fitting):
+    if fitting != form and _takes(model, batch, fitting):
         give = [f"give {fitting!r} for {_FORMS[fitting]}"]
-    elif given is not None and _takes(model, batch, None):
+    elif form is not None and _takes(model, batch, None):
         give.insert(0, "give None for model(batch) if it takes all of it as one")
     try:
         taken = f"({', '.join(inspect.signature(model.forward).parameters)})"
     except (TypeError, ValueError):
         taken = "what it takes"
     return (
-        f"model_input_format is {given!r}, so that the model is called as {_FORMS[given]}; the batch is a {kind}, and "
+        f"model_input_format is {form!r}, so that the model is called as {_FORMS[form]}; the batch is a {kind}, and "
         f"{type(model).__name__}.forward takes {taken}: {', or '.join(give)}"
     )
 
@@ -121,10 +121,10 @@ def make_context(
     find_unused_parameters: bool = False,
     sampler_seed: int = 0,
 ) -> Context:
-    """The context a strategy is applied to.
+    """The context that a strategy is applied to.
 
     Raises:
-        ArgumentError: an argument that does not hold.
+        ArgumentError: an invalid argument.
     """
     check_job(
         model, optim_func, dataset, loss_func, prepare_input, model_input_format, optim_args, optim_param_func,
@@ -162,14 +162,14 @@ def make_context(
     return ctx
 
 
-def _copied(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    return dict(given or {})
+def _copied(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    return dict(arguments or {})
 
 
 def _rehearse(ctx: Context, optim_func: object, lr_scheduler_cls: object, scheduler_args: Mapping[str, Any]) -> None:
-    """Raise what making optimizer and scheduler would, and a first step of both that trains nothing.
+    """Raise now the errors of making the parameter groups, the optimizer and the scheduler, and of their first step.
 
-    torch's are made, of small parameters, to see it now.
+    Only torch's own classes are made, with small parameters; the step trains nothing.
     """
     groups = list(ctx.make_param_groups(ctx.parts))
     if ctx.make_optimizer is None:
@@ -190,8 +190,8 @@ def _rehearse(ctx: Context, optim_func: object, lr_scheduler_cls: object, schedu
             ) from error
 
 
-def _is_torchs(given: object) -> bool:
-    cls = given.func if isinstance(given, functools.partial) else given
+def _is_torchs(factory: object) -> bool:
+    cls = factory.func if isinstance(factory, functools.partial) else factory
     return isinstance(cls, type) and cls.__module__.startswith("torch.optim.")
 
 
@@ -224,7 +224,7 @@ def _scheduler(lr_scheduler_cls: Callable[..., Any], scheduler_args: Mapping[str
 
 
 def _made(make: Callable[..., Any], of: Any, arguments: Mapping[str, Any], source: str) -> Any:
-    """Make an object; an error of a class about its arguments is raised under their name."""
+    """Make an object; an error of a class about its arguments names `source`."""
     try:
         return make(of, **arguments)
     except AtorchError:
@@ -236,20 +236,32 @@ def _made(make: Callable[..., Any], of: Any, arguments: Mapping[str, Any], sourc
 
 
 def _own_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of tensors among arguments: a scheduler changes a learning rate that is one in place."""
-    return {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in arguments.items()}
+    """The arguments with tensors copied, since a scheduler changes a learning-rate tensor in place."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
 
 
 def scalar_loss(loss_func: LossFunc) -> LossFunc:
-    """`loss_func`, refusing what is no scalar loss where it is computed instead of later in backward."""
+    """`loss_func`; its first result that is no scalar raises there instead of later in backward.
+
+    Raises:
+        ContradictionError: the loss is no scalar, or the function takes (output, batch).
+    """
 
     @functools.wraps(loss_func)
     def checked(batch: Any, output: Any) -> Any:
-        loss = loss_func(batch, output)
-        value = loss[0] if isinstance(loss, (list, tuple)) and loss else loss
-        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        try:
+            loss = loss_func(batch, output)
+        except _OF_WRONG_TYPES as error:
+            if _is_swapped(loss_func, batch, output):
+                raise ContradictionError(
+                    f"loss_func(batch, output) raised {type(error).__name__}: {error}. With its arguments swapped it "
+                    "returns a loss: let it take (batch, output)"
+                ) from error
+            raise
+        if not _is_scalar(loss):
+            value = _first(loss)
             shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ArgumentError(
+            raise ContradictionError(
                 f"loss_func returned {shown}; it returns a scalar tensor, or a list or tuple with one first. "
                 "Reduce it, e.g. with .mean()"
             )
@@ -258,15 +270,36 @@ def scalar_loss(loss_func: LossFunc) -> LossFunc:
     return checked
 
 
+_OF_WRONG_TYPES = (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError)
+
+
+def _first(loss: Any) -> Any:
+    return loss[0] if isinstance(loss, (list, tuple)) and loss else loss
+
+
+def _is_scalar(loss: Any) -> bool:
+    value = _first(loss)
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _is_swapped(loss_func: LossFunc, batch: Any, output: Any) -> bool:
+    """True if `loss_func` gives a scalar for (output, batch)."""
+    try:
+        with torch.no_grad():
+            return _is_scalar(loss_func(output, batch))
+    except _OF_WRONG_TYPES:
+        return False
+
+
 def _param_groups(
     func: Callable[[nn.Module], ParamGroups] | None, model: nn.Module
 ) -> Callable[[tuple[nn.Module, ...]], ParamGroups]:
     def groups(parts: tuple[nn.Module, ...]) -> ParamGroups:
-        known = _unique(p for part in parts for p in part.parameters())
+        parameters = _unique(p for part in parts for p in part.parameters())
         if func is None:
-            return known
+            return parameters
         made = [_listed(entry) for part in parts for entry in _entries(func(part))]
-        _check_own(made, known)
+        _check_own(made, parameters)
         if parts[0] is model and not any(map(in_group, made)):
             raise ArgumentError(
                 "optim_param_func gave no parameters, so nothing would be trained; give those of the model that it is "
@@ -277,42 +310,45 @@ def _param_groups(
     return groups
 
 
-def _entries(given: Any) -> Iterable[Any]:
-    if not isinstance(given, Iterable) or isinstance(given, (torch.Tensor, nn.Module, Mapping, str)):
-        meant = f"; give [{{'params': …}}], a list of groups, for {shown(given, 40)}" if is_group(given) else ""
+def _entries(value: Any) -> Iterable[Any]:
+    if not isinstance(value, Iterable) or isinstance(value, (torch.Tensor, nn.Module, Mapping, str)):
+        hint = f"; give [{{'params': …}}], a list of groups, for {shown(value, 40)}" if is_group(value) else ""
         raise ArgumentError(
-            f"optim_param_func returned {shown(given)}; it returns an iterable of the model's parameters, or of groups "
-            f"such as {{'params': [weight], 'lr': 1e-4}}{meant}"
+            f"optim_param_func returned {shown(value)}; it returns an iterable of the model's parameters, or of groups "
+            f"such as {{'params': [weight], 'lr': 1e-4}}{hint}"
         )
-    return given
+    return value
 
 
 def _listed(entry: Any) -> Any:
-    """An entry of parameter groups, the user's dicts and generators copied so that they can be read twice."""
+    """An entry of parameter groups; the user's dicts and generators are copied so that they can be read twice."""
     if not is_group(entry):
         return entry
-    held = entry["params"]
-    return {**_own_tensors(entry), "params": [held] if isinstance(held, torch.Tensor) else list(held)}
+    params = entry["params"]
+    return {**_own_tensors(entry), "params": [params] if isinstance(params, torch.Tensor) else list(params)}
 
 
-def _check_own(groups: Iterable[Any], known: Iterable[nn.Parameter]) -> None:
-    """Parameters of another module would not be reduced, and ones kept from before may have been replaced."""
-    own, seen = set(map(id, known)), set[int]()
+def _check_own(groups: Iterable[Any], model_parameters: Iterable[nn.Parameter]) -> None:
+    """Check that groups hold only the model's current parameters, each in one group.
+
+    Parameters of another module would not be reduced, and ones kept from an earlier call may have been replaced.
+    """
+    model_ids, seen = set(map(id, model_parameters)), set[int]()
     for group in groups:
-        given = in_group(group)
-        for parameter in given:
+        parameters = in_group(group)
+        for parameter in parameters:
             if not isinstance(parameter, torch.Tensor):
                 raise ArgumentError(
                     f"optim_param_func gave {shown(parameter)}; it gives parameters of the model, or groups of them, "
                     "such as {'params': [model.weight], 'lr': 1e-4}"
                 )
-            need_own(parameter, own, "optim_param_func gave", "the model that it is called with")
+            need_own(parameter, model_ids, "optim_param_func gave", "the model that it is called with")
             if id(parameter) in seen and is_group(group):
                 raise ArgumentError(
                     f"optim_param_func gave a parameter of shape {tuple(parameter.shape)} in two groups, where it "
                     "would be stepped twice; leave it out of one"
                 )
-        seen.update(map(id, given))
+        seen.update(map(id, parameters))
 
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

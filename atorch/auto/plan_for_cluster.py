@@ -1,7 +1,7 @@
-"""Plans for clusters that are not here: a model is traced without memory, compositions scored, the best simulated.
+"""Plans for absent clusters: traces a model without memory, scores compositions and simulates the best.
 
-Nothing is sent, measured or trained. A model may be given as a function that makes it: it is then made on the meta
-device, where 405 billion parameters take no room, and for real only where it cannot be made or traced there.
+Nothing is sent, measured or trained. A model may be a function that makes it. It is made on the meta device, where 405
+billion parameters take no memory. Only a model that cannot be made or traced there is made on a real device.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
+from atorch.auto.planner.search_space.method_names import names_in
 from atorch.auto.simulated_candidates import Allowance, Doing, simulated
 from atorch.auto.strategy import Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -38,25 +39,26 @@ if TYPE_CHECKING:
     from atorch.auto.planner.cluster_plan import ClusterPlan
 
 PlanForMargin = Callable[[float], "ClusterPlan"]
-"""The plan where such a share of a device's memory is kept free."""
+"""Returns the plan that keeps this share of a device's memory free."""
 
 MakeModel = Callable[[], nn.Module]
 MAX_SIMULATED = 32
-VERIFIED = 3  # of the best, unless another number is asked for; then
-PLANNING_S = 20.0  # is what a search with them may take
-FEW_BYTES = 2**30  # and this a copy that has values
-ASKED_AGAIN = 3  # times at most, for what fits by simulation as well
-LESS = 0.95  # of what was estimated, where what fits by simulation need not be as far below
+VERIFIED = 3  # default number of candidates that are simulated
+PLANNING_S = 20.0  # default limit of a search with these simulations
+FEW_BYTES = 2**30  # default limit of a model copy with values
+ASKED_AGAIN = 3  # maximum number of further searches for a plan that fits by simulation too
+LESS = 0.95  # second limit of such a search, as a share of the estimated bytes
 _OPTIONS = (
-    "global_batch", "excluded", "included", "fixed", "precision", "host_memory", "objective", "reserve", "verify"
+    "global_batch", "excluded", "included", "fixed", "extend", "precision", "host_memory", "objective", "reserve",
+    "verify",
 )  # fmt: skip
 _JOB = ("loss_func", "optim_func", "optim_args", "optim_param_func", "prepare_input", "model_input_format")
-ROOM = 0.25  # of the memory that is free, what a model that must be made for real may take
+ROOM = 0.25  # share of free host memory for a model that cannot be made on the meta device
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan: a model in numbers, and the job that it was traced in where it can be simulated."""
+    """The subject of a plan: the model's profile, and the traced job if it can be simulated."""
 
     profile: ModelProfile
     ctx: Context | None = None
@@ -64,33 +66,47 @@ class Subject:
 
 
 def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
-    """The plan of `plan` for a cluster.
+    """Carry out `plan` for a cluster.
 
     Raises:
-        ArgumentError: an argument that there is not, or that does not hold.
+        ArgumentError: an unknown or invalid argument.
     """
     wanted = {**keywords, **positioned(given, ("sample_batch",), keywords)}
     sample_batch = wanted.pop("sample_batch", None)
     options = {name: wanted.pop(name) for name in _OPTIONS if name in wanted}
     for name in wanted:
         if name not in _JOB:
-            known = meant(name, (*_OPTIONS, *_JOB, "sample_batch"))
-            raise ArgumentError(f"plan for a cluster has no argument {name!r}; {known}")
+            remedy = meant(name, (*_OPTIONS, *_JOB, "sample_batch"))
+            raise ArgumentError(f"plan for a cluster has no argument {name!r}; {remedy}")
     spec = cluster_of(cluster)
+    check_names(**{name: options.get(name) for name in ("excluded", "included", "fixed", "extend")})
     return plan_for(subject_of(model, sample_batch, spec, **wanted), spec, **options)
+
+
+def check_names(*, excluded: Any, included: Any, fixed: Any, extend: Any) -> None:
+    """Check the method names before a model is read, which may take minutes.
+
+    Raises:
+        StrategyError: an unknown name, or an invalid strategy.
+    """
+    names_in(excluded, "excluded")
+    names_in(included, "included")
+    for strategy in (fixed, extend):
+        if strategy is not None:
+            Strategy.of(strategy)
 
 
 def subject_of(
     model: nn.Module | MakeModel | ModelProfile, sample_batch: Any, cluster: ClusterSpec, **job: Any
 ) -> Subject:
-    """The model in numbers, by tracing it on `sample_batch`.
+    """The model's profile, traced on `sample_batch`.
 
     Args:
         model: a module, a function that makes one, or a profile, which needs no tracing and no `sample_batch`.
-        job: arguments of `make_context` beside the model, and `of_length`, as `trace` takes it.
+        job: further arguments of `make_context`, and `of_length` of `trace`.
 
     Raises:
-        ArgumentError: the model cannot be traced, or an argument does not hold.
+        ArgumentError: the model cannot be traced, or an argument is invalid.
     """
     if isinstance(model, ModelProfile):
         if job or sample_batch is not None:
@@ -118,6 +134,7 @@ def plan_for(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Any = None,
+    extend: Any = None,
     precision: Exactness = "half",
     host_memory: bool | None = None,
     objective: str = "step_time",
@@ -126,22 +143,22 @@ def plan_for(
     doing: Doing = nullcontext,
     advise: bool = True,
 ) -> ClusterPlan:
-    """The best composition for the cluster by estimate, and the best `verify` of the ranking simulated.
+    """The composition that is estimated best for the cluster, with the best `verify` of the ranking simulated.
 
-    A choice that does not fit by its simulation is given up for one that is estimated to need less memory.
+    A choice that does not fit in its simulation is replaced by one that is estimated to need less memory.
 
     Args:
         global_batch: samples of a step on all devices together; None for the traced batch on every device.
-        fixed: what `Strategy.of` takes: every composition has these methods, and what else is best beside them.
+        fixed, extend: as for `Strategy.of`: exactly these methods, or these and any others that are best with them.
         precision, host_memory: see `answer`.
         reserve: share of a device's memory that nothing may use.
-        verify: None: the best 3, as far as that takes little memory, and with the search not more than half a minute.
-        doing: is entered with what takes time, while it does.
+        verify: None: the best 3, within `FEW_BYTES` of memory and `PLANNING_S` seconds including the search.
+        doing: a context that is entered around slow work, with its description.
         advise: see `answer`.
 
     Raises:
-        NoFeasiblePlanError: nothing fits; the nearest miss is named, with what would make it fit.
-        ArgumentError, StrategyError: an argument does not hold.
+        NoFeasiblePlanError: nothing fits; the nearest miss is named, with remedies.
+        ArgumentError, StrategyError: an invalid argument.
     """
     batch = subject.profile.batch_size * cluster.world_size if global_batch is None else global_batch
     _check(batch, reserve, verify)
@@ -150,13 +167,14 @@ def plan_for(
 
     def ask(reserve: float) -> ClusterPlan:
         with doing("searching for the best strategy"):
-            found = answer(
+            plan = answer(
                 subject.profile,
                 cluster,
                 global_batch=batch,
                 excluded=excluded,
                 included=included,
                 fixed=None if fixed is None else Strategy.of(fixed),
+                extend=None if extend is None else Strategy.of(extend),
                 precision=precision,
                 host_memory=host_memory,
                 objective=objective,
@@ -164,8 +182,8 @@ def plan_for(
                 advise=advise,
                 count=True,
             )
-        of_optimizer = () if subject.ctx is None else kernel_notes(subject.ctx)
-        return replace(found, notes=(*_kernel_notes(subject.profile), *of_optimizer, *found.notes))
+        optimizer_notes = () if subject.ctx is None else kernel_notes(subject.ctx)
+        return replace(plan, notes=(*_kernel_notes(subject.profile), *optimizer_notes, *plan.notes))
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:
@@ -176,10 +194,10 @@ def plan_for(
 
 
 def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
-    """The cluster that a description, a file or a ClusterSpec means.
+    """The cluster of a description, a file or a ClusterSpec.
 
     Raises:
-        ArgumentError: there is none of that name, or a figure does not hold.
+        ArgumentError: the name is unknown, or a figure is invalid.
     """
     if isinstance(source, ClusterSpec):
         return source
@@ -191,11 +209,11 @@ def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
 
 
 def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
-    """The model that is made, on the meta device unless something in it asks for values."""
+    """Make the model, on the meta device if possible, and trace it."""
     try:
         with torch.device("meta"):
             made = _module(make())
-    except RuntimeError as error:  # torch's, of values that a meta tensor has not
+    except RuntimeError as error:  # torch's, for values of a meta tensor
         logger.info("the model is made for real, it cannot be made on the meta device: %s", error)
         return _traced(_module(make()), sample_batch, cluster, job)
     try:
@@ -215,57 +233,57 @@ def _room() -> float:
 
 
 def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowance, doing: Doing) -> ClusterPlan:
-    """The plan with the first of its ranking simulated."""
-    chosen = {each.strategy.methods: each.estimate for each in plan.ranking[:count]}
+    """The plan with the first `count` of its ranking simulated."""
+    chosen = {ranked.strategy.methods: ranked.estimate for ranked in plan.ranking[:count]}
     candidates = [(Strategy(methods), estimate.peak_bytes) for methods, estimate in chosen.items()]
-    found = simulated(subject, candidates, plan.cluster.world_size, plan.global_batch, allowance, doing)
-    for outcome, estimate in zip(found, chosen.values(), strict=True):
+    outcomes = simulated(subject, candidates, plan.cluster.world_size, plan.global_batch, allowance, doing)
+    for outcome, estimate in zip(outcomes, chosen.values(), strict=True):
         if "why_not" not in outcome:
             outcome["needed_bytes"] = outcome["peak_bytes"] + estimate.reserve_bytes
             outcome["fits"] = outcome["needed_bytes"] <= plan.usable_bytes
-    return replace(plan, simulated=found)
+    return replace(plan, simulated=outcomes)
 
 
 def _fitting(plan: ClusterPlan, ask: PlanForMargin, verified: Callable[[ClusterPlan], ClusterPlan]) -> ClusterPlan:
-    """The plan, simulated; while its choice does not fit, one for less memory, with a note of what was given up."""
+    """The plan, simulated; while its choice does not fit, a plan for less memory, with notes on rejected choices."""
     usable, plan, given_up = plan.usable_bytes, verified(plan), tuple[str, ...]()
     for left in reversed(range(ASKED_AGAIN + 1)):
         if plan.simulated[0].get("fits", True):
             break
         needed, estimated = plan.simulated[0]["needed_bytes"], plan.estimate.needed_bytes
-        told = (
+        shortage = (
             f"{plan.strategy}, simulated, needs {format_bytes(needed)} of the {format_bytes(usable)} that are usable, "
             f"{needed / estimated - 1:.0%} more than estimated"
         )
-        rooms = (usable * estimated / needed, LESS * estimated) if left else ()
-        other = _asked(ask, plan.memory_bytes, rooms)
+        limits = (usable * estimated / needed, LESS * estimated) if left else ()
+        other = _first_feasible(ask, plan.memory_bytes, limits)
         if other is None:
-            return replace(plan, notes=(*plan.notes, f"{told}; nothing was found that fits"))
-        given_up += (f"{told}; what is chosen in its place is estimated to need less",)
+            return replace(plan, notes=(*plan.notes, f"{shortage}; nothing was found that fits"))
+        given_up += (f"{shortage}; what is chosen in its place is estimated to need less",)
         plan = verified(replace(other, usable_bytes=usable, notes=(*given_up, *other.notes)))
     return plan
 
 
-def _asked(ask: PlanForMargin, memory_bytes: float, rooms: Iterable[float]) -> ClusterPlan | None:
-    """The plan in the first of several rooms in which something fits."""
-    for room in rooms:
+def _first_feasible(ask: PlanForMargin, memory_bytes: float, limits: Iterable[float]) -> ClusterPlan | None:
+    """The plan for the first memory limit (bytes) under which something fits."""
+    for limit in limits:
         try:
-            return ask(1 - room / memory_bytes)
+            return ask(1 - limit / memory_bytes)
         except (NoFeasiblePlanError, StrategyError):
             continue
     return None
 
 
 def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
-    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     arguments = {name: value for name, value in job.items() if name != "of_length"}
-    ctx = make_context(model, **arguments, world=alone, cluster=cluster)
-    batch = ctx.prepare_input(sample_batch, alone.device)
+    ctx = make_context(model, **arguments, world=world, cluster=cluster)
+    batch = ctx.prepare_input(sample_batch, world.device)
     counts = ctx.num_counts(batch)
     of_length: OfLength | None = job.get("of_length")
     if of_length is not None:
         length, make = of_length
-        of_length = length, lambda size: ctx.prepare_input(make(size), alone.device)
+        of_length = length, lambda size: ctx.prepare_input(make(size), world.device)
     profile = trace(
         model,
         batch,

@@ -1,12 +1,12 @@
-"""Methods from other packages: found by their entry points, loaded when the user asks for them.
+"""Methods from other packages: found by entry point, loaded on the user's request.
 
 A package offers a method in its pyproject.toml:
 
     [project.entry-points."atorch.methods"]
     ema = "atorch_ema:Ema"
 
-An entry point is code, so nothing is loaded because it is installed or because a strategy file names it: the script
-says `atorch.load_methods("ema")` first, and "ema" is then a name like any other.
+An entry point is code. So atorch loads none because it is installed or because a strategy file names it. A script calls
+`atorch.load_methods("ema")` first; after that "ema" is a name like any other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ GROUP = "atorch.methods"
 
 
 def load_methods(names: str | Sequence[str] | None = None) -> tuple[type[Method], ...]:
-    """Load the methods of these names from the packages that offer them; all that are offered where none is named.
+    """Load the methods of these names from installed packages; all offered methods if `names` is None.
 
-    Loading a method again gives the same class.
+    Loading a method again returns the same class.
 
     Raises:
-        StrategyError: no installed package offers such a name, several do, or another method has it already.
-        CapabilityError: the package is there but its method cannot be loaded.
+        StrategyError: no installed package offers the name, several do, or another method has it already.
+        CapabilityError: the package is installed but its method cannot be loaded.
     """
     offered = _offered()
     wanted = tuple(offered) if names is None else (names,) if isinstance(names, str) else tuple(names)
@@ -38,7 +38,7 @@ def _offered() -> dict[str, list[EntryPoint]]:
     """The entry points of all installed packages, by name."""
     offered: dict[str, list[EntryPoint]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        # A package that is seen twice, as an editable install on the path is, still offers its methods once.
+        # An editable install on the path may be listed twice; count its methods once.
         others = offered.setdefault(point.name, [])
         if (_package(point), point.value) not in [(_package(other), other.value) for other in others]:
             others.append(point)
@@ -48,8 +48,8 @@ def _offered() -> dict[str, list[EntryPoint]]:
 def _the_only(name: str, offered: dict[str, list[EntryPoint]]) -> EntryPoint:
     points = offered.get(name, [])
     if not points:
-        known = near_miss(str(name), offered) if offered else "none offers any. Install the package that brings it"
-        raise StrategyError(f"no installed package offers a method named {shown(name)}; {known}")
+        hint = near_miss(str(name), offered) if offered else "none offers any. Install the package that brings it"
+        raise StrategyError(f"no installed package offers a method named {shown(name)}; {hint}")
     if len(points) > 1:
         packages = " and ".join(_package(point) for point in points)
         raise StrategyError(f"{packages} both offer a method named {name!r}; uninstall one of them")
@@ -68,7 +68,7 @@ def _load(point: EntryPoint) -> type[Method]:
         loaded = point.load()
     except (ImportError, AttributeError) as error:
         raise CapabilityError(f"{where}: {error}") from error
-    except ValueError as error:  # the registry's: the module registers a name that is taken
+    except ValueError as error:  # from the registry: the module registers a name that is taken
         raise StrategyError(f"{where}: {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Method)):
         raise StrategyError(f"{where}: {shown(loaded)} is not a subclass of atorch's Method")
@@ -80,5 +80,5 @@ def _load(point: EntryPoint) -> type[Method]:
 
 
 def _package(point: EntryPoint) -> str:
-    """The distribution that an entry point is of, as `name version`."""
+    """The distribution of an entry point, as `name version`."""
     return "an unknown package" if point.dist is None else f"{point.dist.name} {point.dist.version}"

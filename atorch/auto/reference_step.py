@@ -1,13 +1,13 @@
-"""Plain training's first pass, on the user's own model, to which those of strategies are held (`first_pass`).
+"""The reference step: plain training's first pass, on the user's own model, with which `verification` compares.
 
-Every process runs the whole global batch. A device need not be able to run that of many processes: over more than
-`MOST_SHARES` the batch is one share, as often as there are processes, and what a mean over that is, and what a sum,
-follows from the share alone.
+Every process runs the whole global batch. A device may be too small for the batch of many processes. For more than
+`MOST_SHARES` processes the batch is therefore one share, repeated for every process; the loss and gradients of the
+repeated batch follow from that share.
 
-What draws random numbers, or looks at the whole batch as BatchNorm does, differs where the batch is shared out. So each
-process also runs its share alone: of these passes follows what data parallelism computes, in training mode. Strategies
-that draw otherwise, or cut the batch smaller, are held to one more pass, in evaluation mode. Nothing steps; values,
-buffers, gradients and random states are put back.
+A pass that draws random numbers, or uses batch statistics as BatchNorm does, changes when the batch is split. So each
+process also runs its share alone; these passes give the result of data parallelism in training mode. Strategies that
+draw other numbers, or cut the batch further, are compared in evaluation mode. No optimizer steps; values, buffers,
+gradients and random states are restored.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from atorch.distributed.collectives import first_told, from_rank_zero, gather_ob
 from atorch.distributed.local_collectives import alone
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.tensor_components import same_values
+from atorch.errors import ContradictionError
 from atorch.model.state import Attributes, ParameterWrite, evaluation_mode, put_back, still
 from atorch.runtime.data.batch_split import joined, num_rows, take
 from atorch.runtime.gradients.backward_targets import muted
@@ -43,8 +44,8 @@ T = TypeVar("T")
 Within = Callable[[], AbstractContextManager[None]]
 
 SEED = 1
-MOST_SHARES = 8  # of a batch that one device runs plainly as a whole; of more, all are the first one
-ROOM = 0.5  # of a device's memory that parameters and gradients may take in a plain pass; activations need the rest
+MOST_SHARES = 8  # of a batch that one device runs as a whole; with more, all shares are copies of the first
+ROOM = 0.5  # share of a device's memory for parameters and gradients in a plain pass; activations need the rest
 
 BANDS: Mapping[str, tuple[float, float, float]] = {
     "fp32": (1e-4, 1e-3, 0.05),
@@ -53,12 +54,12 @@ BANDS: Mapping[str, tuple[float, float, float]] = {
     "bf16": (3e-2, 0.25, 0.4),
     "fp8": (0.1, 0.4, 0.7),
 }
-"""The largest deviations by rounding of the loss, the norm of all gradients, and the large elements of the gradient of
-any one parameter, from plain training's, as fractions of them."""
+"""Precision → the largest relative deviations by rounding from plain training's values: of the loss, of the norm of all
+gradients, and of the large elements of any one parameter's gradient."""
 
 NOISE: Mapping[str, float] = {"fp16": 4.0, "bf16": 4.0, "fp8": 4.0}
-"""The factor by which what is across plain training's counts less, of these elements, where it is not the same: in 16
-bits many layers of rounding turn a gradient by nearly as much as it is long (measured: ResNets of 110 layers, by 0.65).
+"""Precision → the divisor of the part of these elements' deviation that is orthogonal to plain training's gradient. In
+16 bits, rounding in many layers turns a gradient by nearly its own length (measured: ResNets of 110 layers, by 0.65).
 """
 
 
@@ -67,57 +68,53 @@ class Figures:
     """Figures of a pass over all samples."""
 
     loss: float
-    grad_norm: float | None  # None where it cannot be taken: sparse gradients, fp16 ones that overflowed
+    grad_norm: float | None  # None if it cannot be computed: sparse gradients, fp16 ones that overflowed
     gradients: GradientSample = field(default_factory=dict)  # of plain training
-    farthest: tuple[float, str] = (0.0, "")  # from these: how far, and whose gradient
-    lost: str | None = None  # a parameter that the forward pass wrote, and that is not what plain training made of it
+    farthest: tuple[float, str] = (0.0, "")  # the largest deviation from these, and the name of the parameter
+    lost: str | None = None  # a parameter that the forward pass wrote, with another value than in plain training
     drawn: int | None = None  # a checksum of torch's random state after the forward pass
 
     def __str__(self) -> str:
         return f"loss {self.loss:.6g}" + ("" if self.grad_norm is None else f", gradient norm {self.grad_norm:.6g}")
 
     def __mul__(self, factor: float) -> Figures:
-        """Figures of a plain pass whose loss is `factor` times as large."""
+        """Figures of a plain pass whose loss is multiplied by `factor`."""
         norm = None if self.grad_norm is None else self.grad_norm * factor
-        return Figures(self.loss * factor, norm, {name: each * factor for name, each in self.gradients.items()})
+        return Figures(self.loss * factor, norm, {name: sample * factor for name, sample in self.gradients.items()})
 
     def __add__(self, other: Figures) -> Figures:
-        """Figures of both passes' losses together, of which no norm is known."""
+        """Figures of the sum of both passes' losses, without a norm."""
         sums = {
-            name: replace(each, values=each.values + other.gradients[name].values)
-            for name, each in self.gradients.items()
+            name: replace(sample, values=sample.values + other.gradients[name].values)
+            for name, sample in self.gradients.items()
         }
         return Figures(self.loss + other.loss, None, sums)
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """Plain training's first pass, the same on all processes; `why_not` says why there is none."""
+    """Plain training's first pass, equal on all processes; `why_not` is the reason if there is none."""
 
     why_not: str | None = None
     batch: Any = None  # as the loader gives it
-    shares: int = 1  # the batch is of so many processes together
-    is_repeated: bool = False  # `batch` is one share, and the others are the same once more
+    shares: int = 1  # number of processes that the batch is split over
+    is_repeated: bool = False  # `batch` is one share, and the other shares are copies of it
     precision: str = "fp32"
     training: Figures = Figures(math.nan, None)
-    by_share: tuple[Figures, ...] = ()  # each share alone, all alike where `is_repeated`; none where one fails alone
-    depends_on_sharing: bool = False  # the pass in training mode: it draws random numbers, or moves buffers
-    evaluating: Figures | None = None  # where it does so and the one in evaluation mode does not
+    by_share: tuple[Figures, ...] = ()  # each share alone, one if `is_repeated`; empty if a share fails alone
+    depends_on_sharing: bool = False  # the pass in training mode draws random numbers or changes buffers
+    evaluating: Figures | None = None  # of evaluation mode, if training mode depends on sharing and this does not
     evaluates: bool = False  # whether the model runs in evaluation mode without gradients
     prompt: Tensor | None = None  # tokens from which the model generates
     moves_buffers: bool = False
-    changes: Mapping[str, ParameterWrite] = field(
-        default_factory=dict
-    )  # of parameters that the forward pass writes itself
-    counters: Mapping[str, int] = field(
-        default_factory=dict
-    )  # attributes that it sets to whole numbers, by their paths
+    changes: Mapping[str, ParameterWrite] = field(default_factory=dict)  # to parameters, by the forward pass itself
+    counters: Mapping[str, int] = field(default_factory=dict)  # integer attributes that it sets, by path
     communicates: bool = False  # whether forward or loss call collectives
-    hooks: frozenset[int] = frozenset()  # ids of the user's on gradients, which are not called
+    hooks: frozenset[int] = frozenset()  # ids of the user's hooks on gradients, which are not called
 
 
 class _Incomparable(Exception):
-    """Why plain training has no first pass to compare with."""
+    """The reason why plain training has no first pass to compare with."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +128,13 @@ class _Seen:
 
 
 def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> ReferenceStep:
-    """The first pass of plain training, on the context's own model, which is afterwards as it was.
+    """Run the first pass of plain training on the context's own model, and restore the model.
 
     All processes call this together, with the same model.
 
     Args:
-        shares: over how many processes a batch will be shared out.
-        read: what gives the first global batch, as the loader does; called on rank 0.
+        shares: the number of processes that a batch is split over.
+        read: returns the first global batch in the loader's form; called on rank 0.
     """
     lone = within = _Lone()
     try:
@@ -149,9 +146,9 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> ReferenceS
         evaluating = None
         depends = seen.draws or seen.moves_buffers
         if depends:
-            still_seen = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True))
-            if shares == 1 or not (still_seen.draws or still_seen.moves_buffers):  # as quantization's observers do
-                evaluating = still_seen.figures
+            eval_seen = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True))
+            if shares == 1 or not (eval_seen.draws or eval_seen.moves_buffers):  # as quantization's observers do
+                evaluating = eval_seen.figures
         training = seen.figures
         by_share: tuple[Figures, ...] = (training,) if shares == 1 else ()
         if shares > 1 and not lone.communicates:
@@ -178,14 +175,16 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> ReferenceS
         moves_buffers=seen.moves_buffers,
         changes=seen.changes,
         counters=seen.counters,
-        hooks=frozenset(id(hook) for each in ctx.root.parameters() for hook in (each._backward_hooks or {}).values()),
+        hooks=frozenset(
+            id(hook) for parameter in ctx.root.parameters() for hook in (parameter._backward_hooks or {}).values()
+        ),
     )
 
 
 class _Lone:
-    """A context for plain training: no collective waits, and those who ask are told of one process alone.
+    """A context for plain training on one process: collectives return at once, over a group of this process alone.
 
-    They are told so once a first pass has called collectives. Else it was what it is on one process.
+    The group is made once a first pass has called collectives; a pass without collectives does not need it.
     """
 
     def __init__(self) -> None:
@@ -199,7 +198,7 @@ class _Lone:
             yield
 
     def first(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done again where it communicates."""
+        """The result of `work`, which is repeated in the group if it called collectives."""
         value, failed = tried(work)
         if getattr(self._calls, "num_seen", 0):
             self.communicates, self._calls.num_seen = True, 0  # type: ignore[attr-defined]
@@ -208,7 +207,7 @@ class _Lone:
             if self._calls.num_seen and failed is None:  # type: ignore[attr-defined]
                 failed = "it calls collectives on one process, too, which may know of the others"
         if failed is not None:
-            raise _Incomparable(failed)
+            raise _error(failed)
         return value  # type: ignore[return-value]  # there is one where nothing failed
 
     def close(self) -> None:
@@ -217,7 +216,7 @@ class _Lone:
 
 
 def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[Any, bool]:
-    """The first batch of plain training, and whether every process will run it whole."""
+    """The first batch of plain training; True if it is one share, repeated on every process."""
 
     def first() -> tuple[Any, int]:
         if ctx.world.rank != 0:
@@ -226,7 +225,7 @@ def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[An
         if ctx.world.size == 1:
             return batch, 1
         rows = num_rows(batch=batch)
-        torch.save(batch, io.BytesIO())  # raises here, where the others hear of it, what could not be sent
+        torch.save(batch, io.BytesIO())  # a batch that cannot be sent raises here, and on all processes
         if rows % shares:
             raise _Incomparable(f"the first batch has {rows} rows, which do not divide over {shares} processes")
         return batch, rows
@@ -239,7 +238,7 @@ def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[An
 
 def _need_room(ctx: Context) -> None:
     parameters = list(ctx.root.parameters())
-    if any(each.is_meta for each in parameters):
+    if any(parameter.is_meta for parameter in parameters):
         raise _Incomparable("the model has parameters on the meta device")
     needed = sum((2 if p.requires_grad else 1) * p.numel() * p.element_size() for p in parameters)
     room = ctx.cluster.device.memory_bytes
@@ -249,38 +248,51 @@ def _need_room(ctx: Context) -> None:
         )
 
 
+class _Contradiction(str):
+    """The message of a ContradictionError, which no strategy can mend."""
+
+    __slots__ = ()
+
+
+def _error(failed: str) -> Exception:
+    return ContradictionError(failed) if isinstance(failed, _Contradiction) else _Incomparable(failed)
+
+
 def _on_every_process(work: Callable[[], T]) -> T:
-    """The result of `work` on rank 0; every process does it, since models may communicate.
+    """The result of `work` on rank 0; every process runs it, since models may communicate.
 
     Raises:
         _Incomparable: it failed on some process.
+        ContradictionError: the user's arguments contradict each other on some process.
     """
     value, failed = tried(work)
     reason: tuple[int, str] | None = first_told(failed)
     if reason is not None:
-        raise _Incomparable(reason[1])
+        raise _error(reason[1])
     first: T = from_rank_zero(value)  # type: ignore[assignment]  # there is one where nothing failed
     return first
 
 
 def tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result of `work`, or how it failed."""
+    """The result of `work`, or the message of its failure."""
     try:
         return work(), None
     except _Incomparable as reason:
         return None, str(reason)
+    except ContradictionError as error:
+        return None, _Contradiction(str(error))
     except Exception as error:  # a user's model, data and loss may raise anything, and need not run in this way at all
-        text = str(error).strip().splitlines()
-        return None, f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        lines = str(error).strip().splitlines()
+        return None, f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _by_share(ctx: Context, batch: Any, shares: int, within: Within, whole: Figures) -> tuple[Figures, ...]:
-    """The figures of each share alone, of which every process runs one; none where one cannot be run alone."""
-    rows, place = num_rows(batch=batch), ctx.world.rank % shares
-    share = take(batch, place * rows // shares, (place + 1) * rows // shares, rows)
+    """The figures of each share alone, one on every process; empty if a share cannot be run alone."""
+    rows, index = num_rows(batch=batch), ctx.world.rank % shares
+    share = take(batch, index * rows // shares, (index + 1) * rows // shares, rows)
     seen, _ = tried(lambda: _run_plainly(ctx, share, within, like=whole.gradients))
-    every = gather_objects(None if seen is None else seen.figures)
-    return () if None in every else tuple(every[:shares])
+    figures_by_rank = gather_objects(None if seen is None else seen.figures)
+    return () if None in figures_by_rank else tuple(figures_by_rank[:shares])
 
 
 def _run_plainly(
@@ -314,7 +326,7 @@ def _run_plainly(
 
 
 def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
-    """True if the loss of a batch that is there twice is twice its loss, and not the same."""
+    """True if repeating the batch doubles its loss, False if the loss stays the same."""
     once = _run_plainly(ctx, batch, within, in_evaluation_mode=True).figures.loss
     twice = _run_plainly(ctx, repeated(batch, 2), within, in_evaluation_mode=True).figures.loss
     for factor in (1, 2):
@@ -324,7 +336,7 @@ def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
 
 
 def repeated(batch: Any, times: int) -> Any:
-    """A batch each of whose rows is there so many times."""
+    """The batch, concatenated `times` times."""
     rows, whole = num_rows(batch=batch), batch
     for count in range(1, times):
         whole = joined(whole, batch, count * rows, rows)
@@ -337,24 +349,24 @@ def coarser(one: str, other: str) -> str:
 
 
 def _norm(model: nn.Module) -> float | None:
-    is_sparse = any(each.grad is not None and each.grad.layout != torch.strided for each in model.parameters())
+    is_sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in model.parameters())
     return None if is_sparse else float(norm_of_grads(model.parameters()))
 
 
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:
-    """True if the plain model runs in evaluation mode; and a prompt from which it generates, where it does."""
+    """True if the plain model runs in evaluation mode, and a prompt from which it generates, or None."""
     model = ctx.root
     with put_back(model, ctx.device) as writes, writes, preserved_rng(), evaluation_mode(model), torch.no_grad():
         inputs = ctx.prepare_input(batch, ctx.device)
-        _, failed = tried(lambda: _inside(within, lambda: ctx.call_model(model, inputs)))
+        _, failure = tried(lambda: _inside(within, lambda: ctx.call_model(model, inputs)))
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if failed is not None or not callable(getattr(model, "generate", None)):
-            return failed is None, None
+        if failure is not None or not callable(getattr(model, "generate", None)):
+            return failure is None, None
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
             return True, None
         prompt = tokens[:1, :4]
-        _, failed = tried(lambda: _inside(within, lambda: generate(model, prompt, ctx.device)))
-        return True, prompt if failed is None else None
+        _, failure = tried(lambda: _inside(within, lambda: generate(model, prompt, ctx.device)))
+        return True, prompt if failure is None else None
 
 
 def _inside(within: Within, work: Callable[[], Any]) -> None:
@@ -377,7 +389,7 @@ def seeded() -> Iterator[None]:
 
 
 def drawn(device: torch.device) -> int:
-    """A checksum of torch's random state: equal where as many numbers were drawn since `seeded`."""
+    """A checksum of torch's random state: equal if as many numbers were drawn since `seeded`."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

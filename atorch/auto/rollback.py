@@ -1,6 +1,6 @@
-"""A search's choice applied to the user's own model, so that it can be undone.
+"""Applies a search's choice to the user's own model and undoes it on failure.
 
-A choice ran on copies; the model itself may still refuse it: memory is short, or it holds what its copies had not.
+The choice ran on copies. The model itself may still fail: memory is short, or it has state that copies lack.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from atorch.auto.context import Context
-from atorch.auto.planner.dry_run.fault_barrier import Coordinator, FaultBarrier, forget_compiled
+from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, FaultBarrier, forget_compiled
 from atorch.distributed.mesh import set_current
 from atorch.distributed.rng import RandomState
 from atorch.model.snapshot import Snapshot
@@ -22,29 +22,29 @@ T = TypeVar("T")
 
 
 def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None = None) -> tuple[T | None, str | None]:
-    """Run `work` on the context's model; returns its result, or why it failed on some process. All call this together.
+    """Run `work` on the context's model; returns its result or the reason of a failure. All processes call it together.
 
-    With `more_bytes` it has failed as well where its peak on a GPU leaves less than that of memory: what never took a
-    step has no states of its optimizer yet.
+    With `more_bytes`, `work` also fails if its peak on a GPU leaves less memory than that. A model that never took a
+    step has no optimizer states yet.
 
-    Where it failed the model, with its values, buffers and gradients, and random states are as before on all
-    processes, and the groups that it made are closed.
+    After a failure, the model with its values, buffers and gradients and the random states are restored on all
+    processes. Process groups that `work` made are closed.
     """
-    kept, random_state, made = Snapshot(ctx.root), RandomState.now(), list[T]()
+    snapshot, random_state, results = Snapshot(ctx.root), RandomState.now(), list[T]()
     crew = Coordinator(ctx.world)
 
     def let_go() -> None:
-        made.clear()
-        kept.restore()  # a model that was sharded holds the group, and who waits in that would not hear of its end
+        results.clear()
+        snapshot.restore()  # a sharded model holds the group; ranks that wait in it wake only once it is released
 
     guard = FaultBarrier(ctx.world, crew, let_go, timeout_s=ctx.world.timeout.total_seconds())
-    own = replace(ctx, rank_weights=[], unrounded={})
+    isolated = replace(ctx, rank_weights=[], unrounded={})
 
     def working() -> None:
         is_watched = more_bytes is not None and ctx.device.type == "cuda"
         if is_watched:
             torch.cuda.reset_peak_memory_stats(ctx.device)
-        made.append(work(own))
+        results.append(work(isolated))
         if is_watched:
             needed = torch.cuda.max_memory_allocated(ctx.device) + (more_bytes or 0.0)
             if needed > (room := torch.cuda.mem_get_info(ctx.device)[1]):
@@ -59,6 +59,6 @@ def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None
                 forget_compiled()
                 return None, guard.failure
         set_current(guard.mesh)
-        return made[0], None
+        return results[0], None
     finally:
         crew.close()

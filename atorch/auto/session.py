@@ -1,4 +1,4 @@
-"""One call of a front door, step by step: read the arguments, load or search a strategy, apply it, build, save."""
+"""Carries out a call of an entry point: make the context, load or search a strategy, apply it, build, save."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from atorch.model.storages import separate
 from atorch.runtime.data_parallel.batch_consistency import watch_batches
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.dry_run.calibration import Calibration
+    from atorch.auto.planner.dry_runs.calibration import Calibration
     from atorch.auto.planner.plan import Plan
 
 MAX_KEPT = 50  # rejected compositions in a strategy's report
-MAX_ATTEMPTS = 24  # at applying what was chosen, and what was next best
+MAX_ATTEMPTS = 24  # at applying the choice and the next best ones
 
 
 def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
@@ -51,7 +51,7 @@ def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     with speaking(options.verbose and worlds.init().rank == 0):
         ctx = _context(call)
         given = None if call.strategy is None else _loaded(call.strategy, ctx)
-        ctx = replace(ctx, initial=together(lambda: _initial(ctx.root, given, call)))
+        ctx = replace(ctx, initial=together(lambda: _initial_values(ctx.root, given, call)))
         if not call.searches and (call.excluded or call.included or options.time_limit is not None):
             logger.warning(
                 "excluded, included and time_limit are the search's; the load_strategy is applied as it is "
@@ -83,7 +83,7 @@ def searched(call: Request) -> Plan:
 
 def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float) -> Plan:
     from atorch.auto.planner import search
-    from atorch.auto.planner.dry_run.time_budget import TimeBudget
+    from atorch.auto.planner.dry_runs.time_budget import TimeBudget
 
     excluded = call.excluded if ctx.initial is None else (*(call.excluded or ()), *NEEDING_VALUES)
     return search(
@@ -100,14 +100,14 @@ def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float)
 
 
 def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[AccelerateResult, Strategy]:
-    """Apply a complete strategy to the context's model and build: the result, and the strategy with what was learnt.
+    """Apply a complete strategy to the context's model and build: the result, and the strategy with learnt metadata.
 
     Raises:
-        StrategyError: with `verify`, where its first pass is not what plain training's is.
+        StrategyError: with `verify`, if its first pass differs from plain training's.
     """
     place = batch_place(strategy, ctx.device.type)
     if ctx.make_loader is not None:
-        make = ctx.make_loader  # once before anything is changed: what does not hold leaves the model as it was
+        make = ctx.make_loader  # called once in advance, so that an error leaves the model unchanged
         together(lambda: make(*place))
     together(lambda: strategy.check(ctx))
     strategy.check_optimizer(ctx)
@@ -117,18 +117,18 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     separate(tensors)
     if ctx.world.size > 1:
         synchronise(tensors)
-    cuts = any("pipeline" in each.splits for each in strategy)
-    expected = _expected(ctx, place[1], verify) if (verify or cuts) and strategy.methods else None
+    cuts = any("pipeline" in method.splits for method in strategy)
+    expected = _reference_step(ctx, place[1], verify) if (verify or cuts) and strategy.methods else None
     ctx = replace(ctx, plain_pass=expected)
-    is_run = expected is not None and expected.why_not is None  # by plain training
+    is_run = expected is not None and expected.why_not is None  # plain training ran the model
     tell_of_16_bits(ctx, strategy)
     with as_strategy_errors(strategy) if is_run else nullcontext():
         applied = strategy.apply(ctx)
-    result = together(applied.build)  # with the user's optimizer and scheduler, which may raise
+    result = together(applied.build)  # the user's optimizer and scheduler may raise
     if waits_for_values and applied.write_value is None:
         need_values(result.model)
     tell_kernel(result.optim)
-    if not cuts:  # whose stages have parameters of their own
+    if not cuts:  # optimizers of pipeline stages have different parameters
         agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
     if verify and expected is not None:
         _check(applied, result, expected)
@@ -139,7 +139,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
 
 
 def _adopted(ctx: Context, strategy: Strategy, found: Plan, verify: bool) -> tuple[AccelerateResult, Strategy]:
-    """The search's choice, or what is next best where that fails on the model itself, which is then as it was before.
+    """Apply the search's choice, or the next best one after a failure, which leaves the model as before.
 
     Raises:
         NoFeasiblePlanError, StrategyError: all failed, or `MAX_ATTEMPTS` did.
@@ -154,48 +154,47 @@ def _adopted(ctx: Context, strategy: Strategy, found: Plan, verify: bool) -> tup
         assert found.instead is not None, "of a search"
         found = found.instead(str(failure))
         logger.warning("%s", found.notes[-1])
-        metadata = {**strategy.metadata, "report": _kept(found.to_json_data())}
+        metadata = {**strategy.metadata, "report": _trimmed(found.to_json_data())}
         strategy = replace(found.strategy, metadata=metadata)
     raise StrategyError(f"{MAX_ATTEMPTS} strategies failed when they were applied: {found.notes[-1]}")
 
 
-def _kept(report: dict[str, Any]) -> dict[str, Any]:
-    """The part of a plan that a strategy's file keeps: what was learnt; estimates can be made again."""
-    learnt = [each for each in report["rejected"] if each["why"] != "not run"][:MAX_KEPT]
-    return {**report, "rejected": learnt}
+def _trimmed(report: dict[str, Any]) -> dict[str, Any]:
+    """The report for a strategy's file: without compositions that were not run, whose estimates can be made again."""
+    rejections = [rejection for rejection in report["rejected"] if rejection["why"] != "not run"][:MAX_KEPT]
+    return {**report, "rejected": rejections}
 
 
-def _expected(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
-    """Plain training's first pass, the search's where it made one that can be shared out so; the reason if none, told.
+def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
+    """The reference step, from the search if it made one. Warns if there is none although a step is possible.
 
-    What a search had no time for is not made up for when its time is over.
+    A search that had no time for one gives a reason instead, and the pass is not run afterwards.
     """
-    known = ctx.plain_pass
-    if known is None:
-        known = _plain_pass(ctx, shares)
-    if verify and known.why_not is not None and _has_all(ctx):
-        logger.warning("the strategy cannot be held to plain training's first pass: %s", known.why_not)
-    return known
+    reference = ctx.plain_pass
+    if reference is None:
+        reference = _plain_pass(ctx, shares)
+    if verify and reference.why_not is not None and _can_step(ctx):
+        logger.warning("the strategy cannot be held to plain training's first pass: %s", reference.why_not)
+    return reference
 
 
-def _has_all(ctx: Context) -> bool:
-    """True if the user gave all that a step takes; who did not knows it."""
+def _can_step(ctx: Context) -> bool:
+    """True if the user gave all that a training step needs."""
     return None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
 
 
 def _plain_pass(ctx: Context, shares: int) -> ReferenceStep:
-    """Plain training's first pass, where there is all that it takes; else the reason why not."""
-    from atorch.auto.planner.dry_run.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial_context import Feed
 
-    if not _has_all(ctx):
+    if not _can_step(ctx):
         return ReferenceStep(why_not="it takes optim_func, dataset and loss_func")
     return plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
 
 
 def _check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> None:
     check(applied, result, expected)
-    # What splits the model may fail on one process alone, and leave the others waiting; a dry run is guarded.
-    if all(set(each.splits) <= set(BATCH_AXES) for each in applied.strategy or ()):
+    # A method that splits the model may fail on one process and leave the others waiting; only dry runs are guarded.
+    if all(set(method.splits) <= set(BATCH_AXES) for method in applied.strategy or ()):
         cannot = cannot_evaluate(applied, result, expected)
         if cannot is not None:
             logger.warning("under %s %s", applied.strategy, cannot)
@@ -204,15 +203,15 @@ def _check(applied: Context, result: AccelerateResult, expected: ReferenceStep) 
 
 
 def with_sample(ctx: Context, strategy: Strategy) -> Context:
-    """The context with rank 0's first batch as sample, where a method of the strategy needs one and none was given.
+    """The context, with rank 0's first batch as sample if a method of the strategy needs one and none was given.
 
     Raises:
         ArgumentError: there is no dataset to take it from.
     """
-    needing = [each.name for each in strategy if each.needs_sample]
+    needing = [method.name for method in strategy if method.needs_sample]
     if not needing or ctx.sample_batch is not None:
         return ctx
-    from atorch.auto.planner.dry_run.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial_context import Feed
 
     def first() -> Any:
         if ctx.make_loader is None:
@@ -241,20 +240,20 @@ def _context(call: Request) -> Context:
 
 
 def _calibration(options: CallOptions, ctx: Context) -> Calibration | None:
-    from atorch.auto.planner.dry_run.calibration import Calibration
+    from atorch.auto.planner.dry_runs.calibration import Calibration
 
     return Calibration.of(options.calibration, ctx.cluster, versions())
 
 
-def _initial(model: nn.Module, given: Strategy | None, call: Request) -> InitialValues | None:
-    """Initial values of the model's parameters on the meta device; None where it has none there, or shall not.
+def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> InitialValues | None:
+    """Initial values of the model's parameters on the meta device; None if there are no such parameters or values.
 
     Raises:
-        ArgumentError: nothing fills one of them, or the strategy asks for their values before they are there.
+        ArgumentError: nothing fills a parameter, or the strategy needs its values before it is filled.
     """
     options = call.options
-    knobs = (getattr(each, "param_init_fn", None) for each in given or ())
-    functions = [each for each in (options.param_init_fn, *knobs) if each is not None]
+    knobs = (getattr(method, "param_init_fn", None) for method in given or ())
+    functions = [function for function in (options.param_init_fn, *knobs) if function is not None]
     if not has_meta([model]):
         if options.empty_init:
             raise ArgumentError("empty_init=True is for a model on the meta device; this one has values, leave it out")
@@ -279,15 +278,15 @@ def _initial(model: nn.Module, given: Strategy | None, call: Request) -> Initial
 
 
 def _loaded(source: Any, ctx: Context) -> Strategy:
-    """The user's strategy, complete for these processes, without what this hardware cannot do."""
+    """The user's strategy, complete for these processes, without methods that this hardware cannot run."""
 
     def read() -> Strategy:
         strategy = Strategy.of(source)
         rejected = {}
-        for each in strategy:
-            reason = each.unmet(ctx.cluster)
+        for method in strategy:
+            reason = method.unmet(ctx.cluster)
             if reason is not None:
-                rejected[each.name] = reason
+                rejected[method.name] = reason
         for name, reason in rejected.items():
             logger.warning("%s is left out of the strategy: %s", name, reason)
             strategy = strategy.without(name)
@@ -302,45 +301,45 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
                 "parallel_mode has %s %d, but no method of the strategy splits over it: these processes repeat the "
                 "same work, unless your model uses parallel_group(%r) itself", axis, size, axis,
             )  # fmt: skip
-        known = strategy.metadata.get("model", {}).get("fingerprint")
-        if known is not None and known != fingerprint(ctx.root):
+        model_fingerprint = strategy.metadata.get("model", {}).get("fingerprint")
+        if model_fingerprint is not None and model_fingerprint != fingerprint(ctx.root):
             logger.warning("the strategy was chosen for another model; its figures need not hold for this one")
         return replace(strategy, metadata={**strategy.metadata, **provenance(ctx.root, ctx.cluster, ctx.world.size)})
 
     read_strategy = together(read)
-    if ctx.world.size > 1 and any(each.splits for each in read_strategy):
+    if ctx.world.size > 1 and any(method.splits for method in read_strategy):
         read_strategy = _with_degrees(read_strategy, ctx)
     strategy = together(completed)
-    agree([repr(each) for each in strategy], "the strategy", StrategyError)
+    agree([repr(method) for method in strategy], "the strategy", StrategyError)
     return strategy
 
 
 def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
-    """The strategy with a mesh, where it splits the model without saying into how many parts."""
+    """The strategy with the mesh that is estimated fastest, if it splits the model and gives no mesh."""
     from atorch.auto.planner import mesh_inference
-    from atorch.auto.planner.dry_run.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial_context import Feed
     from atorch.auto.planner.planner import starting_point
 
     if not mesh_inference.lacks_degrees(strategy):
         return strategy
-    known = with_sample(ctx, strategy)
+    sampled = with_sample(ctx, strategy)
 
     def chosen() -> ParallelMode | None:
         if ctx.world.rank != 0:
             return None
-        return mesh_inference.fastest_mesh(strategy, *starting_point(known, Feed(known)), ctx.cluster)
+        return mesh_inference.fastest_mesh(strategy, *starting_point(sampled, Feed(sampled)), ctx.cluster)
 
     mode = from_rank_zero(together(chosen))
     assert mode is not None, "rank 0 chose one"
-    found = mesh_inference.on_mesh(strategy, mode, ctx.world.size)
-    idle = [name for name in strategy.names() if name not in found.names()]
+    completed = mesh_inference.on_mesh(strategy, mode, ctx.world.size)
+    idle = [name for name in strategy.names() if name not in completed.names()]
     without = f", without {' and '.join(idle)}, which would only cost" if idle else ""
     logger.warning("the strategy names no mesh; %s is estimated fastest%s", mode, without)
-    return found
+    return completed
 
 
 def _chosen(ctx: Context, given: Strategy | None, call: Request, began: float) -> tuple[Strategy, Plan | None]:
-    """The given strategy, dry-run where the user wants that; or the plan's, and the plan."""
+    """The given strategy, after a dry run if the user wants one; or the search's strategy and its plan."""
     if given is not None and not call.finetune:
         if not call.options.ignore_dryrun_on_load_strategy:
             from atorch.auto.planner import dry_run
@@ -353,7 +352,7 @@ def _chosen(ctx: Context, given: Strategy | None, call: Request, began: float) -
         from atorch.report.text import show_plan
 
         show_plan(report)
-    metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": _kept(report)}
+    metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": _trimmed(report)}
     if given is not None and "rejected" in given.metadata:
         metadata["rejected"] = given.metadata["rejected"]
     return replace(found.strategy, metadata=metadata), found
@@ -368,7 +367,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that compute, by name."""
+    """Versions of atorch, torch and Python, by name."""
     import atorch
 
     return {"atorch": atorch.__version__, "torch": torch.__version__, "python": platform.python_version()}

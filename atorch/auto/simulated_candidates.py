@@ -1,7 +1,7 @@
-"""The best of a plan simulated: methods applied for real to fake tensors on a fake world of the cluster's size.
+"""Simulates the best candidates of a plan: methods applied to fake tensors in a fake world of the cluster's size.
 
-Simulation counts what the estimate computes. It needs a model that was traced and methods that can be applied; where it
-cannot be, or takes more of this machine than a plan may, the reason stands in its place.
+Simulation counts what the estimate computes. It needs a traced model and methods that can be applied. If it is
+impossible, or exceeds the limits for this machine, the result is the reason.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from atorch.auto.plan_for_cluster import Subject
     from atorch.auto.planner.simulate.simulation import Simulated
 
-Doing = Callable[[str], AbstractContextManager[Any]]  # what is being done, said while it is
-COPIES = 3  # parameters, their gradients, and what they are tried against
+Doing = Callable[[str], AbstractContextManager[Any]]  # reports a description of the work while the context is open
+COPIES = 3  # parameters, their gradients, and the reference that they are compared with
 
 
 @dataclass(frozen=True)
 class Allowance:
     """Limits of simulations on this machine."""
 
-    until: float = math.inf  # of `time.monotonic`
-    real_bytes: float = math.inf  # of the copy with values that methods watch at work
+    until: float = math.inf  # a time of `time.monotonic`
+    real_bytes: float = math.inf  # bytes of the copy with values that methods observe
 
     def why_not(self, profile: ModelProfile, strategy: Strategy) -> str | None:
         if time.monotonic() > self.until:
             return self.out_of_time
-        watching = [each.name for each in strategy if each.needs_sample]
+        watching = [method.name for method in strategy if method.needs_sample]
         size = _watched_bytes(profile)
         if not watching or size <= self.real_bytes:
             return None
@@ -48,7 +48,6 @@ class Allowance:
 
     @property
     def out_of_time(self) -> str:
-        """The reason against what takes too long."""
         return "there was no time left for it; give verify (--verify N) to take as long as it needs"
 
 
@@ -60,7 +59,7 @@ def simulated(
     allowance: Allowance | None = None,
     doing: Doing = nullcontext,
 ) -> tuple[dict[str, Any], ...]:
-    """Results of simulating each `(strategy, estimated bytes)`, or why it was not, as plain JSON data."""
+    """The result of simulating each `(strategy, estimated bytes)`, or the reason against it, as plain JSON data."""
     allowance, outcomes = allowance or Allowance(), list[dict[str, Any]]()
     for strategy, estimated in candidates:
         why_not = _why_not(subject, strategy, allowance)
@@ -69,14 +68,14 @@ def simulated(
                 outcome = _outcome(subject, strategy, world_size, global_batch, allowance)
         else:
             outcome = {"why_not": why_not}
-        outcomes.append({"strategy": [str(each) for each in strategy], "estimated_bytes": estimated, **outcome})
+        outcomes.append({"strategy": [str(method) for method in strategy], "estimated_bytes": estimated, **outcome})
     return tuple(outcomes)
 
 
 def _why_not(subject: Subject, strategy: Strategy, allowance: Allowance) -> str | None:
     if subject.ctx is None:
         return "there is no model, only its shape"
-    if "chunk" in strategy.names():  # of which simulation has more to say
+    if "chunk" in strategy.names():  # `simulate` gives a more specific reason
         return None
     return allowance.why_not(subject.profile, strategy)
 
@@ -102,7 +101,7 @@ def _outcome(
             )
             for place, rank in ranks_of_stages(strategy, world_size).items()
         }
-    except Exception as error:  # a model may fail on fakes in any way, and the plan stands without
+    except Exception as error:  # a model may fail on fakes in any way; the plan is valid without simulation
         if time.monotonic() > allowance.until:
             return {"why_not": allowance.out_of_time}
         if isinstance(error, AtorchError):
@@ -113,21 +112,22 @@ def _outcome(
 
 
 def _watched_bytes(profile: ModelProfile) -> float:
-    """Bytes of methods that watch the model at work: a copy with a few of its blocks, in its own dtype."""
+    """Bytes for methods that observe the model: copies of a few of its blocks, in its own dtype."""
     from atorch.auto.planner.simulate.depth_extrapolation import LONG
 
-    few = sum(min(each.count, LONG if each.is_block else each.count) * each.num_params for each in profile.segments)
+    counts = ((min(segment.count, LONG) if segment.is_block else segment.count) for segment in profile.segments)
+    few = sum(count * segment.num_params for count, segment in zip(counts, profile.segments, strict=True))
     return COPIES * few * profile.param_bytes / max(1, profile.num_params)
 
 
 def _fullest(stages: Mapping[int, Simulated]) -> dict[str, Any]:
-    """The stage that holds most, by its place in the pipeline, and what each of them holds."""
-    place = max(stages, key=lambda each: stages[each].peak_bytes)
-    found = stages[place].to_json_data()
+    """The figures of the stage with the highest peak, and the peak of every simulated stage."""
+    place = max(stages, key=lambda stage: stages[stage].peak_bytes)
+    fullest = stages[place].to_json_data()
     if len(stages) > 1:
-        found["stages"] = [{"stage": each, "peak_bytes": held.peak_bytes} for each, held in stages.items()]
-        found["notes"] = [f"on stage {place}, the fullest of {_listed(stages)}", *found["notes"]]
-    return found
+        fullest["stages"] = [{"stage": stage, "peak_bytes": held.peak_bytes} for stage, held in stages.items()]
+        fullest["notes"] = [f"on stage {place}, the fullest of {_listed(stages)}", *fullest["notes"]]
+    return fullest
 
 
 def _listed(stages: Mapping[int, Simulated]) -> str:

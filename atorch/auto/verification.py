@@ -1,14 +1,15 @@
-"""A strategy's first pass beside plain training's: same weights, same batch, same random numbers.
+"""Verification: compares a strategy's first pass with plain training's on the same weights, batch and random numbers.
 
     expected = plain_pass(ctx, shares, read)  # on the user's own model, before anything is applied
-    check(applied, result, expected)          # raises where the strategy computes something else
+    check(applied, result, expected)          # raises if the strategy computes something else
 
-Every process runs its share of the batch under the strategy, twice where that is quick: the second pass shows what the
-first leaves behind, and gradients add up. The loss over all samples, the norm of all gradients together and a sample of
-them (`gradient_sample`) must be plain training's, within what rounding explains. So what goes wrong anywhere (a
-gradient that is not reduced, or goes to another parameter, a module that is not reached, a loss that means something
-else over processes) is told before the first step. Where plain training's pass depends on how the batch is shared out,
-a strategy that draws the same random numbers is held to the passes of the shares, any other in evaluation mode.
+Every process runs its share of the batch under the strategy. A quick pass is run twice, which reveals state that the
+first pass leaves behind; gradients add up. The loss over all samples, the norm of all gradients and a sample of them
+(`gradient_check`) must equal plain training's within rounding. This finds faults before the first step: a gradient that
+is not reduced or goes to another parameter, an unreached module, a loss that changes when the batch is split.
+
+The pass of plain training may depend on how the batch is split. Then a strategy that draws the same random numbers is
+compared with the passes of the shares, and any other strategy in evaluation mode.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ from atorch.runtime.precision.amp import LossScale
 
 logger = logging.getLogger(__name__)
 
-LESS = 16.0  # a loss scale is divided by, where gradients overflow; training's first steps halve it
-SMALLEST_NORM = 1e-6  # norms below this are taken for rounding
-QUICK_S = 2.0  # a first pass that takes no longer is taken twice
+BACKOFF = 16.0  # divisor of the loss scale when gradients overflow; training's first steps halve it
+SMALLEST_NORM = 1e-6  # norms below this count as rounding
+QUICK_S = 2.0  # a first pass up to this long is run twice
 
 
 def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> None:
-    """Hold a strategy's first pass to plain training's. All processes call this together.
+    """Compare a strategy's first pass with plain training's. All processes call this together.
 
     Args:
-        applied: the context that the strategy has made, of which `result` was built.
+        applied: the context after the strategy was applied, from which `result` was built.
 
     Raises:
         StrategyError: the passes differ; with both figures, on all processes.
@@ -76,22 +77,22 @@ def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -
     band, noise = BANDS[precision], NOISE.get(precision, 1.0)
     assert applied.strategy is not None, "applied"
     with as_strategy_errors(applied.strategy):
-        found, plain, is_held = _run(applied, result, expected, noise)
-    if found.lost is not None:
+        actual, plain, is_exact = _run(applied, result, expected, noise)
+    if actual.lost is not None:
         raise StrategyError(
-            f"the model's forward pass writes to {found.lost}, which under {applied.strategy} is not afterwards what "
+            f"the model's forward pass writes to {actual.lost}, which under {applied.strategy} is not afterwards what "
             "it is in plain training: what is written to a gathered copy of a sharded parameter is lost, and what "
             "follows from a part of the batch differs from process to process. Write to it after the optimizer's step, "
             "make it a buffer, or train with ddp or zero1"
         )
-    if _near(found, plain, band):
+    if _near(actual, plain, band):
         return
-    if not is_held and (expected.evaluating is None or not _is_explained(applied)):
-        return  # parts of a batch tell nothing of the whole
-    if not is_held and _is_a_number(found):
-        is_cut = found.drawn is None
-        found, plain, _ = _run(applied, result, expected, noise, in_evaluation_mode=True)
-        if _near(found, plain, band):
+    if not is_exact and (expected.evaluating is None or not _is_explained(applied)):
+        return  # the passes of parts of a batch do not determine that of the whole
+    if not is_exact and _is_a_number(actual):
+        is_cut = actual.drawn is None
+        actual, plain, _ = _run(applied, result, expected, noise, in_evaluation_mode=True)
+        if _near(actual, plain, band):
             if is_cut and expected.moves_buffers:
                 logger.warning(
                     "under %s what the model keeps of its batches (statistics of BatchNorm, codebooks) comes from one "
@@ -99,11 +100,11 @@ def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -
                     "batch", applied.strategy,
                 )  # fmt: skip
             return
-    how_far, name = found.farthest
-    told = f". The gradient of {name} is off by {how_far:.0%}" if how_far > band[2] else ""
+    how_far, name = actual.farthest
+    detail = f". The gradient of {name} is off by {how_far:.0%}" if how_far > band[2] else ""
     raise StrategyError(
-        f"{applied.strategy} does not compute what plain training does: its first pass has {found}, and plain "
-        f"training's has {plain}, on the same weights and batch{told}. Rounding explains {band[0]:.2%} of the loss, "
+        f"{applied.strategy} does not compute what plain training does: its first pass has {actual}, and plain "
+        f"training's has {plain}, on the same weights and batch{detail}. Rounding explains {band[0]:.2%} of the loss, "
         f"{band[1]:.1%} of the norm and {band[2]:.0%} of any one gradient. Leave out what makes the difference, or "
         "give verify=False to train with it"
     )
@@ -111,10 +112,10 @@ def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -
 
 @contextmanager
 def as_strategy_errors(strategy: Strategy) -> Iterator[None]:
-    """Inside, what a model raises under a strategy that plain training runs is told as the strategy's fault.
+    """Turn errors of a model inside the context into StrategyErrors; plain training is known to run the model.
 
     Raises:
-        StrategyError: in place of anything but this package's errors and those of memory.
+        StrategyError: in place of any error except atorch's own and out-of-memory errors.
     """
     try:
         yield
@@ -129,7 +130,7 @@ def as_strategy_errors(strategy: Strategy) -> Iterator[None]:
 
 
 def cannot_evaluate(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> str | None:
-    """The part of a plain model's evaluation that fails under the strategy: the forward pass, or `generate`."""
+    """The failure of the forward pass or `generate` in evaluation under the strategy, if the plain model can do it."""
     if _why_not(applied, result, expected) is not None:
         return None
     model = result.model
@@ -147,70 +148,70 @@ def cannot_evaluate(applied: Context, result: AccelerateResult, expected: Refere
 def _run(
     applied: Context, result: AccelerateResult, expected: ReferenceStep, noise: float, in_evaluation_mode: bool = False
 ) -> _Compared:
-    """The pass at the first loss scale, from the present one down, whose gradients do not overflow, if there is one."""
-    found, scale = _run_at_scale(applied, result, expected, noise, in_evaluation_mode), applied.loss_scale
+    """Run the pass at the current loss scale, and at smaller ones while gradients overflow."""
+    compared, scale = _run_at_scale(applied, result, expected, noise, in_evaluation_mode), applied.loss_scale
     if not isinstance(scale, LossScale) or scale.backoff >= 1:
-        return found
+        return compared
     present = scale.value
     try:
-        while found[0].grad_norm is None and expected.training.grad_norm is not None and scale.value > LESS:
-            scale.value /= LESS
-            found = _run_at_scale(applied, result, expected, noise, in_evaluation_mode)
+        while compared[0].grad_norm is None and expected.training.grad_norm is not None and scale.value > BACKOFF:
+            scale.value /= BACKOFF
+            compared = _run_at_scale(applied, result, expected, noise, in_evaluation_mode)
     finally:
         scale.value = present
-    return found
+    return compared
 
 
 def _run_at_scale(
     applied: Context, result: AccelerateResult, expected: ReferenceStep, noise: float, in_evaluation_mode: bool
 ) -> _Compared:
     model, mesh = result.model, applied.need_mesh()
-    kept = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
-    # A compiler would compile once more for a pass in evaluation mode, which training does not need.
+    saved_grads = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
+    # Evaluation mode would trigger another compilation, which training does not need.
     eagerly = torch.compiler.set_stance("force_eager") if in_evaluation_mode else nullcontext()
     mode = still(model) if in_evaluation_mode else nullcontext()
     group = None if applied.layout is None else mesh.group("tensor")
     with torch.enable_grad(), eagerly, mode, muted(model.parameters(), expected.hooks):
         _clear(result)
-        every, lost = _pass(applied, result, expected, group)
-        passes = [every]
-        if not in_evaluation_mode and max(each.seconds for each in every) <= QUICK_S:
+        reports, lost = _pass(applied, result, expected, group)
+        passes = [reports]
+        if not in_evaluation_mode and max(report.seconds for report in reports) <= QUICK_S:
             passes.append(_pass(applied, result, expected, group)[0])
-        plain, is_held = _reference(
-            applied, expected, every, not expected.depends_on_sharing and _is_explained(applied)
+        plain, is_exact = _reference(
+            applied, expected, reports, not expected.depends_on_sharing and _is_explained(applied)
         )
         if in_evaluation_mode:
-            plain, is_held = expected.evaluating or plain, True
+            plain, is_exact = expected.evaluating or plain, True
         norm = None if plain.grad_norm is None else float(clip_grad_norm(model, math.inf)) / len(passes)
         far = (0.0, "")
         if plain.grad_norm is None or math.isfinite(norm or 0.0):
             scale = applied.loss_scale() * len(passes)
             far = farthest(model, plain.gradients, scale, applied.layout, group, noise)
         _clear(result)
-    for parameter, grad in kept.items():
+    for parameter, grad in saved_grads.items():
         parameter.grad = grad
     if norm is not None and not math.isfinite(norm) and applied.loss_scale() != 1.0:
         norm = None  # scaled gradients overflowed
-    losses = [sum({each.share: each.part for each in every}.values()) / _num_shares(every) for every in passes]
-    return Figures(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=every[0].drawn), plain, is_held
+    losses = [sum({report.share: report.part for report in ranks}.values()) / _num_shares(ranks) for ranks in passes]
+    return Figures(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=reports[0].drawn), plain, is_exact
 
 
 class _Pass(NamedTuple):
     share: int
-    weight: float  # that its gradients have: a sum is that of all samples, and a rank without labels has no say
+    weight: float  # of its gradients in the average: N ranks for a sum loss, 0 for a rank without labels
     part: float  # of the loss, with that weight
-    drawn: int | None  # None where the batch was cut, so that nothing follows from the random state
+    drawn: int | None  # None if the batch was cut, so that random states cannot be compared
     seconds: float
 
 
 _Compared = tuple[Figures, Figures, bool]
-"""A pass, plain training's, and whether nothing but rounding may lie between them."""
+"""Figures of a pass, plain training's figures, and whether they may differ only by rounding."""
 
 
 def _pass(
     applied: Context, result: AccelerateResult, expected: ReferenceStep, group: ProcessGroup | None
 ) -> tuple[list[_Pass], str | None]:
-    """A pass forward and backward, whose gradients are added: by process, and a parameter that was not written."""
+    """Run forward and backward; returns every process's pass, and a parameter whose write was lost."""
     model, began = result.model, time.monotonic()
     attributes = Attributes(model)
     with _untouched(model, expected.changes), seeded():
@@ -230,24 +231,24 @@ def _pass(
 
 
 def _is_explained(applied: Context) -> bool:
-    """True if the losses of processes are known to make that of all; a named rule may hold for what the loop gives."""
+    """True if the losses of processes are known to combine to the batch's; a rule named by the user is not checked."""
     is_named = applied.need_mesh().size(*BATCH_AXES) > 1 and applied.loss_weight != "auto"
-    return not is_named and all(each.is_explained for each in applied.rank_weights)
+    return not is_named and all(weight.is_explained for weight in applied.rank_weights)
 
 
-def _num_shares(every: Sequence[_Pass]) -> int:
-    return len({each.share for each in every})
+def _num_shares(reports: Sequence[_Pass]) -> int:
+    return len({report.share for report in reports})
 
 
 def _reference(
-    applied: Context, expected: ReferenceStep, every: Sequence[_Pass], is_whole: bool
+    applied: Context, expected: ReferenceStep, reports: Sequence[_Pass], is_whole: bool
 ) -> tuple[Figures, bool]:
-    """Plain training's figures for a pass, and whether nothing but rounding may lie between.
+    """Plain training's figures for a pass, and whether they may differ only by rounding.
 
-    is_whole: the pass depends on nothing but the batch as a whole. Else it follows from those of the shares, where as
-    many numbers were drawn as in these; the norm of all gradients does not.
+    is_whole: the pass depends only on the batch as a whole. Otherwise the figures are combined from the passes of the
+    shares, if as many random numbers were drawn as in those; the norm of all gradients cannot be combined.
     """
-    weights = {each.share: each.weight for each in every}
+    weights = {report.share: report.weight for report in reports}
     size, shares = len(weights), expected.by_share
     if size == 1:
         shares = (expected.training,)
@@ -255,9 +256,9 @@ def _reference(
         shares *= size
     if is_whole or len(shares) != size or not any(weights.values()):
         return expected.training, is_whole
-    # In 16 bits statistics over a batch turn gradients by more than any band, layer by layer.
+    # In 16 bits batch statistics turn gradients by more than any band, layer by layer.
     is_exact = coarser(expected.precision, _precision_of(applied)) in ("fp32", "tf32")
-    if not is_exact or any(each.drawn != shares[each.share].drawn for each in every):
+    if not is_exact or any(report.drawn != shares[report.share].drawn for report in reports):
         return expected.training, False
     parts = [shares[share] * (weight / size) for share, weight in weights.items() if weight]
     return reduce(operator.add, parts), True
@@ -265,8 +266,8 @@ def _reference(
 
 @contextmanager
 def _untouched(model: nn.Module, written: Collection[str]) -> Iterator[None]:
-    """As `untouched`, with the parameters that its forward pass writes."""
-    values = {name: each.clone() for name, each in _values(model, written).items()}
+    """As `untouched`, and also restores the parameters that the forward pass writes."""
+    values = {name: value.clone() for name, value in _values(model, written).items()}
     try:
         with untouched(model):
             yield
@@ -275,18 +276,18 @@ def _untouched(model: nn.Module, written: Collection[str]) -> Iterator[None]:
             model.load_state_dict(values, strict=False)
 
 
-def _tell_of_counters(applied: Context, plain: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """Warn of counters that a plain forward pass sets to one value and a strategy's to another."""
+def _tell_of_counters(applied: Context, plain: Mapping[str, int], actual: Mapping[str, int]) -> None:
+    """Warn of counters that a forward pass under the strategy sets to another value than a plain one."""
     for name, value in plain.items():
-        if found.get(name, value) != value:
+        if actual.get(name, value) != value:
             logger.warning(
                 "a forward pass sets %s to %d in plain training and to %d under %s, as where it counts passes; what "
-                "depends on it is not plain training's", name, value, found[name], applied.strategy,
+                "depends on it is not plain training's", name, value, actual[name], applied.strategy,
             )  # fmt: skip
 
 
 def _values(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    return {name: each for name, each in own_state(model).items() if name in names} if names else {}
+    return {name: value for name, value in own_state(model).items() if name in names} if names else {}
 
 
 def _clear(result: AccelerateResult) -> None:
@@ -296,16 +297,16 @@ def _clear(result: AccelerateResult) -> None:
 
 
 def _why_not(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> str | None:
-    """Why a strategy is not held to plain training's first pass; None where it is."""
+    """The reason why a strategy is not compared with plain training's first pass; None if it is."""
     if expected.why_not is not None:
         return expected.why_not
-    if any(getattr(each, "backend", None) == "deepspeed" for each in applied.strategy or ()):
+    if any(getattr(method, "backend", None) == "deepspeed" for method in applied.strategy or ()):
         return "DeepSpeed's engine reduces gradients when it steps"
     return None
 
 
 def _share(applied: Context, expected: ReferenceStep) -> Any:
-    """This process's rows of the batch."""
+    """This process's rows of the batch; repeated ones if the reference step has only one share."""
     mesh = applied.need_mesh()
     rank, size = mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES)
     if expected.is_repeated:
@@ -316,22 +317,22 @@ def _share(applied: Context, expected: ReferenceStep) -> Any:
     return take(expected.batch, rank * rows // size, (rank + 1) * rows // size, rows)
 
 
-def _near(found: Figures, plain: Figures, band: tuple[float, float, float]) -> bool:
-    if found.farthest[0] > band[2]:
+def _near(actual: Figures, plain: Figures, band: tuple[float, float, float]) -> bool:
+    if actual.farthest[0] > band[2]:
         return False
-    if not abs(found.loss - plain.loss) <= band[0] * max(1.0, abs(plain.loss)):
+    if not abs(actual.loss - plain.loss) <= band[0] * max(1.0, abs(plain.loss)):
         return False
-    if found.grad_norm is None or plain.grad_norm is None:
+    if actual.grad_norm is None or plain.grad_norm is None:
         return True
-    return abs(found.grad_norm - plain.grad_norm) <= band[1] * plain.grad_norm + SMALLEST_NORM
+    return abs(actual.grad_norm - plain.grad_norm) <= band[1] * plain.grad_norm + SMALLEST_NORM
 
 
-def _is_a_number(found: Figures) -> bool:
-    return math.isfinite(found.loss) and (found.grad_norm is None or math.isfinite(found.grad_norm))
+def _is_a_number(actual: Figures) -> bool:
+    return math.isfinite(actual.loss) and (actual.grad_norm is None or math.isfinite(actual.grad_norm))
 
 
 def _precision_of(applied: Context) -> str:
     if applied.strategy is not None and "fp8" in applied.strategy.names():
         return "fp8"
-    held = {applied.compute_dtype}
-    return "bf16" if torch.bfloat16 in held else "fp16" if torch.float16 in held else "fp32"
+    dtypes = {applied.compute_dtype}
+    return "bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32"

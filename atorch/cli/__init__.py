@@ -12,7 +12,7 @@ from atorch.errors import AtorchError
 
 __all__ = ["app", "main"]
 
-# What typer raises about a command line, a class it does not export: BadParameter is one kind of it.
+# The base of typer's usage errors, which typer does not export; BadParameter derives from it.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
@@ -39,19 +39,19 @@ def _help_alone(context: typer.Context) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own) and return the exit status.
 
-    Status 2 is a mistake in what was asked, told in one line; 1 is a check that failed; 130 is an interrupt.
+    Status 2 is a usage error, reported in one line; 1 is a check that failed; 130 is an interrupt.
     """
     try:
         status = app(arguments, standalone_mode=False)
     except _UsageError as error:
-        return _complain(cast(typer.BadParameter, error).format_message())
+        return _report_error(cast(typer.BadParameter, error).format_message())
     except AtorchError as error:
-        return _complain(str(error))
+        return _report_error(str(error))
     except typer.Abort:
         return 130
     return status if isinstance(status, int) else 0
 
 
-def _complain(message: str) -> int:
+def _report_error(message: str) -> int:
     typer.echo(f"atorch: {message}", err=True)
     return 2

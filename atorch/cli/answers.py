@@ -1,4 +1,4 @@
-"""Output of answers: on the terminal, in the files that a command line asks for, and a note of what was written."""
+"""Output of answers: on the terminal, in the files that a command line requests, and a note on each file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedAnswer:
-    """A plan, and for `--fit` the border that it stands at: in words, and as data."""
+    """A plan, and for `--fit` the limit that was found: in words, and as data."""
 
     plan: ClusterPlan
     headline: str = ""
@@ -32,17 +32,17 @@ class NamedAnswer:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that a command line asks for."""
+    """The files that a command line requests."""
 
     json: Path | None
     html: Path | None
     save: Path | None
 
     def check(self, num_clusters: int) -> None:
-        """Refuse what cannot be written, before anything is computed for it.
+        """Refuse files that cannot be written, before anything is computed for them.
 
         Raises:
-            ArgumentError: a file cannot be written, or is of one cluster where there are several.
+            ArgumentError: a file cannot be written, or is for one cluster while there are several.
         """
         from atorch.errors import ArgumentError
 
@@ -57,43 +57,43 @@ class Outputs:
 def give(
     answers: Sequence[tuple[str, NamedAnswer | AtorchError]], title: str, outputs: Outputs, top: int, verbose: bool
 ) -> None:
-    """Show what was found for each cluster, and write it.
+    """Show the answer for each cluster, and write the requested files.
 
     Raises:
-        NoFeasiblePlanError: nothing fits on any of them; or of what fits nothing can be applied, so none is saved.
+        NoFeasiblePlanError: nothing fits on any cluster, or nothing that fits can be applied and saved.
     """
     from rich.console import Console
 
     console = Console(highlight=False)
-    if len(answers) == 1 and isinstance(found := answers[0][1], NamedAnswer):
+    if len(answers) == 1 and isinstance(result := answers[0][1], NamedAnswer):
         from atorch.report.answer import answer_report
 
-        data = found.data
-        if found.headline:
-            console.print(found.headline, style="bold", markup=False)
+        data = result.data
+        if result.headline:
+            console.print(result.headline, style="bold", markup=False)
         console.print(answer_report(data, title, max_rows=top, verbose=verbose))
-        _write(found.plan, data, title, outputs)
+        _write(result.plan, data, title, outputs)
         return
     from atorch.report.side_by_side import beside_report
 
-    every = [(name, found.data if isinstance(found, NamedAnswer) else _short(found)) for name, found in answers]
+    columns = [(name, result.data if isinstance(result, NamedAnswer) else _reason(result)) for name, result in answers]
     _need_one(answers)
-    console.print(beside_report(every, title))
+    console.print(beside_report(columns, title))
     if outputs.json is not None:
-        plans = {name: {"error": each} if isinstance(each, str) else each for name, each in every}
+        plans = {name: {"error": answer} if isinstance(answer, str) else answer for name, answer in columns}
         _write_json(outputs.json, {"clusters": plans})
 
 
 def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
     from atorch.errors import NoFeasiblePlanError
 
-    if not any(isinstance(found, NamedAnswer) for _, found in answers):
-        told = "; ".join(f"{name}: {found}" for name, found in answers)
-        raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {told}")
+    if not any(isinstance(result, NamedAnswer) for _, result in answers):
+        reasons = "; ".join(f"{name}: {result}" for name, result in answers)
+        raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {reasons}")
 
 
-def _short(error: AtorchError) -> str:
-    """Why there is no plan, in as few words as a column takes."""
+def _reason(error: AtorchError) -> str:
+    """The reason why there is no plan, short enough for a column."""
     from atorch.errors import NoFeasiblePlanError
     from atorch.units import format_bytes
 
@@ -109,22 +109,22 @@ def _write(plan: ClusterPlan, data: Mapping[str, Any], title: str, outputs: Outp
         from atorch.report.html import plan_page
 
         files.write(outputs.html, plan_page(data, title))
-        _tell(outputs.html, "the answer as a page")
+        _note(outputs.html, "the answer as a page")
     if outputs.save is not None:
         _save(plan, data, outputs.save)
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     files.write(path, json.dumps(data, allow_nan=False) + "\n")
-    _tell(path, "the answer as data")
+    _note(path, "the answer as data")
 
 
 def _save(plan: ClusterPlan, data: Mapping[str, Any], path: Path) -> None:
-    """Write the chosen strategy with the plan, but for the columns of every candidate."""
+    """Write the chosen strategy with the plan, without the columns of all candidates."""
     report = {name: value for name, value in data.items() if name != "candidates"}
     replace(plan.strategy, metadata={"report": report}).save(path)
-    _tell(path, f"the choice, {plan.strategy}, for load_strategy")
+    _note(path, f"the choice, {plan.strategy}, for load_strategy")
 
 
-def _tell(path: Path, what: str) -> None:
+def _note(path: Path, what: str) -> None:
     typer.echo(f"Wrote {path}: {what}")

@@ -51,10 +51,10 @@ def calibrate(
 
 
 def _fit(path: Path, named: str | None, output: Path) -> None:
-    """Fit a cluster's constants to the runs of a file, and write what came of it.
+    """Fit a cluster's constants to the runs of a file, and write the result.
 
     Raises:
-        ArgumentError, StrategyError: no cluster is named, or a run does not hold.
+        ArgumentError, StrategyError: no cluster is named, or a run is invalid.
     """
     from rich.console import Console
 
@@ -73,33 +73,33 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     with telling("reading the runs"):
         runs = read_runs(path, spec)
     with telling("fitting"):
-        found = calibrated(spec, runs)
-    found.cluster.save(output)
+        fitted = calibrated(spec, runs)
+    fitted.cluster.save(output)
     console = Console(highlight=False)
     rows = (
-        (run.name, format_seconds(run.seconds), *(_beside(run, each) for each in ({}, found.factors))) for run in runs
+        (run.name, format_seconds(run.seconds), *(_compared(run, by) for by in ({}, fitted.factors))) for run in runs
     )
-    console.print(table("RunsFile", ("composition", ">measured", ">before", ">after"), rows))
-    console.print(table("Constants", ("figure", ">was", ">is"), _changes(spec, found)))
-    typer.echo(f"median error: {found.error_before:.1%} before, {found.error_after:.1%} after")
-    before, after = (f"{low:.2f} to {high:.2f}" for low, high in (found.band_before, found.band_after))
+    console.print(table("Runs", ("composition", ">measured", ">before", ">after"), rows))
+    console.print(table("Constants", ("figure", ">was", ">is"), _changes(spec, fitted)))
+    typer.echo(f"median error: {fitted.error_before:.1%} before, {fitted.error_after:.1%} after")
+    before, after = (f"{low:.2f} to {high:.2f}" for low, high in (fitted.band_before, fitted.band_after))
     typer.echo(f"four of five such steps take {before} times the estimate before, {after} times after")
     if len(runs) < ENOUGH:
         typer.echo(f"{len(runs)} runs move few constants; give {ENOUGH} or more, on one node and on several")
     typer.echo(f"Wrote {output}: {spec.device.name} as these runs have it, for --cluster {output}")
 
 
-def _beside(run: TimedRun, factors: Mapping[str, float]) -> str:
+def _compared(run: TimedRun, factors: Mapping[str, float]) -> str:
     from atorch.units import format_seconds
 
     estimate = run.estimate(factors)
     return f"{format_seconds(estimate)} {estimate / run.seconds - 1:+.0%}"
 
 
-def _changes(before: ClusterSpec, found: Calibrated) -> Iterator[tuple[str, str, str]]:
-    """(place, value before, value now) of what changed."""
-    for place in found.factors:
-        was, now = (reduce(getattr, place.split("."), each) for each in (before, found.cluster))
+def _changes(before: ClusterSpec, fitted: Calibrated) -> Iterator[tuple[str, str, str]]:
+    """(place, value before, value now) of each fitted constant."""
+    for place in fitted.factors:
+        was, now = (reduce(getattr, place.split("."), spec) for spec in (before, fitted.cluster))
         yield place, f"{was:.3g}", f"{now:.3g}"
 
 
@@ -128,7 +128,7 @@ def _measure(output: Path, quick: bool) -> None:
 
 
 def _rows(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
-    """(figure, value, its place in a cluster file) of what was measured."""
+    """(figure, value, its place in a cluster file) of each measured constant."""
     from atorch.units import format_bytes, format_count, format_seconds
 
     device, efficiency = cluster.device, cluster.device.efficiency

@@ -1,4 +1,4 @@
-"""The job that a Hugging Face `config.json` means: its model with random weights, and the loss that comes with it.
+"""The job of a Hugging Face `config.json`: its model with random weights, and the model's own loss.
 
 The config's `architectures` name one of transformers' own classes. No code that a config names is run.
 """
@@ -13,7 +13,7 @@ import typer
 
 from atorch.cli import samples
 
-FAMILIES = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")  # of AutoModelFor…, where no class is named
+FAMILIES = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")  # of AutoModelFor…, if no class is named
 
 
 def job_of(path: Path, seq: int | None) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def job_of(path: Path, seq: int | None) -> dict[str, Any]:
     """
     import torch
 
-    config, kind = _found(path)
+    config, kind = _config_and_class(path)
     form = samples.SampleForm(config, kind, path)
     length = form.length(seq)
     if seq is None and length:
@@ -44,8 +44,8 @@ def _model(kind: Any, config: Any) -> Any:
     return kind(config).float()
 
 
-def _found(path: Path) -> tuple[Any, Any]:
-    """The config, and the class of transformers that makes its model."""
+def _config_and_class(path: Path) -> tuple[Any, Any]:
+    """The config, and transformers' class of its model."""
     from atorch.errors import ArgumentError, CapabilityError, near_miss
 
     try:
@@ -61,27 +61,27 @@ def _found(path: Path) -> tuple[Any, Any]:
             f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not have; "
             f"{near_miss(str(kind), transformers.CONFIG_MAPPING)}"
         )
-    config = _made(transformers.CONFIG_MAPPING[kind], data, path)
+    config = _config_of(transformers.CONFIG_MAPPING[kind], data, path)
     names = [name for name in data.get("architectures") or () if isinstance(name, str)]
     for name in names:
-        found = getattr(transformers, name, None)
-        if getattr(found, "config_class", None) is type(config) and samples.has_loss(found):
-            return config, found
+        model_class = getattr(transformers, name, None)
+        if getattr(model_class, "config_class", None) is type(config) and samples.has_loss(model_class):
+            return config, model_class
     for family in FAMILIES:
-        found = getattr(transformers, f"AutoModelFor{family}")._model_mapping.get(type(config), None)
-        if found is not None:
-            return config, found[0] if isinstance(found, tuple) else found
+        model_class = getattr(transformers, f"AutoModelFor{family}")._model_mapping.get(type(config), None)
+        if model_class is not None:
+            return config, model_class[0] if isinstance(model_class, tuple) else model_class
     raise ArgumentError(
         f"{path} is of a {kind}, and its architectures {names} name no class of transformers that has a loss; "
         "name one, or write a job for it"
     )
 
 
-def _made(kind: Any, data: dict[str, Any], path: Path) -> Any:
-    """The config that the data are of.
+def _config_of(kind: Any, data: dict[str, Any], path: Path) -> Any:
+    """The config object of `data`.
 
     Raises:
-        ArgumentError: a value that its class does not take.
+        ArgumentError: the config class rejects a value.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, Any]:
     from atorch.errors import ArgumentError
     from atorch.files.strict_json import Format, read_json
 
-    # An infinite limit is written by configs of state-space models; classes of images may have 20,000 names.
+    # Configs of state-space models have infinite limits; those of image classifiers may name 20,000 classes.
     form = Format("model config", ArgumentError, max_bytes=2**24, max_values=200_000, allows_infinity=True)
     data = read_json(path, form)
     if not isinstance(data, dict):

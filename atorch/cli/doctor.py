@@ -1,4 +1,4 @@
-"""`atorch doctor`: what is on this machine, and which methods can run on it. Made to be pasted into an issue."""
+"""`atorch doctor`: this machine's environment, and the methods that can run on it, for pasting into an issue."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _version(package: str) -> str:
 
 
 def _methods(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
-    """Each method and each of its backends: (name, "yes" or "no", what it does or what it lacks)."""
+    """Each method and each of its backends: (name, "yes" or "no", its summary or the reason)."""
     import atorch.auto.opt_lib  # registers the methods  # noqa: F401
     from atorch.auto.strategy import METHODS
 
@@ -93,7 +93,7 @@ def _methods(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
 
 
 def _backends(method: type[Method]) -> tuple[str | None, ...]:
-    """The values of the method's `backend` knob; `(None,)` where it has none."""
+    """The values of the method's `backend` knob; `(None,)` if it has none."""
     knob = method.model_fields.get("backend")
     if knob is None or get_origin(knob.annotation) is not Literal:
         return (None,)
@@ -101,7 +101,7 @@ def _backends(method: type[Method]) -> tuple[str | None, ...]:
 
 
 def _lack(method: type[Method], backend: str | None, cluster: ClusterSpec) -> str | None:
-    """Why the method cannot run on `cluster`, or None where it can."""
+    """The reason why the method cannot run on `cluster`, or None."""
     from atorch.errors import CapabilityError
 
     try:

@@ -22,7 +22,7 @@ def check_targets(*paths: Path | None) -> None:
     """Refuse files that cannot be written, before anything is computed for them.
 
     Raises:
-        ArgumentError: a folder is not there, or what is at a path is no ordinary file.
+        ArgumentError: a folder does not exist, or a path is no ordinary file.
     """
     from atorch.errors import ArgumentError
     from atorch.files import access

@@ -1,12 +1,12 @@
-"""A job named on the command line, `FILE.py:NAME` or `package.module:NAME`: what `atorch.plan` is called with.
+"""A job named on the command line, `FILE.py:NAME` or `package.module:NAME`: the arguments of `atorch.plan`.
 
-The name is a dict of arguments of `atorch.plan`, or a function that returns one:
+NAME is a dict of these arguments, or a function that returns one:
 
     def job(seq=8192):
         return {"model": lambda: Llama(seq), "sample_batch": tokens(seq), "loss_func": loss, "optim_func": AdamW}
 
-A parameter `seq` is the length of a sample, which the command line may set. Naming a file runs it, as `python FILE.py`
-would: what it raises keeps its traceback.
+A parameter `seq` is the length of a sample, which the command line may set. Loading a file runs it, as `python FILE.py`
+would; its errors keep their traceback.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def load(named: str) -> Any:
         raise ArgumentError(f"the job is {named!r}; {FORM}")
     module = _module_of(home)
     if not hasattr(module, name):
-        known = [each for each in vars(module) if not each.startswith("_")]
-        raise ArgumentError(f"{home} has no {name!r}; {near_miss(name, known)}")
+        names = [attribute for attribute in vars(module) if not attribute.startswith("_")]
+        raise ArgumentError(f"{home} has no {name!r}; {near_miss(name, names)}")
     return getattr(module, name)
 
 
@@ -58,13 +58,13 @@ def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
         raise ArgumentError(
             f"--seq is given, and the job {named} takes no seq; let it be a function with a parameter seq"
         )
-    found = job if not callable(job) else job() if seq is None else job(seq=seq)
-    if not isinstance(found, Mapping):
-        raise ArgumentError(f"the job {named} is {shown(found)}; {FORM}")
-    missing = [name for name in NEEDED if name not in found]
+    arguments = job if not callable(job) else job() if seq is None else job(seq=seq)
+    if not isinstance(arguments, Mapping):
+        raise ArgumentError(f"the job {named} is {shown(arguments)}; {FORM}")
+    missing = [name for name in NEEDED if name not in arguments]
     if missing:
         raise ArgumentError(f"the job {named} has no {' and no '.join(missing)}; {FORM}")
-    return dict(found)
+    return dict(arguments)
 
 
 def _module_of(home: str) -> ModuleType:
@@ -81,7 +81,7 @@ def _module_of(home: str) -> ModuleType:
     assert spec is not None  # of a name that ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.absolute().parent))  # its neighbours, as for a script
+    sys.path.insert(0, str(path.absolute().parent))  # for imports of its neighbours, as for a script
     sys.modules[path.stem] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

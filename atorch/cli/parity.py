@@ -1,7 +1,7 @@
 """One process of `atorch test`: trains a small model sharded and plain, and compares the two.
 
-Every step sees every sample, each process its own share of them, so the order of the data plays no part. What is
-compared is the update: ‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters together, after a few steps of SGD in fp32.
+Every step uses every sample, each process its own share of them, so the order of the data does not matter. The
+comparison is of the update: ‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters together, after a few steps of SGD in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 
 def main() -> int:
-    """Compare on this process; the first one tells the outcome. Returns the exit status."""
+    """Compare on this process, and return the exit status; the first process prints the outcome."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -41,13 +41,13 @@ def main() -> int:
     if dist.get_rank() == 0:
         verdict = "ok" if is_same else f"wrong, more than {TOLERANCE:.0e}"
         typer.echo(f"{dist.get_world_size()} processes against one: updates differ by {difference:.1e}, {verdict}")
-    dist.barrier()  # the first process to fail ends the others, so the verdict is out before any does
+    dist.barrier()  # a process that fails ends the others, so the verdict is printed before any does
     dist.destroy_process_group()
     return 0 if is_same else 1
 
 
 def train_plain(model: nn.Module, samples: TensorDataset) -> None:
-    """A few steps by hand, in this process alone."""
+    """Train a few steps by hand, in this process only."""
     optim = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     batch = samples[:]
     for _ in range(NUM_STEPS):
@@ -57,7 +57,7 @@ def train_plain(model: nn.Module, samples: TensorDataset) -> None:
 
 
 def train_sharded(model: nn.Module, samples: TensorDataset) -> nn.Module:
-    """The same steps through `auto_accelerate`, on all processes; returns the accelerated model."""
+    """Train the same steps through `auto_accelerate`, on all processes; return the accelerated model."""
     _, result, _ = auto_accelerate(
         model,
         optim_func=torch.optim.SGD,
@@ -67,7 +67,7 @@ def train_sharded(model: nn.Module, samples: TensorDataset) -> nn.Module:
         loss_func=loss_of,
         load_strategy=["parallel_mode", "fsdp"],
     )
-    assert result is not None  # only a search comes back without
+    assert result is not None  # only a search returns none
     device = next(result.model.parameters()).device
     for _ in range(NUM_STEPS):
         for batch in result.dataloader:
@@ -84,7 +84,7 @@ def loss_of(batch: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All parameters whole, on the host, in one vector of float64."""
+    """All full parameters, on the host, in one vector of float64."""
     from torch.distributed.tensor import DTensor
 
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in parameters)

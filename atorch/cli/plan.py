@@ -1,7 +1,7 @@
-"""`atorch plan`: the best strategy for a model on a cluster, neither of which need be here.
+"""`atorch plan`: the best strategy for a model on a cluster, without the weights or the GPUs.
 
-The model is a Hugging Face config, a job in a file, or a shape. The answer goes to the terminal, and where it is asked
-for into a JSON file, a page, and a strategy file. Answers for several clusters stand beside each other.
+The model is a Hugging Face config, a job in a file, or a shape. The answer goes to the terminal, and on request to a
+JSON file, a page, and a strategy file. Answers for several clusters are shown side by side.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     Read: TypeAlias = Callable[[ClusterSpec], Subject]
 
-MAX_DEVICES, MAX_BATCH, MAX_SEQ = 2**17, 2**24, 2**24  # where --fit stops looking
+MAX_DEVICES, MAX_BATCH, MAX_SEQ = 2**17, 2**24, 2**24  # limits of --fit
 FIRST_SEQ = 4096
-IN_PARTS = ("micro_batch", "pipeline_parallel")  # with these a batch goes through the model part by part
+IN_PARTS = ("micro_batch", "pipeline_parallel")  # methods that run a batch in parts
 TYPICAL = ("8xA100-80GB", "8xH100-80GB", "8xH200", "8xB200")
 CLUSTER_HELP = (
     "8xA100-40GB is one node of 8 devices, 16x8xH100-80GB are 16 nodes of 8, and 64xH100-80GB is one node of 64; a "
@@ -68,7 +68,7 @@ def plan(
     heads: Annotated[Number, _number("Of a shape: attention heads.")] = None,
     kv_heads: Annotated[Number, _number("Of a shape: heads of keys and values.")] = None,
     ffn: Annotated[Number, _number("Of a shape: elements inside the feed-forward layer, or an expert.")] = None,
-    vocab: Annotated[Number, _number("Of a shape: tokens that there are.")] = None,
+    vocab: Annotated[Number, _number("Of a shape: vocabulary size.")] = None,
     experts: Annotated[Number, _number("Of a shape: experts of a block.")] = None,
     top_k: Annotated[Number, _number("Of a shape: experts that a token goes to.")] = None,
     batch: Annotated[Number, _number("Samples of a step, on all devices together.")] = None,
@@ -77,7 +77,8 @@ def plan(
     objective: Annotated[ObjectiveName, typer.Option(help="What is best.")] = "step_time",
     exclude: Names = None,
     include: Names = None,
-    fixed: Annotated[File, _file("--fixed", "A strategy file: these methods alone.", exists=True)] = None,
+    fixed: Annotated[File, _file("--fixed", "A strategy file: exactly these methods.", exists=True)] = None,
+    extend: Annotated[File, _file("--extend", "A strategy file: these methods and others.", exists=True)] = None,
     precision: Annotated[PrecisionName, typer.Option(help="The least exact numbers that are allowed.")] = "half",
     host_memory: Annotated[bool | None, typer.Option(help="Whether something may wait in host memory.")] = None,
     reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of a device's memory to keep free.")] = RESERVE,
@@ -90,8 +91,11 @@ def plan(
     html: Annotated[File, _file("--html", "Write the answer as a page.")] = None,
     save: Annotated[File, _file("--save", "Write the chosen strategy to a file.")] = None,
 ) -> None:
-    """Find the best strategy for a model on a cluster, neither of which need be here."""
+    """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs."""
+    from atorch.auto.plan_for_cluster import check_names
+
     outputs = Outputs(json_file, html, save)
+    check_names(excluded=_names(exclude), included=_names(include), fixed=fixed, extend=extend)
     shape = {
         "layers": layers,
         "hidden": hidden,
@@ -109,6 +113,7 @@ def plan(
         "excluded": _names(exclude),
         "included": _names(include),
         "fixed": fixed,
+        "extend": extend,
         "precision": precision,
         "host_memory": bool(host_memory) if fit else host_memory,
         "objective": objective,
@@ -117,21 +122,21 @@ def plan(
 
     several = len(clusters) > 1
     read = _reader(source, seq, once=several)
-    verify = 0 if several else verify  # what simulating would find is not shown there
+    verify = 0 if several else verify  # side by side, results of simulations are not shown
 
     def ask(spec: ClusterSpec) -> NamedAnswer:
-        return _fitting(fit, source, read, spec, seq, wanted) if fit else _answer(read, spec, wanted, verify)
+        return _fit_answer(fit, source, read, spec, seq, wanted) if fit else _answer(read, spec, wanted, verify)
 
-    give(_asked(clusters, ask), source.title, outputs, top, verbose)
+    give(_answers(clusters, ask), source.title, outputs, top, verbose)
 
 
-def _asked(
+def _answers(
     clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], NamedAnswer]
 ) -> list[tuple[str, NamedAnswer | AtorchError]]:
-    """The results for each cluster, or of several why nothing fits there.
+    """The answer for each cluster; of several, the error for one on which nothing fits.
 
     Raises:
-        NoFeasiblePlanError, StrategyError: nothing fits on the one that there is.
+        NoFeasiblePlanError, StrategyError: nothing fits on the only cluster.
     """
     from atorch.errors import NoFeasiblePlanError, StrategyError
 
@@ -153,10 +158,10 @@ def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: in
     return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
 
 
-def _fitting(
+def _fit_answer(
     what: What, source: JobSource, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
 ) -> NamedAnswer:
-    """The border of what fits. Nothing is simulated on the way: that is for the size that is then chosen.
+    """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated.
 
     Raises:
         NoFeasiblePlanError: nothing fits at any size.
@@ -170,23 +175,21 @@ def _fitting(
         def of_length(size: int) -> ClusterPlan:
             return plan_for(source.subject(size, spec), spec, verify=0, advise=False, **wanted)
 
-        return _border(what, largest(of_length, seq or FIRST_SEQ, MAX_SEQ, _tell("tokens a sample")))
+        return _limit_answer(what, largest(of_length, seq or FIRST_SEQ, MAX_SEQ, _size_reporter("tokens a sample")))
     subject = read(spec)
     if what == "devices":
         of_cluster = partial(plan_for, subject, verify=0, advise=False, **wanted)
-        return _border(what, smallest_cluster(of_cluster, spec, MAX_DEVICES, _tell("devices")))
+        return _limit_answer(what, smallest_cluster(of_cluster, spec, MAX_DEVICES, _size_reporter("devices")))
     whole = {**wanted, "excluded": sorted({*(wanted["excluded"] or ()), *IN_PARTS})}
 
     def of_batch(size: int) -> ClusterPlan:
         return plan_for(subject, spec, verify=0, advise=False, **{**whole, "global_batch": size})
 
-    return _border(what, largest(of_batch, spec.world_size, MAX_BATCH, _tell("samples a step")))
+    return _limit_answer(what, largest(of_batch, spec.world_size, MAX_BATCH, _size_reporter("samples a step")))
 
 
 def _check_fit(what: What, source: JobSource, wanted: Mapping[str, Any]) -> None:
-    """Raises:
-    ArgumentError: the number that is looked for is given, or cannot be varied, or what it depends on is missing.
-    """
+    """Raise ArgumentError if the number to find is given or cannot vary, or if one that it depends on is missing."""
     from atorch.errors import ArgumentError
 
     if what == "batch" and wanted["global_batch"] is not None:
@@ -198,20 +201,20 @@ def _check_fit(what: What, source: JobSource, wanted: Mapping[str, Any]) -> None
 
 
 def _reader(source: JobSource, seq: int | None, *, once: bool) -> Read:
-    """Reads the model for a cluster; `once`: for all of one kind of device, as nothing will be simulated there."""
-    known: dict[str, Subject] = {}
+    """A function that reads the model for a cluster; `once`: only once a device type, as nothing is simulated."""
+    subjects: dict[str, Subject] = {}
 
     def read(spec: ClusterSpec) -> Subject:
         kind = spec.device.type
-        if kind not in known or not once:
-            known[kind] = _read(source, seq, spec)
-        return known[kind]
+        if kind not in subjects or not once:
+            subjects[kind] = _read(source, seq, spec)
+        return subjects[kind]
 
     return read
 
 
 def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
-    """The model in numbers; how long that took goes to standard error."""
+    """Read the model, and write its size and the time that it took to standard error."""
     from atorch.report.progress import telling
     from atorch.units import format_count, format_seconds
 
@@ -224,57 +227,57 @@ def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     return subject
 
 
-def _tell(unit: str) -> Callable[[int, ClusterPlan | None], None]:
-    """Says of each size that was tried whether it fits, on standard error."""
+def _size_reporter(unit: str) -> Callable[[int, ClusterPlan | None], None]:
+    """A function that writes to standard error if a size fits."""
 
-    def tell(size: int, found: ClusterPlan | None) -> None:
+    def tell(size: int, plan: ClusterPlan | None) -> None:
         from atorch.units import format_bytes, format_seconds
 
-        told = "nothing fits"
-        if found is not None:
-            step, peak = format_seconds(found.estimate.step_s), format_bytes(found.estimate.peak_bytes)
-            told = f"fits, {step} a step, {peak} a device"
-        typer.echo(f"{size:,} {unit}: {told}", err=True)
+        verdict = "nothing fits"
+        if plan is not None:
+            step, peak = format_seconds(plan.estimate.step_s), format_bytes(plan.estimate.peak_bytes)
+            verdict = f"fits, {step} a step, {peak} a device"
+        typer.echo(f"{size:,} {unit}: {verdict}", err=True)
 
     return tell
 
 
-def _border(what: What, found: Fit) -> NamedAnswer:
+def _limit_answer(what: What, fit: Fit) -> NamedAnswer:
     words = {
         "devices": "The fewest devices that fit: {}",
         "batch": "The largest batch that fits in one pass: {} samples a step",
         "seq": "The longest sequence that fits: {} tokens",
     }
-    said = words[what].format(f"{found.size:,}") + ("" if found.is_bounded else ", where the search ends")
-    data = {"what": what, "size": found.size, "is_bounded": found.is_bounded, "tried": found.tried}
-    return NamedAnswer(found.plan, said, data)
+    headline = words[what].format(f"{fit.size:,}") + ("" if fit.is_bounded else ", where the search ends")
+    data = {"what": what, "size": fit.size, "is_bounded": fit.is_bounded, "tried": fit.tried}
+    return NamedAnswer(fit.plan, headline, data)
 
 
-def _names(given: list[str] | None) -> list[str] | None:
+def _names(options: list[str] | None) -> list[str] | None:
     """The names in options such as `--exclude fp8,compile --exclude zero2`."""
-    names = [name.strip() for each in given or () for name in each.split(",")]
+    names = [name.strip() for option in options or () for name in option.split(",")]
     return [name for name in names if name] or None
 
 
 def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
-    """(what it was called, the cluster) of each, all read before anything is planned for any.
+    """(name, cluster) of each cluster; all are read before any is planned for.
 
     Raises:
-        ArgumentError: one is not known, or is given twice.
+        ArgumentError: a cluster is unknown, or given twice.
     """
     from atorch.auto.plan_for_cluster import cluster_of
     from atorch.errors import ArgumentError
 
     if not given:
-        here = _here()
-        return [here] if here else [(name, cluster_of(name)) for name in _usual()]
+        this_machine = _here()
+        return [this_machine] if this_machine else [(name, cluster_of(name)) for name in _usual()]
     for name in given:
         if given.count(name) > 1:
             raise ArgumentError(f"--cluster {name} is given {given.count(name)} times; give each cluster once")
-    found = [(name, cluster_of(name)) for name in given]
-    for name, spec in found:
-        _tell_of_large_node(name, spec)
-    return found
+    clusters = [(name, cluster_of(name)) for name in given]
+    for name, spec in clusters:
+        _note_large_node(name, spec)
+    return clusters
 
 
 def _usual() -> Sequence[str]:
@@ -283,7 +286,7 @@ def _usual() -> Sequence[str]:
 
 
 def _here() -> tuple[str, ClusterSpec] | None:
-    """This machine's GPUs, where it has some."""
+    """This machine's GPUs, or None if it has none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -297,14 +300,14 @@ def _here() -> tuple[str, ClusterSpec] | None:
     return "this machine", spec
 
 
-def _tell_of_large_node(name: str, spec: ClusterSpec) -> None:
-    """One node of more devices than such machines have is rarely meant."""
+def _note_large_node(name: str, spec: ClusterSpec) -> None:
+    """Note on standard error that one node has more devices than such machines have, which is rarely meant."""
     from atorch.cluster.catalogue import usual_devices
 
-    usual, given = usual_devices(name), spec.devices_per_node
-    if spec.num_nodes == 1 and given > usual > 1 and given % usual == 0:
+    usual, devices = usual_devices(name), spec.devices_per_node
+    if spec.num_nodes == 1 and devices > usual > 1 and devices % usual == 0:
         rest = name.lstrip("0123456789 ").lstrip("xX×* ")
-        nodes = f"{given // usual}x{usual}x{rest}"
+        nodes = f"{devices // usual}x{usual}x{rest}"
         typer.echo(
-            f"{name} is one node of {given} devices; {nodes} would be {given // usual} nodes of {usual}", err=True
+            f"{name} is one node of {devices} devices; {nodes} would be {devices // usual} nodes of {usual}", err=True
         )

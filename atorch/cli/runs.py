@@ -1,10 +1,10 @@
-"""Runs of the user's own, in a JSON file: what was trained, how, and the seconds that a step took.
+"""The user's own runs, in a JSON file: the model, the strategy, and the seconds of a step.
 
     [{"model": "config.json", "seq": 4096, "batch": 64, "strategy": "strategy.json", "step_s": 7.4},
      {"shape": {"layers": 32, "hidden": 4096, …}, "seq": 4096, "batch": 32, "devices": "2x8",
       "strategy": [["parallel_mode", [[["data", 16]], null]], "zero2"], "step_s": 3.1}]
 
-Paths are from where the file is. `devices` is where a run had not all of the cluster.
+Paths are relative to the file. `devices` is for runs on a part of the cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_runs(path: Path, cluster: ClusterSpec) -> list[TimedRun]:
 
     Raises:
         ArgumentError: the file cannot be read, or a run has something missing, unknown or impossible.
-        StrategyError: a strategy that cannot be meant, or not on so many devices.
+        StrategyError: a strategy is invalid, or does not suit the number of devices.
     """
     from atorch.errors import ArgumentError
     from atorch.files.strict_json import Format, read_json
@@ -39,7 +39,7 @@ def read_runs(path: Path, cluster: ClusterSpec) -> list[TimedRun]:
     data = read_json(path, Format("file of runs", ArgumentError))
     if not isinstance(data, list) or not 1 <= len(data) <= MOST:
         raise ArgumentError(f"{path} holds no list of 1 to {MOST} runs; see docs/clusters.md for one")
-    return [_run(each, f"run {number} of {path}", path.parent, cluster) for number, each in enumerate(data, 1)]
+    return [_run(entry, f"run {number} of {path}", path.parent, cluster) for number, entry in enumerate(data, 1)]
 
 
 def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> TimedRun:
@@ -51,7 +51,7 @@ def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> TimedRun:
     cluster = _part(data.get("devices"), where, whole)
     subject = _source(data, where, folder).subject(data.get("seq"), cluster)
     strategy = _strategy(data["strategy"], folder)
-    # It ran, so it fitted, whatever the estimate says. What it leaves open, as the mesh, is as the estimate has it.
+    # A run that finished fitted in memory. The estimate only chooses what the strategy leaves open, such as the mesh.
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=ROOM * cluster.device.memory_bytes))
     plan = plan_for(subject, roomy, global_batch=data["batch"], fixed=strategy, verify=0, advise=False)
     cost = plan.strategy.cost(plain_cost(subject.profile, data["batch"], cluster.device.memory_bytes))
@@ -81,15 +81,15 @@ def _check(data: Any, where: str) -> None:
             raise ArgumentError(f"{where} has {key} = {shown(value)}; it is {holds}")
 
 
-def _part(given: Any, where: str, whole: ClusterSpec) -> ClusterSpec:
-    """The part of the cluster that a run had: "8" devices of one node, "2x8" of two."""
+def _part(value: Any, where: str, whole: ClusterSpec) -> ClusterSpec:
+    """The part of the cluster that a run used: "8" is devices of one node, "2x8" of two nodes."""
     from atorch.errors import ArgumentError, shown
 
-    if given is None:
+    if value is None:
         return whole
-    counts = str(given).split("x")
-    if len(counts) > 2 or not all(each.isdigit() and int(each) for each in counts):
-        raise ArgumentError(f"{where} has devices = {shown(given)}; it is a number of one node's, or such as '2x8'")
+    counts = str(value).split("x")
+    if len(counts) > 2 or not all(count.isdigit() and int(count) for count in counts):
+        raise ArgumentError(f"{where} has devices = {shown(value)}; it is a number of one node's, or such as '2x8'")
     *nodes, devices = map(int, counts)
     return replace(whole, num_nodes=nodes[0] if nodes else 1, devices_per_node=devices)
 
@@ -99,23 +99,23 @@ def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
 
     if "model" in data:
         named = str(data["model"])
-        beside = folder / named.partition(":")[0]
-        return source_of(f"{folder / named}" if beside.exists() else named, None, {})
-    known = (*NEEDED, *OPTIONAL)
+        local_path = folder / named.partition(":")[0]
+        return source_of(f"{folder / named}" if local_path.exists() else named, None, {})
+    allowed = (*NEEDED, *OPTIONAL)
     if not isinstance(data["shape"], dict):
-        raise ArgumentError(f"{where} has a shape that is no object; it has {', '.join(known)}")
+        raise ArgumentError(f"{where} has a shape that is no object; it has {', '.join(allowed)}")
     shape = {str(key).replace("_", "-"): value for key, value in data["shape"].items()}
     for key, value in shape.items():
-        if key not in known:
-            raise ArgumentError(f"{where} has a shape with an unknown {key!r}; {near_miss(key, known)}")
+        if key not in allowed:
+            raise ArgumentError(f"{where} has a shape with an unknown {key!r}; {near_miss(key, allowed)}")
         if type(value) is not int or value < 1:
             raise ArgumentError(f"{where} has a shape with {key} = {value!r}; it is a whole number of at least 1")
-    return source_of(None, None, {name: shape.get(name) for name in known})
+    return source_of(None, None, {name: shape.get(name) for name in allowed})
 
 
-def _strategy(given: Any, folder: Path) -> Strategy:
+def _strategy(value: Any, folder: Path) -> Strategy:
     from atorch.auto.strategy import Strategy
 
-    if isinstance(given, str) and (folder / given).is_file():
-        return Strategy.of(folder / given)
-    return Strategy.of(given)
+    if isinstance(value, str) and (folder / value).is_file():
+        return Strategy.of(folder / value)
+    return Strategy.of(value)

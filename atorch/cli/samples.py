@@ -1,4 +1,4 @@
-"""Sample batches that transformers' models take, from the parameters of `forward` and the config."""
+"""Sample batches for transformers' models, made from the parameters of `forward` and the config."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
     from atorch.errors import ArgumentError
 
-DEFAULT_SIZE = 224  # of images, for networks that take any
+DEFAULT_SIZE = 224  # of images, for networks that take any size
 DEFAULT_SEQ = 4096  # tokens of a sample, for models that take as many
 LOSSES = ("labels", "return_loss", "start_positions")  # parameters of `forward` that ask for a loss
-PLACES = ("max_position_embeddings", "max_target_positions", "n_positions")  # in configs: tokens that a table is for
-PADDING = 2  # rows of some tables that stand for no position
+PLACES = ("max_position_embeddings", "max_target_positions", "n_positions")  # in configs: positions of a table
+PADDING = 2  # rows of some tables that are no positions
 NEEDS = ("labels", "start_positions", "end_positions", "input_ids", "pixel_values", "input_features")
 
 
@@ -46,10 +46,10 @@ class SampleForm:
             raise self._unmade(f"{kind.main_input_name} for {task}" if task else str(kind.main_input_name))
 
     def length(self, seq: int | None) -> int:
-        """Tokens of a sample; 0 of a model that reads none.
+        """Tokens of a sample; 0 for a model that reads none.
 
         Raises:
-            ArgumentError: `seq` is given for a model that reads images, or there are fewer positions.
+            ArgumentError: `seq` is given for a model that reads images, or exceeds the positions.
         """
         from atorch.errors import ArgumentError
 
@@ -58,30 +58,31 @@ class SampleForm:
                 raise ArgumentError(f"{self.path} is of a model that reads images; leave --seq out")
             return 0
         stated = [most for name in PLACES if (most := getattr(self.text, name, None))]
-        wanted = min((DEFAULT_SEQ, *stated[:1])) if seq is None else seq
-        if not stated or wanted <= min(stated) - PADDING:
-            return wanted
-        most = min(self._places(stated), default=wanted)
+        tokens = min((DEFAULT_SEQ, *stated[:1])) if seq is None else seq
+        if not stated or tokens <= min(stated) - PADDING:
+            return tokens
+        most = min(self._places(stated), default=tokens)
         if seq is not None and seq > most:
             raise ArgumentError(
                 f"{self.path} is of a model with a table of {most:,} positions; give --seq {most} at most"
             )
-        return min(wanted, most)
+        return min(tokens, most)
 
     def _places(self, stated: list[int]) -> list[int]:
-        """Tokens that tables of positions have rows for; none of a model that computes positions."""
+        """Numbers of tokens that tables of positions have rows for; empty for a model that computes positions."""
         from torch import nn
 
-        found = []
+        lengths = []
         for name, module in self._on_meta().named_modules():
-            own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+            by_name = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
             skipped = getattr(module, "offset", 0)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 skipped = module.padding_idx + 1
-            tables = [each for key, each in own.items() if "pos" in key or _names_table(name)]
-            for rows in (size for each in tables for size in each.shape[: -1 if each.is_floating_point() else None]):
-                found += [rows - skipped] * (rows in stated or rows - skipped in stated)
-        return found
+            tables = [tensor for key, tensor in by_name.items() if "pos" in key or _names_table(name)]
+            # The last dim of a table of floating-point numbers is features.
+            for rows in (size for table in tables for size in table.shape[: -1 if table.is_floating_point() else None]):
+                lengths += [rows - skipped] * (rows in stated or rows - skipped in stated)
+        return lengths
 
     def _on_meta(self) -> Any:
         import torch
@@ -90,10 +91,10 @@ class SampleForm:
             return self.kind(self.config)
 
     def batch(self, length: int) -> dict[str, Any]:
-        """One sample of so many tokens.
+        """One sample of `length` tokens.
 
         Raises:
-            ArgumentError: its images take more tokens than it has.
+            ArgumentError: an image takes more tokens than the sample has.
         """
         import torch
 
@@ -125,7 +126,7 @@ class SampleForm:
         return tokens if self.reads_tokens else one
 
     def _images(self, tokens: Tensor) -> dict[str, Any]:
-        """An image, whose features stand in place of the first tokens of a model that reads both in one sequence."""
+        """An image; if a model reads text and images in one sequence, its features replace the first tokens."""
         import torch
 
         from atorch.errors import ArgumentError
@@ -151,7 +152,7 @@ class SampleForm:
         return made | {name: marks for name in ("mm_token_type_ids", "token_type_ids") if name in self.takes}
 
     def _num_features(self, images: dict[str, Any]) -> int:
-        """Tokens that an image becomes.
+        """Number of tokens that an image becomes.
 
         Raises:
             ArgumentError: the model does not take the image.
@@ -161,21 +162,21 @@ class SampleForm:
         from atorch.profiler.capture.fakes import Fakes
 
         fakes = Fakes()
-        given = {name: fakes.fake_unless_known(each) for name, each in images.items()}
+        fake_images = {name: fakes.fake_unless_known(image) for name, image in images.items()}
         try:
             model: Any = copy_with(self._on_meta(), (), fakes.fake)[0]
             with fakes.running():
-                found = model.get_image_features(**given, return_dict=True)
+                output = model.get_image_features(**fake_images, return_dict=True)
         except Exception as error:  # a model may fail in any way on an image that it does not take
             raise self._unmade("images of a form of its own") from error
-        features = getattr(found, "pooler_output", found)
-        return sum(each.numel() // each.shape[-1] for each in tensors_of(features))
+        features = getattr(output, "pooler_output", output)
+        return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors_of(features))
 
-    def _unmade(self, taken: str) -> ArgumentError:
+    def _unmade(self, inputs: str) -> ArgumentError:
         from atorch.errors import ArgumentError
 
         return ArgumentError(
-            f"{self.path} is of a {self.kind.__name__}, which takes {taken}: no sample can be made for it from a "
+            f"{self.path} is of a {self.kind.__name__}, which takes {inputs}: no sample can be made for it from a "
             "config; write a job (FILE.py:NAME) with a sample_batch"
         )
 

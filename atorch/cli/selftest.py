@@ -1,4 +1,4 @@
-"""`atorch test`: does training on two processes change a model as training on one does? Takes less than a minute."""
+"""`atorch test`: compares training on two processes with training on one, in less than a minute."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def selftest() -> None:
         raise typer.Exit(1) from None
     typer.echo(run.stdout, nl=False)
     if run.returncode != 0:
-        # Where the processes came to a verdict, what the launcher says of their exit adds nothing to it.
+        # If the processes printed a verdict, the launcher's message on their exit adds nothing.
         typer.echo("FAILED" if run.stdout else f"{run.stderr}\nFAILED: the processes came to no verdict", err=True)
         raise typer.Exit(1)
 
 
 def _device_choice() -> list[str]:
-    """The prefix of the command that gives each process a device: one GPU cannot be shared, so it is hidden."""
+    """A prefix of the command that hides GPUs if there are fewer than processes, which cannot share one."""
     import torch
 
     return ["env", "CUDA_VISIBLE_DEVICES="] if 0 < torch.cuda.device_count() < NUM_PROCESSES else []

@@ -24,7 +24,7 @@ OPTIONAL = ("kv-heads", "experts", "top-k")
 
 @dataclass(frozen=True)
 class JobSource:
-    """Something to plan for; `takes_seq` where its samples may have any length."""
+    """A job to plan for; `takes_seq` if its samples may have any length."""
 
     title: str
     takes_seq: bool
@@ -32,10 +32,10 @@ class JobSource:
 
 
 def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobSource:
-    """The one thing that is planned for.
+    """The job to plan for.
 
     Raises:
-        ArgumentError: none is given, or several are, or it is none.
+        ArgumentError: no source is given, several are, or the one is invalid.
     """
     from atorch.errors import ArgumentError
 
@@ -50,9 +50,7 @@ def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobS
 
 
 def _of_name(named: str) -> JobSource:
-    """Raises:
-    ArgumentError: it is neither a config, nor a folder with one, nor a job.
-    """
+    """The source of a name; raises ArgumentError if it is neither a config, nor a folder with one, nor a job."""
     from atorch.errors import ArgumentError
 
     path = Path(named)
@@ -66,28 +64,28 @@ def _of_name(named: str) -> JobSource:
         return _of_job(named)
     if path.is_file():
         raise ArgumentError(f"{named} is a file; give {named}:NAME for a job in it, or a model's {CONFIG}")
-    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    nearby = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise ArgumentError(
-        f"there is no file or folder {named!r}, and nothing is downloaded; {_near(path.name, beside)}give a {CONFIG}, "
+        f"there is no file or folder {named!r}, and nothing is downloaded; {_near(path.name, nearby)}give a {CONFIG}, "
         "a folder that has one, or a job FILE.py:NAME"
     )
 
 
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+def _near(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]!r}? Else " if near else ""
 
 
 def _of_job(named: str) -> JobSource:
-    found = job.load(named)
+    loaded = job.load(named)
 
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import subject_of
 
-        arguments = job.arguments_of(found, named, seq)
+        arguments = job.arguments_of(loaded, named, seq)
         return subject_of(arguments.pop("model"), arguments.pop("sample_batch"), cluster, **arguments)
 
-    return JobSource(named, job.takes_seq(found), subject)
+    return JobSource(named, job.takes_seq(loaded), subject)
 
 
 def _of_config(path: Path) -> JobSource:
@@ -111,7 +109,7 @@ def _of_config(path: Path) -> JobSource:
 
 
 def _of_shape(shape: ShapeOptions) -> JobSource:
-    """A decoder as Llama's is, in fp32 as precision methods expect it; as Mixtral's is where `experts` are given."""
+    """A decoder like Llama's, in fp32 as precision methods expect it; with `experts`, one like Mixtral's."""
     from atorch.errors import ArgumentError
 
     missing = [f"--{name}" for name in NEEDED if shape[name] is None]
@@ -125,14 +123,12 @@ def _of_shape(shape: ShapeOptions) -> JobSource:
         eager = Implementation(itemsize=4.0, fused_norm=False, fused_activation=False)
         return Subject(transformer_profile(_transformer(shape, _needed(seq, "a shape")), implementation=eager))
 
-    known = ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)
-    return JobSource(f"a transformer with {known}", True, subject)
+    sizes = ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)
+    return JobSource(f"a transformer with {sizes}", True, subject)
 
 
 def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
-    """Raises:
-    ArgumentError: the numbers contradict each other.
-    """
+    """The transformer of a shape; raises ArgumentError if the numbers contradict each other."""
     from atorch.cost.transformer import Experts, TransformerShape
     from atorch.errors import ArgumentError
 

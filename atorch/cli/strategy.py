@@ -1,4 +1,4 @@
-"""`atorch strategy show` and `convert`: strategy files, for people and from one form to the other."""
+"""`atorch strategy show` and `convert`: prints strategy files, and converts them between their forms."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def show(file: StrategyFile, verbose: Verbose = False) -> None:
     rows = []
     for method in strategy:
         knobs = method.model_dump(exclude_defaults=not verbose)
-        told = ", ".join(f"{knob}={value!r}" for knob, value in knobs.items())
-        rows.append((method.phase.name.lower(), method.name, told))
+        settings = ", ".join(f"{knob}={value!r}" for knob, value in knobs.items())
+        rows.append((method.phase.name.lower(), method.name, settings))
     console = Console(highlight=False)
     console.print(table(str(file), ("phase", "method", "knobs"), rows))
     facts = [f"{key}: {value}" for key, value in strategy.metadata.items() if key != "report"]
@@ -77,9 +77,9 @@ def convert(file: StrategyFile, to: FileFormat, output: StrategyOutput = None) -
 def as_list(strategy: Strategy) -> str:
     """JSON as a person would write it: names, and pairs of a name and the knobs that were set."""
     items = [
-        json.dumps([each.name, knobs] if knobs else each.name, ensure_ascii=False)
-        for each in strategy
-        for knobs in [each.model_dump(mode="json", exclude_unset=True)]
+        json.dumps([method.name, knobs] if knobs else method.name, ensure_ascii=False)
+        for method in strategy
+        for knobs in [method.model_dump(mode="json", exclude_unset=True)]
     ]
     listed = ",\n  ".join(items)
     return f"[\n  {listed}\n]\n" if items else "[]\n"

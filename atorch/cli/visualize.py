@@ -12,7 +12,7 @@ from atorch.cli.files import check_targets, write
 
 
 class _ProfileUnlessNamed(TyperGroup):
-    """Lets `atorch visualize FILE` be `atorch visualize profile FILE`."""
+    """Treats `atorch visualize FILE` as `atorch visualize profile FILE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *self.get_help_option_names(ctx)):

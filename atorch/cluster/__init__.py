@@ -1,1 +1,1 @@
-"""The machine as the planner sees it: its specification, the catalogue of known ones, and cluster files."""
+"""Descriptions of machines for the planner: specifications, the catalogue of known clusters, and cluster files."""

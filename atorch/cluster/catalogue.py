@@ -1,9 +1,9 @@
-"""The clusters that are known by name: one file of `atorch/cluster/known` each, and how people write them.
+"""The catalogue of clusters, one file of `atorch/cluster/known` each, and the parser of their descriptions.
 
-"8x8xH100-80GB" is 8 nodes of 8 devices that `h100_80g.json` describes. A device is found under its file's name, the
-name that its driver gives it and the file's aliases, whatever their case, punctuation, vendor and form factor. A file
-with a `base` says only what differs from that file; one with a `machine` is about one that clouds rent as a whole, so
-that "4xp5.48xlarge" is 4 of them.
+"8x8xH100-80GB" means 8 nodes of 8 devices described by `h100_80g.json`. A device is found by its file's name, its
+driver's name and the file's aliases, regardless of case, punctuation, vendor and form factor. A file with a `base`
+contains only the differences from that file. A file with a `machine` describes a cloud instance, so "4xp5.48xlarge"
+means 4 of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atorch.units import GiB
 FILES = Path(__file__).parent / "known"
 
 _COUNT = re.compile(r"\s*(\d+)\s*[x×*]\s*(.+)", re.IGNORECASE)
-# In the names of drivers and shops, and no part of which device it is.
+# Words of drivers' and shops' names that do not identify a device.
 _FORM = re.compile(r"nvidia|amd|tesla|geforce|instinct|gpu|oam|sxm\d?|hbm\d?e?")
 
 
@@ -45,12 +45,12 @@ def load(
 
 
 def usual_devices(source: str | Path) -> int:
-    """Devices on a node of what a description names, whatever it counts."""
+    """Devices on a node of the described cluster, ignoring the description's counts."""
     return load(_counted(source)[2], None, None, {}).devices_per_node
 
 
 def describing(plain: ClusterSpec) -> ClusterSpec | None:
-    """The known cluster whose file is about `plain`'s device, with what `plain` says of itself; None where none is."""
+    """The known cluster of `plain`'s device, with the figures that `plain` reports; None if unknown."""
     for path in sorted(FILES.glob("*.json")):
         data = _known(path)
         if _is_about(data, plain.device):
@@ -68,13 +68,13 @@ def describing(plain: ClusterSpec) -> ClusterSpec | None:
 
 
 def _is_about(data: Mapping[str, Any], device: DeviceSpec) -> bool:
-    """True if a file is about this device: its name, and its memory but for what the driver keeps."""
+    """True if a file describes this device: the name matches, and the memory except for the driver's share."""
     named = "matches" in data and re.search(data["matches"], device.name.replace(" ", "-")) is not None
     return named and abs(data["device"]["memory_gib"] * GiB / device.memory_bytes - 1) < 0.15
 
 
 def _counted(source: str | Path) -> tuple[int | None, int | None, str]:
-    """`(nodes, devices per node, the rest)` of a description; an existing file is never taken apart."""
+    """`(nodes, devices per node, the rest)` of a description; a path of an existing file has no counts."""
     counts: list[int] = []
     rest = str(source).strip()
     while not (isinstance(source, Path) or Path(rest).is_file()) and (match := _COUNT.fullmatch(rest)):
@@ -89,7 +89,7 @@ def _counted(source: str | Path) -> tuple[int | None, int | None, str]:
 
 
 def _agreed(what: str, source: str | Path, named: int | None, given: int | None) -> int | None:
-    """The one count of a description and an argument."""
+    """The count from a description or an argument, which must agree."""
     if given is not None and (type(given) is not int or given < 1):
         raise ArgumentError(f"{what} is {shown(given)}; it is a whole number of at least 1")
     if named is not None and given is not None and named != given:
@@ -98,10 +98,10 @@ def _agreed(what: str, source: str | Path, named: int | None, given: int | None)
 
 
 def _file_of(name: str) -> str:
-    """The stem of the file that `name` means."""
+    """The stem of the file with this name."""
     key = _key(name)
     stem = next((path.stem for path in FILES.glob("*.json") if _key(path.stem) == key), None)
-    meanings = {} if stem else dict(_meanings())  # reading all files is for who writes another name
+    meanings = {} if stem else dict(_meanings())  # only other names require reading all files
     stem = stem or meanings.get(key)
     if stem is None:
         alike = sorted({known for other, known in meanings.items() if key and other.startswith(key)})
@@ -113,28 +113,28 @@ def _file_of(name: str) -> str:
 
 
 def _meanings() -> Iterator[tuple[str, str]]:
-    """Every key that names a file, and the file's stem."""
+    """Every key of a file's names, and the file's stem."""
     for path in FILES.glob("*.json"):
         data = _read(path)
-        own = data.get("machine") or data["device"]["name"]  # a machine's devices are not called as it is
+        own = data.get("machine") or data["device"]["name"]  # a machine's name replaces its device's
         for name in (path.stem, own, *data.get("aliases", ())):
             yield _key(name), path.stem
 
 
 def _known(path: Path) -> dict[str, Any]:
-    """The data of a file of atorch's own, complete."""
+    """The data of a built-in file, completed by its base."""
     return dict(_complete(_read(path), path.name))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The data of a file of atorch's own, as written."""
+    """The data of a built-in file, as written."""
     data = read_json(path, FORMAT)
     assert isinstance(data, dict), "it is an object"
     return data
 
 
 def _complete(data: Any, where: str) -> Any:
-    """A file's data on top of those of its base, where it names one; null takes away what the base has.
+    """A file's data merged over its base, if it names one; null removes a figure of the base.
 
     Raises:
         ArgumentError: there is no such base.
@@ -148,25 +148,25 @@ def _complete(data: Any, where: str) -> Any:
         raise ArgumentError(f"the cluster file {where} has the base {shown(base)}; {near_miss(str(base), known)}")
     below = {key: value for key, value in _known(FILES / f"{base}.json").items() if key not in SHIPPED}
     complete = _on_top(below, own)
-    if isinstance(sources, dict):  # what is none is told when the data are read
+    if isinstance(sources, dict):  # `cluster_of` reports other types
         for place, text in sources.items():
             complete["sources"] = with_source(complete["sources"], place, text)
     return complete
 
 
 def _on_top(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects of both as one, the figures of `own` first."""
+    """Merge two objects; figures of `own` take precedence."""
     merged = dict(below)
     for key, value in own.items():
-        mine = merged.get(key)
-        merged[key] = _on_top(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+        base_value = merged.get(key)
+        merged[key] = _on_top(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
     return {key: value for key, value in merged.items() if value is not None}
 
 
 def _machines(
     source: str | Path, nodes: int | None, devices: int | None, cluster: ClusterSpec
 ) -> tuple[int | None, int | None]:
-    """`(nodes, devices per node)`, of a description whose one count is of machines."""
+    """`(nodes, devices per node)` of a description whose count is of machines."""
     has = cluster.devices_per_node
     if nodes is None or devices == has:
         return nodes or devices, has
@@ -176,13 +176,13 @@ def _machines(
 
 
 def _key(name: str) -> str:
-    """A name without case, punctuation, vendor and form factor: "a10080g" of "NVIDIA A100-SXM4-80GB"."""
+    """A name without case, punctuation, vendor and form factor: "a10080g" for "NVIDIA A100-SXM4-80GB"."""
     words = (word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _FORM.fullmatch(word))
     return re.sub(r"(\d)gi?b", r"\1g", "".join(words))
 
 
 def _overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
-    """A file's data with figures replaced by place, "inter_node.bandwidth"."""
+    """A file's data with figures replaced by place, such as "inter_node.bandwidth"."""
     if not isinstance(data, dict):
         return data
     for place, value in overrides.items():
@@ -193,6 +193,6 @@ def _overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
             if not isinstance(part, dict):
                 raise ArgumentError(f"overrides has {place!r}, and {name!r} is no object in a cluster file")
         part[last] = value
-        if isinstance(data.setdefault("sources", {}), dict):  # what is none is told when the data are read
+        if isinstance(data.setdefault("sources", {}), dict):  # `cluster_of` reports other types
             data["sources"] = with_source(data["sources"], place, "given by the caller")
     return data

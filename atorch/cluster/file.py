@@ -6,8 +6,8 @@
      "uncertainty": {kind of work: {kind of work: covariance}},
      "sources": {"device.memory_gib": "NVIDIA H100 data sheet"}}
 
-A source stands for the figure at its place and for all below. `docs/clusters.md` describes every field. Each figure is
-held to what any machine of the coming years could have: one outside is in another unit, or a slip.
+A source applies to the figure at its place and to all below. `docs/clusters.md` describes every field. Each figure must
+lie in a range that covers machines of the coming years; a figure outside is a mistake or in another unit.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _CLUSTER: Set[str] = frozenset(
     | {"tree_efficiency", "host_link", "host_memory_gib", "host", "uncertainty", "sources"}
 )
 SHIPPED: Set[str] = frozenset({"matches", "aliases", "machine"})
-"""Keys for recognising a device, other names of a cluster, and its cloud's machine: no base passes them on."""
+"""Keys of a device's name pattern, aliases and cloud machine, which files do not inherit from their base."""
 
 
 class _Part:
-    """One object of a cluster file, and its place in it, which errors name."""
+    """One object of a cluster file, and its place in the file for errors."""
 
     def __init__(self, data: Any, where: str, known: Set[str], place: str = "") -> None:
         self.where, self.place = where, place
@@ -104,7 +104,7 @@ class _Part:
         value = self.data.get(name)
         if not range_.holds(value):
             self.refuse(name, f"{range_.unit} between {range_.least:g} and {range_.most:g}")
-        return float(value)  # type: ignore[arg-type]  # it holds, so it is a number
+        return float(value)  # type: ignore[arg-type]  # `holds` has checked that it is a number
 
     def count(self, name: str, default: Any = MISSING) -> int:
         value = self.figure(name, _COUNT, default)
@@ -127,7 +127,7 @@ class _Part:
 
 
 def cluster_of(data: Any, where: str) -> ClusterSpec:
-    """The cluster that JSON data describe; `where` they are from is named in errors.
+    """The cluster described by JSON data; errors name their origin `where`.
 
     Raises:
         ArgumentError: a figure is missing, unknown or absurd.
@@ -185,19 +185,19 @@ def _kernels(device: _Part) -> dict[str, KernelSpec]:
 
 
 def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency | KernelSpec | HostSpec]) -> dict[str, Any]:
-    """The figures that are a dataclass's fields, required where they have no default."""
-    part = outer.part(name, {each.name for each in fields(kind)})
-    ranges = {each: _RANGES.get(each.name, _SHARE) for each in fields(kind)}
+    """The figures of a dataclass's fields; those without default are required."""
+    part = outer.part(name, {field.name for field in fields(kind)})
+    ranges = {field: _RANGES.get(field.name, _SHARE) for field in fields(kind)}
     return {
-        each.name: part.count(each.name, each.default)
+        field.name: part.count(field.name, field.default)
         if range_ is _COUNT
-        else part.figure(each.name, range_, each.default)
-        for each, range_ in ranges.items()
+        else part.figure(field.name, range_, field.default)
+        for field, range_ in ranges.items()
     }
 
 
 def _uncertainty(top: _Part) -> dict[str, dict[str, float]]:
-    """Covariances of every kind of work with every other."""
+    """Covariances of all pairs of kinds of work."""
     kinds = frozenset(KINDS)
     part = top.part("uncertainty", kinds)
     rows = {kind: part.part(kind, kinds) for kind in KINDS}
@@ -208,30 +208,30 @@ def _uncertainty(top: _Part) -> dict[str, dict[str, float]]:
 
 
 def _capability(device: _Part) -> tuple[int, int] | None:
-    given = device.data.get("capability")
-    if given is None:
+    pair = device.data.get("capability")
+    if pair is None:
         return None
-    if not isinstance(given, list) or len(given) != 2 or not all(type(each) is int and each >= 0 for each in given):
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int and number >= 0 for number in pair):
         device.refuse("capability", "a pair of whole numbers such as [9, 0], or null")
-    return given[0], given[1]
+    return pair[0], pair[1]
 
 
 def _sources(top: _Part) -> dict[str, str]:
-    given = top.data.get("sources", {})
-    if not isinstance(given, dict) or not all(isinstance(each, str) for each in given.values()):
+    sources = top.data.get("sources", {})
+    if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
         top.refuse("sources", "an object of places and texts")
     places = set(_places(top.data))
-    for place in given:
+    for place in sources:
         if place not in places:
             raise ArgumentError(
                 f"the cluster file {top.where} has a source for {place!r}, which is no place in it; "
                 f"{near_miss(place, places)}"
             )
-    return dict(given)
+    return dict(sources)
 
 
 def _places(data: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The place of every object and figure, "device" and "device.memory_gib"."""
+    """Places of all objects and figures, such as "device" and "device.memory_gib"."""
     for key, value in data.items():
         yield above + key
         if isinstance(value, dict):
@@ -239,29 +239,29 @@ def _places(data: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def with_source(sources: Mapping[str, str], place: str, source: str) -> dict[str, str]:
-    """`sources` with `source` for a place, in place of what was said of it and of all below."""
+    """`sources` with `source` for a place, replacing the sources of it and of all below."""
     kept = {key: text for key, text in sources.items() if not f"{key}.".startswith(f"{place}.")}
     return {**kept, place: source}
 
 
 def data_of(cluster: ClusterSpec) -> dict[str, Any]:
-    """The contents of a cluster file for `cluster`."""
-    data = _figures_told(asdict(cluster))
-    device = _figures_told(data["device"])
+    """The contents of a cluster file that describes `cluster`."""
+    data = _file_figures(asdict(cluster))
+    device = _file_figures(data["device"])
     capability = device["capability"]
     return {**data, "device": {**device, "capability": None if capability is None else list(capability)}}
 
 
-def _figures_told(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A dataclass's fields by their names in files, without those that say nothing."""
+def _file_figures(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A dataclass's fields by their names in files, without defaults."""
     return {
         name.replace("_bytes", "_gib"): value / GiB if name.endswith("_bytes") else value
         for name, value in spec.items()
-        if name not in _SAYS_NOTHING or value != _SAYS_NOTHING[name]
+        if name not in _DEFAULTS or value != _DEFAULTS[name]
     }
 
 
-_SAYS_NOTHING: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     **{"multiprocessors": 0, "attention": {}, "uncertainty": {}, "nodes_per_leaf": None, "inter_leaf": None},
     **{"host": None, "host_memory_bytes": math.inf, "tree_efficiency": TREE_EFFICIENCY},
 }

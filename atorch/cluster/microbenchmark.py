@@ -1,4 +1,4 @@
-"""Timings of the device and the links that a process stands on, in fractions of a second each."""
+"""Timings of this process's device and links, in a fraction of a second each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from atorch.distributed.world import World
 
 MATMUL_DTYPES: Sequence[str] = ("float32", "bfloat16", "float16")
-_BUDGET_S = 0.1  # for each dtype; peers measure at the same time, as they will train
+_BUDGET_S = 0.1  # for each dtype; peers measure at the same time, as in training
 
 
 def seconds(work: Callable[[], object], place: torch.device) -> float:
@@ -34,14 +34,14 @@ def seconds(work: Callable[[], object], place: torch.device) -> float:
 
 
 def measured(device: DeviceSpec, place: torch.device) -> DeviceSpec:
-    """`device` with the rates of `place`: what is measured is what is reached."""
+    """`device` with the measured rates of `place`, which count as fully reached."""
     with torch.no_grad():
         peaks = {dtype: _matmul_flops(getattr(torch, dtype), place) for dtype in MATMUL_DTYPES}
         return replace(device, peak_flops=peaks, memory_bandwidth=copy_bandwidth(place), launch_s=launch_seconds(place))
 
 
 def _matmul_flops(dtype: torch.dtype, place: torch.device) -> float:
-    """FLOP/s of square matrices, as large as can be multiplied several times in the budget."""
+    """FLOP/s of square products, as large as the budget allows several times."""
     best, spent, size = 0.0, 0.0, 64 if place.type == "cpu" else 1024
     while spent < _BUDGET_S / 2 and size <= 8192:
         left = torch.ones(size, size, dtype=dtype, device=place)
@@ -56,7 +56,7 @@ def _matmul_flops(dtype: torch.dtype, place: torch.device) -> float:
 
 
 def copy_bandwidth(place: torch.device, repeats: int = 3) -> float:
-    """Bytes/s read and written by a copy of more than caches hold."""
+    """Bytes/s read and written by a copy that exceeds caches."""
     source = torch.ones(2**23 if place.type == "cpu" else 2**27, device=place)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -65,14 +65,14 @@ def copy_bandwidth(place: torch.device, repeats: int = 3) -> float:
 
 
 def launch_seconds(place: torch.device) -> float:
-    """Seconds of the host for a call of an operator in a model: Python's modules and autograd's share included.
+    """Seconds of the host per operator call in a model, including Python's modules and autograd.
 
-    A layer without bias calls two, one of which only looks at its weight another way, and its activation one. By
-    it blocks of well-known models take 0.8 to 1.15 of what they are measured to: `benchmarks/host_time.py`.
+    A layer without bias calls two operators, one of which is a view of its weight, and its activation one. Estimates
+    with it are 0.8 to 1.15 of the measured time for blocks of well-known models: `benchmarks/host_time.py`.
     """
     chain = nn.Sequential()
     for _ in range(16):
-        layer = skip_init(nn.Linear, 8, 8, bias=False, device=place)  # without a random number of the caller's
+        layer = skip_init(nn.Linear, 8, 8, bias=False, device=place)  # consumes no random numbers of the caller
         chain.extend((layer, nn.SiLU()))
         nn.init.eye_(layer.weight)
     tiny = torch.ones(8, 8, device=place, requires_grad=True)
@@ -82,11 +82,11 @@ def launch_seconds(place: torch.device) -> float:
             chain(tiny).sum().backward()
 
     step()
-    return min(seconds(step, place) for _ in range(3)) / (3 * 3 * 16)  # forward, and about twice that backward
+    return min(seconds(step, place) for _ in range(3)) / (3 * 3 * 16)  # backward counts as two forwards
 
 
 def measured_link(world: World) -> LinkSpec:
-    """The link as all-reduces of 8 bytes and of 4 MiB over all processes see it; a default where there is one."""
+    """The link measured by all-reduces of 8 bytes and 4 MiB over all processes; a default for a single process."""
     if world.size == 1 or not dist.is_initialized():
         return LinkSpec(bandwidth=1e10, latency_s=1e-5)
     times = []

@@ -1,8 +1,8 @@
-"""The machine as the planner sees it: devices, memory, speed, links.
+"""Specifications of machines for the planner: devices, memory, speed, links.
 
-Files in `atorch/cluster/known` describe known accelerators, each figure with its source. `detect` finds the file of
-the device it stands on; what no file describes, CPUs above all, is measured in a fraction of a second. What a file says
-of speed are peaks; `efficiency` says how much of them is reached.
+Files in `atorch/cluster/known` describe known accelerators, each figure with its source. `detect` finds the file of the
+current device; devices without a file, mainly CPUs, are measured in a fraction of a second. Speeds in files are peaks;
+`efficiency` is the share of them that is reached.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 class Efficiency:
     """Shares of a device's peaks that a training step reaches, by kind of operation, in (0, 1]."""
 
-    matmul: float = 0.75  # of peak FLOP/s, what large matrix products approach
+    matmul: float = 0.75  # share of peak FLOP/s that large matrix products approach
     matmul_half_flops: float = 0.0  # FLOPs of a product that reaches half of that
-    attention: float = 0.5  # of what the device's kernels reach by themselves; where it names none, of peak FLOP/s
-    traffic: float = 0.8  # of memory bandwidth, operations that only move bytes
+    attention: float = 0.5  # of the rate of the device's kernels; without kernels, of peak FLOP/s
+    traffic: float = 0.8  # of memory bandwidth, for memory-bound operations
 
     def matmul_share(self, flops: float) -> float:
         """The share of the peak that one product of `flops` > 0 reaches.
 
-        A saturating curve, share · f / (f + half): a product's seconds are then linear in its FLOPs, with a start-up of
-        half / (share · peak), as Hockney's r∞ and n½ describe a vector pipeline (Hockney and Jesshope 1981).
+        A saturating curve, share · f / (f + half): a product's seconds are linear in its FLOPs, with a start-up of
+        half / (share · peak), like Hockney's r∞ and n½ of a vector pipeline (Hockney and Jesshope 1981).
         """
         return self.matmul * flops / (flops + self.matmul_half_flops)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
-    """Shares of the 16-bit peak that a fused attention kernel reaches by itself, in (0, 1], without a mask.
+    """Shares of the 16-bit peak that a fused attention kernel reaches in isolation, in (0, 1], without a mask.
 
-    Heads have 128 features, and sequences are as long as it takes; `cost.attention` has other heads and masks.
+    For heads of 128 features and long sequences; `cost.kernels.attention` derives other heads and masks.
     """
 
     forward: float
     backward: float
 
 
-REACHED = Efficiency(matmul=1.0, attention=1.0, traffic=1.0)  # of rates that were measured
+REACHED = Efficiency(matmul=1.0, attention=1.0, traffic=1.0)  # for measured rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class DeviceSpec:
     capability: tuple[int, int] | None = None  # CUDA compute capability
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)  # dtype → dense FLOP/s
     memory_bandwidth: float = 1e10  # bytes/s
-    launch_s: float = 5e-6  # seconds of the host for a call of an operator, Python's and autograd's share included
-    multiprocessors: int = 0  # that compute tiles of a product each; 0 where their number is not known
+    launch_s: float = 5e-6  # host seconds per operator call, including Python and autograd
+    multiprocessors: int = 0  # compute tiles of products in parallel; 0: unknown
     attention: Mapping[str, KernelSpec] = field(default_factory=dict, hash=False)  # the first is PyTorch's own choice
     efficiency: Efficiency = REACHED
 
@@ -81,29 +81,29 @@ class LinkSpec:
 
 _HOST_LINK = LinkSpec(bandwidth=1e10, latency_s=1e-5)
 TREE_EFFICIENCY = 0.5
-"""Of links inside a node, what trees of all-reduces between nodes, which go up and down there, reach.
+"""Share of the links inside a node that trees of all-reduces between nodes reach; trees use these links both ways.
 
-32 MB to 8 GB on 2 to 32 nodes of 8 H100s over EFA, whose network has room for twice as much, take 0.48 by least squares
-of logarithms, 13 % off in the mean (crazyguitar/aws-gpu-communication-benchmark at fd167f9, data/nccl_all_reduce.csv).
+0.48 by least squares of logarithms over 32 MB to 8 GB on 2 to 32 nodes of 8 H100s over EFA, whose network is twice as
+fast; mean error 13 % (crazyguitar/aws-gpu-communication-benchmark at fd167f9, data/nccl_all_reduce.csv).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:
-    """A node beside its devices: what all of them share when something waits in host memory."""
+    """A node's host: resources that its devices share in offloading."""
 
-    memory_bandwidth: float  # bytes/s of all channels of a node together: the peak
-    efficiency: float = 0.8  # share of it that is reached
+    memory_bandwidth: float  # peak bytes/s of all channels of a node
+    efficiency: float = 0.8  # reached share of memory_bandwidth
     cores: int  # of a node
-    devices_per_uplink: int = 1  # devices behind one switch, which share its way to the host
-    both_ways: float = 1.42  # what goes up and down a link at once, against what goes one way alone
+    devices_per_uplink: int = 1  # devices behind one switch, which share its uplink to the host
+    both_ways: float = 1.42  # bandwidth of a link in both directions at once, over one direction
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The number of devices, their kind, and how they are joined.
+    """A cluster: its devices, their number and their links.
 
-    Hashable, and equal where all figures are: results can be kept by it. Where the figures come from plays no part.
+    It is hashable, so results can be cached by it. Equality compares figures, but not their sources.
     """
 
     device: DeviceSpec
@@ -111,15 +111,15 @@ class ClusterSpec:
     devices_per_node: int = 1
     intra_node: LinkSpec
     inter_node: LinkSpec
-    nodes_per_leaf: int | None = None  # nodes that reach one another at that rate; None: all of them
+    nodes_per_leaf: int | None = None  # nodes connected at the inter_node rate; None: all
     inter_leaf: LinkSpec | None = None  # between nodes of different leaves
-    tree_efficiency: float = TREE_EFFICIENCY  # of links inside a node, what trees of all-reduces between nodes reach
-    host_link: LinkSpec = _HOST_LINK  # each device's own, each way
-    host_memory_bytes: float = math.inf  # of a node; infinite where it is not known
-    host: HostSpec | None = None  # None: nothing is known that devices share
+    tree_efficiency: float = TREE_EFFICIENCY  # share of intra_node links that all-reduce trees reach
+    host_link: LinkSpec = _HOST_LINK  # of each device, each way
+    host_memory_bytes: float = math.inf  # of a node; infinite: unknown
+    host: HostSpec | None = None  # None: unknown, no shared limits
     uncertainty: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
-    """Covariances of estimates' errors by kind of work (`cost.uncertainty`); empty: as published runs have them."""
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # "device.memory_gib" → where it is from
+    """Covariances of estimates' errors by kind of work (`cost.uncertainty`); empty: those of published runs."""
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # place ("device.memory_gib") → source
 
     @property
     def world_size(self) -> int:
@@ -127,11 +127,11 @@ class ClusterSpec:
 
     @property
     def devices_per_leaf(self) -> int:
-        """Devices that reach one another without going from leaf to leaf."""
+        """Devices that reach one another within one leaf."""
         return (self.nodes_per_leaf or self.num_nodes) * self.devices_per_node
 
     def source_of(self, place: str) -> str:
-        """The source of the figure at a place of a cluster file, such as "device.memory_gib"; "" where none is told."""
+        """The source of the figure at a place of a cluster file, such as "device.memory_gib"; "" if there is none."""
         while place and place not in self.sources:
             place = place.rpartition(".")[0]
         return self.sources.get(place, "")
@@ -144,11 +144,11 @@ class ClusterSpec:
         devices_per_node: int | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> ClusterSpec:
-        """The cluster that a description names: "8x8xH100-80GB", "8xA100-40GB", "h100_80g", or a file.
+        """The cluster of a description: "8x8xH100-80GB", "8xA100-40GB", "h100_80g", or a file.
 
-        A number in front counts devices of one node; two count nodes and devices of each. The device is one of
-        atorch's own files by its name, or a path of a JSON file. `num_nodes` and `devices_per_node` count where the
-        description does not. `overrides` replaces figures by their place, as in {"inter_node.bandwidth": 12.5e9}.
+        One leading number counts devices of one node; two count nodes and devices of each. The device is the name of a
+        built-in file, or the path of a JSON file. `num_nodes` and `devices_per_node` give counts that the description
+        lacks. `overrides` replaces figures by place, as in {"inter_node.bandwidth": 12.5e9}.
 
         Raises:
             ArgumentError: there is no such file or name, counts contradict each other, or a figure is missing, unknown
@@ -160,7 +160,7 @@ class ClusterSpec:
 
     @classmethod
     def of_json_data(cls, data: Any) -> ClusterSpec:
-        """The cluster that `to_json_data` described.
+        """The cluster described by the result of `to_json_data`.
 
         Raises:
             ArgumentError: a figure is missing, unknown or absurd.
@@ -189,8 +189,8 @@ class ClusterSpec:
     def detect(cls, world: World, *, measure: bool = True) -> ClusterSpec:
         """The machine that this process and its peers run on.
 
-        All processes of the job call it together. With `measure`, what no file describes is measured: matmul speed by
-        dtype, memory bandwidth, the cost of a launch, and the links between processes. Without, defaults stand in.
+        All processes of the job call it together. With `measure`, a device without a file is measured: matmul speed by
+        dtype, memory bandwidth, launch time, and links between processes. Without, defaults apply.
         """
         from atorch.cluster import catalogue
         from atorch.cluster import microbenchmark as timing
@@ -206,7 +206,7 @@ class ClusterSpec:
 
 
 def undescribed(world: World) -> ClusterSpec:
-    """The machine that the processes run on, with what it says of itself alone: names, counts and memory."""
+    """The machine that the processes run on, with the names, counts and memory that it reports."""
     import psutil
 
     from atorch.distributed.world import local_world_size
@@ -236,7 +236,7 @@ def _cuda_device(device: torch.device) -> DeviceSpec:
 
 
 def _cpu_device(processes: int) -> DeviceSpec:
-    """This process's share of what memory the machine has left."""
+    """A CPU with this process's share of the available memory."""
     import platform
 
     import psutil

@@ -1,9 +1,8 @@
 """Stages under DeepSpeed's pipeline engine, which trains whole batches: forward, backward, reduction and step in one.
 
-Each stage is one layer of DeepSpeed's `PipelineModule`, and takes what its call needs of the micro-batch from here, so
-that models with any arguments and outputs run. What crosses between stages is DeepSpeed's: floating-point tensors that
-need gradients, and whole numbers. Its ranks are pipeline × data × tensor, the last varying fastest. Needs the package
-deepspeed.
+Each stage is one layer of DeepSpeed's `PipelineModule`. It reads its arguments of the micro-batch here, so models may
+have any arguments and outputs. Between stages, DeepSpeed sends only floating-point tensors that need gradients, and
+integers. Its ranks are pipeline × data × tensor, the last varying fastest. Needs the package deepspeed.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 class WholeBatches(PipelinedLoss):
     """Trains `model` on whole batches by DeepSpeed's 1F1B.
 
-    optimizer: of the parameters of this process's stage.
-    sizes: of the axes pipeline, data and tensor.
-    rows: of a batch of this process; every batch has as many.
-    config: DeepSpeed's, beside what is settled here: sizes of batches, and the ZeRO stage `zero_stage` (0 or 1).
+    optimizer: that of the parameters of this process's stage.
+    sizes: those of the axes pipeline, data and tensor.
+    rows: the number of rows of every batch of this process.
+    config: DeepSpeed's, except what is set here: batch sizes, and the ZeRO stage `zero_stage` (0 or 1).
 
     Raises:
-        StrategyError: a stage hands over what DeepSpeed cannot send.
+        StrategyError: a stage outputs values that DeepSpeed cannot send.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class WholeBatches(PipelinedLoss):
             "zero_optimization": {"stage": zero_stage},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
-            # Tensor ranks all send the whole of what crosses.
+            # Every tensor rank sends full tensors.
             "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         }
         self._layer = _Layer(self._engine)
@@ -75,18 +74,18 @@ class WholeBatches(PipelinedLoss):
         """The loss of an output that was computed without gradients.
 
         Raises:
-            TypeError: of a deferred one.
+            TypeError: the output is deferred.
         """
         if isinstance(output, Deferred):
             raise TypeError("DeepSpeed's pipeline trains whole batches; call result.step(batch) in place of the loop")
         return super().__call__(batch, output)
 
     def step(self, batch: Any, deferred: Deferred) -> Tensor:
-        """Forward, backward, reduction and the optimizer's step on a batch; the mean loss of all processes.
+        """Run forward, backward, reduction and the optimizer's step on a batch; return the mean loss of all processes.
 
         Raises:
             ArgumentError: the batch has another number of rows than those before.
-            StrategyError: the weights of the micro-batches' losses cannot be found out.
+            StrategyError: no weights make the batch's loss of those of its micro-batches.
         """
         _, args, kwargs = deferred.call()
         call = (batch, args, kwargs)
@@ -112,9 +111,9 @@ class WholeBatches(PipelinedLoss):
             return loss * (weights[number] * len(pieces) * factor)
 
         self._layer.number = 0
-        nothing = torch.zeros(1)
+        dummy = torch.zeros(1)
         with torch.enable_grad(), self._engine.working_on(StageCalls([piece[1:] for piece in pieces], weighted)):
-            loss: Tensor = self.deepspeed.train_batch(iter([(nothing, nothing)] * len(pieces)))
+            loss: Tensor = self.deepspeed.train_batch(iter([(dummy, dummy)] * len(pieces)))
         return loss.detach().reshape(())
 
 
@@ -122,7 +121,7 @@ class SteppedByDeepSpeed(WrappedOptimizer):
     """The optimizer, which DeepSpeed steps with the batch."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing that the user may do.
+        """Refuse to step: DeepSpeed steps with the batch.
 
         Raises:
             TypeError: always.
@@ -131,17 +130,17 @@ class SteppedByDeepSpeed(WrappedOptimizer):
 
 
 class _Layer(nn.Module):
-    """A stage as DeepSpeed calls it: with what came in, for the next micro-batch."""
+    """A stage as DeepSpeed calls it: with its inputs, for the next micro-batch."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.piece: LocalStage = engine.pieces[0]
         self.number = 0
 
-    def forward(self, given: Any) -> Any:
+    def forward(self, inputs: Any) -> Any:
         """The input of the next stage, or the loss."""
         number, self.number = self.number, self.number + 1
-        return self.piece(*(given if isinstance(given, tuple) else (given,)), number=torch.tensor(number))
+        return self.piece(*(inputs if isinstance(inputs, tuple) else (inputs,)), number=torch.tensor(number))
 
 
 def _initialized(
@@ -157,14 +156,14 @@ def _initialized(
 
     class Stages(PipelineModule):  # type: ignore[misc]
         def get_tied_weights_and_groups(self) -> list[Any]:
-            """DeepSpeed asks before it reduces gradients, which is when ours are added up."""
+            """Add up gradients of tied parameters; DeepSpeed calls this before it reduces gradients."""
             model.ties.add_up()
             return []
 
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)  # it takes the group that is there
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)  # it uses the existing process group
     stages, replicas, parts = sizes
     index = layer.piece.stage.index
-    layers = [layer if each == index else nn.Identity() for each in range(stages)]
+    layers = [layer if stage == index else nn.Identity() for stage in range(stages)]
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=parts, num_dp=replicas)
     module = Stages(layers, topology=topology, partition_method="uniform", dynamic_shape=True)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
@@ -172,7 +171,7 @@ def _initialized(
 
 
 def _need_sendable(engine: Engine) -> None:
-    """Check that DeepSpeed can send what crosses: it awaits a gradient for every tensor of a floating type."""
+    """Raise if DeepSpeed cannot send a value: it expects a gradient for every floating-point tensor."""
     for stage in engine.stages:
         route = stage.route
         for value in stage.outgoing:

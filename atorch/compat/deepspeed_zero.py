@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO stages 1 and 2. DeepSpeed owns the backward pass: it reduces, partitions and un-shards around it.
+"""DeepSpeed's ZeRO stages 1 and 2. DeepSpeed runs the backward pass, and reduces, partitions and gathers around it.
 
-Needs the package deepspeed. It spreads over all processes of the job, keeps fp32 copies itself, and gives the
-optimizer flat pieces of parameters, which suits element-wise ones (SGD, Adam) alone.
+Needs the package deepspeed. It shards over all processes of the job, and keeps fp32 copies itself. The optimizer gets
+flat pieces of parameters, which suits only element-wise ones (SGD, Adam).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 
 def need_deepspeed() -> None:
-    """Raise CapabilityError, which names the extra, where deepspeed is missing."""
+    """Raise CapabilityError, which names the extra, if deepspeed is missing."""
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
@@ -29,7 +29,7 @@ def need_deepspeed() -> None:
 
 
 class DeepSpeedModel(ClipsItself, Wrapper):
-    """A module that runs through a DeepSpeed engine and speaks the user's names."""
+    """A module that runs through a DeepSpeed engine and keeps the user's parameter names."""
 
     def __init__(self, module: nn.Module, engine: Any) -> None:
         super().__init__()
@@ -40,16 +40,16 @@ class DeepSpeedModel(ClipsItself, Wrapper):
         return self.engine(*args, **kwargs)
 
     def train(self, mode: bool = True) -> DeepSpeedModel:
-        """Training or evaluation, also for the engine, which reduces in training alone."""
+        """Set training or evaluation mode, also for the engine, which reduces only in training."""
         super().train(mode)
         self.engine.train(mode)
         return self
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clip the gradients where they are, in DeepSpeed's partitions; call it once they are reduced.
+        """Clip the gradients in DeepSpeed's partitions; call it once they are reduced.
 
         Raises:
-            ValueError: a norm other than the 2-norm, which is the one that DeepSpeed has.
+            ValueError: the norm is not the 2-norm, the only one in DeepSpeed.
         """
         if norm_type != 2.0:
             raise ValueError(f"norm_type is {norm_type}; under the deepspeed backend it must be 2")
@@ -70,15 +70,15 @@ class DeepSpeedOptimizer(WrappedOptimizer):
         self._engine = engine
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass; gradients are reduced where this is an accumulation boundary."""
+        """Run the backward pass; at an accumulation boundary, it also reduces gradients."""
         self._engine.backward(loss)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming backward pass is the last one before a step (True until it is said)."""
+        """Set if the next backward pass is the last one before a step (initially True)."""
         self._engine.set_gradient_accumulation_boundary(is_boundary)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, where this is an accumulation boundary.
+        """Step, at an accumulation boundary only.
 
         Raises:
             ArgumentError: a closure was given.
@@ -87,7 +87,7 @@ class DeepSpeedOptimizer(WrappedOptimizer):
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: DeepSpeed drops gradients once it has stepped, and before that they are being accumulated."""
+        """Do nothing: DeepSpeed accumulates gradients until it steps, and drops them then."""
 
     def state_dict(self) -> dict[str, Any]:
         """This process's partition of the state, in DeepSpeed's own form."""
@@ -95,7 +95,7 @@ class DeepSpeedOptimizer(WrappedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this process's partition, as `state_dict` gave it."""
+        """Load this process's partition, in the form of `state_dict`."""
         self._engine.optimizer.load_state_dict([state_dict])
         self._share()
 

@@ -1,4 +1,4 @@
-"""FairScale's ZeRO: OSS spreads optimizer state over ranks (ZeRO-1), ShardedDataParallel the gradients too (ZeRO-2).
+"""FairScale's ZeRO: OSS shards optimizer states over ranks (ZeRO-1), ShardedDataParallel gradients too (ZeRO-2).
 
 Needs the package fairscale.
 """
@@ -20,7 +20,7 @@ from atorch.runtime.gradients.clip import ClipsItself, clip_grads
 
 
 def need_fairscale() -> None:
-    """Raise CapabilityError, which names the extra, where fairscale is missing."""
+    """Raise CapabilityError, which names the extra, if fairscale is missing."""
     try:
         import fairscale  # noqa: F401
     except ImportError as error:
@@ -30,7 +30,7 @@ def need_fairscale() -> None:
 
 
 def shard_states(groups: Any, make_optimizer: Callable[[Any], Optimizer], group: dist.ProcessGroup) -> Optimizer:
-    """An OSS around the optimizers that `make_optimizer` makes, its state spread over `group`."""
+    """An OSS around the optimizers that `make_optimizer` makes, with states sharded over `group`."""
     from fairscale.optim import OSS
 
     oss: Optimizer = OSS(groups, optim=make_optimizer, group=group)
@@ -38,17 +38,17 @@ def shard_states(groups: Any, make_optimizer: Callable[[Any], Optimizer], group:
 
 
 def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup) -> nn.Module:
-    """`module`, each of whose gradients is reduced to the rank of `group` that steps it, and is None on the others."""
+    """`module` with each gradient reduced to the rank of `group` that steps it, and None on the others."""
     from fairscale.nn.data_parallel import ShardedDataParallel
 
     class Sharded(ClipsItself, Wrapper, ShardedDataParallel):  # type: ignore[misc]
-        """ShardedDataParallel that speaks the user's names and clips by the norm over all ranks."""
+        """ShardedDataParallel that keeps the user's parameter names and clips by the norm over all ranks."""
 
         def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
             return clip_grads(self.parameters(), max_norm, norm_type, over=(group,))
 
-    # No reduction buffers: `zero_grad` as torch has it since 2.0 drops gradients, and FairScale's buffers with them
-    # go unnoticed: parameters of the ranks drift apart.
+    # No reduction buffers: since torch 2.0, `zero_grad` drops gradients, which detaches FairScale's buffers silently,
+    # and parameters of the ranks drift apart.
     sharded: nn.Module = Sharded(module, oss, process_group=group, reduce_buffer_size=0)
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -57,7 +57,7 @@ def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup)
 
 
 def _keep_average(sharded: Any, parameter: nn.Parameter, is_averaged: list[bool], _: Tensor | None) -> None:
-    """Multiply an earlier pass's average by the ranks, before the next pass adds to it and divides the sum by them."""
+    """Multiply an earlier pass's average by the ranks, before the next pass adds to it and averages the sum."""
     if parameter.grad is not None and is_averaged[0]:
         parameter.grad.mul_(dist.get_world_size(sharded._process_group))
     is_averaged[0] = not sharded._should_accumulate_grads

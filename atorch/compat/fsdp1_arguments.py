@@ -1,10 +1,10 @@
 """The meaning under FSDP2 of each constructor argument of FullyShardedDataParallel (FSDP1), row by row.
 
-*Applied*: it has an effect here. *Always so*: it asks for what FSDP2 does anyway, or for the same
-numbers. *Refused*: it cannot be, for the reason given. `docs/methods/fsdp.md` says more of each.
+*Applied*: it has an effect here. *Always so*: FSDP2 does it anyway, or computes the same numbers.
+*Refused*: it is impossible, for the stated reason. `docs/methods/fsdp.md` explains each.
 
-A policy, modules and parameters are asked on the model (`wrapped_names`, `names_within`), and names stay of them, which
-a strategy file can hold.
+Policies, modules and parameters are resolved on the model (`wrapped_names`, `names_within`) to names, which a strategy
+file can hold.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from atorch.errors import StrategyError, shown
 from atorch.logs import logger
 from atorch.model.structure import exact_name
 
-Knobs = Callable[[Any], dict[str, Any]]  # raises ValueError, with a reason, of what FSDP2 cannot follow
+Knobs = Callable[[Any], dict[str, Any]]  # raises ValueError, with a reason, for what FSDP2 does not support
 
 
 class Row(NamedTuple):
-    """One argument: its meaning, and the knobs of fsdp's that a value of it sets."""
+    """One argument: its meaning, and the knobs of fsdp that its value sets."""
 
     meaning: Literal["applied", "always so", "refused"]
     knobs: Knobs
 
 
-_ADDS_UP, _OBJECTS = "atorch_ignored_cls", "ignored_modules"  # what several arguments name together
+_ADDS_UP, _OBJECTS = "atorch_ignored_cls", "ignored_modules"  # knobs that several arguments extend
 
 
 def knobs_of(config: Mapping[str, Any], method: str) -> dict[str, Any]:
     """`config` with FSDP1's arguments replaced by the knobs that they mean; other entries stay.
 
     Raises:
-        StrategyError: an argument, or a value of one, that FSDP2 cannot follow; or two that set one knob differently.
+        StrategyError: FSDP2 does not support an argument or its value, or two arguments set one knob differently.
     """
     knobs = {name: value for name, value in config.items() if name not in ROWS}
     for name, row in ROWS.items():
         if name not in config:
             continue
         try:
-            meant = row.knobs(config[name])
+            translated = row.knobs(config[name])
         except ValueError as error:
             raise StrategyError(f"{method}.{name} was given {shown(config[name])}; {error}") from None
-        for knob, value in meant.items():
+        for knob, value in translated.items():
             if knob in (_ADDS_UP, _OBJECTS) and knobs.get(knob):
                 value = (*_listed(knobs[knob]), *value)
             elif knob in knobs and knobs[knob] != value:
@@ -66,7 +66,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _only(*accepted: Any, because: str) -> Knobs:
     def check(value: Any) -> dict[str, Any]:
-        if not any(value is each or value == each for each in accepted):
+        if not any(value is choice or value == choice for choice in accepted):
             raise ValueError(because)
         return {}
 
@@ -77,12 +77,12 @@ def _named(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def _unless_none(knob: str, meant: Callable[[Any], Any]) -> Knobs:
-    return lambda value: {} if value is None else {knob: meant(value)}
+def _unless_none(knob: str, convert: Callable[[Any], Any]) -> Knobs:
+    return lambda value: {} if value is None else {knob: convert(value)}
 
 
 def _policy(value: Any) -> dict[str, Any]:
-    """torch's policies by class and size, as what they wrap; another function is asked once there is a model."""
+    """Knobs for torch's policies by class and size; any other function is kept, and evaluated on the model."""
     from torch.distributed.fsdp.wrap import (
         ModuleWrapPolicy,
         _Policy,
@@ -95,11 +95,11 @@ def _policy(value: Any) -> dict[str, Any]:
     if isinstance(value, ModuleWrapPolicy):
         return {"atorch_wrap_cls": _sorted(value._module_classes)}
     if isinstance(value, functools.partial):
-        given = value.keywords
-        if value.func is transformer_auto_wrap_policy and "transformer_layer_cls" in given:
-            return {"atorch_wrap_cls": _sorted(given["transformer_layer_cls"])}
-        if value.func is size_based_auto_wrap_policy and set(given) == {"min_num_params"}:
-            return {"atorch_size_based_min_num_params": int(given["min_num_params"])}
+        keywords = value.keywords
+        if value.func is transformer_auto_wrap_policy and "transformer_layer_cls" in keywords:
+            return {"atorch_wrap_cls": _sorted(keywords["transformer_layer_cls"])}
+        if value.func is size_based_auto_wrap_policy and set(keywords) == {"min_num_params"}:
+            return {"atorch_size_based_min_num_params": int(keywords["min_num_params"])}
     if value is size_based_auto_wrap_policy:
         return {"atorch_size_based_min_num_params": 100_000_000}
     if isinstance(value, _Policy) or (callable(value) and not isinstance(value, type)):
@@ -111,23 +111,23 @@ def _policy(value: Any) -> dict[str, Any]:
 
 
 def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | Tensor] = ()) -> tuple[str, ...]:
-    """Names of what `policy` wraps below `root`, asked by torch as for FSDP1; `ignored` is not asked about.
+    """Names of the modules that `policy` wraps below `root`, evaluated by torch as for FSDP1, without `ignored`.
 
     Raises:
-        StrategyError: it cannot be asked so, asks for arguments of their own for a module, or the answer is no bool.
+        StrategyError: the policy has another signature, sets arguments for single modules, or returns no bool.
     """
     from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 
-    left_out = {each for each in ignored if isinstance(each, nn.Module)}
-    wrapped: dict[nn.Module, Any] = {}  # with the arguments that are for it alone
+    left_out = {item for item in ignored if isinstance(item, nn.Module)}
+    wrapped: dict[nn.Module, Any] = {}  # each with arguments of its own, if it has any
     if isinstance(policy, _Policy):
         wrapped = policy._run_policy(root, left_out, {})
     else:
-        apart = {p for each in ignored for p in (each.parameters() if isinstance(each, nn.Module) else (each,))}
-        _recursive_wrap(root, _askable(policy), _noted_in(wrapped), left_out, apart)  # type: ignore[arg-type]
-    if own := next(filter(None, wrapped.values()), None):
+        parameters = {p for item in ignored for p in (item.parameters() if isinstance(item, nn.Module) else (item,))}
+        _recursive_wrap(root, _checked(policy), _recorder(wrapped), left_out, parameters)  # type: ignore[arg-type]
+    if arguments := next(filter(None, wrapped.values()), None):
         raise StrategyError(
-            f"fsdp.auto_wrap_policy gives a module arguments of its own, {shown(own)}; all modules have those of "
+            f"fsdp.auto_wrap_policy gives a module arguments of its own, {shown(arguments)}; all modules have those of "
             "the method: return True or False"
         )
     return tuple(
@@ -137,15 +137,15 @@ def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | 
     )
 
 
-def _noted_in(wrapped: dict[nn.Module, Any]) -> Callable[..., nn.Module]:
+def _recorder(wrapped: dict[nn.Module, Any]) -> Callable[..., nn.Module]:
     def note(module: nn.Module, **_: Any) -> nn.Module:
         wrapped[module] = None
-        return module  # as it is: nothing is wrapped yet
+        return module  # unchanged: only the choice is recorded
 
     return note
 
 
-def _askable(policy: Callable[..., Any]) -> Callable[..., bool]:
+def _checked(policy: Callable[..., Any]) -> Callable[..., bool]:
     signature = inspect.signature(policy, follow_wrapped=False)  # a decorator may add arguments
     try:
         signature.bind(module=None, recurse=True, nonwrapped_numel=0)
@@ -156,11 +156,11 @@ def _askable(policy: Callable[..., Any]) -> Callable[..., bool]:
             "torch.distributed.fsdp.wrap.CustomPolicy(function)"
         ) from None
 
-    def answer(module: nn.Module, **asked: Any) -> bool:
-        given = policy(module=module, **asked)
-        if not isinstance(given, (bool, int)):
-            raise StrategyError(f"fsdp.auto_wrap_policy answered {shown(given)} for {type(module).__name__}; a bool is")
-        return bool(given)
+    def answer(module: nn.Module, **arguments: Any) -> bool:
+        value = policy(module=module, **arguments)
+        if not isinstance(value, (bool, int)):
+            raise StrategyError(f"fsdp.auto_wrap_policy answered {shown(value)} for {type(module).__name__}; a bool is")
+        return bool(value)
 
     return answer
 
@@ -169,16 +169,16 @@ def names_within(root: nn.Module, objects: Iterable[nn.Module | Tensor]) -> tupl
     """The exact names of modules and parameters of `root`.
 
     Raises:
-        StrategyError: one is not of the model.
+        StrategyError: an object is not part of the model.
     """
     modules = {id(module): exact_name(name) for name, module in root.named_modules() if name}
     parameters = {id(parameter): name for name, parameter in root.named_parameters()}
     names = []
-    for each in objects:
-        name = (parameters if isinstance(each, Tensor) else modules).get(id(each))
+    for item in objects:
+        name = (parameters if isinstance(item, Tensor) else modules).get(id(item))
         if name is None:
             raise StrategyError(
-                f"fsdp was told to ignore a {type(each).__name__} that is not inside of {type(root).__name__}; give "
+                f"fsdp was told to ignore a {type(item).__name__} that is not inside of {type(root).__name__}; give "
                 "modules or parameters of the model itself, or their names"
             )
         names.append(name)
@@ -186,7 +186,7 @@ def names_within(root: nn.Module, objects: Iterable[nn.Module | Tensor]) -> tupl
 
 
 def _sorted(classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
-    # A set has another order in each process, and all processes must have the same strategy.
+    # The order of a set differs between processes, but all processes must have the same strategy.
     return sorted(classes, key=lambda cls: cls.__qualname__)
 
 

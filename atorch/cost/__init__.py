@@ -1,4 +1,4 @@
-"""Arithmetic on what a device holds and does. Imports no torch."""
+"""Estimates of a device's memory and step time, by arithmetic. Imports no torch."""
 
 from atorch.cost.baseline_cost import plain_cost
 from atorch.cost.memory import Memory, peak_bytes, peak_memory

@@ -1,4 +1,4 @@
-"""The start of every fold: the cost of training a model plainly, all of the batch on one device."""
+"""The cost that strategies start from: plain training with the whole batch on one device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from atorch.cost.state import Cost
 def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_bytes: float = math.inf) -> Cost:
     """One optimizer step of plain training on `batch_size` samples (default: as many as were traced).
 
-    `device_bytes` is the memory of a device, where it is known.
+    `device_bytes` is the memory of a device, if known.
 
-    A model in 16 bits multiplies in 16 bits, also where adapters beside its frozen weights are in fp32; bfloat16 stands
-    for both kinds, which run alike.
+    A model in 16 bits multiplies in 16 bits, even if adapters of its frozen weights are in fp32. The cost uses bfloat16
+    for both 16-bit dtypes, which run at the same speed.
     """
     mean = profile.param_bytes / profile.num_params
     grad_itemsize = profile.trainable_bytes / profile.num_trainable if profile.num_trainable else mean
-    # Where segments say in how many bytes their frozen parameters are, the others are as their gradients.
-    itemsize = grad_itemsize if any(each.frozen_itemsize for each in profile.segments) else mean
+    # Segments with a frozen_itemsize carry their own; the trainable parameters then have the gradients' itemsize.
+    itemsize = grad_itemsize if any(segment.frozen_itemsize for segment in profile.segments) else mean
     return Cost(
         segments=profile.segments,
         in_half=profile.in_half,
@@ -32,7 +32,7 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         grad_itemsize=grad_itemsize,
         optim_itemsize=grad_itemsize * profile.optim_state_per_param,
         optim_is_elementwise=profile.optim_is_elementwise,
-        # Adam over lists of tensors, as torch steps on GPUs, takes the roots of all second moments at once.
+        # Multi-tensor Adam, as torch steps on GPUs, holds the roots of all second moments at once.
         step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 and profile.optim_temporaries else 0.0,
         optim_traffic=profile.optim_traffic,
         num_counts=profile.num_counts,

@@ -1,7 +1,7 @@
 """Peak bytes of a step, by category, on the device of the pipeline stage that needs the most.
 
-`moments` knows what lives when; the peak is the largest sum. What makes way to the host differs from moment to moment,
-and so the peak's moment is another one with it.
+`memory_timeline` lists the live bytes of each moment; the peak is the largest sum. Offloading to the host moves
+different bytes at different moments, so it can also change which moment is the peak.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from atorch.cost.pipeline_stages import StageCost, heaviest_stages, stages_of
 from atorch.cost.state import Cost
 
 SLACK = 0.2
-"""Of the most that comes and goes at a moment of a step, the share that a caching allocator reserves beside: pieces of
-one kind's segments that the next kind does not fit into, and pools of other streams. 0.2 to 0.4 in published runs of
-Megatron on B200 that tell both."""
+"""Bytes that a caching allocator reserves in addition, as a share of the most transient bytes at any moment. They are
+fragments that the next kind of tensor does not fit into, and pools of other streams. Published runs of Megatron on B200
+that report both have 0.2 to 0.4."""
 STUCK = 0.4
-"""Of slack, what an allocator cannot give back when it runs short: segments with a piece in use. Those that are free as
-a whole it returns and asks for anew (`release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp)."""
+"""Share of slack that an allocator cannot release when it runs short: segments with a piece in use. Segments that are
+free as a whole it releases (`release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp)."""
 RESERVE = 0.05
-"""Of a device's memory, what no category counts: CUDA's context, 0.5 GiB; NCCL's buffers, 0.4 GiB for each communicator
-of a step (32 channels of 10 + 2 MiB: NVIDIA/nccl issue 1685); and 3 % that an estimate may be wrong by."""
+"""Share of a device's memory that no category counts: CUDA's context, 0.5 GiB; NCCL's buffers, 0.4 GiB for each
+communicator of a step (32 channels of 10 + 2 MiB: NVIDIA/nccl issue 1685); and 3 % for the error of an estimate."""
 
 
-ROUNDING = 1e-9  # of the bytes of moments that fill a budget alike
+ROUNDING = 1e-9  # relative; moments that differ by less in bytes count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Memory:
     buffers: float
     transient: float
     working: float
-    slack: float = 0.0  # reserved beside them by the allocator, in pieces that nothing fits into
-    on_host: float = 0.0  # beside them, in host memory
+    slack: float = 0.0  # reserved by the allocator in addition, in fragments that nothing fits into
+    on_host: float = 0.0  # in host memory, not part of the total
 
     @property
     def total(self) -> float:
@@ -56,22 +56,23 @@ class Memory:
 
     @property
     def reserved(self) -> float:
-        """Bytes that the allocator holds where there is room: CUDA's `max_memory_reserved`."""
+        """Bytes that the allocator holds if memory suffices: CUDA's `max_memory_reserved`."""
         return self.total + self.slack
 
     @property
     def needed(self) -> float:
-        """Bytes that the allocator must have: those of tensors, and of slack what it cannot give back."""
+        """Bytes that the allocator must have: all tensors, and the slack that it cannot release."""
         return self.total + STUCK * self.slack
 
     def by_category(self) -> dict[str, float]:
-        """Category → bytes, the largest first, without those that hold nothing."""
-        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("stage", "on_host")}
+        """Category → bytes, the largest first, without empty categories."""
+        names = [field.name for field in fields(self) if field.name not in ("stage", "on_host")]
+        held = {name: getattr(self, name) for name in names}
         return {name: value for name, value in sorted(held.items(), key=lambda item: -item[1]) if value > 0}
 
 
 class Held(NamedTuple):
-    """Live bytes of one moment, by category, and those on the host: a `Memory` that is quick to make."""
+    """Live bytes of one moment, by category, and those on the host: a `Memory` that is cheap to construct."""
 
     parameters: float
     gradients: float
@@ -81,9 +82,9 @@ class Held(NamedTuple):
     buffers: float
     transient: float
     working: float
-    on_host: float = 0.0  # of all moments
-    stepped: float = 0.0  # the share of the parameters that the host steps
-    coming: float = 0.0  # the most that comes and goes at any moment
+    on_host: float = 0.0  # the same at all moments
+    stepped: float = 0.0  # share of the parameters that the host steps
+    coming: float = 0.0  # the most transient bytes at any moment
 
     @property
     def total(self) -> float:
@@ -91,8 +92,8 @@ class Held(NamedTuple):
         return kept + self.activations + self.transient + self.working
 
 
-class _Waiting(NamedTuple):
-    """Fields of a cost that decide what waits on the host."""
+class _OffloadTerms(NamedTuple):
+    """Fields of a cost that decide offloading to the host."""
 
     param_offload: float
     optim_offload: float
@@ -102,21 +103,21 @@ class _Waiting(NamedTuple):
     whole_grads: bool
 
 
-_waiting = attrgetter(*_Waiting._fields)
+_offload_terms = attrgetter(*_OffloadTerms._fields)
 
 
 def peak_memory(cost: Cost) -> Memory:
     """The bytes at a step's peak, on the stage that holds the most.
 
-    `on_host` is of the stage with the most there, and slack is such that `needed` is of the stage that needs the most.
+    `on_host` is the maximum over stages. Slack is set so that `needed` is the maximum over stages.
     """
     stages = heaviest_stages(cost)
     peaks = [held for _, held in _peaks(cost, stages)]
-    stage, held = max(zip(stages, peaks, strict=True), key=lambda each: each[1].total)
+    stage, held = max(zip(stages, peaks, strict=True), key=lambda pair: pair[1].total)
     if len(peaks) > 1:
-        needed = max(each.total + STUCK * SLACK * each.coming for each in peaks)
+        needed = max(peak.total + STUCK * SLACK * peak.coming for peak in peaks)
         held = held._replace(coming=(needed - held.total) / (STUCK * SLACK))
-    return _memory(stage, held, on_host=max(each.on_host for each in peaks))
+    return _memory(stage, held, on_host=max(peak.on_host for peak in peaks))
 
 
 def peak_bytes(cost: Cost) -> float:
@@ -129,24 +130,24 @@ def stage_memory(cost: Cost, stage: StageCost) -> Memory:
 
 
 def beside_host(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[StageMemory, Held]]:
-    """Live bytes on each of some stages were nothing to wait on the host, and those held at the peak."""
+    """Timelines of stages without offloading, and the bytes held at each peak with it."""
     courses = courses_of(cost, stages)
     return [(course, held) for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)]
 
 
 def host_bytes(cost: Cost) -> float:
-    """Bytes in host memory for one device, on the stage that has the most there."""
+    """Bytes in host memory for one device, the maximum over stages."""
     return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
 
 
 def least_on_host(cost: Cost) -> float:
-    """Bytes of parameters, masters and optimizer states on the host at any moment, on a stage that has the most."""
-    waiting = _Waiting._make(_waiting(cost))
+    """Lower bound of the bytes of parameters, masters and optimizer states on the host, the maximum over stages."""
+    offload = _OffloadTerms._make(_offload_terms(cost))
 
     def of_stage(course: StageMemory) -> float:
         steps = course.optimizer + course.masters
-        shares = waiting.param_offload * course.parameters + waiting.optim_offload * steps
-        return max(shares, course.parameters + steps - waiting.budget_bytes)
+        shares = offload.param_offload * course.parameters + offload.optim_offload * steps
+        return max(shares, course.parameters + steps - offload.budget_bytes)
 
     return max(of_stage(course) for course in courses_of(cost, heaviest_stages(cost)))
 
@@ -170,25 +171,25 @@ def _peaks(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[MemoryPoint, H
 
 
 def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[tuple[MemoryPoint, Held]]:
-    """The moment of each stage's peak, and what is held then."""
+    """The moment of each stage's peak, and the bytes held then."""
     if not uses_host(cost):
         return [(course.peak, _on_device(course, course.peak, cost.buffer_bytes)) for course in courses]
-    waiting = _Waiting._make(_waiting(cost))
-    return [_peak_beside_host(course, cost.buffer_bytes, waiting) for course in courses]
+    offload = _OffloadTerms._make(_offload_terms(cost))
+    return [_peak_beside_host(course, cost.buffer_bytes, offload) for course in courses]
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _peak_beside_host(course: StageMemory, buffer_bytes: float, waiting: _Waiting) -> tuple[MemoryPoint, Held]:
-    """The fullest moment, of equals the one that most makes way for."""
+def _peak_beside_host(course: StageMemory, buffer_bytes: float, offload: _OffloadTerms) -> tuple[MemoryPoint, Held]:
+    """The fullest moment; of equals the one with the most bytes on the host."""
     *passes, step = course.moments
-    if waiting.activation_offload:
-        passes += course.in_backward  # when blocks' activations are back that were away before
-    step = step._replace(transient=step.transient * (1.0 - waiting.optim_offload))
-    shared = [(moment, _with_host(course, moment, buffer_bytes, waiting)) for moment in (*passes, step)]
+    if offload.activation_offload:
+        passes += course.in_backward  # when offloaded activations of blocks are back on the device
+    step = step._replace(transient=step.transient * (1.0 - offload.optim_offload))
+    shared = [(moment, _with_host(course, moment, buffer_bytes, offload)) for moment in (*passes, step)]
     full = max(held.total for _, held in shared) * (1 - ROUNDING)
-    fullest = [each for each in shared if each[1].total >= full]
-    moment, held = max(fullest, key=lambda each: (each[1].on_host, -each[1].parameters))
-    coming = max(each.activations + each.transient + each.working for _, each in shared)
+    fullest = [pair for pair in shared if pair[1].total >= full]
+    moment, held = max(fullest, key=lambda pair: (pair[1].on_host, -pair[1].parameters))
+    coming = max(live.activations + live.transient + live.working for _, live in shared)
     return moment, held._replace(coming=coming - course.buckets)
 
 
@@ -206,17 +207,17 @@ def _on_device(course: StageMemory, moment: MemoryPoint, buffer_bytes: float) ->
     )
 
 
-def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _Waiting) -> Held:
-    """Bytes left when shares, or what is beyond a budget, made way to the host."""
-    saved = _saved_away(course, moment, shares)
+def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms) -> Held:
+    """Bytes of a moment after shares, or all that exceeds a budget, moved to the host."""
+    saved = _offloaded_activations(course, moment, shares)
     if shares.budget_bytes < math.inf:
         return _under_budget(course, moment, buffer_bytes, shares, saved)
     waiting, stepped = shares.param_offload, shares.optim_offload
     moved = waiting * (course.parameters + course.stepped_gradients) + stepped * (course.optimizer + course.masters)
-    # The host steps copies of what does not wait there; masters have gradients of their own while they are stepped.
+    # The host steps copies of parameters that stay on the device; masters have gradients of their own meanwhile.
     copied = course.stepped_parameters + course.stepped_gradients
     copies = max(0.0, stepped - waiting) * copied + stepped * course.masters
-    # Whole gradients stay until they are reduced: what goes is this device's shard.
+    # Full gradients stay until they are reduced; only this device's shard is offloaded.
     leaving = 0.0 if shares.whole_grads else waiting
     return Held(
         course.parameters * (1 - waiting),
@@ -232,11 +233,11 @@ def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, sh
     )
 
 
-def _saved_away(course: StageMemory, moment: MemoryPoint, shares: _Waiting) -> float:
-    """The part of what blocks saved that the host has: its share of every micro-batch, less what is back afterwards.
+def _offloaded_activations(course: StageMemory, moment: MemoryPoint, shares: _OffloadTerms) -> float:
+    """Bytes of blocks' activations on the host: its share of every micro-batch, less what backward has fetched back.
 
-    Of the micro-batch that goes backward the blocks that stay are the first to go. At the end of a run of blocks more
-    is back than the last one has, which stands for those just before it.
+    The micro-batch in backward releases the blocks kept on the device first. At the end of a run of blocks more is back
+    than the last block saved; the figure then represents the blocks just before it.
     """
     if not (shares.activation_offload and moment.in_blocks):
         return 0.0
@@ -248,11 +249,11 @@ def _saved_away(course: StageMemory, moment: MemoryPoint, shares: _Waiting) -> f
 
 
 def _under_budget(
-    course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _Waiting, saved: float
+    course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms, saved: float
 ) -> Held:
-    """Chunks that the host steps keep all they have there; parameters stay on the device as long as there is room.
+    """Offload whole chunks: the host holds their states, while parameters stay on the device as long as there is room.
 
-    Of those chunks gradients go down as they are made, and parameters have a copy on the host wherever else they are.
+    Gradients of those chunks move to the host as they are computed, and the host always has a copy of their parameters.
     """
     whole, states = _on_device(course, moment, buffer_bytes), course.optimizer + course.masters
     stepped, beside = shares.optim_offload, states + moment.gradients

@@ -1,12 +1,12 @@
-"""Live bytes on a pipeline stage over the moments of a step, were nothing to wait on the host.
+"""Live bytes on a pipeline stage over the moments of a step, without offloading.
 
-What lives differs from moment to moment, and so does the peak's: at the loss all activations and the logits do, but no
-gradients yet; when the last block goes backward few activations and nearly all gradients; when the optimizer steps no
-activations at all (Rajbhandari et al. 2020, arXiv 1910.02054, section 3). In between everything changes evenly from
-copy to copy of a block, so that the first and the last of each run tell.
+The live tensors change during a step. At the loss all activations and the logits are live, but no gradients yet. In the
+last block's backward few activations and nearly all gradients are live; in the optimizer's step no activations
+(Rajbhandari et al. 2020, arXiv 1910.02054, section 3). Within a run of equal blocks the bytes change linearly, so the
+first and the last copy of each run suffice.
 
-A search asks for the same stages again and again, under costs that differ in what waits on the host or is sent. Moments
-follow from `Terms` alone, so that each is worked out once.
+A search evaluates the same stages many times, under costs that differ in offloading or communication. Moments depend on
+`Terms` alone, so each is computed once and cached.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from atorch.cost.pipeline_stages import StageCost
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.state import Cost, RecomputePolicy
 
-REMEMBERED = 2**14  # stages, in some tens of MB: a search comes back to many, and not to those of long ago
+REMEMBERED = 2**14  # stages, in some tens of MB: a search returns to many of the recent ones
 
 
 class MemoryPoint(NamedTuple):
-    """Bytes that live at one moment and not all the time."""
+    """Live bytes of one moment that change during a step."""
 
     gradients: float
     activations: float
     transient: float
     working: float
-    in_blocks: float = 0.0  # of the activations, those that blocks saved
+    in_blocks: float = 0.0  # the part of the activations that blocks saved
 
     @property
     def total(self) -> float:
@@ -42,28 +42,28 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageMemory:
-    """Bytes that live all the time, and then from moment to moment."""
+    """Constant bytes of a stage, and those that change from moment to moment."""
 
     parameters: float
     optimizer: float
     masters: float
     buckets: float
-    stepped_parameters: float  # of what this device steps
+    stepped_parameters: float  # of the elements that this device steps
     stepped_gradients: float
     passes: tuple[MemoryPoint, ...]  # moments of forward and backward
     step: MemoryPoint  # of the optimizer
     peak: MemoryPoint
-    coming: float  # the most that comes and goes at any moment
+    coming: float  # the most transient bytes at any moment
     in_flight: float  # micro-batches
 
     @cached_property
     def moments(self) -> tuple[MemoryPoint, ...]:
-        """Moments of forward and backward that can be the peak, whatever waits on the host, then the optimizer step."""
+        """Moments of forward and backward that can be the peak under any offloading, then the optimizer step."""
         return (*_uncovered(self.passes), self.step)
 
     @cached_property
     def in_backward(self) -> tuple[MemoryPoint, ...]:
-        """While some blocks have gone backward and others have not."""
+        """Moments at which some blocks have run backward and others have not."""
         most = max(moment.in_blocks for moment in self.passes)
         return tuple(_uncovered([moment for moment in self.passes if 0 < moment.in_blocks < most]))
 
@@ -78,7 +78,7 @@ class StageMemory:
 
 
 class Terms(NamedTuple):
-    """Fields of a cost that decide bytes on a device before anything makes way to the host."""
+    """Fields of a cost that decide the bytes on a device without offloading."""
 
     param_itemsize: float
     grad_itemsize: float
@@ -108,7 +108,7 @@ class Terms(NamedTuple):
     whole_outside: bool
     own_tokens: bool
     gathers_logits: bool
-    scale: float  # bytes of a micro-batch's activations on one device against the traced ones, outside tensor splits
+    scale: float  # bytes of a micro-batch's activations on one device over those traced, outside tensor splits
     whole_scale: float  # the same with all tokens of a sequence
 
 
@@ -119,21 +119,21 @@ class _Copy(NamedTuple):
     """One copy of a segment on a device: elements, then bytes of a micro-batch."""
 
     params: float  # whole, as they are computed with
-    stored_bytes: float  # what is kept of them: a shard
-    cast: float  # of params, those that are cast for use
-    gathered_bytes: float  # of params, whole, where shards of them are kept
-    trained: float  # of params, those that get gradients
+    stored_bytes: float  # of the shard that is kept
+    cast: float  # the part of params that is cast for use
+    gathered_bytes: float  # of params, full, if shards of them are kept
+    trained: float  # the part of params that gets gradients
     stored_grads: float
     stored_state: float
-    kept: float  # activations that wait for backward
-    again: float  # of those, what is not kept because it is recomputed
-    results: float  # of products, whose gradients those of weights are computed from
-    working: float  # what backward needs beside them
+    kept: float  # activations saved for backward
+    again: float  # activations that are recomputed instead of kept
+    results: float  # of products: their gradients are needed for the weights' gradients
+    working: float  # needed by backward in addition
     weights: float  # elements of the weights of different shapes
 
 
 def micro_batch_share(cost: Cost) -> float:
-    """The share of a micro-batch of one device in the traced batch."""
+    """A device's micro-batch as a share of the traced batch."""
     return cost.batch_size / cost.num_micro_batches / cost.traced_batch
 
 
@@ -142,8 +142,8 @@ def courses_of(cost: Cost, stages: Iterable[StageCost]) -> list[StageMemory]:
     whole = micro_batch_share(cost) * cost.activation_scale
     scale = whole / (cost.sequence * cost.context)
     terms = Terms._make((*_terms(cost), scale, whole))
-    # Gradients that do not keep their place between steps appear one by one in the first backward. Where earlier
-    # micro-batches were through before the most are in flight, all are there.
+    # Gradients that are freed between steps appear one by one in the first backward. If a micro-batch finished its
+    # backward before the stage is full, all gradients exist at the peak.
     least = math.inf if cost.grads_persist else cost.num_micro_batches
     piece = 1.0 / cost.interleave
     return [_course(terms, stage, stage.in_flight >= least, piece) for stage in stages]
@@ -153,10 +153,10 @@ def courses_of(cost: Cost, stages: Iterable[StageCost]) -> list[StageMemory]:
 def _course(terms: Terms, stage: StageCost, appear: bool, piece: float) -> StageMemory:
     copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in stage.parts]
     params = state = trained = 0.0
-    for _, number, each in copies:
-        params += number * each.stored_bytes
-        state += number * each.stored_state
-        trained += number * each.trained
+    for _, number, copy in copies:
+        params += number * copy.stored_bytes
+        state += number * copy.stored_state
+        trained += number * copy.trained
     *passes, step = moments = tuple(_moments(terms, copies, stage, appear, piece))
     return StageMemory(
         parameters=params,
@@ -174,92 +174,92 @@ def _course(terms: Terms, stage: StageCost, appear: bool, piece: float) -> Stage
 
 
 def _uncovered(moments: Sequence[MemoryPoint]) -> Iterator[MemoryPoint]:
-    """Moments without another at which as much of everything lives: whatever makes way, the others are no peaks."""
-    for index, each in enumerate(moments):
+    """Moments that no other moment dominates in every category: only these can be the peak under any offloading."""
+    for index, moment in enumerate(moments):
         covering = (
-            other.gradients >= each.gradients
-            and other.activations >= each.activations
-            and other.activations - other.in_blocks >= each.activations - each.in_blocks
-            and other.transient >= each.transient
-            and other.working >= each.working
-            and (place < index or other != each)  # of equal ones the first
+            other.gradients >= moment.gradients
+            and other.activations >= moment.activations
+            and other.activations - other.in_blocks >= moment.activations - moment.in_blocks
+            and other.transient >= moment.transient
+            and other.working >= moment.working
+            and (place < index or other != moment)  # of equal moments keep the first
             for place, other in enumerate(moments)
             if place != index
         )
         if not any(covering):
-            yield each
+            yield moment
 
 
 def _moments(
     terms: Terms, parts: list[tuple[bool, float, _Copy]], stage: StageCost, appear: bool, piece: float
 ) -> Iterator[MemoryPoint]:
-    """The loss, blocks' backwards, the optimizer's step.
+    """Moments of the loss, the blocks' backwards and the optimizer's step.
 
-    In the second backward, where no forward comes between, one micro-batch less is in flight: one piece of it, of which
-    a stage has several where it is interleaved. Where gradients appear in the first backward, all are there then. What
-    waits for weights' gradients has those of what products made. Recomputed it is there whole, as is all that is in
-    flight and one more: simulated with 4 stages, within 11 %.
+    If no forward comes between, one micro-batch less is in flight in the second backward; in an interleaved schedule,
+    one piece of it less. All gradients exist then. Micro-batches whose weights' gradients are deferred hold the
+    gradients of products' results. With recomputation the recomputed activations of all micro-batches in flight, and
+    one more, are live: simulated with 4 stages, within 11 %.
     """
     in_flight, waiting = stage.in_flight, stage.waiting
     grads = cast = kept = in_blocks = state = outside = weights = held = 0.0
-    for is_block, number, each in parts:
-        grads += number * each.stored_grads
-        cast += number * each.cast
-        kept += number * each.kept
-        state += number * each.stored_state
-        held += number * (waiting * each.results + ((in_flight + 1.0) * each.again if waiting else 0.0))
+    for is_block, number, copy in parts:
+        grads += number * copy.stored_grads
+        cast += number * copy.cast
+        kept += number * copy.kept
+        state += number * copy.stored_state
+        held += number * (waiting * copy.results + ((in_flight + 1.0) * copy.again if waiting else 0.0))
         if is_block:
-            weights = max(weights, each.weights)
-            in_blocks += number * each.kept
+            weights = max(weights, copy.weights)
+            in_blocks += number * copy.kept
         else:
-            outside = max(outside, each.working)
+            outside = max(outside, copy.working)
     all_grads = terms.grad_itemsize * grads
-    casts = 1.0 + max(0.0, in_flight - 1.0) * (1.0 - terms.recompute)  # autocast's, which backward keeps
+    casts = 1.0 + max(0.0, in_flight - 1.0) * (1.0 - terms.recompute)  # autocast's, kept for backward
     always = casts * terms.cast_itemsize * cast + terms.placeholder_itemsize * weights
     around, within = _gathered(terms, parts)
     alive, saved = in_flight * kept + held, in_flight * in_blocks
     yield MemoryPoint(0.0 if appear else all_grads, alive, always + around, outside, saved)
-    again = in_flight > 1
+    in_pipeline = in_flight > 1
     first, first_in_blocks = piece * kept, piece * in_blocks
-    if again:
+    if in_pipeline:
         yield MemoryPoint(all_grads, alive - first, always + around, outside, saved - first_in_blocks)
-    done = fresh = 0.0  # elements of the gradients that this backward has made: as they are kept, and as they are made
-    for is_block, number, each in reversed(parts):
+    done = fresh = 0.0  # elements of the gradients that this backward has computed: as stored, and as computed
+    for is_block, number, copy in reversed(parts):
         if is_block:
             for turn in (1.0, number):
-                made = terms.grad_itemsize * (done + turn * each.stored_grads) if appear else all_grads
-                new = terms.fresh_itemsize * (fresh + turn * each.trained)
-                gone = (turn - 1.0) * each.kept
-                yield MemoryPoint(made, alive - gone, always + within + new, each.working, saved - gone)
-                if again:
+                made = terms.grad_itemsize * (done + turn * copy.stored_grads) if appear else all_grads
+                new = terms.fresh_itemsize * (fresh + turn * copy.trained)
+                gone = (turn - 1.0) * copy.kept
+                yield MemoryPoint(made, alive - gone, always + within + new, copy.working, saved - gone)
+                if in_pipeline:
                     left = max(0.0, alive - first - gone), max(0.0, saved - first_in_blocks - gone)
-                    yield MemoryPoint(all_grads, left[0], always + within + new, each.working, left[1])
-            saved = max(0.0, saved - number * each.kept)
-        alive = max(0.0, alive - number * each.kept)  # sums of parts round
-        done += number * each.stored_grads
-        fresh += number * each.trained
+                    yield MemoryPoint(all_grads, left[0], always + within + new, copy.working, left[1])
+            saved = max(0.0, saved - number * copy.kept)
+        alive = max(0.0, alive - number * copy.kept)  # the sums are rounded differently
+        done += number * copy.stored_grads
+        fresh += number * copy.trained
         if not is_block:
             made = terms.grad_itemsize * done if appear else all_grads
-            new = terms.fresh_itemsize * fresh + terms.placeholder_itemsize * each.weights
-            yield MemoryPoint(made, alive, always + around + new, each.working, saved)
-            if again:
+            new = terms.fresh_itemsize * fresh + terms.placeholder_itemsize * copy.weights
+            yield MemoryPoint(made, alive, always + around + new, copy.working, saved)
+            if in_pipeline:
                 left = max(0.0, alive - first), max(0.0, saved - first_in_blocks)
-                yield MemoryPoint(all_grads, left[0], always + around + new, each.working, left[1])
+                yield MemoryPoint(all_grads, left[0], always + around + new, copy.working, left[1])
     yield MemoryPoint(all_grads, 0.0, terms.step_itemsize * state, 0.0)
 
 
 def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[float, float]:
-    """Bytes of sharded parameters that are whole: outside of blocks, where only what is kept is, and inside.
+    """Gathered bytes of sharded parameters, outside of blocks and inside.
 
-    Inside, one block computes while the next is gathered, and the gradients of two are whole until they are reduced.
+    Inside, one block computes while the next is gathered, and the full gradients of two blocks wait for reduction.
     """
     if not terms.gathered_itemsize:
         return 0.0, 0.0
-    block = max((each.gathered_bytes for is_block, _, each in parts if is_block), default=0.0)
-    trained = max((each.trained for is_block, _, each in parts if is_block), default=0.0)
-    outside = sum(number * each.gathered_bytes for is_block, number, each in parts if not is_block)
-    inside = sum(number * each.gathered_bytes for is_block, number, each in parts if is_block)
-    in_blocks = sum(number * each.trained for is_block, number, each in parts if is_block)
+    block = max((copy.gathered_bytes for is_block, _, copy in parts if is_block), default=0.0)
+    trained = max((copy.trained for is_block, _, copy in parts if is_block), default=0.0)
+    outside = sum(number * copy.gathered_bytes for is_block, number, copy in parts if not is_block)
+    inside = sum(number * copy.gathered_bytes for is_block, number, copy in parts if is_block)
+    in_blocks = sum(number * copy.trained for is_block, number, copy in parts if is_block)
     gradients = terms.gathered_itemsize * min(2.0 * trained, in_blocks)
     if terms.keeps_gathered:
         return outside + inside, outside + inside + gradients
@@ -267,22 +267,22 @@ def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[flo
 
 
 def has_all_tokens(cost: Cost | Terms, segment: Segment) -> bool:
-    """True if every rank along sequence and context has all tokens of a segment, as it may outside of blocks."""
+    """True if every sequence and context rank has all tokens of a segment, which is possible outside of blocks."""
     is_whole = not cost.own_tokens or segment.needs_all_tokens
     return cost.whole_outside and not segment.is_block and is_whole
 
 
 def is_gathered(cost: Cost | Terms, segment: Segment) -> bool:
-    """True if a head's results are brought together from the tensor ranks, as for a loss that is no cross entropy."""
+    """True if a head's results are gathered from the tensor ranks, as for a loss that is not a cross entropy."""
     return cost.whole_outside and not segment.is_block and (cost.gathers_logits or not segment.num_losses)
 
 
 @lru_cache(maxsize=REMEMBERED)
 def _copy(terms: Terms, segment: Segment) -> _Copy:
-    """The part of one copy on a device.
+    """Elements and bytes of one copy of a segment on a device.
 
-    Experts are spread over ranks that see different samples, so that fewer of those are left to shard them further. A
-    head that is the embedding is held once more where the embedding is on another stage.
+    Experts are spread over ranks that see different samples, which leaves fewer of those ranks to shard them further. A
+    head tied to the embedding holds a second copy if the embedding is on another stage.
     """
     dense = segment.num_params - segment.split_params - segment.expert_params + segment.split_params / terms.tensor
     if terms.stages > 1 and segment.tied_params:
@@ -301,7 +301,7 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
         load = busiest_load(segment, scale, ranks=terms.expert, capacity=capacity, skew=skew)
         kept = max(0.0, kept + (load - 1.0) * inside * saved_bytes(segment))
     working = segment.working_bytes * (inside if segment.split_working else scale)
-    # An input gathered whole, a gradient before it is scattered.
+    # An input after its gather, and a gradient before its scatter.
     working += 2.0 * segment.input_bytes * (scale - outside)
     again = 0.0
     if segment.is_block and terms.recompute:
@@ -322,19 +322,19 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
         kept=kept,
         again=again,
         results=results,
-        working=working + _made_whole(terms, segment) + segment.early_gradient_bytes,
+        working=working + _dequantized_bytes(terms, segment) + segment.early_gradient_bytes,
         weights=_weights(terms, segment) if terms.placeholder_itemsize else 0.0,
     )
 
 
 def _weights(terms: Terms, segment: Segment) -> float:
-    trained = (each for each in segment.matmuls if each.trainable)
-    return sum({(each.inner, each.columns): _weight(terms, each) for each in trained}.values())
+    trained = (product for product in segment.matmuls if product.trainable)
+    return sum({(product.inner, product.columns): _weight(terms, product) for product in trained}.values())
 
 
-def _made_whole(terms: Terms, segment: Segment) -> float:
-    """Bytes of the largest quantized weight in 16 bits, as a product needs it."""
-    return max((2.0 * _weight(terms, each) for each in segment.matmuls if each.stored_itemsize), default=0.0)
+def _dequantized_bytes(terms: Terms, segment: Segment) -> float:
+    """Bytes of the largest quantized weight, dequantized to 16 bits."""
+    return max((2.0 * _weight(terms, product) for product in segment.matmuls if product.stored_itemsize), default=0.0)
 
 
 def _weight(terms: Terms, product: Matmul) -> float:
@@ -360,5 +360,5 @@ def _kept_when_recomputed(terms: Terms, segment: Segment, inside: float, outside
 
 
 def _num_sums(segment: Segment) -> float:
-    """Products that give the residual stream something to add, which plain backward needs nothing of."""
-    return sum(each.count for each in segment.matmuls if each.split == "rows" and not each.of_experts)
+    """The number of products whose results are added to the residual stream, so plain backward need not save them."""
+    return sum(product.count for product in segment.matmuls if product.split == "rows" and not product.of_experts)

@@ -1,8 +1,8 @@
-"""The effect on a cost of each way to spread a model over devices. Shared by all that fold costs.
+"""The effect of each parallelism on a cost. All methods that fold costs share these functions.
 
-A split along tensor, sequence, context, expert or pipeline is a field of the cost, and `time` knows what that sends in
-every micro-batch, so that what is recomputed or cast later counts without another word. What replicas and shards of
-parameters exchange depends on how it is done, in buckets, by block, in which dtype: that is `Comm`s in the cost.
+A split along tensor, sequence, context, expert or pipeline is a field of the cost. `time` derives from it the
+communication of every micro-batch, so later changes of recomputation or precision are included. The communication of
+replicas and of sharded parameters depends on buckets, blocks and dtypes: the cost lists it as `Comm`s.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ REPLICA_AXES = ("data", "zero", "sequence", "context")
 
 
 def arrange(cost: Cost, sizes: Mapping[str, int]) -> Cost:
-    """Ranks along `AXES` in their usual order; the batch shared out over the axes that see different samples."""
+    """Arrange ranks along `AXES` in their usual order; the axes of different samples divide the batch."""
     cost = cost.but(axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
     return cost.but(batch_size=cost.batch_size / cost.size(*SAMPLE_AXES))
 
 
 def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
-    """Products by columns and rows over the tensor axis; with `splits_norms` what lies between them by tokens.
+    """Split products by columns and rows over the tensor axis; with `splits_norms` split the rest by tokens.
 
     Shoeybi et al. 2019, arXiv 1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.
     """
@@ -38,33 +38,33 @@ def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
 
 
 def split_sequence(cost: Cost) -> Cost:
-    """Tokens over the sequence axis, heads inside attention: Jacobs et al. 2023, arXiv 2309.14509, section 3."""
+    """Split tokens over the sequence axis, heads inside attention: Jacobs et al. 2023, arXiv 2309.14509, section 3."""
     return cost.but(sequence=cost.size("sequence"))
 
 
 def split_context(cost: Cost) -> Cost:
-    """Tokens over the context axis, keys and values passed around: Liu et al. 2023, arXiv 2310.01889, section 3."""
+    """Split tokens over the context axis, keys and values in a ring: Liu et al. 2023, arXiv 2310.01889, section 3."""
     return cost.but(context=cost.size("context"))
 
 
 def whole_outside(cost: Cost) -> Cost:
-    """Outside of blocks all tokens on every rank of a tensor split, and of a sequence or context split its own.
+    """Outside of blocks, tensor ranks have all tokens; sequence and context ranks have their own.
 
-    All there, too, where the loss is no cross entropy, and so asks for whole logits, or a pipeline's stages send.
+    They have all tokens, too, if the loss is not a cross entropy and so needs full logits, or with a pipeline.
     """
-    has_losses = any(each.num_losses for each in cost.segments)
+    has_losses = any(segment.num_losses for segment in cost.segments)
     return cost.but(whole_outside=True, own_tokens=has_losses and cost.size("pipeline") == 1)
 
 
 def split_pipeline(
     cost: Cost, *, schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b", interleave: int = 1
 ) -> Cost:
-    """Blocks over the pipeline axis, each rank with `interleave` pieces of the model."""
+    """Split blocks over the pipeline axis, with `interleave` pieces of the model on each rank."""
     return cost.but(stages=cost.size("pipeline"), schedule=schedule, interleave=interleave)
 
 
 def accumulate(cost: Cost, num_micro_batches: float) -> Cost:
-    """A step in so many micro-batches, gradients summed."""
+    """Divide a step into micro-batches whose gradients are summed."""
     return cost.but(num_micro_batches=float(num_micro_batches))
 
 
@@ -76,9 +76,9 @@ def replicate(
     bucket_bytes: float = 25 * MiB,
     overlaps: bool = True,
 ) -> Cost:
-    """Gradients all-reduced once a step in buckets, which all but the last can hide behind backward.
+    """All-reduce gradients once a step in buckets; backward can hide all but the last.
 
-    Li et al. 2020, arXiv 2006.15704, section 3.2. `itemsize` is of what is sent; by default as gradients are kept.
+    Li et al. 2020, arXiv 2006.15704, section 3.2. `itemsize` is that of the payload; by default that of gradients.
     """
     return cost.send(_reduction(cost, "all_reduce", axes, itemsize, bucket_bytes, overlaps))
 
@@ -98,12 +98,12 @@ def shard_optimizer(
     gathers: Gathers = "all_gather",
     gathers_ahead: bool = False,
 ) -> Cost:
-    """Optimizer state sharded: gradients reduced to their owners, parameters gathered from them after the update.
+    """Shard optimizer state: reduce gradients to their owners, and gather parameters from them after the update.
 
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1. Gradients are reduced over `axes`, the state is sharded
-    `over` as many or fewer of them. Who has whole parameters broadcasts them; slices are gathered, in "sliced" where
-    these are not as the gradients' buckets (runtime/sliced_buckets.py), or all "at once". With `gathers_ahead` the next
-    forward pass waits for the first bucket alone.
+    `over` as many or fewer of them. Owners of whole parameters "broadcast" them. Slices are gathered in the gradients'
+    buckets ("all_gather"), in buckets of their own ("sliced", runtime/sliced_buckets.py), or all "at once". With
+    `gathers_ahead` the next forward pass waits for the first bucket alone.
     """
     shards = cost.size(*over)
     stepped = cost.num_trainable * cost.param_itemsize / cost.param_shards
@@ -130,24 +130,24 @@ def shard(
     overlap: float = 0.8,
     copies: Literal["both", "gradients", "nothing"] = "both",
 ) -> Cost:
-    """Parameters, gradients and optimizer state sharded; each block gathered before it computes, its gradients reduced.
+    """Shard parameters, gradients and optimizer state; gather each block before it computes, reduce-scatter after.
 
-    Zhao et al. 2023, arXiv 2304.11277. All of it in every micro-batch, or `once_a_step`: then parameters stay gathered
-    over a step's micro-batches, and their gradients whole. Blocks are gathered again in backward unless
-    `keeps_gathered`; over `replicas` the shards of gradients are all-reduced. FSDP2 copies parameters out of the buffer
-    that they are gathered in, and gradients into one (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py); FSDP1,
-    whose parameters are views of what is gathered, copies gradients alone.
+    Zhao et al. 2023, arXiv 2304.11277. This happens in every micro-batch, or `once_a_step`: then parameters stay
+    gathered over a step's micro-batches, and gradients full. Blocks are gathered again in backward unless
+    `keeps_gathered`. Shards of gradients are all-reduced over `replicas`. FSDP2 copies parameters out of the gathered
+    buffer, and gradients into another (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). FSDP1's parameters
+    are views of the gathered buffer, so it copies gradients alone.
     """
     shards, around = cost.size(*axes), _num_groups_around(cost.segments)
     calls = float(cost.num_blocks + around)
     keeps_gathered = keeps_gathered or once_a_step
-    again = 0.0 if keeps_gathered else float(cost.num_blocks)  # the others stay gathered, as torch does with a root
-    trained = tuple(each for each in cost.segments if each.num_trainable)
-    reductions = float(sum(each.count for each in trained if each.is_block) + _num_groups_around(trained))
+    regathers = 0.0 if keeps_gathered else float(cost.num_blocks)  # torch keeps the root's group gathered
+    trained = tuple(segment for segment in cost.segments if segment.num_trainable)
+    reductions = float(sum(segment.count for segment in trained if segment.is_block) + _num_groups_around(trained))
     gathered = sum(
-        each.count * (2.0 if each.is_block and not keeps_gathered else 1.0) * cost.local_params(each)
-        * each.sent_itemsize(itemsize)
-        for each in cost.segments
+        segment.count * (2.0 if segment.is_block and not keeps_gathered else 1.0) * cost.local_params(segment)
+        * segment.sent_itemsize(itemsize)
+        for segment in cost.segments
     )  # fmt: skip
     trainable = cost.num_trainable
     reduced = reduced_itemsize * trainable
@@ -160,29 +160,29 @@ def shard(
         gathered_itemsize=itemsize,
         keeps_gathered=keeps_gathered,
         whole_grads=once_a_step,
-        cast_itemsize=0.0,  # shards are cast before they are gathered
+        cast_itemsize=0.0,  # shards are cast before the gather
         cast_traffic_bytes=cost.cast_traffic_bytes / shards,
     ).send(
-        Comm("all_gather", axes, gathered, calls + again, overlap, each_micro_batch=not once_a_step, copied=out),
+        Comm("all_gather", axes, gathered, calls + regathers, overlap, each_micro_batch=not once_a_step, copied=out),
         Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=not once_a_step, copied=into),
         Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=not once_a_step),
     )
 
 
 def _num_groups_around(segments: tuple[Segment, ...]) -> int:
-    """The number of groups gathered outside of blocks: embeddings, a head of its own, and the rest with the root."""
+    """The number of FSDP groups outside of blocks: embeddings, an untied head, and the root with the rest."""
     tables = head = rest = False
-    for each in (segment for segment in segments if not segment.is_block):
-        largest = max((product.inner * product.columns for product in each.matmuls), default=0)
-        own = largest if 0 < largest <= each.num_params else 0
-        tables |= not each.matmuls and each.num_params > 0
-        head |= own > 0
-        rest |= bool(each.matmuls) and each.num_params > own
+    for part in (segment for segment in segments if not segment.is_block):
+        largest = max((product.inner * product.columns for product in part.matmuls), default=0)
+        weight = largest if 0 < largest <= part.num_params else 0
+        tables |= not part.matmuls and part.num_params > 0
+        head |= weight > 0
+        rest |= bool(part.matmuls) and part.num_params > weight
     return tables + head + rest
 
 
 def share_buffers(cost: Cost, axes: tuple[str, ...] = REPLICA_AXES) -> Cost:
-    """Buffers sent from the first replica before the first forward pass of a step."""
+    """Broadcast buffers from the first replica before the first forward pass of a step."""
     return cost.send(Comm("broadcast", axes, cost.buffer_bytes)) if cost.buffer_bytes else cost
 
 

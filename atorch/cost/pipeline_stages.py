@@ -15,12 +15,12 @@ StageRanges = tuple[tuple[Segment, float], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageCost:
-    """A stage's parts as `(segment, copies)`, in order; a stage of a model that is not cut has all of them."""
+    """A stage's parts as `(segment, copies)`, in order; without a pipeline one stage has all of them."""
 
     index: int
     parts: StageRanges
-    in_flight: float  # micro-batches whose activations it holds at once, counted in all of its blocks
-    waiting: float = 0.0  # of them, those whose weights' gradients are put off
+    in_flight: float  # micro-batches whose activations it holds at once, in units of all its blocks
+    waiting: float = 0.0  # of them, those whose weights' gradients are deferred
 
     @property
     def num_blocks(self) -> float:
@@ -30,16 +30,16 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageRange:
-    """A model's segments shared out to the stages of a pipeline."""
+    """A cut of a model's segments into the stages of a pipeline."""
 
     segments: tuple[Segment, ...]
     parts: tuple[StageRanges, ...]  # of each stage
-    runs: tuple[tuple[StageRanges, int], ...]  # those, and how many stages that follow one another have the same
-    uncovered: tuple[int, ...]  # stages without an earlier one that has as many copies of everything
+    runs: tuple[tuple[StageRanges, int], ...]  # run-length encoded: parts, number of consecutive stages
+    uncovered: tuple[int, ...]  # stages that no earlier stage covers with as many copies of every segment
 
 
 def stages_of(cost: Cost) -> tuple[StageCost, ...]:
-    """The stages of a cost's pipeline, by FLOPs or by blocks: as many each, the first taking what does not divide."""
+    """The stages of a cost's pipeline, balanced by FLOPs or by blocks; the first stages take the remaining blocks."""
     parts = cut_of(cost).parts
     return tuple(
         StageCost(index, held, in_flight(cost, index), _waiting(cost, index)) for index, held in enumerate(parts)
@@ -47,9 +47,9 @@ def stages_of(cost: Cost) -> tuple[StageCost, ...]:
 
 
 def heaviest_stages(cost: Cost) -> tuple[StageCost, ...]:
-    """The stages of which one needs the most memory: none that an earlier one, with more in flight, covers.
+    """The stages that can need the most memory: those that no earlier stage, with more in flight, covers.
 
-    Of a zero-bubble schedule none that a later one covers, as this has put off more.
+    In a zero-bubble schedule later stages defer more, so the last stage of each run of equal stages counts.
     """
     cut = cut_of(cost)
     indices = cut.uncovered
@@ -59,8 +59,8 @@ def heaviest_stages(cost: Cost) -> tuple[StageCost, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _heaviest(cut: StageRange, held: tuple[tuple[int, float, float], ...]) -> tuple[StageCost, ...]:
-    return tuple(StageCost(index, cut.parts[index], flying, waiting) for index, flying, waiting in held)
+def _heaviest(cut: StageRange, stages: tuple[tuple[int, float, float], ...]) -> tuple[StageCost, ...]:
+    return tuple(StageCost(index, cut.parts[index], held, waiting) for index, held, waiting in stages)
 
 
 def in_flight(cost: Cost, index: int) -> float:
@@ -68,8 +68,8 @@ def in_flight(cost: Cost, index: int) -> float:
 
     GPipe holds all. 1F1B holds as many as there are stages from here on, interleaving some more: Narayanan et al. 2021,
     arXiv 2104.04473, section 2.2. With `v` pieces, 2 (p - i - 1) + (v - 1) p + 1 pieces of 1 / v of the stage each.
-    Zero-bubble as well keeps them until the gradients of weights are computed, which later stages put off the longest:
-    each holds as many as the first.
+    Zero-bubble keeps them until the gradients of weights are computed, which later stages defer the longest: each holds
+    as many as the first.
     """
     micro_batches, stages, pieces = cost.num_micro_batches, cost.stages, cost.interleave
     if stages == 1:
@@ -85,15 +85,15 @@ def in_flight(cost: Cost, index: int) -> float:
 
 
 def _waiting(cost: Cost, index: int) -> float:
-    """Micro-batches whose inputs' gradients stage `index` has computed, and whose weights' it computes later.
+    """Micro-batches for which stage `index` has computed the inputs' gradients, but not yet the weights'.
 
-    The first stage computes both at once, the one after it puts off one, and has another that it just went through.
+    The first stage computes both at once. The second defers one micro-batch and holds the one it just processed.
     """
     return min(index + 1.0, cost.num_micro_batches) if cost.schedule == "zero_bubble" and index else 0.0
 
 
 def cut_of(cost: Cost) -> StageRange:
-    """The cut of a cost's pipeline into stages. Equal cuts are one object, known by its identity: that is quick."""
+    """The cut of a cost's pipeline into stages. Equal cuts are one object, so caches compare them by identity."""
     return _cut(cost.segments, cost.stages, cost.balances_flops)
 
 
@@ -107,9 +107,9 @@ def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> St
     for stage, held in enumerate(cut):
         if not any(all(cut[earlier].get(at, 0.0) >= held[at] for at in held) for earlier in uncovered):
             uncovered.append(stage)
-    known: dict[tuple[tuple[int, float], ...], StageRanges] = {}
+    shared: dict[tuple[tuple[int, float], ...], StageRanges] = {}  # equal parts are one object, so groupby is quick
     parts = [
-        known.setdefault(tuple(held.items()), tuple((segments[position], copies) for position, copies in held.items()))
+        shared.setdefault(tuple(held.items()), tuple((segments[position], copies) for position, copies in held.items()))
         for held in cut
     ]
     runs = tuple((run, len(list(alike))) for run, alike in groupby(parts))
@@ -117,7 +117,7 @@ def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> St
 
 
 def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:
-    """`(position of the segment, stage)` of every copy: as many blocks each, what lies between them with the last."""
+    """`(position of the segment, stage)` of every copy: equally many blocks; other segments follow the block before."""
     blocks = sum(segment.count for segment in segments if segment.is_block)
     larger, size = blocks % stages, blocks // stages
     passed, stage = 0, 0
@@ -131,9 +131,9 @@ def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, 
 
 
 def _by_flops(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:
-    """As `_by_blocks`, where a stage ends with what reaches its share of all products' FLOPs.
+    """As `_by_blocks`, but a stage ends with the copy that reaches its share of all products' FLOPs.
 
-    It ends before where no more copies with parameters are left than stages after it, as each has to train something.
+    It ends earlier if only as many copies with parameters are left as stages, since each has to train something.
     """
     total = sum(segment.count * segment.matmul_flops for segment in segments)
     left = sum(segment.count for segment in segments if segment.num_params)

@@ -1,8 +1,8 @@
-"""The state of a training step that the methods' costs fold over. Imports no torch.
+"""The cost of a training step, which methods change one after the other. Imports no torch.
 
-Methods say what they change in the words of this state: bytes an element, shards, splits, what is recomputed, what is
-sent. `memory` and `time` alone know what that comes to, stage by stage. What frameworks do differently, such as
-gradients accumulated in fp32 or norms split over the sequence, are fields here and no special cases there.
+Methods set fields of this state: bytes of an element, shards, splits, recomputation, communication. `memory` and `time`
+alone turn them into bytes and seconds, stage by stage. Differences between frameworks, such as gradients accumulated in
+fp32 or norms split over the sequence, are fields here, not special cases there.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from atorch.cost.profile import AttentionKind, Segment
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
 RecomputePolicy = Literal["inputs", "selective", "results", "every second", "scores", "nothing"]
-"""The part of a block that recomputation keeps: its inputs; besides, results of products and attention, as they stand
-in memory or of every product; of every second product alone; all but attention's scores; or its inputs on the host."""
+"""Tensors of a block that recomputation keeps. "inputs": its inputs; "selective": saved results of products and
+attention; "results": its inputs and the results of every product and of attention; "every second": the same for every
+second product; "scores": all but attention's scores; "nothing": its inputs, on the host."""
 
 Fp8Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise"]
-"""Scaling of operands to 8 bits: scaled by earlier steps' largest values, by the tensor's, by those of every row, so
-but for the product that makes the weight's gradient, or in blocks, as of 32 numbers in the microscaling formats."""
+"""Scaling of operands to 8 bits: by the largest values of earlier steps, of the tensor, of each row, of each row except
+in the weight's gradient (which stays in high precision), or of blocks, such as 32 numbers in microscaling formats."""
 
 Beside = Literal["nothing", "weights", "chunks", "both"]
-"""Sends of a tensor split that run beside products: the sums of backward, beside the products that make weights'
-gradients; what products take and give, chunk by chunk beside those very products; or the first so, the rest thus."""
+"""Communication of a tensor split that overlaps with products. "weights": backward's sums, with products of weights'
+gradients; "chunks": inputs and results of products, chunk by chunk with the product itself; "both": the first so, the
+rest in chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comm:
     """Collectives of one kind in a step: `count` calls over `axis` that carry `num_bytes` in all.
 
-    `num_bytes` is the whole payload as seen by one rank: the tensor that is reduced, or the full tensor that is
-    gathered, for the whole model. `overlap` is the fraction that computation can hide. Of a pipeline's stage it is the
-    share of the parameters that the stage has, or of the blocks: `scales_with`. Those of blocks happen in every
-    micro-batch, `num_bytes` together. With `each_micro_batch`, all three are of one micro-batch:
-    also `copied`, bytes that are read and written to fill and to empty what is sent, which nothing hides.
+    `num_bytes` is the full payload as seen by one rank: the tensor that is reduced, or the full gathered tensor, for
+    the whole model. `overlap` is the fraction that computation can hide. A pipeline stage has its share of parameters
+    or blocks of it (`scales_with`). Calls that scale with blocks happen in every micro-batch; `num_bytes` is their sum.
+    `copied` bytes are read and written to pack and unpack the payload, and nothing hides them. With `each_micro_batch`,
+    `num_bytes`, `count` and `copied` are of one micro-batch.
     """
 
     kind: Collective
@@ -52,96 +54,96 @@ class Comm:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One optimizer step of a model under what was folded so far. What is per element is in bytes."""
+    """One optimizer step of a model under the methods applied so far. Figures per element are in bytes."""
 
     # The job.
     segments: tuple[Segment, ...]
-    in_half: tuple[Segment, ...] = ()  # the same with parameters and inputs in 16 bits for 32; empty: not known
-    in_autocast: tuple[Segment, ...] = ()  # the same as autocast runs it, without its copies of weights
-    traced_batch: float  # samples that the segments' figures are of
+    in_half: tuple[Segment, ...] = ()  # the same with parameters and inputs in 16 bits; empty: unknown
+    in_autocast: tuple[Segment, ...] = ()  # the same under autocast, without its copies of weights
+    traced_batch: float  # samples in the segments' figures
     batch_size: float  # samples of one data-parallel rank in a step
     num_micro_batches: float = 1.0
     buffer_bytes: float = 0.0
     axes: Mapping[str, int] = field(default_factory=dict)  # mesh axis → size
-    device_bytes: float = math.inf  # memory of a device, where it is known
+    device_bytes: float = math.inf  # memory of a device, if known
 
-    # What is kept of every parameter element, and over how many devices it is spread.
+    # Bytes kept for every parameter element, and the number of shards.
     param_itemsize: float = 4.0
     grad_itemsize: float = 4.0
     optim_itemsize: float = 8.0
-    optim_is_elementwise: bool = True  # steps every element by itself, so that its state can be cut anywhere
-    optim_traffic: float = 1.0  # seconds of its step, against one that reads and writes everything once
-    master_itemsize: float = 0.0  # fp32 copies beside low-precision parameters; sharded as the optimizer state is
+    optim_is_elementwise: bool = True  # steps every element independently, so its state can be split anywhere
+    optim_traffic: float = 1.0  # seconds of its step, relative to reading and writing everything once
+    master_itemsize: float = 0.0  # fp32 copies of low-precision parameters; sharded like the optimizer state
     param_shards: float = 1.0
     grad_shards: float = 1.0
     optim_shards: float = 1.0
-    grads_persist: bool = False  # gradients keep their place between steps: buckets, accumulation buffers
-    whole_grads: bool = False  # of sharded parameters, whole on the device until the last micro-batch reduces them
-    fresh_itemsize: float = 0.0  # of a micro-batch's gradients, where these are added to the others when all are there
-    cast_itemsize: float = 0.0  # low-precision copies of whole parameters that live while a step computes
-    gathered_itemsize: float = 0.0  # of parameters that are gathered for use; 0 where they are not sharded
-    keeps_gathered: bool = False  # gathered once and kept until backward is done
+    grads_persist: bool = False  # gradients are not freed between steps: buckets, accumulation buffers
+    whole_grads: bool = False  # gradients of sharded parameters stay full until the last micro-batch reduces them
+    fresh_itemsize: float = 0.0  # of a micro-batch's gradients, if all are accumulated at once after its backward
+    cast_itemsize: float = 0.0  # low-precision copies of full parameters during a step
+    gathered_itemsize: float = 0.0  # of gathered parameters; 0 if they are not sharded
+    keeps_gathered: bool = False  # gathered once and kept until the end of backward
     bucket_bytes: float = 0.0  # communication buffers
-    bucket_itemsize: float = 0.0  # those that are as large as all gradients together, an element
-    step_itemsize: float = 0.0  # temporaries of the optimizer's step, sharded as its state is
+    bucket_itemsize: float = 0.0  # bytes per gradient element of buffers as large as all gradients
+    step_itemsize: float = 0.0  # temporaries of the optimizer's step, sharded like its state
     placeholder_itemsize: float = (
-        0.0  # of a gradient for every shape of weight: autograd's, where kernels add their own
+        0.0  # of autograd's placeholder gradient for every shape of weight, if kernels accumulate the real ones
     )
-    held_gathers: float = 0.0  # inputs of a block that are kept gathered along the sequence, not gathered again
-    param_offload: float = 0.0  # shares that wait in host memory
+    held_gathers: float = 0.0  # inputs of a block kept gathered along the sequence for backward
+    param_offload: float = 0.0  # share offloaded to host memory, as the next two
     optim_offload: float = 0.0
-    activation_offload: float = 0.0  # of what blocks save, that of the first ones
-    activations_ahead: float = 0.0  # of it, what is on the device while they go backward
-    budget_bytes: float = math.inf  # of a device; states and gradients make way on the host, and then parameters
-    fetches_ahead: bool = True  # what waits is on its way while something else computes
-    steps_in_backward: bool = False  # the host steps what has its gradients while backward goes on
+    activation_offload: float = 0.0  # of the activations that blocks save, the first blocks first
+    activations_ahead: float = 0.0  # of it, the part fetched back ahead of backward
+    budget_bytes: float = math.inf  # of a device; states and gradients move to the host first, then parameters
+    fetches_ahead: bool = True  # transfers from the host overlap with computing
+    steps_in_backward: bool = False  # the host steps parameters during backward, as their gradients arrive
 
     # How the model is split over devices.
     tensor: int = 1
-    splits_norms: bool = False  # what is outside of tensor-split regions is split along the sequence
+    splits_norms: bool = False  # regions outside tensor splits are split along the sequence
     sequence: int = 1  # tokens outside of attention, heads inside
     context: int = 1  # tokens everywhere, keys and values passed around
-    whole_outside: bool = False  # outside of blocks every rank has all tokens, whatever splits the blocks
-    own_tokens: bool = False  # and yet ranks along sequence and context have their own there: embeddings, head, loss
-    gathers_logits: bool = False  # those of tensor ranks, for a loss that is taken of whole ones
+    whole_outside: bool = False  # outside of blocks every rank has all tokens, however blocks are split
+    own_tokens: bool = False  # except that sequence and context ranks have their own: embeddings, head, loss
+    gathers_logits: bool = False  # gathers logits from tensor ranks, for a loss that needs full ones
     tensor_beside: Beside = "nothing"
     expert: int = 1
-    expert_capacity: float = 0.0  # tokens that each expert has room for, over their mean; 0: for all that are sent
-    expert_skew: float = 0.0  # tokens of the busiest expert, over the mean, where routers choose; 0: dealt out evenly
+    expert_capacity: float = 0.0  # tokens that an expert has room for, over the mean; 0: no limit
+    expert_skew: float = 0.0  # tokens of the busiest expert, over the mean; 0: evenly routed
     stages: int = 1
-    sends_beside: bool = False  # stages send and receive while they compute for other micro-batches
-    scatters_sends: bool = False  # stages send a tensor rank's share each, gathered on arrival: arXiv 2104.04473, 4.1
-    interleave: int = 1  # pieces of the model a stage has
-    balances_flops: bool = False  # stages have as many FLOPs of products each, not as many blocks
+    sends_beside: bool = False  # stages send and receive while they compute other micro-batches
+    scatters_sends: bool = False  # each tensor rank sends its share, gathered on arrival: arXiv 2104.04473, 4.1
+    interleave: int = 1  # pieces of the model on a stage
+    balances_flops: bool = False  # stages have equal FLOPs of products, not equal numbers of blocks
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
 
     # How it computes.
-    dtype: str = "float32"  # of the matmuls, but for those that fp8 computes
-    fp8: Fp8Scaling | None = None  # how products of Linear layers are scaled to 8 bits, where they are
-    fp8_outside: bool = False  # those outside of blocks as well, the head above all
-    fp8_once: bool = False  # weights are cast once a step, and kept for all micro-batches
-    fp8_gathers: bool = False  # tensor ranks gather in 8 bits what 8-bit products take
-    adds_in_products: bool = False  # those of weights' gradients add to the gradients of earlier micro-batches
-    activation_scale: float = 1.0  # bytes of activations against those traced
-    attention_kernel: str = ""  # of fused attention, one that clusters name; "": what PyTorch takes on the device
-    traffic_scale: float = 1.0  # bytes moved by operations that are no matmuls, against those traced
+    dtype: str = "float32"  # of products, except those in fp8
+    fp8: Fp8Scaling | None = None  # scaling of Linear layers' products in 8 bits; None: not in 8 bits
+    fp8_outside: bool = False  # also those outside of blocks, mainly the head
+    fp8_once: bool = False  # weights are cast once a step and kept for all micro-batches
+    fp8_gathers: bool = False  # tensor ranks gather the inputs of 8-bit products in 8 bits
+    adds_in_products: bool = False  # products of weights' gradients accumulate into those of earlier micro-batches
+    activation_scale: float = 1.0  # bytes of activations over those traced
+    attention_kernel: str = ""  # name of a fused kernel in cluster files; "": PyTorch's choice on the device
+    traffic_scale: float = 1.0  # bytes moved by operations other than products, over those traced
     hop_wait_s: float = (
-        0.0  # what every hop adds to a collective's launch in a pipeline whose stages send from node to node
+        0.0  # extra launch time of every hop of a collective, in a pipeline whose stages send between nodes
     )
-    attention_load: float = 1.0  # of the rank that computes the most of it, against the mean
-    ops_scale: float = 1.0  # operators called, against those traced
+    attention_load: float = 1.0  # attention FLOPs of the busiest rank, over the mean
+    ops_scale: float = 1.0  # operators called, over those traced
     compiled: bool = False  # blocks are compiled code
     attention: AttentionKind = "fused"
-    cast_traffic_bytes: float = 0.0  # moved by casts of weights, in every micro-batch
-    recompute: float = 0.0  # share of the blocks that run forward again in backward
+    cast_traffic_bytes: float = 0.0  # bytes per parameter moved by casts of weights in every micro-batch
+    recompute: float = 0.0  # share of the blocks that repeat their forward in backward
     recompute_keeps: RecomputePolicy = "inputs"
 
-    num_counts: int = 0  # figures on what the loss is a mean over, which ranks with other samples tell each other
+    num_counts: int = 0  # figures that data ranks exchange, since the loss is a mean over labels
     comm: tuple[Comm, ...] = ()
-    extra_s: float = 0.0  # seconds a method adds that nothing above expresses
+    extra_s: float = 0.0  # seconds that a method adds and no other field covers
 
     def but(self, **changes: Any) -> Cost:
-        """This cost with other values of some fields: `dataclasses.replace`, in a tenth of its time."""
+        """A copy with some fields changed: `dataclasses.replace`, in a tenth of its time."""
         if not changes.keys() <= Cost.__dataclass_fields__.keys():
             raise TypeError(f"Cost has no field {', '.join(changes.keys() - Cost.__dataclass_fields__.keys())}")
         changed = object.__new__(Cost)
@@ -149,14 +151,14 @@ class Cost:
         return changed
 
     def size(self, *names: str) -> int:
-        """The product of the axes' sizes, 1 for those not in the mesh."""
+        """The product of the axes' sizes; axes not in the mesh count as 1."""
         product = 1
         for name in names:
             product *= self.axes.get(name, 1)
         return product
 
     def send(self, *comm: Comm) -> Cost:
-        """This cost with more communication; axes of size 1 carry nothing."""
+        """A copy with more communication; calls over axes of size 1 are dropped."""
         return self.but(comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
 
     def local_params(self, segment: Segment) -> float:
@@ -183,43 +185,43 @@ class Cost:
     @property
     def num_params(self) -> float:
         """Elements of all parameters that a device would hold without pipeline and data-parallel sharding."""
-        return sum(each.count * self.local_params(each) for each in self.segments)
+        return sum(segment.count * self.local_params(segment) for segment in self.segments)
 
     @property
     def num_trainable(self) -> float:
         """Elements of `num_params` that get gradients."""
-        return sum(each.count * self.local_trainable(each) for each in self.segments)
+        return sum(segment.count * self.local_trainable(segment) for segment in self.segments)
 
     @property
     def num_blocks(self) -> int:
-        return sum(each.count for each in self.segments if each.is_block)
+        return sum(segment.count for segment in self.segments if segment.is_block)
 
     @property
     def num_distinct_blocks(self) -> int:
-        """Blocks, each that runs again counted once."""
-        return sum(each.count for each in self.segments if each.is_block and (each.num_params or not each.tied_params))
+        """The number of repeated blocks; a block that runs several times counts once."""
+        blocks = (segment for segment in self.segments if segment.is_block)
+        return sum(block.count for block in blocks if block.num_params or not block.tied_params)
 
     @property
     def param_bytes(self) -> float:
-        """Parameters as this device stores them, the whole model's."""
-        held = sum(
-            each.count * self.local_params(each) * each.mean_itemsize(self.param_itemsize) for each in self.segments
-        )
+        """Bytes of the whole model's parameters as this device stores them."""
+        itemsize = self.param_itemsize
+        held = sum(part.count * self.local_params(part) * part.mean_itemsize(itemsize) for part in self.segments)
         return held / self.param_shards
 
     @property
     def grad_bytes(self) -> float:
-        """Gradients as this device stores them."""
+        """Bytes of gradients as this device stores them."""
         return self.num_trainable * self.grad_itemsize / self.grad_shards
 
     @property
     def optim_bytes(self) -> float:
-        """Optimizer state as this device stores it."""
+        """Bytes of optimizer state as this device stores it."""
         return self.num_trainable * self.optim_itemsize / self.optim_shards
 
     @property
     def boundary_bytes(self) -> float:
-        """Activations between blocks for all samples of this device in a step, in the dtype computed in."""
-        inputs = max((each.input_bytes for each in self.segments if each.is_block), default=0.0)
+        """Bytes of activations between blocks for all samples of this device in a step, in the computing dtype."""
+        inputs = max((segment.input_bytes for segment in self.segments if segment.is_block), default=0.0)
         share = self.batch_size / self.traced_batch / (self.sequence * self.context)  # of the stream inside of blocks
         return inputs * share * self.activation_scale

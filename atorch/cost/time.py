@@ -1,4 +1,4 @@
-"""Seconds of a step: what each pipeline stage computes and sends for a micro-batch, the bubble, and the step's end."""
+"""Seconds of a step: computing and communication of each pipeline stage, the bubble, and the optimizer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from atorch.cost.pipeline_stages import StageRange, StageRanges, cut_of
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
-SHARPNESS = 2.5  # of the knee between being bound by launches and by work: where both are alike, neither hides all
-COLLECTIVE_LAUNCHES = 7.5  # a collective is launched as slowly as so many other operations
-MEETING_S = 5e-5  # a round of a collective that nothing hides waits so long, as ranks do not come to it together
-SLOWED = 0.189  # computing is slower while something is sent beside it: arXiv 2507.03114, the mean of its runs
-SEND_LAUNCHES = 60.0  # as many operations' launches are lost where a stage waits for what a neighbour sends
-REMEMBERED = 10_000  # models' copies that `StepTimes` keeps: a search comes back to those that it met last
+SHARPNESS = 2.5  # of the transition between launch-bound and work-bound; near it neither hides the other fully
+COLLECTIVE_LAUNCHES = 7.5  # launching a collective takes as long as launching so many operations
+MEETING_S = 5e-5  # seconds that an exposed round of a collective waits for late ranks
+SLOWED = 0.189  # slowdown of computing by overlapped communication: arXiv 2507.03114, the mean of its runs
+SEND_LAUNCHES = 60.0  # launches lost when a stage waits for a neighbour's send
+REMEMBERED = 10_000  # entries that `StepTimes` caches: a search returns to recent ones
 
 
 class StepTime(NamedTuple):
@@ -40,11 +40,11 @@ class StepTime(NamedTuple):
     total_s: float
 
 
-Links = tuple[float, float]  # seconds in which links carry bytes: those in a node, those between nodes
+Links = tuple[float, float]  # seconds in which links carry bytes: within nodes, between nodes
 
 
 class _Copy(NamedTuple):
-    """One copy of a segment for a micro-batch: what it computes, and what it sends that nothing or computing hides."""
+    """One copy of a segment for a micro-batch: seconds of computing, and of exposed and hidden communication."""
 
     matmul_s: float
     traffic_s: float
@@ -53,13 +53,13 @@ class _Copy(NamedTuple):
     hidden_s: float
     carried: Links
     params: float
-    dense: float  # trainable, but for a mixture's experts
-    experts: float  # trainable
-    added: float
+    dense: float  # trainable parameters outside of experts
+    experts: float  # trainable parameters in experts
+    added: float  # gradients that operations of their own accumulate
 
 
 class _Copies(NamedTuple):
-    """A copy of each of a model's segments, by the segment's id, and elements of all copies."""
+    """One copy of each of a model's segments, by the segment's id, and the elements of all copies."""
 
     of: Mapping[int, _Copy]
     num_params: float
@@ -76,29 +76,29 @@ class _MicroBatch(NamedTuple):
     total_s: float
     carried: Links
     params: float
-    dense: float  # trainable, but for a mixture's experts
-    experts: float  # trainable
+    dense: float  # trainable parameters outside of experts
+    experts: float  # trainable parameters in experts
 
 
 class _Run(NamedTuple):
-    """Stages with equal parts that follow one another, which take as long."""
+    """Consecutive stages with equal parts and equal seconds."""
 
     parts: StageRanges
     number: int
     micro: _MicroBatch
 
 
-class _Whole(NamedTuple):
-    """Totals that stages have shares of: elements, blocks, and seconds of what the model sends besides its splits.
+class _Totals(NamedTuple):
+    """Totals of the model, shared by stages: elements, blocks, and seconds of communication other than model splits.
 
-    Nothing hides the first of two, computing can hide the second.
+    Pairs are (exposed, hideable) seconds.
     """
 
     num_params: float
     num_blocks: int
     once: tuple[float, float]
-    by_parameters: tuple[float, float]  # in every micro-batch
-    by_blocks: tuple[float, float]  # in every micro-batch
+    by_parameters: tuple[float, float]  # per micro-batch
+    by_blocks: tuple[float, float]  # per micro-batch
     carried: tuple[Links, Links, Links]  # once, by parameters, by blocks
 
 
@@ -108,24 +108,24 @@ _read_by_copies = attrgetter(
     "sequence", "context", "expert", "expert_capacity", "expert_skew",
     "attention_kernel", "attention_load", "activation_scale", "traffic_scale", "ops_scale",
 )  # fmt: skip
-"""Fields that decide copies' seconds, beside the cluster and what `StepTimes._copies_of` adds."""
-_read_by_blocks = attrgetter("recompute", "recompute_keeps")  # besides
+"""Fields that decide copies' seconds, apart from the cluster and those that `StepTimes._copies_of` adds."""
+_read_by_blocks = attrgetter("recompute", "recompute_keeps")  # in addition
 
 _Mesh = tuple[tuple[str, int], ...]
 
 
 class StepTimes:
-    """Steps on one cluster; what many have in common is worked out once.
+    """Seconds of steps on one cluster; caches results that steps share.
 
-    Compositions that differ in what is sharded, or waits on the host, compute the same for a micro-batch.
+    Strategies that differ in sharding or offloading compute the same for a micro-batch.
     """
 
     def __init__(
         self, cluster: ClusterSpec, links: Mapping[str, ClusterSpec] | None = None, copies: StepTimes | None = None
     ) -> None:
-        """`links`: by axis of the mesh, a cluster whose links count in place of `cluster`'s there.
+        """`links`: by mesh axis, a cluster whose links replace those of `cluster`.
 
-        `copies`: whose copies of segments take as long, and are not worked out again.
+        `copies`: an instance whose cached copies of segments are valid here as well.
         """
         self.cluster = cluster
         self._links = links or {}
@@ -138,24 +138,24 @@ class StepTimes:
         """The seconds of one optimizer step.
 
         A pipeline of p stages is filled and drained while all but one stage wait (Narayanan et al. 2021, arXiv
-        2104.04473, section 2.2); in between, the slowest stage sets the pace, and waits for what its neighbours send.
+        2104.04473, section 2.2). In between, the slowest stage sets the pace, and waits for its neighbours' sends.
         """
         cut = cut_of(cost)
         copies = self._copies_of(cost, cut)
-        whole = self._whole(cost, copies)
+        totals = self._totals(cost, copies)
         runs = [
-            _Run(parts, number, _micro_batch(cost, parts, copies, whole, self.cluster)) for parts, number in cut.runs
+            _Run(parts, number, _micro_batch(cost, parts, copies, totals, self.cluster)) for parts, number in cut.runs
         ]
-        slowest = max((run.micro for run in runs), key=lambda each: each.total_s)
+        slowest = max((run.micro for run in runs), key=lambda micro: micro.total_s)
         times, sending = cost.num_micro_batches, self._sending_seconds(cost)
         bubble = _bubble(cost, runs, slowest) + 2.0 * (cost.stages - 1) * sending
         passes_s, between_s = times * slowest.total_s, times * max(run.micro.carried[1] for run in runs)
         host = host_time(cost, passes_s, self.cluster, between_s)
-        once, optimizer = _ending(cost, runs, whole, host.backward_s / times, self.cluster)
+        once, optimizer = _end_seconds(cost, runs, totals, host.backward_s / times, self.cluster)
         between_sends = 0.0 if cost.sends_beside else 2.0 * (times - 1.0) * cost.interleave * sending
         exposed = times * slowest.exposed_s + between_sends + once
         total = times * slowest.computing_s + bubble + optimizer + exposed + host.total_s + cost.extra_s
-        short = max(0.0, self._carrying_seconds(cost, runs, whole, sending) - total)
+        short = max(0.0, self._carrying_seconds(cost, runs, totals, sending) - total)
         return StepTime(
             matmul_s=times * slowest.matmul_s,
             traffic_s=times * slowest.traffic_s,
@@ -182,7 +182,7 @@ class StepTimes:
         return group
 
     def _copies_of(self, cost: Cost, cut: StageRange) -> _Copies:
-        """Copies of segments. Recomputation changes blocks alone: the others are worked out once for all of it."""
+        """Copies of segments. Recomputation changes blocks alone, so other segments are cached without it."""
         added = cost.grad_itemsize if cost.adds_in_products else 0.0
         times, waiting_s = cost.num_micro_batches if cost.fp8_once else 1.0, self._waiting_seconds(cost)
         alike = (_inner_axes(cost), micro_batch_share(cost), added, times, waiting_s, *_read_by_copies(cost))
@@ -206,21 +206,21 @@ class StepTimes:
     def _copy(self, cost: Cost, segment: Segment, waiting_s: float) -> _Copy:
         device = self.cluster.device
         computed, exposed, hidden = seconds_of_copy(cost, segment, self._products), 0.0, 0.0
-        carried, beside = [0.0, 0.0], 0.0
+        carried, overlapped = [0.0, 0.0], 0.0
         launch, launching = computed.launch_s, COLLECTIVE_LAUNCHES * cost.ops_scale * device.launch_s
-        meeting = MEETING_S if device.type == "cuda" else 0.0
+        late_s = MEETING_S if device.type == "cuda" else 0.0
         for comm in of_copy(cost, segment):
             group = self._group(cost, comm.axis)
             seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
             hiding = comm.overlap * seconds
             if comm.axis == ("tensor",):
                 hiding = min(hiding, computed.matmul_s * beside_share(cost, segment, comm.overlap))
-                beside += hiding
-            exposed += seconds - hiding + (1.0 - comm.overlap) * comm.count * rounds_of(comm.kind) * meeting
+                overlapped += hiding
+            exposed += seconds - hiding + (1.0 - comm.overlap) * comm.count * rounds_of(comm.kind) * late_s
             hidden += hiding
             carried[group.num_nodes > 1] += group.carrying_s(comm.kind, comm.num_bytes)
             launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
-        uncovered = max(0.0, beside - computed.matmul_s)  # by the products that they run beside
+        uncovered = max(0.0, overlapped - computed.matmul_s)  # hideable, but longer than the products that hide it
         return _Copy(
             matmul_s=computed.matmul_s,
             traffic_s=computed.traffic_s,
@@ -235,7 +235,7 @@ class StepTimes:
         )
 
     def _waiting_seconds(self, cost: Cost) -> float:
-        """Extra seconds to start a hop of a collective, in a pipeline whose stages send from node to node."""
+        """Extra seconds to start a hop of a collective, in a pipeline whose stages send between nodes."""
         if not cost.hop_wait_s or cost.stages == 1 or self._group(cost, ("pipeline",)).num_nodes == 1:
             return 0.0
         return cost.hop_wait_s
@@ -246,7 +246,7 @@ class StepTimes:
             return 0.0
         return self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
 
-    def _whole(self, cost: Cost, copies: _Copies) -> _Whole:
+    def _totals(self, cost: Cost, copies: _Copies) -> _Totals:
         once, by_parameters, by_blocks = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
         carried = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
         for comm in cost.comm:
@@ -261,7 +261,7 @@ class StepTimes:
             into[0] += (1.0 - comm.overlap) * seconds + share * comm.copied / reached_bandwidth(self.cluster)
             into[1] += comm.overlap * seconds
             carried[place][group.num_nodes > 1] += share * group.carrying_s(comm.kind, comm.num_bytes)
-        return _Whole(
+        return _Totals(
             num_params=copies.num_params,
             num_blocks=max(1, cost.num_blocks),
             once=(once[0], once[1]),
@@ -270,24 +270,24 @@ class StepTimes:
             carried=((carried[0][0], carried[0][1]), (carried[1][0], carried[1][1]), (carried[2][0], carried[2][1])),
         )
 
-    def _carrying_seconds(self, cost: Cost, runs: Sequence[_Run], whole: _Whole, sending_s: float) -> float:
-        """Seconds in which links carry a step's bytes, whatever hides behind what: the longest of all stages' links.
+    def _carrying_seconds(self, cost: Cost, runs: Sequence[_Run], totals: _Totals, sending_s: float) -> float:
+        """Seconds in which links carry a step's bytes, hidden or not: the maximum over all stages' links.
 
-        A stage sends each micro-batch forward and its gradient back, but for the first stage and the last.
+        A stage sends each micro-batch forward and its gradient back, except the first stage and the last.
         """
         longest = 0.0
         ways = (1.0 if cost.stages == 2 else 2.0) * cost.interleave * sending_s
         between = cost.stages > 1 and self._group(cost, ("pipeline",)).num_nodes > 1
         for _, _, micro in runs:
-            share = micro.params / whole.num_params if cost.stages > 1 else 1.0
+            share = micro.params / totals.num_params if cost.stages > 1 else 1.0
             for place in (0, 1):
-                each = micro.carried[place] + (ways if place == between else 0.0)
-                longest = max(longest, cost.num_micro_batches * each + share * whole.carried[0][place])
+                seconds = micro.carried[place] + (ways if place == between else 0.0)
+                longest = max(longest, cost.num_micro_batches * seconds + share * totals.carried[0][place])
         return longest
 
 
 def _inner_axes(cost: Cost) -> _Mesh:
-    """The mesh as far as it tells which ranks a copy sends to: axes number ranks from the first one on."""
+    """The mesh up to its last model axis: later axes do not change which ranks a copy communicates with."""
     sizes = [(name, size) for name, size in cost.axes.items() if size > 1]
     while sizes and sizes[-1][0] not in ("tensor", "sequence", "context"):
         sizes.pop()
@@ -303,8 +303,8 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     return step_time(cost, cluster).total_s
 
 
-def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, whole: _Whole, cluster: ClusterSpec) -> _MicroBatch:
-    """A GPU runs an operation while the next ones are launched, so that the longer of both counts; a CPU does not."""
+def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, totals: _Totals, cluster: ClusterSpec) -> _MicroBatch:
+    """A GPU launches the next operations while one runs, so the longer of launching and running counts; a CPU adds."""
     matmul = traffic = launch = exposed = hidden = inside = between = params = dense = experts = added = blocks = 0.0
     for segment, count in parts:
         copy = copies.of[id(segment)]
@@ -321,12 +321,13 @@ def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, whole: _Whole,
         added += count * copy.added
         blocks += count if segment.is_block else 0.0
     traffic += micro_batch_bytes(cost, params, added / cost.grad_shards) / reached_bandwidth(cluster)
-    if cost.stages > 1:  # activations and gradients, to and from neighbours
+    of_parameters = of_blocks = 1.0
+    if cost.stages > 1:  # sends and receives activations and gradients
         launch += 4.0 * cost.interleave * SEND_LAUNCHES * cost.ops_scale * cluster.device.launch_s
-    of_parameters, of_blocks = (params / whole.num_params, blocks / whole.num_blocks) if cost.stages > 1 else (1.0, 1.0)
-    exposed += of_parameters * whole.by_parameters[0] + of_blocks * whole.by_blocks[0]
-    hidden += of_parameters * whole.by_parameters[1] + of_blocks * whole.by_blocks[1]
-    _, (inside_by_parameters, between_by_parameters), (inside_by_blocks, between_by_blocks) = whole.carried
+        of_parameters, of_blocks = params / totals.num_params, blocks / totals.num_blocks
+    exposed += of_parameters * totals.by_parameters[0] + of_blocks * totals.by_blocks[0]
+    hidden += of_parameters * totals.by_parameters[1] + of_blocks * totals.by_blocks[1]
+    _, (inside_by_parameters, between_by_parameters), (inside_by_blocks, between_by_blocks) = totals.carried
     inside += of_parameters * inside_by_parameters + of_blocks * inside_by_blocks
     between += of_parameters * between_by_parameters + of_blocks * between_by_blocks
     if cluster.device.type != "cuda":
@@ -335,61 +336,61 @@ def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, whole: _Whole,
     else:
         exposed += beside_computing(hidden, matmul + traffic)
         total = ((matmul + traffic + exposed) ** SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
-    computing = max(matmul + traffic, total - exposed)  # which rounding may leave short
+    computing = max(matmul + traffic, total - exposed)  # rounding may make the difference too small
     return _MicroBatch(
         matmul, traffic, launch, computing, exposed, computing + exposed, (inside, between), params, dense, experts
     )
 
 
 def beside_computing(sending_s: float, computing_s: float) -> float:
-    """Seconds that sending adds to the computing that hides it on a GPU.
+    """Seconds that communication adds to the computing that hides it on a GPU.
 
-    Kernels that send take multiprocessors and bandwidth of memory from those that compute.
+    Communication kernels take multiprocessors and memory bandwidth from computing kernels.
     """
     return max(SLOWED * sending_s, sending_s - computing_s)
 
 
 def reached_bandwidth(cluster: ClusterSpec) -> float:
-    """Bytes a second that operations move which do little else."""
+    """Bytes a second that memory-bound operations reach."""
     return cluster.device.memory_bandwidth * cluster.device.efficiency.traffic
 
 
 def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
-    """Seconds that the slowest stage waits for the first micro-batch to arrive and the last one to return."""
-    return _unfilled(cost) * (sum(run.number * run.micro.total_s for run in runs) - slowest.total_s)
+    """Seconds that the slowest stage idles while the pipeline fills and drains."""
+    return _unfilled_share(cost) * (sum(run.number * run.micro.total_s for run in runs) - slowest.total_s)
 
 
-def _unfilled(cost: Cost) -> float:
-    """The share of the other stages' time for a micro-batch that the slowest waits: less where gaps are filled.
+def _unfilled_share(cost: Cost) -> float:
+    """The unfilled share of the bubble: the slowest stage waits this share of the other stages' micro-batch time.
 
-    Zero-bubble fills them with the weights' gradients, as long as a forward pass: Qi et al. 2023, arXiv 2401.10241.
+    Zero-bubble fills gaps with weights' gradients, which take a forward pass's time: Qi et al. 2023, arXiv 2401.10241.
     """
     return (1 + cost.recompute) / (3 + cost.recompute) if cost.schedule == "zero_bubble" else 1 / cost.interleave
 
 
-def _ending(
-    cost: Cost, runs: Sequence[_Run], whole: _Whole, host_s: float, cluster: ClusterSpec
+def _end_seconds(
+    cost: Cost, runs: Sequence[_Run], totals: _Totals, host_s: float, cluster: ClusterSpec
 ) -> tuple[float, float]:
-    """Seconds of communication, then of the optimizer, that end the step on the stage that is done last.
+    """Seconds of communication and of the optimizer that end the step on the stage that finishes last.
 
-    What can overlap hides behind the backward of the last micro-batch, which takes as long as the slowest stage's as
-    far as other work fills the gaps, and `host_s` longer for what comes from the host. Later stages are done with
-    theirs earlier, while the first ones still wait for gradients; so of equal stages only the first can be the last.
-    The slowest stage's time is left out of that, since what comes from the host may hide how long it takes.
+    The backward of the last micro-batch hides overlappable communication. It takes as long as the slowest stage's, as
+    far as other work fills the gaps, and `host_s` longer for transfers from the host. Later stages finish theirs
+    earlier, while the first ones still wait for gradients; so of equal stages only the first can finish last. The
+    slowest stage's time is excluded from that, since transfers from the host may hide it.
     """
     optimizer_s = optimizer_bytes(cost) / reached_bandwidth(cluster)
-    unfilled, slowest_s = _unfilled(cost), max(run.micro.total_s for run in runs)
+    unfilled, slowest_s = _unfilled_share(cost), max(run.micro.total_s for run in runs)
     in_backward = (2.0 + cost.recompute) / (3.0 + cost.recompute)  # of computing
     waiting = host_s + (1.0 - unfilled) * in_backward * slowest_s
     last, longest, earlier = (0.0, 0.0), 0.0, -slowest_s
     for _, number, micro in runs:
-        share = micro.params / whole.num_params if cost.stages > 1 else 1.0
+        share = micro.params / totals.num_params if cost.stages > 1 else 1.0
         backward = unfilled * in_backward * micro.total_s
         waited = max(0.0, unfilled * in_backward * earlier)
-        hiding = max(0.0, share * whole.once[1] - backward - waiting)
+        hiding = max(0.0, share * totals.once[1] - backward - waiting)
         if cluster.device.type == "cuda":
-            hiding = beside_computing(share * whole.once[1], backward + waiting)
-        exposed = share * whole.once[0] + hiding
+            hiding = beside_computing(share * totals.once[1], backward + waiting)
+        exposed = share * totals.once[0] + hiding
         optimizer = optimizer_s * kept_elements(micro.dense, micro.experts, cost.optim_shards, cost.expert)
         if exposed + optimizer - waited > longest:
             longest = exposed + optimizer - waited

@@ -1,10 +1,10 @@
-"""A transformer's profile in closed form, from its shape alone: no model is built and nothing is traced.
+"""A transformer's profile in closed form, from its shape alone, without building or tracing a model.
 
 A block is the sum of its parts: norms, attention, a feed-forward layer or a mixture of experts, residual sums. Each
-says its products, what it keeps for backward and what it moves, inside and outside of what tensor parallelism divides.
-With tokens T, hidden h, and two bytes an element, the parts of a GPT block add up to the 34 T h + 5 a s T bytes that
-Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) count. What other implementations keep instead, because
-attention or activations are fused, or because a norm is computed in fp32, is said by an `Implementation`.
+part lists its products, the bytes that it saves for backward and its memory traffic, inside and outside of tensor
+splits. With tokens T, hidden h, and two bytes an element, a GPT block adds up to the 34 T h + 5 a s T bytes of
+Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1). `Implementation` describes implementations that save other
+tensors, because attention or activations are fused, or because a norm is computed in fp32.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Literal
 
 from atorch.cost.profile import Matmul, ModelProfile, Region, Segment
 
-CALLS = 5.0  # operators called for each thing that is counted here, as transformers' blocks do (test_transformer.py)
+CALLS = 5.0  # operators called per operation counted here, as in transformers' blocks (test_transformer.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of the feed-forward layer, in all blocks but the first `dense_layers`."""
+    """A mixture of experts replacing the feed-forward layer, in all blocks but the first `dense_layers`."""
 
     count: int
     top_k: int
     ffn: int  # of one expert
-    shared_ffn: int = 0  # of the experts that see every token, together
+    shared_ffn: int = 0  # of all experts that see every token, together
     dense_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Queries, keys and values through low ranks: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1."""
+    """Low-rank queries, keys and values: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1."""
 
     query_rank: int  # 0: queries are projected directly
     kv_rank: int
-    nope_dim: int  # of a head's queries and keys, without positions
-    rope_dim: int  # of those with positions; the keys' are shared by all heads
+    nope_dim: int  # features of a head's queries and keys without positions
+    rope_dim: int  # features with positions; all heads share those of keys
     value_dim: int
 
     @property
     def mean_dim(self) -> int:
-        """Features of a head, on average over the product that makes scores and the one that uses them."""
+        """Features of a head, averaged over the product that computes scores and the one that applies them."""
         return (self.nope_dim + self.rope_dim + self.value_dim) // 2
 
 
@@ -67,23 +67,23 @@ class TransformerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """Tensors that an implementation keeps for backward. The defaults are fused kernels all over, in 16 bits."""
+    """Tensors that an implementation saves for backward. The defaults are fused kernels everywhere, in 16 bits."""
 
     itemsize: float = 2.0  # bytes of an activation
-    stream_itemsize: float = 0.0  # of the residual stream, where it is kept in another dtype than the rest
-    autocast: bool = False  # norms are in fp32, and each product casts what it takes anew
+    stream_itemsize: float = 0.0  # of the residual stream, if its dtype differs; 0: the same
+    autocast: bool = False  # norms are in fp32, and each product casts its inputs again
     flash_attention: bool = True  # scores are recomputed, not kept: Dao et al. 2022, arXiv 2205.14135
-    causal: bool = True  # flash attention leaves out what the mask hides, half of the FLOPs
-    fused_softmax: bool = True  # else scores that are written are scaled, masked, and cast there and back one by one
-    fused_projections: bool = True  # one product for queries, keys and values, and one for a gate and what it gates
-    fused_norm: bool = True  # else norms are computed in fp32, operation by operation, and keep those copies
-    fused_activation: bool = True  # else the activation's result is kept beside what it is multiplied with
-    dropout: bool = False  # masks, a byte an element, of attention and both residual branches
-    copied: float = 0.0  # tensors as large as queries that a forward pass copies to another layout around attention
-    packed_values: bool = False  # values are kept as a part of the whole product that queries and keys were made from
-    cached_passes: float = 0.0  # forward passes of which outputs hold all keys and values, as for generating
-    logit_bytes: float = 4.0  # kept of every logit for backward: probabilities in fp32
-    loss_bytes: float = 6.0  # of every logit beside them at the worst moment: itself and its gradient
+    causal: bool = True  # flash attention skips masked scores, half of the FLOPs
+    fused_softmax: bool = True  # else written scores are scaled, masked and cast by separate operations
+    fused_projections: bool = True  # one product for queries, keys and values, one for gate and up
+    fused_norm: bool = True  # else norms run operation by operation in fp32, and save fp32 copies
+    fused_activation: bool = True  # else the activation's result is saved in addition to its factor
+    dropout: bool = False  # saves masks of attention and both residual branches, a byte an element
+    copied: float = 0.0  # query-sized tensors that forward copies to another layout around attention
+    packed_values: bool = False  # values are saved as views of the packed projection, unrotated queries and keys too
+    cached_passes: float = 0.0  # forward passes whose outputs hold all keys and values, as for generation
+    logit_bytes: float = 4.0  # saved per logit for backward: probabilities in fp32
+    loss_bytes: float = 6.0  # per logit in addition at the peak: itself and its gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,22 +101,22 @@ class _Part:
     working_bytes: float = 0.0
     dispatched_bytes: float = 0.0
     num_ops: float = 0.0
-    num_into: int = 1  # products that take what the norm before it gives
+    num_into: int = 1  # products that read the output of the norm before
 
 
 def transformer_profile(
     shape: TransformerShape, batch_size: int = 1, implementation: Implementation | None = None
 ) -> ModelProfile:
-    """The profile that `trace` would give of this transformer and so many samples, in the activations' dtype.
+    """The profile that `trace` would return for this transformer and batch, in the activations' dtype.
 
     Segments are the embedding, the runs of dense blocks and of blocks with experts, and the head with the loss.
     """
     keep = implementation or Implementation()
     tokens, itemsize = float(batch_size * shape.seq_len), keep.itemsize
     segments = _Build(shape, tokens, keep).segments()
-    num_params = int(sum(each.count * each.num_params for each in segments))
+    num_params = int(sum(segment.count * segment.num_params for segment in segments))
     narrow = (replace(keep, itemsize=2.0), replace(keep, itemsize=2.0, stream_itemsize=4.0, autocast=True))
-    in_half, in_autocast = (_Build(shape, tokens, each).segments() if itemsize == 4.0 else () for each in narrow)
+    in_half, in_autocast = (_Build(shape, tokens, variant).segments() if itemsize == 4.0 else () for variant in narrow)
     return ModelProfile(
         segments=segments,
         in_half=in_half,
@@ -133,15 +133,14 @@ def transformer_profile(
 
 
 class _Build:
-    """The parts and segments of one shape for so many tokens."""
+    """The parts and segments of one shape and number of tokens."""
 
     def __init__(self, shape: TransformerShape, tokens: float, keep: Implementation) -> None:
         self.shape, self.tokens, self.keep = shape, tokens, keep
-        self.calls = CALLS * (1.25 if keep.autocast else 1.0)  # a quarter of what autocast calls are casts
+        self.calls = CALLS * (1.25 if keep.autocast else 1.0)  # autocast adds a quarter of casts
         self.stream = tokens * shape.hidden * (keep.stream_itemsize or keep.itemsize)  # bytes of the residual stream
 
     def segments(self) -> tuple[Segment, ...]:
-        """In the order of execution."""
         shape = self.shape
         dense = shape.layers if shape.experts is None else min(shape.experts.dense_layers, shape.layers)
         segments = [self.embedding()]
@@ -152,7 +151,7 @@ class _Build:
         return (*segments, self.head())
 
     def embedding(self) -> Segment:
-        """Rows of a table, and of another one for positions."""
+        """The token table, and a table of positions if these are learned."""
         shape, table = self.shape, float(self.shape.vocab * self.shape.hidden)
         positions = float(shape.seq_len * shape.hidden) if shape.learned_positions else 0.0
         return Segment(
@@ -167,28 +166,28 @@ class _Build:
         )
 
     def block(self, name: str, count: int, feed_forward: _Part) -> Segment:
-        """Two branches, each a norm before it and a sum after it."""
+        """Two branches, each with a norm before and a residual sum after."""
         shape = self.shape
         attention = self.attention() if shape.latent is None else self.latent_attention(shape.latent)
-        first, second = (self.norm(products=each.num_into) for each in (attention, feed_forward))
+        first, second = (self.norm(products=branch.num_into) for branch in (attention, feed_forward))
         parts = (first, attention, self.residual(), second, feed_forward, self.residual())
-        params = sum(each.params for each in parts)
+        params = sum(part.params for part in parts)
         return Segment(
             name=name,
             count=count,
             is_block=True,
             num_params=params,
             num_trainable=params,
-            split_params=sum(each.split_params for each in parts),
-            expert_params=sum(each.expert_params for each in parts),
-            matmuls=tuple(product for each in parts for product in each.matmuls),
+            split_params=sum(part.split_params for part in parts),
+            expert_params=sum(part.expert_params for part in parts),
+            matmuls=tuple(product for part in parts for product in part.matmuls),
             attention_flops=attention.attention_flops,
-            outside=_together(*(each.outside for each in parts)),
-            inside=_together(*(each.inside for each in parts)),
+            outside=_together(*(part.outside for part in parts)),
+            inside=_together(*(part.inside for part in parts)),
             input_bytes=self.stream,
-            working_bytes=max(each.working_bytes for each in parts),
+            working_bytes=max(part.working_bytes for part in parts),
             split_working=True,
-            num_ops=self.calls * sum(each.num_ops for each in parts),
+            num_ops=self.calls * sum(part.num_ops for part in parts),
             num_heads=shape.heads,
             num_kv_heads=shape.kv_heads,
             head_dim=shape.head_dim if shape.latent is None else shape.latent.mean_dim,
@@ -201,17 +200,16 @@ class _Build:
         )
 
     def head(self) -> Segment:
-        """The last norm, the logits, and the cross entropy."""
         shape, keep, norm = self.shape, self.keep, self.norm()
         table, logits = float(shape.vocab * shape.hidden), self.tokens * shape.vocab
-        own, kept = 0.0 if shape.tied else table, keep.logit_bytes * logits
+        untied, kept = 0.0 if shape.tied else table, keep.logit_bytes * logits
         cached = 2.0 * shape.layers * self.tokens * shape.kv_heads * shape.head_dim * keep.itemsize
         return Segment(
             name="head",
-            num_params=norm.params + own,
-            num_trainable=norm.params + own,
-            split_params=own,
-            tied_params=table - own,
+            num_params=norm.params + untied,
+            num_trainable=norm.params + untied,
+            split_params=untied,
+            tied_params=table - untied,
             matmuls=(Matmul(rows=self.tokens, inner=shape.hidden, columns=shape.vocab, split="columns"),),
             outside=_together(norm.outside, Region(saved_bytes=keep.cached_passes * cached)),
             inside=_region(kept, kept, 2.0 * (keep.itemsize * logits + kept)),
@@ -224,11 +222,10 @@ class _Build:
         )
 
     def norm(self, width: int = 0, products: int = 1) -> _Part:
-        """A norm keeps its input, and the product after it keeps its output.
+        """A norm saves its input, and the product after it saves its output.
 
-        Computed in fp32 without fusion it keeps the input in fp32 (for the square and for the scaling, the same tensor)
-        and the normalised values in the dtype of the weight they are multiplied with. Under autocast each of `products`
-        keeps a cast of the output.
+        An unfused norm in fp32 saves its input in fp32 (one tensor for the square and the scaling) and the normalised
+        values in the dtype of its weight. Under autocast each of `products` saves a cast of the output.
         """
         shape, keep = self.shape, self.keep
         elements, params = self.tokens * (width or shape.hidden), float(width or shape.hidden)
@@ -243,13 +240,13 @@ class _Build:
         return _Part(params=params, outside=Region(saved_bytes=saved, traffic_bytes=traffic), num_ops=1.0)
 
     def residual(self) -> _Part:
-        """The sum of a branch and the stream is what the next norm keeps; dropout before it keeps a mask."""
+        """The sum itself saves nothing, since the next norm saves its result; dropout before it saves a mask."""
         mask = self.tokens * self.shape.hidden if self.keep.dropout else 0.0
         traffic = 3.0 * self.stream + (2.0 * self.stream + mask if self.keep.dropout else 0.0)
         return _Part(outside=Region(saved_bytes=mask, traffic_bytes=traffic), num_ops=2.0 if self.keep.dropout else 1.0)
 
     def attention(self) -> _Part:
-        """Grouped queries: Ainslie et al. 2023, arXiv 2305.13245; as many keys as queries are the usual attention."""
+        """Grouped-query attention: Ainslie et al. 2023, arXiv 2305.13245; multi-head if every head has own keys."""
         shape = self.shape
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         core = self._core(query, key, key, query)
@@ -270,7 +267,7 @@ class _Build:
         )
 
     def latent_attention(self, latent: LatentAttention) -> _Part:
-        """Down to the ranks on every device, norms there, and up to the heads that a device has."""
+        """Down projections and norms on every device, up projections to the device's own heads."""
         shape, keep = self.shape, self.keep
         key_dim = latent.nope_dim + latent.rope_dim
         query, key, value = (shape.heads * size for size in (key_dim, key_dim, latent.value_dim))
@@ -282,7 +279,7 @@ class _Build:
         split = float(up_from * query + latent.kv_rank * up_kv + value * shape.hidden)
         shared_keys = self.tokens * latent.rope_dim * keep.itemsize
         return _Part(
-            params=split + shape.hidden * down + sum(each.params for each in norms),
+            params=split + shape.hidden * down + sum(norm.params for norm in norms),
             split_params=split,
             matmuls=(
                 self._product(shape.hidden, down, "none"),
@@ -292,14 +289,14 @@ class _Build:
             ),
             attention_flops=core.attention_flops,
             scores_bytes=core.scores_bytes,
-            outside=_together(Region(saved_bytes=shared_keys), *(each.outside for each in norms)),
+            outside=_together(Region(saved_bytes=shared_keys), *(norm.outside for norm in norms)),
             inside=core.inside,
             working_bytes=core.working_bytes,
             num_ops=core.num_ops + 8.0,
         )
 
     def _core(self, query: int, key: int, value: int, result: int) -> _Part:
-        """Queries, keys, values and the result are kept, scores only where they are written out."""
+        """Attention saves queries, keys, values and its result; scores only if it writes them out."""
         shape, keep = self.shape, self.keep
         unrotated = query + key if keep.packed_values else 0
         kept = self.tokens * (query + key + value + result + unrotated) * keep.itemsize
@@ -307,14 +304,14 @@ class _Build:
         rotated = 0.0 if shape.learned_positions else 2.0 * self.tokens * (query + key) * keep.itemsize
         rotated += 2.0 * keep.copied * self.tokens * query * keep.itemsize
         if keep.flash_attention:
-            kept += 4.0 * self.tokens * shape.heads  # a statistic of every row of scores
+            kept += 4.0 * self.tokens * shape.heads  # the log-sum-exp of every row of scores
             gradients = self.tokens * (query + key + value + result) * keep.itemsize
             inside, flops = _region(kept, kept, rotated), flops / 2 if keep.causal else flops
             return _Part(attention_flops=flops, inside=inside, working_bytes=gradients, num_ops=3.0)
-        # Probabilities, and with dropout what is left of them and a mask: 5 bytes a score in 16 bits.
+        # Probabilities; with dropout also its result and a mask: 5 bytes a score in 16 bits.
         scores = self.tokens * shape.seq_len * shape.heads
         written = (2.0 * keep.itemsize + 1.0 if keep.dropout else keep.itemsize) * scores
-        # The softmax reads and writes them, and so does dropout; what products read and write is theirs.
+        # The softmax and dropout read and write scores; reads and writes of products count with the products.
         passes = (2.0 if keep.fused_softmax else 10.0) + (2.0 if keep.dropout else 0.0)
         return _Part(
             attention_flops=flops,
@@ -325,7 +322,7 @@ class _Build:
         )
 
     def feed_forward(self, width: int) -> _Part:
-        """Two products, or three with a gate: Shazeer 2020, arXiv 2002.05202."""
+        """A feed-forward layer of two products, or three with a gate: Shazeer 2020, arXiv 2002.05202."""
         shape = self.shape
         kept = self._activation(self.tokens, width)
         matrices = 3 if shape.gated else 2
@@ -343,9 +340,9 @@ class _Build:
         )
 
     def mixture(self, experts: Experts) -> _Part:
-        """A router, experts that get `top_k` copies of every token evenly, and experts that see all.
+        """A router, experts that get `top_k` copies of every token evenly, and shared experts that see all tokens.
 
-        Lepikhin et al. 2020, arXiv 2006.16668. Kept besides are the copies as they arrive, and the experts' results.
+        Lepikhin et al. 2020, arXiv 2006.16668. It also saves the dispatched copies and the experts' results.
         """
         shape, keep = self.shape, self.keep
         copies = self.tokens * experts.top_k
@@ -354,7 +351,7 @@ class _Build:
         router, weights = float(shape.hidden * experts.count), float(matrices * shape.hidden * experts.ffn)
         moved = copies * shape.hidden * keep.itemsize
         routed, first = copies / experts.count, (matrices - 1) * experts.ffn
-        own = _region(2.0 * moved, moved, 6.0 * moved)
+        copied = _region(2.0 * moved, moved, 6.0 * moved)
         scores = Region(saved_bytes=8.0 * self.tokens * experts.count)
         count = float(experts.count)
         matmuls = (
@@ -369,20 +366,20 @@ class _Build:
             expert_params=experts.count * weights,
             matmuls=matmuls + shared.matmuls,
             outside=scores,
-            inside=_together(own, kept.inside, shared.inside),
+            inside=_together(copied, kept.inside, shared.inside),
             working_bytes=kept.working_bytes + moved,
             dispatched_bytes=moved,
             num_ops=kept.num_ops + shared.num_ops + 12.0,
         )
 
     def _activation(self, tokens: float, width: int) -> _Part:
-        """The part between the products of a feed-forward layer, and the gradients of it at their most."""
+        """The activation between the products of a feed-forward layer, with the peak of its gradients."""
         keep, inputs = self.keep, 2 if self.shape.gated else 1
-        each = tokens * width * keep.itemsize
+        size = tokens * width * keep.itemsize
         unfused = 1 if self.shape.gated and not keep.fused_activation else 0
-        saved = (inputs + 1 + unfused) * each
-        region = _region(saved, inputs * each, (inputs + 1 + 2 * unfused) * each)
-        return _Part(inside=region, working_bytes=(inputs + unfused) * each, num_ops=1.0)
+        saved = (inputs + 1 + unfused) * size
+        region = _region(saved, inputs * size, (inputs + 1 + 2 * unfused) * size)
+        return _Part(inside=region, working_bytes=(inputs + unfused) * size, num_ops=1.0)
 
     def _product(self, inner: int, columns: int, split: Literal["columns", "rows", "none"]) -> Matmul:
         return Matmul(rows=self.tokens, inner=inner, columns=columns, split=split)
@@ -394,4 +391,4 @@ def _region(saved: float, selective: float, traffic: float) -> Region:
 
 def _together(*regions: Region) -> Region:
     kinds = ("saved_bytes", "selective_bytes", "traffic_bytes")
-    return Region(**{kind: sum(getattr(each, kind) for each in regions) for kind in kinds})
+    return Region(**{kind: sum(getattr(region, kind) for region in regions) for kind in kinds})

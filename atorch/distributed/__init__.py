@@ -1,4 +1,4 @@
-"""The processes and how they are arranged."""
+"""The processes of a job and the mesh that arranges them."""
 
 from atorch.distributed.mesh import (
     Mesh,

@@ -1,15 +1,15 @@
-"""A world that is not there: a process group of any size in one process, and what runs on fake tensors in it.
+"""A fake world: a process group of any size in one process, and a mode to run steps on fake tensors in it.
 
-torch's backend "fake" communicates with nobody: every collective is done at once. Fake tensors have shapes and no
-values, so a whole strategy can be applied and stepped for a cluster that nobody has. Three things stop real code on
-them, and `Pretending` answers for each:
+torch's backend "fake" sends nothing: every collective completes at once. Fake tensors have shapes but no values, so a
+whole strategy can be applied and stepped for a cluster that does not exist. Real code fails on them in three ways,
+which `Pretending` handles:
 
-- numbers that code computes with (an optimizer's step count, the sizes that DistributedDataParallel compares) and
-  small tensors of whole numbers (positions, masks) are made for real, as they cost nothing and models look at them;
-- a question to values that do not exist has the answer of a good step: equal, true, one;
-- a collective on fakes is done and says so to whoever waits, also through a future, which torch's own does not fill.
+- it computes with numbers (an optimizer's step count, the sizes that DistributedDataParallel compares) and small
+  integer tensors (positions, masks): these stay real, as they cost little and models read them;
+- it reads values that do not exist: the answer is that of a successful step: equal, true, one;
+- it waits for collectives: on fakes they are complete, also as a future, which torch's own backend does not fill.
 
-torch knows one default group a process: where a real one is there, simulation needs a process of its own.
+torch has one default group per process: where a real one exists, simulation needs a process of its own.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError, CapabilityError
 
 _META = torch.device("meta")
-_FEW = 2**20  # elements of whole numbers that are computed with for real
+_FEW = 2**20  # the largest number of elements of an integer tensor that stays real
 
 
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[World]:
-    """This process as rank `rank` of `size` that are not there; its default group ends with the context.
+    """Make this process rank `rank` of a fake world of `size`; destroys its default group at the end.
 
     Raises:
         ArgumentError: there is no such rank.
-        CapabilityError: this process has a process group, which must not be disturbed.
+        CapabilityError: this process already has a process group.
     """
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of {size} processes was asked for; ranks are 0 to {size - 1}")
@@ -61,28 +61,28 @@ def fake_world(size: int, rank: int = 0) -> Iterator[World]:
 
 
 class Pretending(TorchDispatchMode):
-    """Lets code written for real tensors and groups run on fake ones. Other modes are entered inside it."""
+    """Runs code written for real tensors and groups on fake ones. Enter other modes inside it."""
 
     def __init__(self, until: float = math.inf) -> None:
         """`until`: a time of `time.monotonic` after which every operation raises CapabilityError."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()  # type: ignore[no-untyped-call]
-        # Real tensors that a model still holds, in lists or closures, become fakes where they are used.
+        # Real tensors that a model keeps in lists or closures become fakes where they are used.
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._stepping = False
         self._until = until
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the CPU of the same layout, without memory."""
-        made: torch.Tensor = self._faking(
+        """A fake tensor on the CPU with the same shape, strides and dtype."""
+        fake: torch.Tensor = self._faking(
             torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
         )
-        return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, what is made of real tensors is fake but for small whole numbers; outside, what is made of none."""
+        """Make results of real tensors fake inside, except small integers; outside only factories make fakes."""
         self._stepping = True
         try:
             yield
@@ -94,17 +94,17 @@ class Pretending(TorchDispatchMode):
 
         if time.monotonic() > self._until:
             raise CapabilityError("it takes longer than it may")
-        if any(hasattr(each, "__tensor_flatten__") and not issubclass(each, FakeTensor) for each in types):
-            return NotImplemented  # a DTensor and the like: what it does to its parts comes here
+        if any(hasattr(cls, "__tensor_flatten__") and not issubclass(cls, FakeTensor) for cls in types):
+            return NotImplemented  # a wrapper such as DTensor: its operations on its parts come here
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for so often that the way through all modes is felt
+            return args[0].fake_device  # called so often that dispatch through all modes would cost time
         kwargs = kwargs or {}
         inputs = tensors_of((*args, *kwargs.values()))
         if any(isinstance(tensor, FakeTensor) for tensor in inputs):
             return self._on_fakes(func, args, kwargs, inputs)
         if self._is_real(func, args, kwargs, inputs):
             if func is torch.ops.c10d.recv_.default:
-                inputs[0].fill_(1)  # schedules of pipelines ask whether neighbours know the shapes that they get
+                inputs[0].fill_(1)  # pipeline schedules ask their neighbours if they know the shapes they receive
             return func(*args, **kwargs)
         return self._faking(func, *args, **kwargs)
 
@@ -119,25 +119,25 @@ class Pretending(TorchDispatchMode):
 
     def _faking(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         with self.fakes:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         if not self._stepping:
-            # Modules are cast by swapping their tensors, which refuses those that somebody refers to weakly, as the
-            # memory of what became of which tensor does.
+            # Casting a module swaps its tensors, which fails for tensors with weak references. The converter's memo
+            # holds such references.
             self.fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        return made
+        return result
 
     def _is_real(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
-        """True if a call on no fakes is done for real."""
+        """True if a call without fake inputs runs on real tensors."""
         if func.namespace == "c10d":
             return True
         if inputs:
             return not self._stepping or (all(map(_is_plain, inputs)) and _num_elements(inputs) <= _FEW)
         if func.overloadpacket is torch.ops.aten.arange:
-            return all(type(each) is int for each in args) and max(map(abs, args)) <= _FEW
+            return all(type(bound) is int for bound in args) and max(map(abs, args)) <= _FEW
         if not args or not isinstance(args[0], (list, tuple)):
             return not self._stepping
         if kwargs.get("device") == _META:
-            return True  # it has no memory as it is
+            return True  # meta tensors take no memory
         dtype, size = kwargs.get("dtype") or torch.get_default_dtype(), math.prod(args[0])
         return len(args[0]) == 0 or (size <= _FEW and not dtype.is_floating_point)
 
@@ -147,13 +147,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _num_elements(tensors: list[torch.Tensor]) -> int:
-    """Elements of what an operation makes of these by broadcasting."""
+    """The number of elements of the result of broadcasting these tensors."""
     shapes = zip_longest(*(reversed(tensor.shape) for tensor in tensors), fillvalue=1)
     return math.prod(max(sizes) for sizes in shapes)
 
 
 def _done(func: Any, args: Any) -> Any:
-    """The result of a collective: its tensors where it has such, and a finished piece of work."""
+    """The result of a collective: its tensors where it returns any, and a completed work handle."""
     from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in its stubs
 
     future: Any = torch.futures.Future()

@@ -1,10 +1,10 @@
-"""Descriptions of values in words that are equal on two processes where the values are the same.
+"""Fingerprints: texts that describe values, equal on two ranks where the values are equal.
 
-Processes cannot compare objects, only what travels. A value with a meaning of its own is described by kind and value:
-numbers, strings, dtypes, enums, tensors, and containers, dataclasses and partials item by item. Classes are described
-by qualified name, functions by that and their code. Everything else is described by its class alone: an object's repr
-may hold addresses, and its attributes may rightly be this rank's own. So may what a function has closed over, which is
-left out, and the index of a device.
+Ranks cannot compare objects, only data that they can send. Plain values are described by kind and value: numbers,
+strings, dtypes, enums, tensors, and containers, dataclasses and partials item by item. Classes are described by
+qualified name, functions by that and their code. Everything else is described by its class only: an object's repr may
+hold addresses, and its attributes may legitimately differ by rank. So may a function's closure and the index of a
+device, which are left out.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ class Fact(NamedTuple):
     value: str = ""
 
     def __str__(self) -> str:
-        """The value where that says the kind too, else both."""
+        """The value alone for numbers and texts, else kind and value."""
         return self.value if self.kind in (NUMBER, TEXT) else f"{self.kind} {self.value}".strip()
 
 
 NUMBER, TEXT = "a number", "a text"
 Facts = Mapping[str, Fact]
-"""Facts of the parts of a value, by where they are in it, such as `optim_args['lr']`."""
+"""Facts of the parts of a value, by their place in it, such as `optim_args['lr']`."""
 
-MAX_ITEMS = 1000  # of a container that are looked at
+MAX_ITEMS = 1000  # the items of a container that are described
 MAX_DEPTH = 8
-MAX_ELEMENTS = 1_000_000  # of a tensor whose values are looked at
-SHOWN = 4  # elements of a tensor that are named, of more a digest
+MAX_ELEMENTS = 1_000_000  # the largest tensor whose values are described
+SHOWN = 4  # the largest number of elements that are shown; more are given as a digest
 
 
 def described(name: str, value: Any, *, bound: bool = True) -> Facts:
-    """The parts of `value`, called `name`, and what each is.
+    """The facts of the parts of `value`, whose places start with `name`.
 
-    bound: with what partials among them were given, which may be a rank's own.
+    bound: include the arguments that partials bind, which may differ by rank.
     """
     return dict(_parts(name, value, 0, bound))
 
 
 def structure(name: str, value: Any) -> Facts:
-    """As `described`, by kind alone: tensors by dtype and number of dimensions."""
+    """As `described`, without values: tensors by dtype and number of dimensions."""
     return {place: Fact(fact.kind) for place, fact in described(name, value).items()}
 
 
 def described_model(model: nn.Module) -> Mapping[str, Facts]:
-    """A model's class, its modules in their modes, its parameters and its buffers, each in order."""
+    """Facts of a model's modules (class and mode), parameters and buffers, each in order."""
     first: dict[int, str] = {}
     parameters, buffers = {}, {}
-    for index, (name, each) in enumerate(model.named_parameters(remove_duplicate=False)):
-        tied = first.setdefault(id(each), name)
+    for index, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
+        tied = first.setdefault(id(parameter), name)
         also = "" if tied == name else f", is {tied!r}"
-        parameters[f"parameter {index} of the model"] = Fact(f"{name!r} {_trained(each)}{also}")
+        parameters[f"parameter {index} of the model"] = Fact(f"{name!r} {_trained(parameter)}{also}")
     for index, (name, buffer) in enumerate(model.named_buffers(remove_duplicate=False)):
         buffers[f"buffer {index} of the model"] = Fact(f"{name!r} {_shape(buffer)}")
     modules = {
@@ -83,18 +83,18 @@ def described_call(model: nn.Module, **arguments: Any) -> Mapping[str, Facts]:
 
 
 def described_optimizer(optim: Any) -> Facts:
-    """Facts of an optimizer and its groups' settings, which code may have drawn from elsewhere than its arguments."""
+    """Facts of an optimizer's class and its groups' settings, which need not come from its arguments."""
     facts = dict(described("the optimizer", type(optim)))
     for index, group in enumerate(getattr(optim, "param_groups", ())):
-        # Which kernel steps follows from the parameters that a process has.
-        own = {name: value for name, value in group.items() if name not in ("params", "param_names", "fused")}
-        facts.update(described(f"the optimizer's group {index}", own))
+        # `fused` may differ by rank: it depends on the rank's parameters.
+        settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "fused")}
+        facts.update(described(f"the optimizer's group {index}", settings))
     return facts
 
 
 def described_parameters(parameters: Iterable[torch.Tensor], whose: str) -> Facts:
-    """Parameters in their order, by shape."""
-    return {f"parameter {index} of {whose}": Fact(_trained(each)) for index, each in enumerate(parameters)}
+    """Facts of parameters in their order: shape, dtype and requires_grad."""
+    return {f"parameter {index} of {whose}": Fact(_trained(parameter)) for index, parameter in enumerate(parameters)}
 
 
 def described_dataset(dataset: Any) -> Facts:
@@ -103,18 +103,18 @@ def described_dataset(dataset: Any) -> Facts:
         return {"dataset": Fact("None")}
     try:
         length = f"{len(dataset)} samples"
-    except Exception:  # a stream has none, and what a user's __len__ raises is not the concern here
+    except Exception:  # a stream has none, and errors of a user's __len__ do not matter here
         length = "no length"
     return {"dataset": Fact(f"a {_qualified(type(dataset))} of {length}")}
 
 
 def digest(facts: Facts) -> str:
-    """A short text that is equal for equal facts, whatever their order."""
+    """A short text that is equal for equal facts, independent of their order."""
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:24]
 
 
 def both_ways(value: object) -> tuple[int, int]:
-    """Numbers whose maxima over ranks are negatives of one another where all have the same plain data, by its text."""
+    """A hash of plain data, by its repr, and its negative: their maxima over ranks add to 0 if all hashes are equal."""
     number = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
     return number, -number
 
@@ -131,7 +131,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _sizes(tensor: torch.Tensor) -> str:
-    """A tensor's shape; of rows of unequal lengths their number and width, as torch counts such lengths by process."""
+    """A tensor's shape; of a nested one only the batch size, since torch numbers ragged sizes per process."""
     if not tensor.is_nested:
         return str(tuple(tensor.shape))
     sizes = (tensor.size(dim) if dim == 0 else "*" for dim in range(tensor.dim()))
@@ -139,7 +139,7 @@ def _sizes(tensor: torch.Tensor) -> str:
 
 
 def _parts(name: str, value: Any, depth: int, bound: bool) -> Iterator[tuple[str, Fact]]:
-    """Every part with its place; what holds itself ends at MAX_DEPTH."""
+    """Every part with its place; a container that holds itself ends at MAX_DEPTH."""
     inside = _items(name, value, bound) if depth < MAX_DEPTH else None
     if inside is None:
         yield name, _single(value)
@@ -149,15 +149,15 @@ def _parts(name: str, value: Any, depth: int, bound: bool) -> Iterator[tuple[str
 
 
 def _items(name: str, value: Any, bound: bool) -> list[tuple[str, Any]] | None:
-    """The parts of a container one level down, with their places; None where `value` is a single thing."""
+    """The items of a container, one level down, with their places; None where `value` is no container."""
     if isinstance(value, functools.partial):
-        given = [*enumerate(value.args), *value.keywords.items()] if bound else []
-        return [(name, value.func), *((f"{name}'s argument {key!r}", item) for key, item in given)]
+        arguments = [*enumerate(value.args), *value.keywords.items()] if bound else []
+        return [(name, value.func), *((f"{name}'s argument {key!r}", item) for key, item in arguments)]
     if isinstance(value, Mapping) and _is_readable(value):
         return [(f"{name}[{_key(key)}]", value[key]) for key in list(value)[:MAX_ITEMS]]
     if is_dataclass(value) and not isinstance(value, type):
-        known = [each.name for each in fields(value) if each.compare and hasattr(value, each.name)]
-        return [(name, type(value)), *((f"{name}.{each}", getattr(value, each)) for each in known)]
+        names = [field.name for field in fields(value) if field.compare and hasattr(value, field.name)]
+        return [(name, type(value)), *((f"{name}.{field}", getattr(value, field)) for field in names)]
     if isinstance(value, (list, tuple)):
         return [(f"{name}[{index}]", item) for index, item in enumerate(value[:MAX_ITEMS])]
     if isinstance(value, (set, frozenset)):
@@ -166,7 +166,7 @@ def _items(name: str, value: Any, bound: bool) -> list[tuple[str, Any]] | None:
 
 
 def _is_readable(value: Mapping[Any, Any]) -> bool:
-    """True if reading the mapping has no effect: a defaultdict has none for its keys, a user's class might."""
+    """True if reading existing keys has no side effects: a dict (defaultdict, too), but maybe not a user's class."""
     return isinstance(value, dict) or type(value).__module__ == "types"
 
 
@@ -187,9 +187,9 @@ def _single(value: Any) -> Fact:
         kind = f"a tensor of {_name(value.dtype)}, {value.dim()} dimensions"
         return Fact(kind, _values(value))
     if isinstance(value, np.ndarray):
-        whole = value.size <= MAX_ELEMENTS and not value.dtype.hasobject
-        told = _hash(value.tobytes()) if whole and value.size > SHOWN else repr(value.tolist()) if whole else ""
-        return Fact(f"an array of {value.dtype}, {value.ndim} dimensions", f"{value.shape} {told}")
+        is_read = value.size <= MAX_ELEMENTS and not value.dtype.hasobject
+        text = _hash(value.tobytes()) if is_read and value.size > SHOWN else repr(value.tolist()) if is_read else ""
+        return Fact(f"an array of {value.dtype}, {value.ndim} dimensions", f"{value.shape} {text}")
     if isinstance(value, torch.device):
         return Fact(f"a {value.type} device")
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, range, slice)):
@@ -198,13 +198,13 @@ def _single(value: Any) -> Fact:
 
 
 def _text(text: str | bytes) -> str:
-    """A text's repr, with a digest where it is too long to be shown."""
+    """A text's repr, truncated and with a digest where it is long."""
     whole = repr(text)
     return whole if len(whole) <= 200 else f"{shown(text, 200)} ({_hash(whole.encode())})"
 
 
 def _number(value: Any) -> str:
-    """A number's value, equal for what is equal: 1, 1.0 and numpy's."""
+    """A number's text, equal for equal numbers of different types: 1, 1.0 and numpy's."""
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, numbers.Integral):
         return repr(int(value))
@@ -215,7 +215,7 @@ def _number(value: Any) -> str:
 
 
 def _values(tensor: torch.Tensor) -> str:
-    """A tensor's shape, with its values or a digest of them where these are at hand."""
+    """A tensor's shape, with its values or a digest of them where they can be read cheaply."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or tensor.layout != torch.strided:
         return ""
     if tensor.is_quantized or tensor.numel() > MAX_ELEMENTS:
@@ -231,7 +231,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _callable(value: Any) -> str:
-    """A class by name, a function by name and code, a method by its owner's class as well, else the class."""
+    """A class by name, a function by name and code, a method also by its object's class, any other by its class."""
     if isinstance(value, type):
         return _qualified(value)
     if isinstance(value, MethodType):
@@ -244,15 +244,15 @@ def _callable(value: Any) -> str:
 
 
 def _qualified(value: Any) -> str:
-    """Module and name; what one process started as its main program another may have been given by multiprocessing."""
+    """Module and name, without the main module, whose name differs in processes that multiprocessing started."""
     module = getattr(value, "__module__", None) or ""
     name = getattr(value, "__qualname__", type(value).__qualname__)
     return name if module in ("", "builtins", "__main__", "__mp_main__") else f"{module}.{name}"
 
 
 def _code(code: CodeType) -> str:
-    """A text of a function's code that does not depend on hash seeds, addresses or its place in its file."""
-    constants = [_constant(each) for each in code.co_consts]
+    """A text of a function's code, independent of hash seeds, addresses and its position in its file."""
+    constants = [_constant(constant) for constant in code.co_consts]
     return repr((code.co_code, code.co_names, code.co_varnames, constants))
 
 

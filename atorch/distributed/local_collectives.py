@@ -1,8 +1,8 @@
-"""A pass of one process alone: its collectives send nothing, and have results of the same sizes as ever.
+"""Local mode of one process: its collectives send nothing, and return results of the usual sizes.
 
-So a process can try what may fail on it, such as running out of memory, while nobody waits for it in a collective: over
-NCCL nothing would wake who does. What others would have sent is this process's own, again and again: values are wrong,
-plausible and finite, so whatever is computed of them must be thrown away.
+A process can thus try a step that may fail, such as by running out of memory, while no rank waits for it in a
+collective: nothing wakes a rank that waits in NCCL. This process's own values, repeated, replace what others would have
+sent: they are finite and plausible, but wrong, so discard all results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OUTPUTS_FIRST = ("allgather", "_allgather", "reduce_scatter", "_reduce_scatter"
 
 
 def alone() -> AbstractContextManager[Any]:
-    """Inside, in this thread and in backward passes that it begins, collectives on tensors send nothing."""
+    """Make collectives on tensors send nothing inside, in this thread and in backward passes that it starts."""
     return _Alone() if several() and not nobody_else() else nullcontext()  # type: ignore[no-untyped-call]
 
 
@@ -30,13 +30,13 @@ def is_alone() -> bool:
 
 
 class _Alone(TorchDispatchMode):
-    # A mode and no variable of the context: autograd's threads have the modes of who called backward.
+    # A mode and no ContextVar: autograd's threads inherit the modes of the thread that called backward.
     supports_higher_order_operators = True
-    num_seen = 0  # collectives that were called
+    num_seen = 0  # collectives called
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch.compile compiles as ever; else it would skip what first runs in here, also afterwards."""
+        """Let torch.compile compile as usual; else it would skip, also later, any code that first runs in here."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,8 +47,8 @@ class _Alone(TorchDispatchMode):
             return _in_place(func, args)
         if namespace == "_c10d_functional":
             return _functional(func, args, kwargs)
-        if any(hasattr(each, "__tensor_flatten__") for each in types):
-            return NotImplemented  # a DTensor and the like: what it does to its parts comes here
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # a wrapper such as DTensor: its operations on its parts come here
         return func(*args, **kwargs)
 
 
@@ -73,35 +73,35 @@ def _done() -> Any:
 
 
 def _functional(func: Any, args: Any, kwargs: Any) -> Any:
-    name, given = func._opname, args[0]
+    name, data = func._opname, args[0]
     if name == "batch_p2p_ops":
         return args[3]
     if name == "wait_tensor" or name.endswith("_") or name in ("isend", "irecv"):
-        return given
-    inputs = tensors_of(given)
+        return data
+    inputs = tensors_of(data)
     if "out" in kwargs:
         outputs = [kwargs["out"]]
     elif name.startswith("all_gather_into_tensor"):
-        outputs = [each.new_empty((each.shape[0] * args[1], *each.shape[1:])) for each in inputs]
+        outputs = [tensor.new_empty((tensor.shape[0] * args[1], *tensor.shape[1:])) for tensor in inputs]
     elif name.startswith("reduce_scatter_tensor"):
-        outputs = [each.new_empty((each.shape[0] // args[2], *each.shape[1:])) for each in inputs]
+        outputs = [tensor.new_empty((tensor.shape[0] // args[2], *tensor.shape[1:])) for tensor in inputs]
     elif name == "all_to_all_single":
-        outputs = [each.new_empty((sum(args[1]), *each.shape[1:])) for each in inputs]
+        outputs = [tensor.new_empty((sum(args[1]), *tensor.shape[1:])) for tensor in inputs]
     else:
-        outputs = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs]
+        outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
     _fill(outputs, inputs)
-    return outputs if isinstance(given, (list, tuple)) else outputs[0]
+    return outputs if isinstance(data, (list, tuple)) else outputs[0]
 
 
 @torch.no_grad()
 def _fill(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Fill each output with the values of an input, repeated or cut; without memory of its own."""
-    for place, output in enumerate(outputs):
-        given = inputs[place % len(inputs)] if inputs else None
-        if given is None or not given.numel() or not output.is_contiguous():
+    """Fill each output with the values of an input, repeated or truncated; allocates nothing."""
+    for index, output in enumerate(outputs):
+        source = inputs[index % len(inputs)] if inputs else None
+        if source is None or not source.numel() or not output.is_contiguous():
             output.zero_()
             continue
-        values = given.detach().reshape(-1)
+        values = source.detach().reshape(-1)
         for part in output.detach().view(-1).split(values.numel()):
             part.copy_(values[: part.numel()])
 
@@ -110,4 +110,4 @@ def tensors_of(data: Any) -> list[Tensor]:
     """The tensors in lists and tuples of any depth."""
     if isinstance(data, Tensor):
         return [data]
-    return [tensor for each in data for tensor in tensors_of(each)] if isinstance(data, (list, tuple)) else []
+    return [tensor for item in data for tensor in tensors_of(item)] if isinstance(data, (list, tuple)) else []

@@ -1,4 +1,4 @@
-"""The arrangement of the processes: named axes, rank tables, and the groups along each axis.
+"""The device mesh: named axes, rank tables, and the process groups along each axis.
 
 The first axis varies fastest. With `[("tensor", 4), ("pipeline", 2), ("data", 2)]` ranks 0–3 are one
 tensor group, 0 and 4 one pipeline group, 0 and 8 one data group.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 AXES = ("data", "zero", "tensor", "sequence", "context", "pipeline")
 AXIS_ALIASES: Mapping[str, str] = {"pipe": "pipeline"}
 BATCH_AXES = ("data", "zero")
-"""Axes whose ranks see different samples, in the order hybrid sharding wants: replicas, then shards."""
+"""Axes whose ranks see different samples, in the order that hybrid sharding needs: replicas, then shards."""
 _OUTERMOST_FIRST = ("pipeline", *BATCH_AXES, "context", "sequence", "tensor")
 
 Slices = Sequence[tuple[str, int]]
@@ -43,10 +43,10 @@ def rank_table(
     Args:
         slices: `(name, size)` pairs, the fastest-varying first. Their product must be `world_size`.
         rank_order: a permutation of the ranks, `None` for 0, 1, 2, …; position i of the mesh holds `rank_order[i]`.
-        instances: where the product divides `world_size`, that many ranks after the other are a mesh each.
+        instances: where the product divides `world_size`, every run of that many ranks is a mesh of its own.
 
     Raises:
-        StrategyError: `slices` are no pairs, the sizes do not multiply to `world_size`, or `rank_order` is no
+        StrategyError: `slices` holds no pairs, the sizes do not multiply to `world_size`, or `rank_order` is no
             permutation of the ranks.
     """
     _need_slices(slices)
@@ -69,7 +69,7 @@ def rank_table(
 def groups_along(
     slices: Slices, world_size: int, rank_order: Sequence[int] | None, names: Sequence[str]
 ) -> list[list[int]]:
-    """The rank groups of the product of several axes, e.g. all ranks that see different samples."""
+    """The rank groups along the product of several axes, e.g. all ranks that see different samples."""
     _check(slices, world_size, rank_order)
     order = list(rank_order) if rank_order is not None else list(range(world_size))
     strides, stride = {}, 1
@@ -83,7 +83,7 @@ def groups_along(
 
 
 def own_group(rank: int, slices: Slices, order: Sequence[int], names: Sequence[str]) -> list[int]:
-    """The one of `groups_along` that a rank is in, ascending, without working out the others."""
+    """The group of `groups_along` that a rank is in, ascending, without computing the others."""
     place, first, stride, offsets = order.index(rank), 0, 1, [0]
     for name, size in slices:
         if name in names:
@@ -100,7 +100,7 @@ def _grid(axes: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
 
 def _need_slices(slices: Any) -> None:
     if not isinstance(slices, (list, tuple)) or not all(
-        isinstance(each, (list, tuple)) and len(each) == 2 and isinstance(each[0], str) for each in slices
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str) for pair in slices
     ):
         raise StrategyError(
             f'a mesh was given {shown(slices)}; it takes [(name, size), …], e.g. [("tensor", 2), ("data", 4)]'
@@ -131,17 +131,17 @@ def _check(slices: Slices, world_size: int, rank_order: Sequence[int] | None) ->
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The processes of one model along named axes. An axis that was not named has size 1.
+    """The processes of one model along named axes. An axis that is not named has size 1.
 
     Raises:
-        StrategyError: the axes or the order do not hold, or the ranks of a group along an axis do not ascend: process
-            groups number their members by rank, so a place in the mesh would differ from the place in its group.
+        StrategyError: the axes or the order are invalid, or the ranks of a group along an axis do not ascend. Process
+            groups number their members by rank, so a rank's index in the mesh and in its group would differ.
     """
 
     slices: tuple[tuple[str, int], ...]
     rank_order: tuple[int, ...] | None
     device_type: str
-    timeout: timedelta = world.TIMEOUT  # of the groups that are made along its axes
+    timeout: timedelta = world.TIMEOUT  # of the groups along its axes
     _groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     _roots: list[DeviceMesh] = field(default_factory=list, repr=False)
     _joined: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)
@@ -164,14 +164,14 @@ class Mesh:
         return math.prod(size for _, size in self.slices)
 
     def layout(self) -> tuple[object, ...]:
-        """The key by which two meshes are the same."""
+        """A key that is equal for equal meshes."""
         return self.slices, self.rank_order, self.device_type
 
     def size(self, *names: str) -> int:
         return math.prod(size for name, size in self.slices if name in names)
 
     def rank(self, *names: str) -> int:
-        """This process's place in its group along the axes; the same as its rank in `group(*names)`."""
+        """This process's index in its group along the axes, which is its rank in `group(*names)`."""
         return self.ranks(*names).index(_my_rank())
 
     def ranks(self, *names: str) -> list[int]:
@@ -181,14 +181,14 @@ class Mesh:
         return own_group(_my_rank(), self.slices, self.rank_order or range(self.num_ranks), names)
 
     def group(self, *names: str) -> dist.ProcessGroup:
-        """The process group along the axes. All processes must ask for the same groups in the same order."""
+        """The process group along the axes. All ranks must request the same groups in the same order."""
         key = tuple(name for name, size in self.slices if name in names and size > 1)
         if key not in self._groups:
             self._groups[key] = self._make_group(key)
         return self._groups[key]
 
     def axes_of(self, group_name: str) -> tuple[str, ...]:
-        """The axes that a group of this mesh lies along, by its name; for the group of all ranks, all larger than 1."""
+        """The axes of this mesh's group with that name; for any other, as of all ranks, all axes larger than 1."""
         for key, group in self._groups.items():
             if group.group_name == group_name:
                 return key
@@ -206,35 +206,35 @@ class Mesh:
             )
         if self.size(*key) == self.num_ranks:
             return _default_group()
-        if not key:  # nobody else is in it, so nobody else need know, or make as many as there are processes
-            alone = dist.new_group([_my_rank()], timeout=self.timeout, use_local_synchronization=True)
-            assert isinstance(alone, dist.ProcessGroup)
-            return alone
-        mine: dist.ProcessGroup | None = None
+        if not key:  # local synchronization: else every rank would have to create the groups of all ranks
+            single = dist.new_group([_my_rank()], timeout=self.timeout, use_local_synchronization=True)
+            assert isinstance(single, dist.ProcessGroup)
+            return single
+        member_group: dist.ProcessGroup | None = None
         for ranks in self._table(key):
             group = dist.new_group(ranks, timeout=self.timeout)
-            mine = group if _my_rank() in ranks else mine
-        assert mine is not None, "every rank is in one of the groups"
+            member_group = group if _my_rank() in ranks else member_group
+        assert member_group is not None, "every rank is in one of the groups"
         if self.device_type == "cuda" and not nobody_else():
-            # What a trial does may fail on one rank. Over nccl the first collective connects, and nothing can wake who
-            # waits in that for a rank that failed before: so they connect now, while all are here.
-            dist.all_reduce(torch.zeros((), device=self.device_type), group=mine)
-        return mine
+            # A trial may fail on one rank. NCCL connects in the first collective, and nothing can wake a rank that
+            # waits in it for a failed one: so all connect now, while no trial runs.
+            dist.all_reduce(torch.zeros((), device=self.device_type), group=member_group)
+        return member_group
 
     def device_mesh(self, *names: str) -> DeviceMesh:
         """The DeviceMesh over the axes, its dims in the order pipeline, data, zero, context, sequence, tensor.
 
         All are slices of one root, on the groups of `group`, so that methods which shard over different axes compose.
-        All processes must ask for the first one together.
+        The first call is collective.
         """
         if not self._roots:
             self._roots.append(self._make_root())
         return self._roots[0][tuple(sorted(names, key=_OUTERMOST_FIRST.index))]
 
     def joined_mesh(self, *dims: Sequence[str]) -> DeviceMesh:
-        """A DeviceMesh with one dim for each product of axes, such as all that hold the same parameters.
+        """A DeviceMesh with one dim for each product of axes, such as all axes whose ranks hold the same parameters.
 
-        A dim is on `group` of its axes. It stands beside `device_mesh` of other axes: tensors can be spread over both.
+        A dim uses `group` of its axes. Tensors can be sharded over it and over `device_mesh` of other axes.
 
         Raises:
             StrategyError: the mesh has the axis tensor, and the ranks along a dim do not ascend in the mesh's order.
@@ -267,10 +267,10 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device_type, grid, mesh_dim_names=tuple(order))[tuple(joined)]
 
     def close(self) -> None:
-        """End the groups that this mesh made. Nothing may use it any more; peers that wait in one of them fail."""
-        for each in (*self._roots, *self._joined.values()):
-            # A group ends once nothing has it, and torch 2.11 never lets go of some meshes.
-            getattr(each, "_pg_registry", {}).clear()
+        """Destroy the groups that this mesh made. It must not be used afterwards; ranks that wait in a group fail."""
+        for device_mesh in (*self._roots, *self._joined.values()):
+            # A group ends once nothing refers to it, and torch 2.11 never frees some meshes.
+            getattr(device_mesh, "_pg_registry", {}).clear()
         self._roots.clear()
         self._joined.clear()
         for key in list(self._groups):
@@ -286,20 +286,19 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device_type, self._grid(), mesh_dim_names=_OUTERMOST_FIRST)
 
     def _grid(self) -> torch.Tensor:
-        """The ranks, with a dim for every axis, the outermost first."""
-        given = [name for name, _ in self.slices]
+        """The ranks as a tensor with a dim for every axis, the outermost first."""
+        names = [name for name, _ in self.slices]
         order = self.rank_order if self.rank_order is not None else range(self.num_ranks)
         grid = torch.tensor(list(order)).reshape([size for _, size in reversed(self.slices)])
-        present = [name for name in _OUTERMOST_FIRST if name in given]
-        grid = grid.permute([len(given) - 1 - given.index(name) for name in present])
+        present = [name for name in _OUTERMOST_FIRST if name in names]
+        grid = grid.permute([len(names) - 1 - names.index(name) for name in present])
         return grid.reshape([self.size(name) for name in _OUTERMOST_FIRST])
 
 
 def forget_shardings() -> None:
-    """Let DTensor forget the results of its operations, which name meshes.
+    """Clear DTensor's cache of sharding propagation, whose entries refer to meshes.
 
-    It finds them again by equality, and meshes of one shape are equal whatever groups they stand on: tensors on a new
-    mesh would name the groups of an old one that has been closed.
+    The cache compares meshes by shape, not by groups: tensors on a new mesh would get the groups of a closed one.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -317,21 +316,21 @@ def _my_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-# Which model's mesh `parallel_group` and its kin speak of; a ContextVar, so that several models live in one process.
+# The mesh that `parallel_group` and the like use; a ContextVar, so that one process can have several models.
 _current: ContextVar[Mesh | None] = ContextVar("atorch_mesh", default=None)
-# What was made current last in any context, for threads that begin without one, as autograd's own for CUDA devices do.
+# The last current mesh of any context, for threads that start without one, such as autograd's for CUDA devices.
 _last: list[Mesh | None] = [None]
 
 
 def set_current(mesh: Mesh | None) -> None:
-    """Make `mesh` the one that `parallel_group`, `parallel_rank` and `parallel_group_size` speak of."""
+    """Make `mesh` the one that `parallel_group`, `parallel_rank` and `parallel_group_size` use."""
     _current.set(mesh)
     _last[0] = mesh
 
 
 @contextmanager
 def use_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """`mesh` is current inside; the one before is current again afterwards."""
+    """Make `mesh` current inside, and restore the previous one afterwards."""
     token, before = _current.set(mesh), _last[0]
     _last[0] = mesh
     try:
@@ -342,7 +341,7 @@ def use_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def current() -> Mesh | None:
-    """The mesh of the model that was accelerated last in this context, or in any where this thread has none."""
+    """The mesh that became current last in this context, or in any context where this thread has none."""
     return _current.get() or _last[0]
 
 

@@ -1,4 +1,4 @@
-"""Random states, put back as they were."""
+"""Saves and restores the states of random number generators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RandomState:
 
     @classmethod
     def now(cls, only: torch.device | None = None) -> RandomState:
-        """The states of this moment; `only`: of this device beside the host, whatever its number."""
+        """The current states; `only`: those of the host and this device, whatever its index."""
         if only is None:
             cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         else:
@@ -41,26 +41,26 @@ class RandomState:
             torch.cuda.set_rng_state(state, number if only is None else only)
 
     def is_same(self, other: RandomState) -> bool:
-        mine, others = (self.host, *self.devices), (other.host, *other.devices)
+        own, others = (self.host, *self.devices), (other.host, *other.devices)
         return (
             self.python == other.python
             and (self.numpy is other.numpy or all(map(np.array_equal, self.numpy, other.numpy)))
-            and len(mine) == len(others)
-            and all(map(torch.equal, mine, others))
+            and len(own) == len(others)
+            and all(map(torch.equal, own, others))
         )
 
 
 def _of_numpy() -> Any:
-    """numpy's state, which takes it 0.25 ms to tell: it is asked once while the memory of its generator stays."""
+    """numpy's state. Reading it takes 0.25 ms, so it is cached until the memory of the generator changes."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return np.random.get_state()
     state: Any = _numpy_once(ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES))
-    # A normal number that waits to be drawn is kept elsewhere.
+    # numpy keeps a second, already drawn Gaussian outside that memory (state[3] is set): then the cache may be stale.
     return np.random.get_state() if state[3] else state
 
 
-_MT19937_BYTES = 4 * 625  # 624 numbers and a place among them
+_MT19937_BYTES = 4 * 625  # 624 words of state and the position among them
 
 
 @functools.lru_cache(maxsize=1)
@@ -70,7 +70,7 @@ def _numpy_once(memory: bytes) -> Any:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Generators continue as if nothing had been drawn inside."""
+    """Restores all generators at the end, as if nothing had been drawn inside."""
     state = RandomState.now()
     try:
         yield

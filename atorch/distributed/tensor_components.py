@@ -1,6 +1,6 @@
-"""The plain tensors that hold a tensor's values: quantized and ragged tensors wrap some, sparse ones have indices.
+"""The dense tensors that hold a tensor's values: quantized and nested tensors wrap some, sparse ones have indices.
 
-Collectives and comparisons take plain tensors alone.
+Collectives and comparisons accept dense tensors only.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors of `tensor`, in memory of their own, values first; itself where it is plain or a DTensor."""
+    """The dense tensors that `tensor` consists of, values first; `tensor` itself where it is dense or a DTensor."""
     if is_traceable_wrapper_subclass(tensor):
-        from torch.distributed.tensor import DTensor  # slow to import, and there already where one is
+        from torch.distributed.tensor import DTensor  # slow to import, but imported already where a DTensor exists
 
         if isinstance(tensor, DTensor):
             return [tensor]
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [part for each in inner for part in dense_parts(each)]
+        return [part for component in inner for part in dense_parts(component)]
     if tensor.layout == torch.sparse_coo:
         return [tensor._values(), tensor._indices()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -29,12 +29,12 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True if a tensor's values are its own elements, which collectives can send."""
+    """True if a tensor is its only dense part, so that collectives can send it."""
     parts = dense_parts(tensor)
     return len(parts) == 1 and parts[0] is tensor
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors of one kind are equal."""
+    """True if two tensors of the same layout and class are equal."""
     ours, theirs = dense_parts(one), dense_parts(other)
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))

@@ -22,9 +22,9 @@ from atorch.errors import ArgumentError
 from atorch.logs import name_rank
 
 TIMEOUT = timedelta(minutes=10)
-"""The longest wait of processes for one another, where nobody says otherwise."""
+"""The default time-out of process groups."""
 LONGEST_LEAVE = timedelta(seconds=2)
-"""The longest wait of the end of a process for gloo's threads."""
+"""The longest time that a process waits at its end for gloo's threads."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class World:
 
 
 def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
-    """Join the job's process group where a launcher started several processes, and say who this process is.
+    """Join the job's process group where a launcher started several processes; return this process's place in it.
 
-    A group that exists already is kept, with its time-out. Without a launcher this is one process, and no group is made
-    until something asks for one (`ensure_group`).
+    Keeps a group that exists already, with its time-out. Without a launcher there is one process, and `ensure_group`
+    makes its group on demand.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -69,10 +69,10 @@ def _rank_of_several() -> int | None:
 
 
 def _leave() -> None:
-    """End the group before the interpreter does: gloo's threads abort a process that ends around them.
+    """Destroy the group before the interpreter exits: gloo's threads abort a process that exits while they run.
 
-    A group that a script's model still holds keeps its threads. They need the interpreter to let go of their last
-    tensors, and get the time for it here.
+    A group that a script's model still refers to keeps its threads. They need the interpreter to free their last
+    tensors, so this waits until they are idle.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -84,16 +84,16 @@ def _leave() -> None:
 
 
 def _states_of_threads(name: str) -> set[str]:
-    """The states of this process's threads of a name, such as S for one that waits; none where there is no /proc."""
+    """The states of this process's threads with this name, such as S for sleeping; empty without /proc."""
     stats = []
     for path in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the thread has just ended
             stats.append(path.read_text())
     return {stat.rpartition(") ")[2][0] for stat in stats if f"({name})" in stat}
 
 
 def ensure_group(device_type: str) -> None:
-    """Make the group of this one process where there is none, so that a mesh of size 1 can stand on it."""
+    """Make a group of this one process where no group exists, for a mesh of size 1."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported in torch's annotations
         dist.init_process_group(_backend(device_type), store=store, rank=0, world_size=1, timeout=TIMEOUT)
@@ -105,35 +105,35 @@ def local_world_size() -> int:
 
 
 def variable(*names: str) -> tuple[str, str] | None:
-    """The first of the launcher's variables that is set and not empty, with what it holds; None where none is."""
+    """Name and value of the first of these environment variables that is set and not empty; None where none is."""
     return next(((name, os.environ[name]) for name in names if os.environ.get(name)), None)
 
 
 def _backend(device_type: str) -> str:
-    # gloo beside nccl: objects and decisions travel over the host, so that a busy device cannot delay them.
+    # gloo as well as nccl: objects and decisions travel over the host, so that a busy device cannot delay them.
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def _check_devices(device: torch.device) -> None:
-    """Check that each process has a CUDA device of its own, and a group that reaches the others' hosts, too."""
+    """Check that each process has its own CUDA device, and that the group has a backend for host tensors."""
     config = dist.get_backend_config()
     if "cpu:" not in config:
         raise ArgumentError(
             f"init_process_group was given a backend for {config} alone, and processes decide together over hosts; "
             'leave the backend out, or give "cpu:gloo,cuda:nccl", or leave the whole call to atorch'
         )
-    # Where a launcher shows each process a device of its own, there are fewer devices than processes on each machine.
+    # A launcher may make one device visible to each process: then each sees fewer devices than there are processes.
     crowded = torch.tensor(int(local_world_size() > torch.cuda.device_count()))
     dist.all_reduce(crowded, dist.ReduceOp.MAX)
     if not crowded or "nccl" not in config:
         return
     owned: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(owned, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
-    shared = [rank for rank, each in enumerate(owned) if each == owned[dist.get_rank()]]
+    shared = [rank for rank, owner in enumerate(owned) if owner == owned[dist.get_rank()]]
     if len(set(owned)) < len(owned):
-        told = f"ranks {', '.join(map(str, shared))} share" if len(shared) > 1 else "other ranks share"
+        who = f"ranks {', '.join(map(str, shared))} share" if len(shared) > 1 else "other ranks share"
         raise ArgumentError(
-            f"{told} a CUDA device, and NCCL takes one process a device: {local_world_size()} processes were started "
+            f"{who} a CUDA device, and NCCL takes one process a device: {local_world_size()} processes were started "
             f"here, where torch sees {torch.cuda.device_count()} devices; start as many processes as devices "
             "(torchrun --nproc-per-node), or use device_type 'cpu', or call init_process_group('gloo') first"
         )

@@ -1,7 +1,7 @@
-"""Files as people name them: read only where they are ordinary and not too long, written whole or not at all.
+"""Safe access to files by user-given paths: bounded reads of regular files, and atomic writes.
 
-A path may name anything: a pipe or a device would be read for ever, and replacing one would destroy it. So what is no
-ordinary file is refused both ways. Links are followed, and stay links.
+A path may name a pipe or a device: a read could block for ever, and a replacement would destroy it. So only regular
+files are read or replaced. Links are followed, and stay links.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPECIAL: Mapping[str, str] = {"d": "a directory", "p": "a pipe", "s": "a socket
 
 @dataclass(frozen=True)
 class FileKind:
-    """The kind of a file: its name in errors, their class, and the most bytes that it may have."""
+    """The kind of a file: its name in errors, the error class, and the size limit."""
 
     name: str
     error: type[AtorchError]
@@ -33,27 +33,27 @@ class FileKind:
 
 
 def read_bytes(path: AnyPath, kind: FileKind) -> bytes:
-    """All that an ordinary file holds.
+    """Read a regular file.
 
     Raises:
-        AtorchError: of `kind.error`: it is not there, cannot be read, is no ordinary file, or is too long.
+        AtorchError: of class `kind.error`: the file is missing, unreadable, not regular, or too large.
     """
     check_source(path, kind)
-    # What is there may have changed since; opening a pipe so does not wait for whoever writes to it.
-    with _told(path, kind, "read") as named, open(path, "rb", opener=_open_at_once) as file:
+    # The file may have changed since the check; a non-blocking open of a pipe does not wait for a writer.
+    with _reporting(path, kind, "read") as quoted, open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
-        _refuse_special(named, status, kind)
+        _refuse_special(quoted, status, kind)
         data = b"" if status.st_size > kind.max_bytes else file.read(kind.max_bytes + 1)
         if max(len(data), status.st_size) > kind.max_bytes:
-            raise kind.error(f"{named}: more than {kind.max_bytes:,} bytes; a {kind.name} is smaller")
+            raise kind.error(f"{quoted}: more than {kind.max_bytes:,} bytes; a {kind.name} is smaller")
     return data
 
 
 def write(path: AnyPath, content: str | bytes, kind: FileKind) -> None:
-    """Write an ordinary file in one piece: a reader sees the old one or the new one.
+    """Write a regular file atomically: a reader sees the old one or the new one.
 
     Raises:
-        AtorchError: of `kind.error`: it cannot be written, or something is there that is no ordinary file.
+        AtorchError: of class `kind.error`: it cannot be written, or the path names something else than a regular file.
     """
     with replacing(path, kind) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -61,15 +61,15 @@ def write(path: AnyPath, content: str | bytes, kind: FileKind) -> None:
 
 @contextmanager
 def replacing(path: AnyPath, kind: FileKind) -> Iterator[BinaryIO]:
-    """A file to write to, which is at `path` once the block has ended, with the permissions of what was there.
+    """Open a file that replaces `path`, with the old one's permissions, at the end of the block.
 
-    Where the block raises, what was there stays.
+    If the block raises, the old file stays.
 
     Raises:
-        AtorchError: of `kind.error`, as `write`.
+        AtorchError: of class `kind.error`, as `write`.
     """
-    with _told(path, kind, "written") as named:
-        status = _replaceable(path, named, kind)
+    with _reporting(path, kind, "written") as quoted:
+        status = _replaceable(path, quoted, kind)
         target = os.path.realpath(path)
         scratch = Path(os.path.dirname(target), f".{secrets.token_hex(8)}.tmp")
         try:
@@ -85,23 +85,23 @@ def replacing(path: AnyPath, kind: FileKind) -> Iterator[BinaryIO]:
 
 
 def check_source(path: AnyPath, kind: FileKind) -> None:
-    """Refuse a path to read from that names no ordinary file.
+    """Refuse a path to read from that does not name a regular file.
 
     Raises:
-        AtorchError: of `kind.error`.
+        AtorchError: of class `kind.error`.
     """
-    with _told(path, kind, "read") as named:
-        _refuse_special(named, os.stat(path), kind)
+    with _reporting(path, kind, "read") as quoted:
+        _refuse_special(quoted, os.stat(path), kind)
 
 
 def check_target(path: AnyPath, kind: FileKind) -> None:
-    """Refuse a path that `write` would refuse, before anything is computed for it.
+    """Refuse a path that `write` would refuse, before its content is computed.
 
     Raises:
-        AtorchError: of `kind.error`.
+        AtorchError: of class `kind.error`.
     """
-    with _told(path, kind, "written") as named:
-        _replaceable(path, named, kind)
+    with _reporting(path, kind, "written") as quoted:
+        _replaceable(path, quoted, kind)
         folder = os.path.dirname(os.path.realpath(path))
         if not os.path.isdir(folder):
             raise OSError(errno.ENOENT, f"it is in no folder that is there; make {folder!r} first")
@@ -110,43 +110,43 @@ def check_target(path: AnyPath, kind: FileKind) -> None:
 
 
 @contextmanager
-def _told(path: AnyPath, kind: FileKind, done: Literal["read", "written"]) -> Iterator[str]:
-    """The path as an error quotes it; what the system then refuses is told with it."""
+def _reporting(path: AnyPath, kind: FileKind, done: Literal["read", "written"]) -> Iterator[str]:
+    """Yield the path as errors quote it, and convert OSErrors of the block to `kind.error`."""
     try:
-        named, has_nul = shown(os.fspath(path)), b"\0" in os.fsencode(path)
+        quoted, has_nul = shown(os.fspath(path)), b"\0" in os.fsencode(path)
     except TypeError:
         raise kind.error(f"{shown(path)} is no path; give the path of a {kind.name}") from None
     except UnicodeEncodeError as error:
         raise kind.error(f"{shown(path)} is no file name: {error}") from None
     if has_nul:
-        raise kind.error(f"{named} is no file name: it holds a NUL")
+        raise kind.error(f"{quoted} is no file name: it holds a NUL")
     try:
-        yield named
+        yield quoted
     except OSError as error:
         if done == "read" and isinstance(error, FileNotFoundError):
-            raise kind.error(f"there is no {kind.name} {named}") from None
-        raise kind.error(f"the {kind.name} {named} cannot be {done}: {error.strerror}") from None
+            raise kind.error(f"there is no {kind.name} {quoted}") from None
+        raise kind.error(f"the {kind.name} {quoted} cannot be {done}: {error.strerror}") from None
 
 
 def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag
 
 
-def _refuse_special(named: str, status: os.stat_result, kind: FileKind) -> None:
+def _refuse_special(quoted: str, status: os.stat_result, kind: FileKind) -> None:
     if not stat.S_ISREG(status.st_mode):
         what = _SPECIAL.get(stat.filemode(status.st_mode)[0], "something else")
-        raise kind.error(f"{named} is {what}, no ordinary file; give the path of a {kind.name}")
+        raise kind.error(f"{quoted} is {what}, no ordinary file; give the path of a {kind.name}")
 
 
-def _replaceable(path: AnyPath, named: str, kind: FileKind) -> os.stat_result | None:
-    """The status of what is to be replaced; None where nothing is."""
+def _replaceable(path: AnyPath, quoted: str, kind: FileKind) -> os.stat_result | None:
+    """The status of the file to be replaced; None if there is none."""
     if not os.path.basename(os.fspath(path)):
         raise OSError(errno.EISDIR, "it names no file; give the path of a file")
     try:
         status = os.stat(path)
     except FileNotFoundError:
         return None
-    _refuse_special(named, status, kind)
+    _refuse_special(quoted, status, kind)
     if not os.access(path, os.W_OK):
         raise OSError(errno.EACCES, "it must not be written to; change its permissions, or give another path")
     return status
@@ -154,8 +154,8 @@ def _replaceable(path: AnyPath, named: str, kind: FileKind) -> os.stat_result | 
 
 def _keep_permissions(handle: int, status: os.stat_result) -> None:
     if not hasattr(os, "fchown"):
-        return  # Windows has other ones
+        return  # Windows has other permissions
     if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
-        with suppress(PermissionError):  # who may not give it away may still write it
+        with suppress(PermissionError):  # a failed change of owner does not prevent the write
             os.fchown(handle, status.st_uid, status.st_gid)
     os.chmod(handle, stat.S_IMODE(status.st_mode))

@@ -1,6 +1,6 @@
-"""Configurations that a document of another system describes: dicts, checked key by key, without a silent loss.
+"""Configuration dicts in another system's documented format, checked key by key.
 
-A key that the other system needed and this one does not is read, checked, and said to have no effect where it is given.
+A key that only the other system needs is read, checked, and reported to have no effect if it is given.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Marks a key that changes nothing here, and says why."""
+    """Marks a key that has no effect here, with the reason."""
 
     why: str
 
@@ -38,23 +38,23 @@ class Section(BaseModel):
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | Section | None) -> Self:
-        """The configuration from the document's dict; None for the defaults. Says which keys have no effect.
+        """Read a configuration dict; None for the defaults. Keys without effect are logged.
 
         Raises:
-            ArgumentError: an unknown key (the nearest is named), one that is missing, or a value that does not hold.
+            ArgumentError: a key is unknown (the error suggests the nearest) or missing, or a value is invalid.
         """
         if isinstance(config, cls):
             return config
         if config is not None and not isinstance(config, Mapping):
             raise ArgumentError(f"config is {shown(config)}; it is a dict of the documented keys, or None")
-        made = cls.checked(config or {})
-        for key, why in made.without_effect():
+        section = cls.checked(config or {})
+        for key, why in section.without_effect():
             logger.info("config: %s has no effect here: %s", key, why)
-        return made
+        return section
 
     @classmethod
     def checked(cls, config: Mapping[str, Any]) -> Self:
-        """The configuration from the document's dict, without a word about keys that have no effect.
+        """Read a configuration dict without logging keys that have no effect.
 
         Raises:
             ArgumentError: as `of`.
@@ -65,7 +65,7 @@ class Section(BaseModel):
             raise _explained(error) from None
 
     def without_effect(self, place: str = "") -> Iterator[tuple[str, str]]:
-        """(key, why) of the keys that were given and change nothing."""
+        """(key, reason) of the given keys that have no effect."""
         for name in sorted(self.model_fields_set):
             value = getattr(self, name)
             if isinstance(value, Section):
@@ -76,13 +76,13 @@ class Section(BaseModel):
 
 
 def _explained(error: ValidationError) -> ArgumentError:
-    told = []
+    messages = []
     for fault in error.errors():
         place = ".".join(["config", *map(str, fault["loc"])])
         if fault["type"] == "missing":
-            told.append(f"{place} is missing; it must be given")
+            messages.append(f"{place} is missing; it must be given")
         elif fault["msg"].startswith("Value error, "):
-            told.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}")
+            messages.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}")
         else:
-            told.append(f"{place} was given {shown(fault['input'])}: {fault['msg']}")
-    return ArgumentError("; ".join(told))
+            messages.append(f"{place} was given {shown(fault['input'])}: {fault['msg']}")
+    return ArgumentError("; ".join(messages))

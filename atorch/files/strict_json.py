@@ -1,8 +1,8 @@
 """JSON read under limits, with the place of every fault.
 
-A file may come from anyone. Its size is checked before it is parsed and its depth before the parser recurses; numbers
-stay text until their size is known. So nothing that a file can hold makes the parser fail in another way than an error
-of the file's `Format`, which names the line and column of bad syntax and the JSON path of a bad value.
+A file may come from an untrusted source. Its size is checked before parsing, its depth before the parser recurses, and
+the length of a number before conversion. So any content either parses or raises the error of the file's `Format`. It
+names the line and column of bad syntax, or the JSON path of a bad value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atorch.files.access import AnyPath, FileKind, read_bytes
 Json: TypeAlias = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_INTEGER = 2**63 - 1
-_MAX_NUMBER = 64  # characters of a number's text
+_MAX_NUMBER = 64  # maximum characters of a number
 
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -31,7 +31,7 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Format(FileKind):
-    """Limits of a kind of JSON file; a string's limit is in characters."""
+    """A kind of JSON file and its limits; `max_string` is in characters."""
 
     max_depth: int = 32
     max_values: int = 50_000
@@ -46,14 +46,14 @@ class _Number(str):
 
 
 class _Object(list[tuple[str, Any]]):
-    """The members of an object in order, repeated keys included."""
+    """The members of an object in order, with repeated keys."""
 
 
 def read_json(path: AnyPath, form: Format) -> Json:
-    """The plain data in a file.
+    """Read the plain data in a JSON file.
 
     Raises:
-        AtorchError: of `form.error`, with the path: it is no ordinary file that can be read, or see `parse`.
+        AtorchError: of class `form.error`, with the path: it is not a readable regular file, or as `parse`.
     """
     data = read_bytes(path, form)
     try:
@@ -63,10 +63,10 @@ def read_json(path: AnyPath, form: Format) -> Json:
 
 
 def parse(text: str | bytes, form: Format) -> Json:
-    """The plain data that `text` holds.
+    """Parse JSON to plain data.
 
     Raises:
-        AtorchError: of `form.error`: not UTF-8, no JSON, a repeated key, NaN or Infinity, or something over its limit.
+        AtorchError: of class `form.error`: not UTF-8, invalid JSON, a repeated key, NaN or Infinity, or over a limit.
     """
     if len(text) > form.max_bytes:
         raise form.error(f"more than {form.max_bytes:,} bytes; a {form.name} is smaller")
@@ -86,23 +86,23 @@ def parse(text: str | bytes, form: Format) -> Json:
 
 
 def check(value: Any, place: str, form: Format) -> Json:
-    """A copy of Python data as the JSON values that `parse` would give back: tuples become lists.
+    """Copy Python data to the JSON values that `parse` would return: tuples become lists.
 
     Raises:
-        AtorchError: of `form.error`: something that JSON does not hold, or that is over a limit of `parse`.
+        AtorchError: of class `form.error`: a value has no JSON form, or is over a limit of `parse`.
     """
     return _Reader(form, place).read(value)
 
 
 def step(place: str, part: str | int) -> str:
-    """The JSON path one step further: `$.methods` and 2 are `$.methods[2]`."""
+    """Extend a JSON path by one step: `$.methods` and 2 give `$.methods[2]`."""
     if isinstance(part, int):
         return f"{place}[{part}]"
     return f"{place}.{part}" if _PLAIN_KEY.fullmatch(part) else f"{place}[{shown(part, 60)}]"
 
 
 def _check_depth(text: str, form: Format) -> None:
-    """Refuse deep nesting before the parser, which recurses, sees it."""
+    """Refuse deep nesting before the recursive parser runs."""
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match.group(), 0)
@@ -111,11 +111,11 @@ def _check_depth(text: str, form: Format) -> None:
 
 
 class _Reader:
-    """Turns parsed or given values to plain ones, and counts them. `root` is the place of the first."""
+    """Converts parsed or Python values to plain ones, and counts them. `root` is the path of the first."""
 
     def __init__(self, form: Format, root: str) -> None:
         self.form, self._root = form, root
-        self._path: list[str | int] = []  # of the value that is read; a place is made of it where one is told
+        self._path: list[str | int] = []  # path of the current value; joined to text only for an error
         self._num_values = 0
 
     def read(self, value: Any) -> Json:
@@ -175,7 +175,7 @@ class _Reader:
             raise self._error(f"a string of {len(text):,} characters; one has at most {most:,}", what)
         if not text.isascii() and (lone := _LONE_SURROGATE.search(text)) is not None:
             raise self._error(f"{lone.group()!r} is half a character (a lone surrogate)", what)
-        return str.__str__(text)  # a plain str also of a subclass, such as an enum
+        return str.__str__(text)  # converts subclasses, such as an enum, to a plain str
 
     def _error(self, why: str, what: str = "") -> AtorchError:
         place = functools.reduce(step, self._path, self._root)

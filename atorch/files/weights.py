@@ -1,4 +1,4 @@
-"""Reads what torch.save wrote as weights alone: tensors and plain data, and nothing that would run code."""
+"""Reads files of torch.save as weights only: tensors and plain data, without running code."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from atorch.files.access import AnyPath, FileKind, check_source
 
 CHECKPOINT = FileKind("checkpoint", CheckpointError)
 
-# What torch raises for a file that it did not write, or that holds more than weights.
+# Exceptions of torch for a foreign file, or one that holds more than weights.
 _BROKEN = (OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError)
 _UNREADABLE = (*_BROKEN, OverflowError, struct.error, torch.serialization.pickle.UnpicklingError)  # type: ignore[attr-defined]
 
 
 def read_weights(path: AnyPath, advice: str, map_location: Any = "cpu", mmap: bool | None = None) -> Any:
-    """Read a file's weights; nothing that it names is run. `advice` ends an error about what else it may hold.
+    """Read a file's weights, without running code. `advice` is the end of error messages.
 
-    map_location, mmap: as torch.load takes them.
+    map_location, mmap: as for torch.load.
 
     Raises:
-        CheckpointError: it is not there, is no ordinary file, is empty or cut short, or holds more than weights.
+        CheckpointError: the file is missing, not regular, empty or truncated, or holds more than weights.
     """
     check_source(path, CHECKPOINT)
     try:
@@ -45,21 +45,21 @@ def read_weights(path: AnyPath, advice: str, map_location: Any = "cpu", mmap: bo
 
 
 def _why(error: Exception) -> str:
-    """The part that is not plain data, where torch names it; else the first line of what its reader says."""
+    """The object that is not plain data, if torch names it; else the first line of its message."""
     text = str(error)
-    named = re.search(r"unsupported (?:global: )?GLOBAL (\S+)", text, re.IGNORECASE)
-    if named is not None:
-        return f"it holds {named[1]}, which is no plain data"
+    match = re.search(r"unsupported (?:global: )?GLOBAL (\S+)", text, re.IGNORECASE)
+    if match is not None:
+        return f"it holds {match[1]}, which is no plain data"
     _, _, inner = text.partition("WeightsUnpickler error:")
     lines = [line.strip() for line in (inner or text).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """True if two values are one, NaN and NaN too, in containers of any depth.
+    """True if two values are equal, with NaN equal to NaN, in containers of any depth.
 
     Raises:
-        RuntimeError: torch cannot say that of such tensors, or a container holds itself.
+        RuntimeError: torch cannot compare such tensors, or a container contains itself.
     """
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and _equal(one, other)

@@ -1,1 +1,1 @@
-"""A model as an object: its structure, copies of it, its state, and replacements in place."""
+"""Operations on a model: structure, copies, state, and in-place replacement of modules."""

@@ -1,7 +1,7 @@
-"""Tells when a run of a copy reaches tensors of the model that was copied.
+"""Detects runs of a copy that reach tensors of the original model.
 
-Copies follow every reference. What they cannot follow are names that are looked up in a run, such as global variables
-and class attributes. A run by such a road would put gradients into the user's model, or write its buffers.
+Copies follow every reference, but not names that are looked up during a run, such as global variables and class
+attributes. A run through such a name would put gradients into the user's model, or write its buffers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _NOT_THE_USERS = ("torch.", "atorch.")
 
 
 class OriginalReachedError(ArgumentError):
-    """A copy of the model uses the model."""
+    """A copy of the model reached the original model."""
 
 
 class Originals(TorchDispatchMode):
-    """While a copy of `model` runs inside, nothing may take a gradient of `model`'s parameters, or write its tensors.
+    """Forbids gradients of `model`'s parameters, and writes to its tensors, while a copy of it runs inside.
 
-    Gradients that other tensors outside of the copy have are afterwards what they were.
+    Gradients of other tensors outside of the copy are restored afterwards.
 
     Raises:
-        OriginalReachedError: on leaving at the latest, whatever user code made of it.
+        OriginalReachedError: immediately, and again on exit even if user code caught it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +42,7 @@ class Originals(TorchDispatchMode):
         self._modules = {id(module) for module in model.modules()}
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self._names = {_storage(tensor): name for name, tensor in tensors if _has_storage(tensor)}
-        self._kept = [tensor for _, tensor in tensors]  # so that no other storage gets the address of one
+        self._kept = [tensor for _, tensor in tensors]  # keeps storages alive, so their addresses are not reused
         self._others: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
         self._fault: OriginalReachedError | None = None
 
@@ -60,15 +60,15 @@ class Originals(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
             if _has_storage(tensor):
-                self._look(func, tensor, args, kwargs)
+                self._check(func, tensor, args, kwargs)
         return func(*args, **kwargs)
 
-    def _look(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> None:
+    def _check(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> None:
         name = self._names.get(_storage(tensor))
         is_for_gradient = tensor.requires_grad and torch.is_grad_enabled() and func not in _DETACHING
-        if name is not None and (is_for_gradient or any(each is tensor for each in _written(func, args, kwargs))):
+        if name is not None and (is_for_gradient or any(written is tensor for written in _written(func, args, kwargs))):
             self._fault = self._fault or OriginalReachedError(
-                f"{self._who()} reaches {name} of the model itself, by a global variable or a class attribute. Passes "
+                f"{self._user()} reaches {name} of the model itself, by a global variable or a class attribute. Passes "
                 "are traced and strategies tried on copies of the model, which follow its attributes, closures and "
                 "default arguments, but no name that is looked up in a run: keep what is reached as an attribute of "
                 "the module that uses it, or give a load_strategy that runs nothing beforehand, such as ddp or fsdp"
@@ -77,8 +77,8 @@ class Originals(TorchDispatchMode):
         if tensor.requires_grad and _is_leaf(tensor) and not is_fake(tensor) and id(tensor) not in self._others:
             self._others[id(tensor)] = weakref.ref(tensor), tensor.grad
 
-    def _who(self) -> str:
-        """The function of the user's that does it: the innermost that is no method of the original itself."""
+    def _user(self) -> str:
+        """The name of the innermost user function that is not a method of the original's modules."""
         for frame in _frames():
             first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
             owner = frame.f_locals.get(*first) if first else None
@@ -89,7 +89,7 @@ class Originals(TorchDispatchMode):
 
 
 def _frames() -> Iterator[types.FrameType]:
-    """Frames of the caller that are neither torch's nor this package's."""
+    """Frames of the call stack outside of torch and this package."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):
@@ -105,7 +105,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:
-    return (each for each in tree_iter(data) if isinstance(each, Tensor))
+    return (leaf for leaf in tree_iter(data) if isinstance(leaf, Tensor))
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -120,5 +120,5 @@ def _storage(tensor: Tensor) -> int:
 def _is_leaf(tensor: Tensor) -> bool:
     try:
         return tensor.is_leaf
-    except RuntimeError:  # a view from no_grad of what was written since: it was computed, and torch does not know how
+    except RuntimeError:  # a no_grad view of a tensor written since: torch cannot recompute its gradient function
         return False

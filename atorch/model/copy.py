@@ -1,12 +1,12 @@
-"""Copies of modules that follow every reference, where `copy.deepcopy` takes functions and weak references for atoms.
+"""Copies modules along every reference, while `copy.deepcopy` treats functions and weak references as atomic.
 
-A lambda, a closure, a hook, a `forward` on the instance or a default argument may reach the module that it belongs to.
-In a deepcopy it goes on reaching the original. Here a function that reaches something that is copied is copied, too,
-with cells and defaults of its own, and so are weak references, bound methods of C, caches and weak dictionaries.
+A lambda, a closure, a hook, a `forward` on the instance or a default argument may refer to its own module. In a
+deepcopy it still refers to the original. Here a function that reaches a copied object is copied as well, with cells and
+defaults of its own; so are weak references, bound methods of C, caches and weak dictionaries.
 
-What only functions reach is copied where it leads to a tensor, a module or something that the module holds, or where
-it is a plain container; anything else there (a logger, a data set, a lock) stays shared, since a function often reaches
-half of a program. What no copy can follow are names that are looked up when a function runs: globals, class attributes.
+An object that only functions reach is copied if it leads to a tensor, a module or an object that the module holds, or
+if it is a plain container. Others (a logger, a data set, a lock) stay shared, since a function often reaches half of a
+program. Copies cannot follow names that are looked up when a function runs: globals and class attributes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 Memo = dict[int, Any]
 
 UNCOPYABLE = (TypeError, RuntimeError, NotImplementedError, copy.Error)
-"""Errors that copying raises on locks, files, generators and their like."""
+"""Errors that copying raises for locks, files, generators and the like."""
 SMALL = 4096  # elements
 _MISSING = object()
 _FUNCTION_FIELDS = ("__module__", "__qualname__", "__doc__", "__annotations__")
 
 
 def duplicate(module: T, memo: Memo | None = None, convert: Convert | None = None) -> T:
-    """A deepcopy of `module` that reaches nothing of the original by references.
+    """A deepcopy of `module` without references to the original.
 
     Args:
-        memo: what takes the place of an object, by its id, as for `copy.deepcopy`.
-        convert: makes the copy of every other tensor, of its detached self; None for a deepcopy of it.
+        memo: replacements of objects by id, as for `copy.deepcopy`.
+        convert: copies every other tensor, given detached; None: a deepcopy.
 
     Raises:
-        TypeError, RuntimeError, NotImplementedError: the module holds what cannot be copied, such as a lock.
+        TypeError, RuntimeError, NotImplementedError: the module holds an object that cannot be copied, such as a lock.
     """
     return duplicate_with(module, (), memo, convert)[0]
 
@@ -51,18 +51,18 @@ def duplicate(module: T, memo: Memo | None = None, convert: Convert | None = Non
 def duplicate_with(
     module: T, others: Iterable[Any], memo: Memo | None = None, convert: Convert | None = None
 ) -> tuple[T, tuple[Any, ...]]:
-    """`duplicate`, and the same of functions beside the module: a loss function that reaches it follows the copy."""
+    """`duplicate` a module together with functions, such as a loss function that refers to it."""
     beside = tuple(others)
     copier = Copier(module, beside, {} if memo is None else memo, convert)
     copied = copier.whole(module)
-    return copied, tuple(copier.whole_if_possible(each) for each in beside)
+    return copied, tuple(copier.whole_if_possible(function) for function in beside)
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A clone that shares memory until either is written; a real one of memory that cannot be shared so.
+    """A clone that shares memory until either is written; a real clone of memory that does not support this.
 
-    That is what torch has not allocated itself: a mapped file, shared memory, an array of numpy's. And what is small is
-    as quickly copied, which `resize_` can make larger then, as observers' buffers are in the first forward pass.
+    That is memory not allocated by torch: a mapped file, shared memory, a numpy array. Small tensors are cloned for
+    real, which is as fast, and lets `resize_` enlarge them, as observers do with buffers in the first forward pass.
     """
     try:
         return torch._lazy_clone(tensor) if tensor.numel() > SMALL else tensor.clone()
@@ -71,9 +71,9 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Copier:
-    """Copies of what `module`, and the functions `others`, reach; what is the same object stays the same in copies.
+    """Copies objects that `module` and the functions `others` reach; identical objects stay identical in the copies.
 
-    In the places of those in `without` is None.
+    None replaces the objects in `without`.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Copier:
         without: Collection[Any] = (),
     ) -> None:
         self.memo = memo
-        self.memo.update((id(each), None) for each in without)
+        self.memo.update((id(x), None) for x in without)
         self._convert = convert
-        self._found = Referenced(module, others, without)
-        self._later: list[Callable[[], None]] = []  # functions are filled when what they stand in is there
+        self._reachable = Referenced(module, others, without)
+        self._later: list[Callable[[], None]] = []  # fills functions, once their containers are copied
 
     def whole(self, x: T) -> T:
-        """The copy of `x`, with all functions that it has."""
+        """The copy of `x`, with all its functions filled."""
         waiting = len(self._later)
         copied: T = self.copy(x)
         while len(self._later) > waiting:
@@ -99,22 +99,22 @@ class Copier:
         return copied
 
     def whole_if_possible(self, x: T) -> T:
-        """The copy of `x`, or `x` where something cannot be copied; then nothing of the attempt is left."""
-        known, waiting = len(self.memo), len(self._later)
+        """The copy of `x`, or `x` itself, with the attempt undone, if something cannot be copied."""
+        num_copied, waiting = len(self.memo), len(self._later)
         try:
             return self.whole(x)
         except UNCOPYABLE:
-            for key in list(self.memo)[known:]:
+            for key in list(self.memo)[num_copied:]:
                 del self.memo[key]
             del self._later[waiting:]
             return x
 
     def copy(self, x: Any) -> Any:
-        """The copy of `x`; of a function one whose cells may still be empty."""
-        known = self.memo.get(id(x), _MISSING)
-        if known is not _MISSING:
-            return known
-        if is_atomic(x) or self._found.is_shared(x):
+        """The copy of `x`; the cells of a copied function may still be empty."""
+        copied = self.memo.get(id(x), _MISSING)
+        if copied is not _MISSING:
+            return copied
+        if is_atomic(x) or self._reachable.is_shared(x):
             return x
         made = self._made(x)
         if made is not x:
@@ -123,7 +123,7 @@ class Copier:
 
     def _remember(self, x: Any, made: Any) -> None:
         self.memo[id(x)] = made
-        self.memo.setdefault(id(self.memo), []).append(x)  # as deepcopy does: no other object gets this id meanwhile
+        self.memo.setdefault(id(self.memo), []).append(x)  # as deepcopy does: keeps x alive, so its id stays unique
 
     def _made(self, x: Any) -> Any:
         copies = _COPIES.get(type(x))
@@ -131,17 +131,17 @@ class Copier:
             return copies(self, x)
         if isinstance(x, torch.Tensor):
             return self._tensor(x)
-        if isinstance(x, weakref.ref):  # a class of its own, such as WeakMethod
+        if isinstance(x, weakref.ref):  # a subclass, such as WeakMethod
             return self._weak(x)
         if has_own_deepcopy(x):
-            for each in self._found.atoms_below(x):
-                self.copy(each)
+            for atom in self._reachable.atoms_below(x):
+                self.copy(atom)
             return x.__deepcopy__(self.memo)
         reduced = _reduced(x)
         return x if isinstance(reduced, str) else self._rebuilt(x, *reduced)
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
-        if self._convert is None:  # of a result of computing, deepcopy makes no copy
+        if self._convert is None:  # deepcopy refuses tensors that are not leaves
             return copy.deepcopy(x, self.memo) if x.is_leaf else x.detach().clone()
         converted = self._convert(x.detach())
         if isinstance(x, nn.Parameter):
@@ -154,8 +154,8 @@ class Copier:
     def _rebuilt(
         self, x: Any, make: Any, args: Any, state: Any = None, items: Any = None, pairs: Any = None, *_: Any
     ) -> Any:
-        """The object that the pickle protocol makes of copies of the parts."""
-        made = make(*(self.copy(each) for each in args))
+        """An object rebuilt by the pickle protocol from copies of its parts."""
+        made = make(*(self.copy(arg) for arg in args))
         self._remember(x, made)
         if state is not None:
             self._set_state(made, self.copy(state))
@@ -178,8 +178,8 @@ class Copier:
     # Functions.
 
     def _function(self, x: types.FunctionType) -> types.FunctionType:
-        """A function of the same code as `x`, which is filled later: it may reach itself."""
-        if not self._found.is_copied(x):
+        """A function with the code of `x`, filled later since it may refer to itself."""
+        if not self._reachable.is_copied(x):
             return x
         cells = tuple(self._cell(cell) for cell in x.__closure__ or ())
         made = types.FunctionType(x.__code__, x.__globals__, x.__name__, None, cells or None)
@@ -196,7 +196,7 @@ class Copier:
         return made
 
     def _if_possible(self, x: Any) -> Any:
-        """A tuple or dict of defaults with those copied that can be."""
+        """A tuple or dict of defaults, each copied if possible."""
         if isinstance(x, tuple):
             return tuple(map(self.whole_if_possible, x))
         return None if x is None else {name: self.whole_if_possible(value) for name, value in x.items()}
@@ -211,7 +211,7 @@ class Copier:
             try:
                 content = x.cell_contents
             except ValueError:
-                return  # it is empty
+                return  # an empty cell
             made.cell_contents = self.whole_if_possible(content)
 
         self._later.append(fill)
@@ -245,7 +245,7 @@ class Copier:
 
     def _tuple(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         made = tuple(map(self.copy, x))
-        if id(x) in self.memo:  # it is in a cycle with one of its members
+        if id(x) in self.memo:  # copied meanwhile, by a cycle through a member
             return self.memo[id(x)]  # type: ignore[no-any-return]
         return x if all(one is other for one, other in zip(made, x, strict=True)) else made
 
@@ -253,13 +253,13 @@ class Copier:
 
     def _weak(self, x: Any) -> Any:
         target = referent(x)
-        if not self._found.is_copied(target):
+        if not self._reachable.is_copied(target):
             return x
         return type(x)(self.copy(x() if isinstance(x, weakref.WeakMethod) else target), self.copy(x.__callback__))
 
     def _proxy(self, x: Any) -> Any:
         target = referent(x)
-        return weakref.proxy(self.copy(target)) if self._found.is_copied(target) else x
+        return weakref.proxy(self.copy(target)) if self._reachable.is_copied(target) else x
 
     def _weak_dict(self, x: Any) -> Any:
         made = type(x)()
@@ -271,7 +271,7 @@ class Copier:
 
 def _reduced(x: Any) -> Any:
     """The pickle protocol's recipe for `x`."""
-    if is_parametrized(x):  # its class refuses to be pickled, as a file would be; it is no file
+    if is_parametrized(x):  # its class refuses pickling, but its parts can be copied
         return object.__new__, (type(x),), vars(x)
     reduce = copyreg.dispatch_table.get(type(x))
     return x.__reduce_ex__(4) if reduce is None else reduce(x)

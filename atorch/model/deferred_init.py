@@ -1,14 +1,14 @@
-"""Values of a model that was made on the meta device, given to whatever a strategy has made of its parameters.
+"""Initial values of a model on the meta device, for the parameters that a strategy has sharded or split.
 
     initial = InitialValues(model, param_init_fn)  # while the model is whole
     ...                                            # it is sharded and split, and given memory
-    for names, value in initial.drawn(device):     # one parameter after the other, whole
+    for names, value in initial.drawn(device):     # one full parameter after the other
         ...
 
-What each module's function writes is watched once on the meta device, where that costs nothing. So it is known before
-anything is changed what nobody fills, and a parameter is whole from the first function that touches it to the last. The
-numbers are those that `model.apply(param_init_fn)` draws on the whole model: they depend neither on the strategy nor on
-the number of processes.
+The writes of each module's function are first observed on the meta device, at no cost. So missing values are detected
+before any change, and a full parameter exists only from the first function that touches it to the last. The values are
+those that `model.apply(param_init_fn)` draws on the whole model, independent of the strategy and the number of
+processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ADVICE = (
 
 
 class _Step(NamedTuple):
-    """A module, what fills it, and the ids of the tensors that this touches."""
+    """A module, the function that fills it, and the ids of the tensors that this touches."""
 
     name: str
     fill: Callable[[], Any]
@@ -49,33 +49,33 @@ class InitialValues:
     """Values for the parameters and buffers of `model` that are on the meta device.
 
     Args:
-        fill: called with each module that has such tensors in it, and with those above that it can be called with;
-            children first. None: the `reset_parameters` of each module that has such tensors itself.
-        advice: what to do where nothing writes to some, which ends the error.
+        fill: called with each module that contains such tensors, children first; it may fail on modules without own
+            ones. None: the `reset_parameters` of each module with own meta tensors.
+        advice: the end of the error about tensors that nothing writes.
 
     Raises:
-        ArgumentError: nothing writes to some of them, or a module holds one as an ordinary attribute.
+        ArgumentError: nothing writes to some of these tensors, or a module holds one as an ordinary attribute.
     """
 
     def __init__(self, model: nn.Module, fill: Fill | None = None, advice: str = ADVICE) -> None:
         self._fill, self._advice = fill, advice
         _refuse_attributes(model)
         try:
-            self._model = duplicate(model, convert=lambda each: each if is_meta(each) else lazy_clone(each))
+            self._model = duplicate(model, convert=lambda tensor: tensor if is_meta(tensor) else lazy_clone(tensor))
         except UNCOPYABLE as error:
             raise ArgumentError(
                 f"{type(model).__name__} is on the meta device and cannot be copied ({error}), so that its values "
                 "cannot be made one by one; give it on a real device"
             ) from error
-        self._places = _places(self._model)  # by the id of the meta tensor, which they keep alive
+        self._places = _places(self._model)  # by id of the meta tensor, which each place keeps alive
         self._steps = self._watched()
 
     @torch.no_grad()
     def drawn(self, device: torch.device) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Each tensor's names and its value on `device`, whole, once it is final; drawn as rank 0 would.
+        """Yield each tensor's names and its final full value on `device`, drawn with rank 0's random state.
 
-        All processes call this together. Afterwards their generators stand where drawing has brought them, if they
-        stood as rank 0's did before; else where they were.
+        All processes call this together. Afterwards a process whose generators equalled rank 0's keeps the advanced
+        state; others restore their own.
 
         Raises:
             ArgumentError: a function has left numbers unwritten.
@@ -84,26 +84,26 @@ class InitialValues:
         first: RandomState = from_rank_zero(before)
         is_same = first.is_same(before)
         first.restore(device)
-        last = {each: number for number, step in enumerate(self._steps) for each in step.touched}
+        last = {key: number for number, step in enumerate(self._steps) for key in step.touched}
         try:
             for number, step in enumerate(self._steps):
-                for each in step.touched:
-                    self._places[each].give(device)
+                for key in step.touched:
+                    self._places[key].give(device)
                 with _NaNs():
                     step.fill()
-                for each in step.touched:
-                    if last[each] == number:
-                        yield self._places[each].taken(step.name)
+                for key in step.touched:
+                    if last[key] == number:
+                        yield self._places[key].taken(step.name)
         finally:
-            for place in self._places.values():  # they may be drawn again, after a candidate that failed
+            for place in self._places.values():  # values may be drawn again after a failed candidate
                 place.put(place.meta)
             if not is_same:
                 before.restore(device)
 
     def _watched(self) -> list[_Step]:
-        """Steps with the tensors they touch; raises for those that nothing writes to."""
+        """Steps with the tensors that they touch; raises for tensors that nothing writes."""
         steps, written = [], set[int]()
-        ids = {place.storage: each for each, place in self._places.items()}
+        ids = {place.storage: key for key, place in self._places.items()}
         with preserved_rng(), torch.no_grad():
             for name, module in _children_first(self._model):
                 fill = self._function_of(module)
@@ -112,7 +112,7 @@ class InitialValues:
                     written |= wrote
                     if touched:
                         steps.append(_Step(name, fill, frozenset(touched)))
-        missing = [place.names[0] for each, place in self._places.items() if each not in written]
+        missing = [place.names[0] for key, place in self._places.items() if key not in written]
         if missing:
             owner = type(self._model.get_submodule(missing[0].rpartition(".")[0])).__name__
             why = f"{owner} has no reset_parameters" if self._fill is None else "param_init_fn does not write it"
@@ -133,7 +133,7 @@ class InitialValues:
         return None
 
     def _watch(self, module: nn.Module, fill: Callable[[], Any], ids: Mapping[int, int]) -> tuple[set[int], set[int]]:
-        """The ids of tensors that a function reads or writes, and of those it writes."""
+        """Ids of tensors that a function reads or writes, and of those that it writes."""
         seen = _Seen(ids)
         below = set(map(id, own_tensors(module.modules()))) & self._places.keys()
         try:
@@ -141,19 +141,19 @@ class InitialValues:
                 fill()
         except Exception:  # of any kind, in the user's function
             if not any(map(is_meta, own_tensors([module]))):
-                return set(), set()  # it is not meant for modules that are made of others
-            # It asks for values, which are not there: then it has all that its module has.
+                return set(), set()  # it does not support modules without own tensors
+            # It reads values, which meta tensors lack: assume that it writes all tensors of the module.
             return below, below
-        for each in below:
-            if self._places[each].is_replaced:  # by to_empty, which FSDP1 asks of such a function
-                seen.touched.add(each)
-                seen.written.add(each)
-                self._places[each].put(self._places[each].meta)
+        for key in below:
+            if self._places[key].is_replaced:  # by to_empty, as FSDP1 requires of such a function
+                seen.touched.add(key)
+                seen.written.add(key)
+                self._places[key].put(self._places[key].meta)
         return seen.touched, seen.written
 
 
 class _Place:
-    """The place of a meta tensor in the model: under several names where it is tied."""
+    """The place of a meta tensor in the model, with several names if it is tied."""
 
     def __init__(self, meta: Tensor) -> None:
         self.meta, self.storage = meta, meta.untyped_storage()._cdata
@@ -166,7 +166,7 @@ class _Place:
 
     @property
     def is_replaced(self) -> bool:
-        """True if a holder has another tensor."""
+        """True if a holder has another tensor than the meta one."""
         return any(held[name] is not self.meta for held, name in self._holders)
 
     def put(self, tensor: Tensor) -> None:
@@ -174,16 +174,16 @@ class _Place:
             held[name] = tensor
 
     def give(self, device: torch.device) -> None:
-        """Memory, of numbers that nobody takes for values."""
+        """Give it unfilled memory."""
         if not self.is_replaced:
             self.put(like(self.meta, unfilled(self.meta, device)))
 
     def taken(self, filled_by: str) -> tuple[tuple[str, ...], Tensor]:
-        """The names and the value, which the model does not hold any more."""
+        """Return the names and the value, and put the meta tensor back into the model."""
         tensors = [held[name] for held, name in self._holders]
-        value = next((each for each in reversed(tensors) if each is not None), self.meta).detach()
+        value = next((tensor for tensor in reversed(tensors) if tensor is not None), self.meta).detach()
         self.put(self.meta)
-        if bool(value.isnan().any()):  # whole numbers have none
+        if bool(value.isnan().any()):  # always False for integers
             raise ArgumentError(
                 f"{self.names[0]} was on the meta device, and filling {filled_by or 'the model'} has left numbers "
                 "unwritten, or NaN; let param_init_fn or reset_parameters write all of it"
@@ -192,7 +192,7 @@ class _Place:
 
 
 class _Seen(TorchDispatchMode):
-    """Notes which of the tensors with these storages are read and written."""
+    """Records reads and writes of tensors with these storages."""
 
     def __init__(self, ids: Mapping[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -205,16 +205,16 @@ class _Seen(TorchDispatchMode):
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         for argument in func._schema.arguments:
             for leaf in tree_leaves(given.get(argument.name)):
-                each = self._ids.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
-                if each is not None:
-                    self.touched.add(each)
+                key = self._ids.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+                if key is not None:
+                    self.touched.add(key)
                     if argument.alias_info is not None and argument.alias_info.is_write:
-                        self.written.add(each)
+                        self.written.add(key)
         return func(*args, **kwargs)
 
 
 class _NaNs(TorchDispatchMode):
-    """Inside, memory that is asked for is NaN until it is written."""
+    """Fills memory that is allocated inside with NaN."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -232,16 +232,16 @@ def give_values(
     part_of: Callable[[tuple[str, ...], Tensor], Tensor] = lambda names, value: value,
     write: Callable[[Tensor, Tensor], None] | None = None,
 ) -> None:
-    """Let `parts`, what has become of the model on this process, have the values. All processes call it together.
+    """Write the values into `parts`, this process's modules of the model. All processes call it together.
 
     Args:
-        part_of: of a tensor with these names, what this process holds before it is shared out by any DTensor.
-        write: puts such a part into a parameter or buffer; None: `put`.
+        part_of: this process's part of the tensor with these names, before any sharding by DTensor.
+        write: writes such a part into a parameter or buffer; None: `put`.
 
     Raises:
         AtorchError: a parameter has got no value.
     """
-    held = [{**dict(each.named_parameters(remove_duplicate=False)), **_buffers(each)} for each in parts]
+    held = [{**dict(part.named_parameters(remove_duplicate=False)), **_buffers(part)} for part in parts]
     done: set[int] = set()
     for names, value in initial.drawn(device):
         part = part_of(names, value)
@@ -249,8 +249,8 @@ def give_values(
             for target in {id(tensors[name]): tensors[name] for name in names if name in tensors}.values():
                 (write or put)(target, part)
                 done.add(id(target))
-    for name, each in (pair for tensors in held for pair in tensors.items()):
-        if id(each) not in done and is_unfilled(each):
+    for name, tensor in (pair for tensors in held for pair in tensors.items()):
+        if id(tensor) not in done and is_unfilled(tensor):
             raise AtorchError(
                 f"{name} was on the meta device and has got no value: a method of the strategy has made it of another "
                 "parameter; give the model on a real device, and report this"
@@ -262,18 +262,18 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _places(model: nn.Module) -> dict[int, _Place]:
-    found: dict[int, _Place] = {}
+    places: dict[int, _Place] = {}
     for path, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None and is_meta(tensor):
-                    place = found.setdefault(id(tensor), _Place(tensor))
+                    place = places.setdefault(id(tensor), _Place(tensor))
                     place.add(f"{path}.{name}" if path else name, held, name)
-    return found
+    return places
 
 
 def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in the order in which `nn.Module.apply` comes to them, each once."""
+    """Modules in the order of `nn.Module.apply`, each once."""
     names = {module: name for name, module in model.named_modules()}
     seen = set[nn.Module]()
 
@@ -289,15 +289,15 @@ def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_attributes(model: nn.Module) -> None:
-    """Raise for tensors on the meta device that are held elsewhere than among a module's parameters and buffers."""
-    known = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
+    """Raise for meta tensors held as ordinary attributes instead of parameters or buffers."""
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers") or (isinstance(module, nn.RNNBase) and name == "_flat_weights"):
                 continue
-            found = next((each for each in tree_leaves(value) if isinstance(each, Tensor) and is_meta(each)), None)
-            if found is not None:
-                other = known.get(id(found))
+            hidden = next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and is_meta(leaf)), None)
+            if hidden is not None:
+                other = names.get(id(hidden))
                 what = "that is no parameter and no buffer" if other is None else f"which is {other} by another road"
                 raise ArgumentError(
                     f"{f'{path}.{name}' if path else name} of {type(model).__name__} is a tensor on the meta device "

@@ -1,6 +1,6 @@
-"""The optimizers that are known to step every element of a parameter by that element and its own gradient alone.
+"""Optimizers that step every element of a parameter from that element and its own gradient alone.
 
-Their step of a slice is the slice of their step, so states can be kept, and steps be taken, wherever it is convenient.
+Their step of a slice is the slice of their step, so states can be stored, and steps computed, slice by slice.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, 
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """True if it is one of torch's own that are known to; none that inherits is."""
+    """True for exact classes of torch in `ELEMENTWISE`; subclasses may override the step."""
     return type(optimizer) in ELEMENTWISE

@@ -1,7 +1,7 @@
-"""A method of one module overridden in place, as a subclass would.
+"""Overrides a method of one module in place, by a subclass.
 
-The module gets a subclass of its class, of the same name. So its `state_dict`, its attributes and `isinstance` stay as
-they are, nothing refers back to the module, and a deepcopy or a pickle of it has the override too.
+The module gets a subclass of its class, with the same name. So `state_dict`, attributes and `isinstance` are unchanged,
+nothing refers back to the module, and a deepcopy or pickle has the override too.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Make = Callable[..., Callable[..., Any]]
 def override(module: nn.Module, name: str, make: Make, *settings: Any) -> None:
     """Let `module.name` be `make(theirs, *settings)`, where `theirs` is the method of the module's class.
 
-    `make` returns a function of `(self, *args, **kwargs)`. A module-level `make` with settings that can be pickled
-    keeps the module one that can be pickled. Modules of one class that are overridden alike stay of one class.
+    `make` returns a function of `(self, *args, **kwargs)`. The module can still be pickled if `make` is a module-level
+    function and the settings can be pickled. Modules of one class with equal overrides share one subclass.
     """
     base, mark = type(module), (name, make, settings)
-    same = (each for each in base.__subclasses__() if vars(each).get(_MARK) == mark)
+    same = (subclass for subclass in base.__subclasses__() if vars(subclass).get(_MARK) == mark)
     module.__class__ = next(same, None) or _subclass(base, name, make, settings)
 
 
 def lift(module: nn.Module, name: str, make: Make) -> None:
-    """Take the outermost override off the module, where it is this `make` of this method."""
+    """Remove the outermost override of the module, if it is this `make` of this method."""
     mark: Any = vars(type(module)).get(_MARK)
     if mark is not None and mark[:2] == (name, make):
         module.__class__ = type(module).__bases__[0]
 
 
 def is_override(cls: type) -> bool:
-    """True if a class is one that `override` made of its base."""
+    """True if `override` made this class."""
     return _MARK in vars(cls)
 
 
@@ -47,7 +47,7 @@ def _subclass(base: type[nn.Module], name: str, make: Make, settings: tuple[Any,
         reduced: Any = base.__reduce_ex__(self, protocol)
         rebuild, args, *state = reduced
         if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]
-            args = (base, *args[1:])  # this class has no name that a pickle could find
+            args = (base, *args[1:])  # pickle cannot find this class by name
         return (_remake, (rebuild, args, name, make, settings), *state)
 
     theirs = getattr(base, name)

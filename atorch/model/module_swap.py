@@ -1,11 +1,11 @@
-"""Replace modules of a model by others, in place, so that nothing that hangs on them is lost.
+"""Replaces modules of a model in place, and transfers their state.
 
-A swap changes what a place in the tree computes and nothing else. A module that stands in two places is replaced once
-and both get the replacement. Parameters that were tied stay tied, whatever object the replacement brings. Hooks, the
-training flag, `requires_grad`, device and dtype go over to the replacement. What cannot be carried over is refused
-before anything changes, and an error midway puts the model back as it was.
+A swap changes the computation of a place in the tree and nothing else. A module in two places is replaced once, and
+both places get the replacement. Tied parameters stay tied, even if the replacement brings new ones. Hooks, the training
+flag, `requires_grad`, device and dtype are transferred to the replacement. State that cannot be transferred is refused
+before any change, and an error midway restores the model.
 
-Modules are found in the tree alone: one that is also kept in a plain attribute (a list, a closure) stays there.
+Only modules of the tree are replaced: references in plain attributes (a list, a closure) keep the old one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ModuleSlot = tuple[nn.Module, str]  # a module and the name under which it holds
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """One module that was replaced: every name it has in the model, and what it was and is."""
+    """A replaced module: all its names in the model, and its old and new class."""
 
     names: tuple[str, ...]
     source: str
@@ -36,7 +36,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class KeptModule:
-    """One module that could have been replaced and was not, with the reason."""
+    """A module that was a candidate but was kept, with the reason."""
 
     name: str
     reason: str
@@ -47,7 +47,7 @@ class KeptModule:
 
 @dataclass(frozen=True, slots=True)
 class SwapReport:
-    """Modules replaced, and those not and why."""
+    """Replaced modules, and kept candidates with reasons."""
 
     swapped: tuple[Swap, ...] = ()
     kept: tuple[KeptModule, ...] = ()
@@ -60,15 +60,15 @@ class SwapReport:
 
 
 def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
-    """Replace every module for which `choose(name, module)` gives another one; children are asked before parents.
+    """Replace every module for which `choose(name, module)` returns another one; children come before parents.
 
-    `choose` is asked once a module, by the first of its names, and returns None to keep it. A replacement may share
-    parameters and children with its source, or hold the source itself. New parameters of the same name as one of the
-    source take its `requires_grad`, device and dtype; other new ones take the device and dtype of the source's first.
+    `choose` is called once per module, with its first name, and returns None to keep it. A replacement may share
+    parameters and children with its source, or hold the source itself. New parameters take `requires_grad`, device and
+    dtype of the source's parameter of the same name. Others take the device and dtype of the source's first parameter.
 
     Raises:
-        StrategyError: the root was to be replaced (whoever holds it would keep the old one), or a module carries
-            something that the replacement cannot take over. The model is then as it was.
+        StrategyError: the root was to be replaced (its holders would keep the old one), or a module has state that the
+            replacement cannot take over. The model is then restored.
     """
     swaps: list[Swap] = []
     with ExitStack() as undo:
@@ -92,7 +92,7 @@ def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
 
 
 def why_unswappable(module: nn.Module) -> str | None:
-    """The obstacle to a replacement of this module, or None where all goes over."""
+    """The reason that this module cannot be replaced; None if all its state can be transferred."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if "parametrizations" in module._modules:
@@ -104,9 +104,9 @@ def why_unswappable(module: nn.Module) -> str | None:
 
 
 def adopt_state(target: nn.Module, source: nn.Module) -> None:
-    """Put the source's own parameters and buffers where `target` has ones of the same name and shape.
+    """Move the source's parameters and buffers to those of the same name and shape in `target`.
 
-    So the constructor of a replacement need not copy values, and references that others hold stay good.
+    So the constructor of a replacement need not copy values, and references to the tensors stay valid.
     """
     owners = dict(target.named_modules())
     for path, parameter in source.named_parameters(remove_duplicate=False):
@@ -122,20 +122,20 @@ def adopt_state(target: nn.Module, source: nn.Module) -> None:
 
 
 def recast(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """A module of class `cls` with this one's parameters, buffers, children and attributes: only the methods differ.
+    """A module of class `cls` with this one's parameters, buffers, children and attributes; only methods differ.
 
-    For replacements that compute the same from the same state. The constructor of `cls` is not run.
+    For replacements that compute the same from the same state. The constructor of `cls` does not run.
     """
     twin = cls.__new__(cls)
-    # Containers are copied one level deep, so that a later change of one module's children leaves the other alone;
-    # hook tables are shared on purpose: the handles that users hold point at them.
+    # Containers are copied one level deep, so a later change of one module's children does not affect the other. Hook
+    # tables are shared on purpose: users' handles refer to them.
     state = {k: v.copy() if isinstance(v, dict) and not _is_hooks(k) else v for k, v in vars(module).items()}
     twin.__dict__.update(state)
     return twin
 
 
 def _post_order(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[ModuleSlot]]]:
-    """Every module once, children first: all its names, itself, and the places that hold it (none for the root)."""
+    """Every module once, children first: all its names, the module, and the slots that hold it (none for the root)."""
     names: dict[nn.Module, list[str]] = {}
     places: dict[nn.Module, list[ModuleSlot]] = {}
     order: list[nn.Module] = []
@@ -158,7 +158,7 @@ def _post_order(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, 
 
 
 def _hand_over(model: nn.Module, name: str, source: nn.Module, target: nn.Module, undo: ExitStack) -> None:
-    """Give the replacement all that hangs on its source. One that holds its source has the hooks already."""
+    """Transfer the source's state to its replacement. A replacement that contains its source has the hooks already."""
     inside = set(source.modules())
     for module in target.modules():
         if module not in inside:
@@ -184,7 +184,7 @@ def _hand_over_hooks(name: str, source: nn.Module, target: nn.Module) -> None:
                 f"{name} ({type(source).__name__}) and its replacement {type(target).__name__} both have "
                 f"{table.strip('_')}; remove one of the two before the swap"
             )
-        # The table itself goes over, not a copy: RemovableHandle.remove() acts on the table.
+        # Transfer the table itself, not a copy: RemovableHandle.remove() changes the table.
         vars(target)[table] = hooks
 
 
@@ -196,11 +196,11 @@ def _hand_over_tensors(model: nn.Module, name: str, source: nn.Module, target: n
     before = dict(source.named_parameters(remove_duplicate=False))
     if not before:
         return
-    known = {id(parameter) for parameter in before.values()}
+    source_ids = {id(parameter) for parameter in before.values()}
     renewed: dict[str, nn.Parameter] = {}
     for prefix, owner in target.named_modules():
         for own_name, parameter in list(owner._parameters.items()):
-            if parameter is None or id(parameter) in known:
+            if parameter is None or id(parameter) in source_ids:
                 continue
             path = f"{prefix}.{own_name}" if prefix else own_name
             like = before.get(path, next(iter(before.values())))
@@ -209,7 +209,7 @@ def _hand_over_tensors(model: nn.Module, name: str, source: nn.Module, target: n
         for own_name, buffer in owner._buffers.items():
             if buffer is not None and owner not in set(source.modules()):
                 owner._buffers[own_name] = buffer.to(next(iter(before.values())).device)
-    gone = known - {id(parameter) for parameter in target.parameters()}
+    gone = source_ids - {id(parameter) for parameter in target.parameters()}
     elsewhere = _places_outside(model, source, gone) if gone else {}
     for path, old in before.items():
         if id(old) in elsewhere:
@@ -217,7 +217,7 @@ def _hand_over_tensors(model: nn.Module, name: str, source: nn.Module, target: n
 
 
 def _fitted(parameter: nn.Parameter, like: nn.Parameter, *, same_role: bool) -> nn.Parameter:
-    """The replacement's own parameter on the device and in the dtype of the source's."""
+    """The replacement's own parameter, on the device and in the dtype of the source's parameter."""
     dtype = like.dtype if parameter.is_floating_point() and like.is_floating_point() else parameter.dtype
     requires_grad = like.requires_grad if same_role else parameter.requires_grad
     if parameter.device == like.device and parameter.dtype == dtype:
@@ -227,20 +227,20 @@ def _fitted(parameter: nn.Parameter, like: nn.Parameter, *, same_role: bool) -> 
 
 
 def _places_outside(model: nn.Module, source: nn.Module, wanted: set[int]) -> dict[int, list[ModuleSlot]]:
-    """Other places of the model that hold these parameters of the source: parameter id → (module, name)."""
+    """Slots outside of the source that hold these parameters of it: parameter id → (module, name)."""
     inside = set(source.modules())
-    found: dict[int, list[ModuleSlot]] = {}
+    slots: dict[int, list[ModuleSlot]] = {}
     for module in model.modules():
         if module in inside:
             continue
         for name, parameter in module._parameters.items():
             if id(parameter) in wanted:
-                found.setdefault(id(parameter), []).append((module, name))
-    return found
+                slots.setdefault(id(parameter), []).append((module, name))
+    return slots
 
 
 def _retie(path: str, old: nn.Parameter, new: nn.Parameter | None, places: list[ModuleSlot], undo: ExitStack) -> None:
-    """Put the replacement's parameter where the source's is held outside of it."""
+    """Put the replacement's parameter into the slots outside of the source that hold the old one."""
     if new is None or new.shape != old.shape:
         where = ", ".join(f"{type(module).__name__}.{name}" for module, name in places)
         what = "has none of that name" if new is None else f"has shape {tuple(new.shape)} there"

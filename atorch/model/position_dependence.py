@@ -1,7 +1,7 @@
-"""Tells from shapes alone whether a module depends on tokens' positions: for tensors without values.
+"""Detects from shapes alone if a module depends on positions of tokens; works without values.
 
-Positions, masks and kinds of tokens that a module adds by itself are as long as what it is given, and computed from
-nothing of it. Of some of the tokens it makes them for the first places: those of a rank are not these.
+Positions, masks and token types that a module makes by itself are as long as its input, but not computed from it. For
+a part of the tokens it makes them for the first positions, which are wrong for the tokens of a rank.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ T = TypeVar("T")
 
 
 def made_alone(run: Callable[[], T], given: Iterable[Tensor]) -> tuple[T, list[torch.Size]]:
-    """The result of `run`, and the shapes of all that it computes from nothing of `given`, in order.
+    """The result of `run`, and the shapes of all tensors that it computes independently of `given`, in order.
 
-    Of two runs on as many samples that differ in their tokens alone, these are equal where no place tells.
+    Two runs that differ in the number of tokens alone give equal shapes if the code does not depend on positions.
     """
-    with _Alone(given) as alone:
+    with _IndependentShapes(given) as independent:
         result = run()
-    return result, alone.shapes
+    return result, independent.shapes
 
 
-class _Alone(TorchDispatchMode):
+class _IndependentShapes(TorchDispatchMode):
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.shapes: list[torch.Size] = []
-        self._derived = {id(each): each for each in given}  # kept, so that no other tensor has their identity
+        self._derived = {id(tensor): tensor for tensor in given}  # kept alive, so their ids stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-        if any(id(each) in self._derived for each in tree_leaves((args, kwargs))):
-            self._derived.update((id(each), each) for each in made)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if any(id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))):
+            self._derived.update((id(tensor), tensor) for tensor in made)
         else:
-            self.shapes += [each.shape for each in made]
+            self.shapes += [tensor.shape for tensor in made]
         return out

@@ -13,10 +13,10 @@ LeafFn = Callable[[Any, str], Any]
 
 
 def map_leaves(change: LeafFn, data: Any, place: str = "batch") -> Any:
-    """`data` with every leaf replaced by `change(leaf, place)`, `place` being like `batch['labels'][0]`.
+    """`data` with every leaf replaced by `change(leaf, place)`; a place looks like `batch['labels'][0]`.
 
-    Containers keep their class and are copied, never changed. A list of strings is a leaf: that is how a loader
-    collates strings, one a sample.
+    Containers keep their class and are copied, never changed. A list of strings is a leaf: a loader collates strings
+    like this, one a sample.
     """
     if isinstance(data, torch.Tensor):
         return change(data, place)
@@ -27,27 +27,27 @@ def map_leaves(change: LeafFn, data: Any, place: str = "batch") -> Any:
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         twin = copy.copy(data)
-        for name in (each.name for each in dataclasses.fields(data)):
+        for name in (field.name for field in dataclasses.fields(data)):
             object.__setattr__(twin, name, map_leaves(change, getattr(data, name), f"{place}.{name}"))
         return twin
     return change(data, place)
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """`data` with every tensor replaced by `change(tensor)`, and other leaves as they are."""
+    """`data` with every tensor replaced by `change(tensor)`; other leaves stay."""
     return map_leaves(lambda leaf, place: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
 def leaves_of(data: Any, place: str = "batch") -> list[tuple[str, Any]]:
-    """(place, leaf) of every leaf, as `map_leaves` knows them, in order."""
-    found: list[tuple[str, Any]] = []
+    """(place, leaf) of every leaf of `map_leaves`, in order."""
+    leaves: list[tuple[str, Any]] = []
 
     def note(leaf: Any, place: str) -> Any:
-        found.append((place, leaf))
+        leaves.append((place, leaf))
         return leaf
 
     map_leaves(note, data, place)
-    return found
+    return leaves
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
@@ -55,12 +55,12 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
 
 
 def is_strings(data: Any) -> bool:
-    """True if `data` is a list of strings, at least one."""
+    """True if `data` is a non-empty list of strings."""
     return isinstance(data, list) and bool(data) and all(isinstance(item, (str, bytes)) for item in data)
 
 
 def refilled(data: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    """A mapping like `data` that holds `changed`."""
+    """A mapping of the class of `data` with the items of `changed`."""
     if type(data) is dict or not isinstance(data, MutableMapping):
         return changed
     twin = copy.copy(data)

@@ -1,4 +1,4 @@
-"""The objects that a module reaches by any reference, and those of them that its copy needs copies of."""
+"""Objects that a module reaches by any reference, and those that its copy has to copy."""
 
 from __future__ import annotations
 
@@ -33,57 +33,57 @@ _ATOMS_OF_DEEPCOPY = (torch.Tensor, types.FunctionType, types.BuiltinMethodType,
 
 
 def is_atomic(x: Any) -> bool:
-    """True if it is its own copy, whatever it refers to."""
+    """True if the object is its own copy."""
     return type(x) in ATOMIC or issubclass(type(x), (type, types.ModuleType))
 
 
 def has_own_deepcopy(x: Any) -> bool:
-    """True if its class says how it is copied."""
+    """True if the object's class defines `__deepcopy__`."""
     return hasattr(type(x), "__deepcopy__") and not is_parametrized(x)
 
 
 def is_parametrized(x: Any) -> bool:
-    """True if torch gave it a class of its own, with a `__deepcopy__` that does what copying does without one."""
+    """True for a class made by torch's parametrizations, whose `__deepcopy__` acts like the default."""
     return getattr(getattr(type(x), "__deepcopy__", None), "__module__", None) == "torch.nn.utils.parametrize"
 
 
 class Referenced:
-    """The objects that `module` and the functions `others` reach, by other roads than through those in `without`."""
+    """Objects that `module` and the functions `others` reach, except through objects in `without`."""
 
     def __init__(self, module: Any, others: tuple[Any, ...], without: Iterable[Any] = ()) -> None:
-        self._objects: dict[int, Any] = {id(each): each for each in without}
+        self._objects: dict[int, Any] = {id(x): x for x in without}
         self._below: dict[int, list[Any]] = {}
         self._above: dict[int, list[int]] = {}
         self._weak: list[Any] = []
         within = self._walk([module], is_held=True)
-        self._held = set(self._objects) | {id(each) for each in within if type(each) is not types.FunctionType}
+        self._held = set(self._objects) | {id(x) for x in within if type(x) is not types.FunctionType}
         self._walk([*within, *others], is_held=False)
         self._copied = self._leading()
 
     def is_copied(self, x: Any) -> bool:
-        """True if it is reached, and needs a copy."""
+        """True if the object is reached and needs a copy."""
         return id(x) in self._copied
 
     def is_shared(self, x: Any) -> bool:
-        """True if it is reached, and stays what it is."""
+        """True if the object is reached and stays shared."""
         return id(x) in self._objects and id(x) not in self._copied
 
     def atoms_below(self, x: Any) -> Iterator[Any]:
-        """Objects that `x` reaches and `copy.deepcopy` would not copy, or otherwise; none of this package's classes."""
+        """Objects that `x` reaches and `copy.deepcopy` copies differently or not at all; none for atorch's classes."""
         if type(x).__module__.partition(".")[0] == __name__.partition(".")[0]:
             return
         waiting, seen = [x], set()
         while waiting:
-            each = waiting.pop()
-            if id(each) in seen:
+            reached = waiting.pop()
+            if id(reached) in seen:
                 continue
-            seen.add(id(each))
-            if each is not x and issubclass(type(each), _ATOMS_OF_DEEPCOPY):
-                yield each
-            waiting += self._below.get(id(each), ())
+            seen.add(id(reached))
+            if reached is not x and issubclass(type(reached), _ATOMS_OF_DEEPCOPY):
+                yield reached
+            waiting += self._below.get(id(reached), ())
 
     def _walk(self, roots: list[Any], *, is_held: bool) -> list[Any]:
-        """Note what is reached; where it is what the module holds, functions and what is beyond them are returned."""
+        """Record reached objects. With `is_held`, stop at functions and the like, and return these."""
         waiting, beyond = list(roots), []
         while waiting:
             x = waiting.pop()
@@ -93,17 +93,17 @@ class Referenced:
                 beyond.append(x)
                 continue
             self._objects[id(x)] = x
-            below = [each for each in _references(x) if not is_atomic(each)]
+            below = [reference for reference in _references(x) if not is_atomic(reference)]
             self._below[id(x)] = below
-            for each in below:
-                self._above.setdefault(id(each), []).append(id(x))
+            for reference in below:
+                self._above.setdefault(id(reference), []).append(id(x))
             if issubclass(type(x), (weakref.ref, *weakref.ProxyTypes)):
                 self._weak.append(x)
             waiting += below
         return beyond
 
     def _leading(self) -> set[int]:
-        """Ids of what is copied: all that leads to something that is held, a tensor, a module or a container."""
+        """Ids of objects to copy: those that lead to a held object, a tensor, a module or a container."""
         strong = [key for key, x in self._objects.items() if key in self._held or _is_target(x)]
         leading = self._leading_to(strong, lambda x: True)
         plain = self._plain()
@@ -117,21 +117,21 @@ class Referenced:
         return leading
 
     def _leading_to(self, targets: Iterable[int], passes: Callable[[Any], bool]) -> set[int]:
-        waiting, found = list(targets), set()
+        waiting, leading = list(targets), set()
         while waiting:
             key = waiting.pop()
-            if key not in found:
-                found.add(key)
-                waiting += [each for each in self._above.get(key, ()) if passes(self._objects[each])]
-        return found
+            if key not in leading:
+                leading.add(key)
+                waiting += [above for above in self._above.get(key, ()) if passes(self._objects[above])]
+        return leading
 
     def _plain(self) -> set[int]:
-        """Ids of ordinary instances, functions and containers that lead to nothing but their like."""
+        """Ids of ordinary instances, functions and containers that lead only to such objects."""
         other = [key for key, x in self._objects.items() if type(x) not in _PASSING and not _is_ordinary(x)]
         return set(self._objects) - self._leading_to(other, lambda x: True)
 
     def _rebound_cells(self) -> Iterator[int]:
-        """Ids of variables that functions give new values, such as a count of calls."""
+        """Ids of closure cells that functions rebind, such as a counter of calls."""
         for x in self._objects.values():
             if type(x) is types.FunctionType and x.__closure__:
                 cells = dict(zip(x.__code__.co_freevars, x.__closure__, strict=True))
@@ -141,17 +141,17 @@ class Referenced:
 
 
 def referent(weak: Any) -> Any:
-    """The referent of a weak reference or a proxy, of a method the object; None where it is gone."""
+    """The referent of a weak reference or proxy (for a method, the object); None if it is gone."""
     if issubclass(type(weak), weakref.ref):
         return weakref.ref.__call__(weak)
     try:
-        return weak.__repr__.__self__  # a proxy passes on everything but this
+        return weak.__repr__.__self__  # a proxy forwards everything but this
     except ReferenceError:
         return None
 
 
 def _references(x: Any) -> Iterable[Any]:
-    """Direct references of an object; of a function not its globals, of a tensor nothing."""
+    """Direct references of an object, without a function's globals; none for a tensor."""
     if issubclass(type(x), torch.Tensor):
         return ()
     if type(x) is types.FunctionType:
@@ -162,7 +162,7 @@ def _references(x: Any) -> Iterable[Any]:
 
 
 def _ends_holding(x: Any) -> bool:
-    """True if what is reached from here on is not its own."""
+    """True if objects reached through this one do not belong to the module."""
     return type(x) is types.FunctionType or (has_own_deepcopy(x) and not _is_target(x))
 
 
@@ -175,11 +175,11 @@ def _is_mutable(x: Any) -> bool:
 
 
 def _is_ordinary(x: Any) -> bool:
-    """An instance of a class that says nothing about how it is copied."""
+    """True for an instance of a class without copy or pickle methods of its own."""
     cls: Any = type(x)
     return _has_attributes(x) and cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
 
 
 def _has_attributes(x: Any) -> bool:
-    """True if it is an instance with a dict of its own, not one of the kinds that are told apart."""
+    """True for an instance with a dict, except functions, containers and classes with `__deepcopy__`."""
     return type(x).__dictoffset__ != 0 and type(x) not in _PASSING and not has_own_deepcopy(x)

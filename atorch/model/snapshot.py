@@ -1,7 +1,7 @@
-"""A model as it stands, to which it can be put back whatever was done to it in place.
+"""Snapshot of a model, to undo any in-place changes.
 
-Values in host memory are lazy clones: they take no memory of their own until the model's are written. Those on an
-accelerator are copied to the host, so that what is given up there is free, and come back to other places there.
+Values in host memory are lazy clones: they take no memory until the model's are written. Values on an accelerator are
+copied to the host, so memory released there stays free, and restored to new storages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _Memory:
-    """The contents of one storage. In host memory it stays where it is, so that views that others have show it, too."""
+    """The contents of one storage. A host storage is restored in place, so other views of it are restored, too."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._device = storage.device
@@ -28,7 +28,7 @@ class _Memory:
         self._values = lazy_clone(_bytes_in(storage)) if self._storage is storage else _bytes_in(storage).cpu()
 
     def restored(self) -> torch.UntypedStorage:
-        """The storage, with what it held; on an accelerator another one."""
+        """The storage with its old contents; on an accelerator a new one."""
         if self._storage is None:
             self._storage = self._values.to(self._device).untyped_storage()
         whole = _bytes_in(self._storage)
@@ -44,12 +44,12 @@ def _bytes_in(storage: torch.UntypedStorage) -> Tensor:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A tensor: its part of a storage, and all that hangs on it."""
+    """A tensor's view of a storage, gradient, attributes and hooks."""
 
     tensor: Tensor
     kind: type
     memory: _Memory | None
-    plain: Tensor | None  # in place of memory, of what has no storage of its own: on the meta device, distributed
+    plain: Tensor | None  # instead of memory, for tensors without a plain storage: meta, distributed
     layout: tuple[Any, ...]
     dtype: torch.dtype
     grad: Tensor | None
@@ -98,7 +98,7 @@ class _Kept:
 
 
 class Snapshot:
-    """`model`, with its modules' classes and attributes, its parameters and buffers, and what lies in containers."""
+    """Records modules' classes and attributes, parameters and buffers, and the contents of containers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(module, type(module), dict(vars(module))) for module in model.modules()]
@@ -116,12 +116,12 @@ class Snapshot:
         for listed, items in self._lists:
             listed[:] = items
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for each in self._tensors:
-                each.restore()
+            for kept in self._tensors:
+                kept.restore()
 
 
 def _dicts_in(modules: list[tuple[nn.Module, type, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Dicts that modules hold, those of hooks and members among them, and the attributes of configurations."""
+    """Dicts that modules hold, including hooks and children, and the attributes of configurations."""
     seen: set[int] = set()
     for _, _, attributes in modules:
         for value in attributes.values():
@@ -132,7 +132,7 @@ def _dicts_in(modules: list[tuple[nn.Module, type, dict[str, Any]]]) -> Iterator
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Attributes of an ordinary object such as a configuration; a module or a tensor has its own place."""
+    """Attributes of an ordinary object such as a configuration; modules and tensors are recorded elsewhere."""
     if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
         return None
     held = getattr(value, "__dict__", None)

@@ -1,4 +1,4 @@
-"""A model that is looked at and left as it was."""
+"""Saves and restores a model's state around trial runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch.utils._pytree import tree_leaves
 from atorch.distributed.tensor_components import same_values
 from atorch.model.wrapper import Wrapper
 
-PLACES = 16  # of a parameter that a forward pass writes, where its change is compared
+PLACES = 16  # elements of a written parameter at which changes are compared
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_ENGINES = ("atorch", "torch", "transformer_engine")  # whose objects on a module keep states of their own
+_ENGINES = ("atorch", "torch", "transformer_engine")  # packages whose objects keep their own state
 
 
 @contextmanager
 def still(model: nn.Module) -> Iterator[None]:
-    """Everything below the model's root in eval mode. The root stays: some return their losses in training only."""
+    """Set eval mode below the model's root. The root keeps its mode: some return losses only in training."""
     root = _own(model)
     training = [module for module in root.modules() if module is not root and module.training]
     for module in training:
@@ -39,20 +39,20 @@ def still(model: nn.Module) -> Iterator[None]:
 
 
 def _own(model: nn.Module) -> nn.Module:
-    """The user's module in a wrapper."""
+    """The user's module, without wrappers."""
     while isinstance(model, (Wrapper, DistributedDataParallel)):
         model = model.module
     return model
 
 
 class Attributes:
-    """State of modules beside parameters and hooks, to restore: counters, flags, lists, buffers.
+    """Restorable state of modules other than parameters and hooks: counters, flags, lists, buffers.
 
-    Modules and functions stay, since a method of training may have put them there meanwhile.
+    Attributes that are modules or functions are not restored, since a training method may have set them meanwhile.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = {name: each for name, each in _own(model).named_modules() if not _keeps_itself(each)}
+        named = {name: module for name, module in _own(model).named_modules() if not _keeps_itself(module)}
         self._names = list(named)
         self._attributes = [(vars(module), dict(vars(module))) for module in named.values()]
         buffers = [module._buffers for module in named.values() if isinstance(module._buffers, dict)]  # else scripted
@@ -60,13 +60,13 @@ class Attributes:
         self._containers = [(held, copy.copy(held)) for held in containers]
 
     def counters(self) -> dict[str, int]:
-        """Whole numbers that are other ones by now, by the path of the attribute."""
-        found = {}
+        """Integers that have changed, by path of the attribute."""
+        changed = {}
         for module, (held, before) in zip(self._names, self._attributes, strict=True):
             for name, value in held.items():
                 if type(value) is int and value != before.get(name):
-                    found[f"{module}.{name}".lstrip(".")] = value
-        return found
+                    changed[f"{module}.{name}".lstrip(".")] = value
+        return changed
 
     def restore(self) -> None:
         for held, before in self._attributes:
@@ -83,7 +83,7 @@ class Attributes:
 
 
 def _keeps_itself(module: nn.Module) -> bool:
-    # Transformer Engine's modules have a table of their own beside what they hold, with which that must agree.
+    # Transformer Engine's modules keep a table that must agree with their attributes.
     return type(module).__module__.startswith("transformer_engine")
 
 
@@ -92,7 +92,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _containers_in(attributes: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    """Containers among the attributes, each once, and the attributes of objects such as a configuration."""
+    """Containers among the attributes, each once, and attributes of objects such as a configuration."""
     seen: set[int] = set()
     for held in attributes:
         for name, value in held.items():
@@ -109,7 +109,7 @@ def _containers_in(attributes: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers, attributes of modules and random numbers are afterwards what they were."""
+    """Restore buffers, attributes of modules and random states afterwards."""
     attributes = Attributes(model)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "cpu"}
@@ -121,9 +121,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         attributes.restore()
         with torch.no_grad():
             for buffer, before in buffers:
-                if buffer.shape != before.shape:  # the forward pass gave it its size
+                if buffer.shape != before.shape:  # the forward pass resized it
                     buffer.data = before
-                elif not same_values(buffer, before):  # writing what is there would count as a change for backward
+                elif not same_values(buffer, before):  # a needless write would invalidate backward
                     buffer.copy_(before)
 
 
@@ -137,29 +137,30 @@ class ParameterWrite:
 
     @classmethod
     def of(cls, before: Tensor, after: Tensor) -> ParameterWrite:
-        """The change of the whole of a parameter, before and after."""
+        """The change between a full parameter before and after."""
         before, after = before.detach().reshape(-1).float(), after.detach().reshape(-1).float()
         places = (after - before).abs().topk(min(PLACES, len(before))).indices
         return cls(places.cpu(), before[places].cpu(), after[places].cpu())
 
     def is_in(self, values: Tensor) -> bool:
-        """True if the change is in these values, too, up to how they are rounded."""
-        found = values.detach().reshape(-1)[self.places.to(values.device)].float().cpu()
+        """True if these values contain the change, up to rounding."""
+        held = values.detach().reshape(-1)[self.places.to(values.device)].float().cpu()
         rounding = 4 * torch.finfo(values.dtype).eps * self.after.abs()
-        return bool(((found - self.after).abs() <= 0.5 * (self.after - self.before).abs() + rounding).all())
+        return bool(((held - self.after).abs() <= 0.5 * (self.after - self.before).abs() + rounding).all())
 
 
 class Writes(TorchDispatchMode):
-    """Inside, what is written to a plain model's parameters is noted, with what they held before.
+    """Records writes to a plain model's parameters inside, with the values before.
 
-    So momentum encoders update their targets, and data-dependent scales are set, in a forward pass.
+    Forward passes write parameters to update momentum encoders or to set data-dependent scales.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = {name: (each, each.data) for name, each in model.named_parameters() if type(each.data) is Tensor}
+        named = ((name, parameter, parameter.data) for name, parameter in model.named_parameters())
+        self._parameters = {name: (parameter, data) for name, parameter, data in named if type(data) is Tensor}
         self._names: dict[int, list[str]] = {}
-        for name, (_, values) in self._given.items():
+        for name, (_, values) in self._parameters.items():
             if values.layout == torch.strided and not values.is_meta:
                 self._names.setdefault(values.untyped_storage()._cdata, []).append(name)
         self._before: dict[str, Tensor] = {}
@@ -167,9 +168,9 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for index, each in enumerate(func._schema.arguments):
-                if each.alias_info is not None and each.alias_info.is_write:
-                    self._keep(args[index] if index < len(args) else kwargs.get(each.name))
+            for index, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._keep(args[index] if index < len(args) else kwargs.get(argument.name))
         return func(*args, **kwargs)
 
     def _keep(self, written: Any) -> None:
@@ -177,48 +178,48 @@ class Writes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and type(tensor.data) is Tensor and tensor.layout == torch.strided:
                 for name in self._names.get(tensor.untyped_storage()._cdata, ()):
                     if name not in self._before:
-                        self._before[name] = self._given[name][1].clone()
+                        self._before[name] = self._parameters[name][1].clone()
 
     def changes(self) -> dict[str, ParameterWrite]:
-        """Changes of the parameters that hold other values than before, by name."""
-        found = {}
-        for name, (parameter, values) in self._given.items():
+        """Changes of the parameters whose values differ from before, by name."""
+        changes = {}
+        for name, (parameter, values) in self._parameters.items():
             before = self._before.get(name, values)
             is_written = name in self._before or parameter.data.data_ptr() != values.data_ptr()
             if is_written and before.is_floating_point() and not torch.equal(before, parameter.data):
-                found[name] = ParameterWrite.of(before, parameter.data)
-        return found
+                changes[name] = ParameterWrite.of(before, parameter.data)
+        return changes
 
     def restore(self) -> None:
         for name, before in self._before.items():
-            self._given[name][1].copy_(before)
+            self._parameters[name][1].copy_(before)
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards each module is in the mode it was in."""
-    modes = {module: module.training for module in (model, *model.modules())}  # a wrapper is none of its modules
+    """Set eval mode; restores each module's mode afterwards."""
+    modes = {module: module.training for module in (model, *model.modules())}  # a wrapper is not in its modules()
     model.eval()
     try:
         yield
     finally:
-        model.train(modes[model])  # an engine behind it hears of that
+        model.train(modes[model])  # notifies an engine behind a wrapper
         for module, mode in modes.items():
             module.training = mode
 
 
 @contextmanager
 def put_back(model: nn.Module, device: torch.device) -> Iterator[Writes]:
-    """The model on `device`, without gradients; afterwards its values, buffers, gradients and attributes are back.
+    """Move the model to `device` without gradients; restores values, buffers, gradients and attributes afterwards.
 
-    What is written to parameters is put back where that is done inside of what this gives.
+    Writes to parameters are undone if they happen inside the yielded `Writes`.
     """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     holders = [held for module in model.modules() for held in (module._parameters, module._buffers)]
-    members = [(held, dict(held)) for held in holders if isinstance(held, dict)]  # a scripted module's are fixed
+    members = [(held, dict(held)) for held in holders if isinstance(held, dict)]  # scripted modules have fixed ones
     contents = Attributes(model)
-    parameters = [(each, each.data, each.grad) for each in model.parameters()]
-    buffers = [(each, each.data) for each in model.buffers()]
+    parameters = [(parameter, parameter.data, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.data) for buffer in model.buffers()]
     for parameter, values, _ in parameters:
         parameter.grad = None
         if values.device != device:

@@ -1,4 +1,4 @@
-"""The memory that tensors view: copies of it in which views of one memory stay so, and giving it up for a while."""
+"""Storages of tensors: copies that preserve shared views, and temporary release of memory."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from atorch.model.copy import lazy_clone
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a plain tensor; None where values lie otherwise: sparse tensors, tensors that wrap others."""
+    """The storage of a plain dense tensor; None for others, such as sparse tensors and wrapper subclasses."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided or tensor.is_nested:
         return None
     return None if tensor.is_meta or tensor.is_conj() or tensor.is_neg() else tensor.untyped_storage()
 
 
 class OwnMemory:
-    """Copies of tensors with the same strides, on copies of their storages, each of which is copied once.
+    """Copies tensors with the same strides on copied storages; each storage is copied once.
 
     Args:
-        lazily: whether memory on a device is shared instead, until either side writes.
-        values: where the values of some storages are, by their `_cdata`; see `emptied`.
+        lazily: returns True for devices whose memory is shared until either side writes.
+        values: storages that hold the values of emptied ones, by their `_cdata`; see `emptied`.
     """
 
     def __init__(
         self, lazily: Callable[[torch.device], bool], values: Mapping[int, torch.UntypedStorage] | None = None
     ) -> None:
         self._lazily, self._values = lazily, values or {}
-        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # with what they are copies of
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (copy, original)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, which takes no part in autograd."""
+        """A copy of `tensor`, detached from autograd."""
         tensor = tensor.detach()
         storage = storage_of(tensor)
         if storage is None:
@@ -56,31 +56,32 @@ def _on(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
 
 
 def separate(tensors: Iterable[Tensor]) -> None:
-    """Give those whose own elements share memory, as expanded ones do, a place for each: they can be written then.
+    """Make tensors whose own elements share memory, such as expanded ones, contiguous, so they can be written.
 
-    One that is a view of another of `tensors` stays that.
+    A tensor that shares its storage with another of `tensors` stays as it is.
     """
-    found = [(each, storage) for each in tensors if (storage := storage_of(each)) is not None]
-    num_views = Counter(storage._cdata for _, storage in found)
-    for tensor, storage in found:
+    views = [(tensor, storage) for tensor in tensors if (storage := storage_of(tensor)) is not None]
+    num_views = Counter(storage._cdata for _, storage in views)
+    for tensor, storage in views:
         if num_views[storage._cdata] == 1 and torch._debug_has_internal_overlap(tensor) == 1:
             tensor.data = tensor.detach().contiguous()
 
 
 @contextmanager
 def emptied(tensors: Iterable[Tensor]) -> Iterator[Mapping[int, torch.UntypedStorage]]:
-    """While inside, the memory of `tensors` holds nothing; yields copies of it in host memory.
+    """Release the memory of `tensors` inside; yields copies of it in host memory.
 
-    Afterwards the values are back, for every tensor that views that memory. What cannot be resized, such as memory
-    shared with another library, stays.
+    Afterwards the values are restored for every tensor that views that memory. Memory that cannot be resized, such as
+    memory shared with another library, stays.
     """
-    found = {each._cdata: each for each in map(storage_of, tensors) if each is not None and each.resizable()}
-    kept = {key: torch.UntypedStorage(each.nbytes()).copy_(each) for key, each in found.items()}
-    for storage in found.values():
+    storages = (storage for storage in map(storage_of, tensors) if storage is not None)
+    by_key = {storage._cdata: storage for storage in storages if storage.resizable()}
+    kept = {key: torch.UntypedStorage(storage.nbytes()).copy_(storage) for key, storage in by_key.items()}
+    for storage in by_key.values():
         storage.resize_(0)
     try:
         yield kept
     finally:
-        for key, storage in found.items():
+        for key, storage in by_key.items():
             storage.resize_(kept[key].nbytes())
             storage.copy_(kept[key])

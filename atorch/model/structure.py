@@ -1,8 +1,8 @@
 """The structure of a model: its repeated blocks, and its modules found by class or by name.
 
-Wrapping for sharding, checkpointing and compiling all work block by block, on any model: a block is one of
-several siblings of one class in a container, such as the layers of a transformer. Pipelines are cut between units,
-which are the blocks and whatever else has parameters.
+Sharding, checkpointing and compiling all work block by block, on any model: a block is one of several siblings of one
+class in a container, such as the layers of a transformer. Pipelines are cut between units, which are the blocks and
+other modules with parameters.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's outermost repeated blocks by name, in the order of definition; empty where nothing repeats.
+    """The model's outermost repeated blocks by name, in the order of definition; empty if nothing repeats.
 
-    Siblings of one class that hold parameters and have modules of their own are blocks, and so are lone members of
-    such a class elsewhere, like the one layer of a decoder beside an encoder of many, and the one that still holds
-    its parameters among siblings that do not, as in a stage of a pipeline. Members of containers (`ModuleList`,
-    `Sequential`, `ModuleDict`) are preferred; only where there are none do attributes of one class count, so that a
-    model's encoder and decoder are not taken for two blocks.
+    Siblings of one class with parameters and children are blocks. Single members of such a class elsewhere are, too:
+    the one layer of a decoder whose encoder has many, or the only sibling that still has parameters, as in a pipeline
+    stage. Members of containers (`ModuleList`, `Sequential`, `ModuleDict`) come first; attributes of one class count
+    only if there are none, so a model's encoder and decoder are not two blocks.
     """
     for parents in (_CONTAINERS, (nn.Module,)):
         repeated = {type(block) for _, block in _outermost(model, "", parents, frozenset())}
@@ -36,22 +35,22 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _outermost(
-    module: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...], known: Set[type[nn.Module]]
+    module: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...], repeated: Set[type[nn.Module]]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost blocks below `module`: children of `parents` whose class is `known` or that of a sibling."""
+    """The outermost blocks below `module`: children of `parents` whose class is in `repeated` or that of a sibling."""
     children = list(module.named_children())
     classes = Counter(type(child) for _, child in children if _is_composite(child))
     for name, child in children:
         path = f"{prefix}{name}"
-        is_repeated = type(child) in known or classes[type(child)] > 1
+        is_repeated = type(child) in repeated or classes[type(child)] > 1
         if isinstance(module, parents) and _can_be_block(child) and is_repeated:
             yield path, child
         else:
-            yield from _outermost(child, f"{path}.", parents, known)
+            yield from _outermost(child, f"{path}.", parents, repeated)
 
 
 def num_repeats(model: nn.Module) -> int | None:
-    """The number of blocks, where they are all alike, in one list, and share nothing; else None."""
+    """The number of blocks, if they are all alike, in one list, and share no parameters; else None."""
     blocks = repeated_blocks(model)
     parents = {name.rpartition(".")[0] for name in blocks}
     if len(parents) != 1:
@@ -59,9 +58,9 @@ def num_repeats(model: nn.Module) -> int | None:
     container = model.get_submodule(parents.pop())
     if not isinstance(container, (nn.ModuleList, nn.Sequential)) or list(container) != list(blocks.values()):
         return None
-    described = [_described(block) for block in blocks.values()]
+    first, *others = (_description(block) for block in blocks.values())
     parameters = [id(parameter) for block in blocks.values() for parameter in block.parameters()]
-    alike = all(each == described[0] for each in described) and len(set(parameters)) == len(parameters)
+    alike = all(other == first for other in others) and len(set(parameters)) == len(parameters)
     return len(blocks) if alike else None
 
 
@@ -71,7 +70,7 @@ def block_names(model: nn.Module, repeats: int) -> list[str]:
 
 
 def shorten(model: nn.Module, repeats: int) -> None:
-    """Keep the first `repeats` blocks of a model with `num_repeats`, in place, and let its own attributes say so."""
+    """Keep the first `repeats` blocks of a model with `num_repeats`, in place, and update its depth attributes."""
     name = next(iter(repeated_blocks(model))).rpartition(".")[0]
     container: Any = model.get_submodule(name)
     before = len(container)
@@ -80,7 +79,7 @@ def shorten(model: nn.Module, repeats: int) -> None:
 
 
 def tell_depth(model: nn.Module, before: int, repeats: int) -> None:
-    """Let the attributes of a model that say a depth of `before`, and those of its configuration, say `repeats`."""
+    """Set depth attributes of a model and its configuration from `before` to `repeats`."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
             for attribute, value in list(getattr(owner, "__dict__", {}).items()):
@@ -89,17 +88,17 @@ def tell_depth(model: nn.Module, before: int, repeats: int) -> None:
 
 
 def told_of_all(found: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
-    """JSON data about a model's first blocks, extended to all: lists of their names are longer."""
+    """JSON data about a model's first blocks, with lists of their names extended to all blocks."""
     if isinstance(found, Mapping):
         return {key: told_of_all(value, few, all_of_them) for key, value in found.items()}
     if isinstance(found, (list, tuple)):
         return (
-            list(all_of_them) if list(found) == list(few) else [told_of_all(each, few, all_of_them) for each in found]
+            list(all_of_them) if list(found) == list(few) else [told_of_all(item, few, all_of_them) for item in found]
         )
     return found
 
 
-def _described(block: nn.Module) -> tuple[Any, ...]:
+def _description(block: nn.Module) -> tuple[Any, ...]:
     tensors = (*block.named_parameters(), *block.named_buffers())
     return (
         [type(module) for module in block.modules()],
@@ -108,11 +107,11 @@ def _described(block: nn.Module) -> tuple[Any, ...]:
 
 
 def largest_children(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's largest children by name, for what works on parts of a model where nothing repeats.
+    """The model's largest children by name, for methods that work on parts of a model without repeated blocks.
 
-    Children are those that a forward pass calls: lists and dicts of modules are looked into, and so is a child that has
-    all parameters. Of these, modules that are made of others; where there are none, any that hold parameters, but
-    embeddings, whose activations are their results. The largest are those with at least an average share of parameters.
+    Children are modules that a forward pass calls: members replace lists and dicts of modules, and its children replace
+    a child that has all parameters. Composite modules are preferred; otherwise any with parameters except embeddings,
+    whose activations are their results. The largest have at least the mean number of parameters.
     """
     children = dict(_called_below(model, ""))
     while len(children) == 1:
@@ -123,12 +122,12 @@ def largest_children(model: nn.Module) -> dict[str, nn.Module]:
         children = inner
     kept = {name: child for name, child in children.items() if not isinstance(child, (nn.Embedding, nn.EmbeddingBag))}
     kept = {name: child for name, child in kept.items() if next(child.children(), None) is not None} or kept
-    sizes = {name: sum(each.numel() for each in child.parameters()) for name, child in kept.items()}
+    sizes = {name: sum(parameter.numel() for parameter in child.parameters()) for name, child in kept.items()}
     return {name: child for name, child in kept.items() if sizes[name] * len(kept) >= sum(sizes.values())}
 
 
 def _called_below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The nearest modules below with parameters that have a forward."""
+    """The nearest descendants with parameters and a forward."""
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called_below(child, f"{prefix}{name}.")
@@ -137,10 +136,10 @@ def _called_below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """Units of a model to cut between: its repeated blocks, and outside of them the outermost modules with parameters.
+    """Units of a model to cut between: repeated blocks, and outside of them the outermost modules with parameters.
 
-    By name, in the order of definition, which need not be that of execution; a module that has two names once. A
-    module with units inside, such as the model itself, is none: parameters of its own belong to no unit.
+    They are by name in the order of definition, which may differ from execution; a module with two names appears once.
+    A module that contains units, such as the model itself, is not a unit: its own parameters belong to no unit.
     """
     blocks = set(repeated_blocks(model).values())
     named = dict(_units(model, "", blocks))
@@ -159,7 +158,7 @@ def _units(module: nn.Module, prefix: str, blocks: Set[nn.Module]) -> Iterator[t
 
 
 def outside_of(model: nn.Module, blocks: Set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules, by path, that are in none of the `blocks` and hold none."""
+    """The outermost modules, by path, that neither are in one of the `blocks` nor contain one."""
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         if path in blocks:
@@ -179,9 +178,9 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def module_names(config: Any, where: str) -> tuple[str, ...]:
-    """Layer classes or names, one or many, as names: what a strategy file can hold.
+    """Convert layer classes or names, one or many, to names that a strategy file can hold.
 
-    Sets, such as transformers' `_no_split_modules`, come out sorted: the same on every process.
+    Sets, such as transformers' `_no_split_modules`, are sorted, so the order is equal on all processes.
 
     Raises:
         StrategyError: an item is neither a module class nor a string.
@@ -204,17 +203,17 @@ def _module_name(item: Any, where: str) -> str:
 
 
 def find_modules(model: nn.Module, names: Iterable[str], where: str) -> dict[str, nn.Module]:
-    """The modules that each of `names` means: a class name, `package.module.Class`, or a submodule's name or path.
+    """Modules that match `names`: class names, `package.module.Class`, or a submodule's name or path.
 
-    A path from the root ("model.layers.0", or ".head" for one at the top) means that module; a name, or the end of a
-    path, every module that is called so ("mlp", "attn.c_proj"). A list or dict of modules, which is never called, means
-    its members. A class name also finds modules of its subclasses where no module is of exactly that class. Names
-    resolve among the modules of `model` alone; nothing is imported.
+    A path from the root ("model.layers.0", or ".head" at the top level) matches that module. A name, or the end of a
+    path, matches every module with it ("mlp", "attn.c_proj"). A list or dict of modules is replaced by its members. A
+    class name also matches subclasses if no module is of exactly that class. Only modules of `model` are searched;
+    nothing is imported.
 
     Raises:
-        StrategyError: a name finds no module; the nearest is named.
+        StrategyError: a name matches no module; the message suggests the nearest.
     """
-    found: set[nn.Module] = set()
+    matched: set[nn.Module] = set()
     for name in names:
         matches = _named(model, name)
         if not matches:
@@ -222,12 +221,12 @@ def find_modules(model: nn.Module, names: Iterable[str], where: str) -> dict[str
                 f"{where} names {shown(name)}, but {type(model).__name__} has no module of that class or name; "
                 f"{_nearest(model, name)}"
             )
-        found.update(called for module in matches for called in _called(module))
-    return {path: module for path, module in model.named_modules() if module in found}
+        matched.update(called for module in matches for called in _called(module))
+    return {path: module for path, module in model.named_modules() if module in matched}
 
 
 def exact_name(path: str) -> str:
-    """The name that means the module at `path` from the root and no other."""
+    """The name that matches only the module at `path` from the root."""
     return path if "." in path else f".{path}"
 
 
@@ -244,7 +243,7 @@ def _named(model: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or where it is a list or dict of modules its members."""
+    """The module itself, or the members of a list or dict of modules."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         for child in module.children():
             yield from _called(child)
@@ -253,11 +252,11 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _nearest(model: nn.Module, name: str) -> str:
-    """The class, name or path that was perhaps meant; else the classes."""
+    """The end of an error: the nearest class, name or path; else all classes."""
     classes = {type(module).__name__ for module in model.modules() if not isinstance(module, _CONTAINERS)}
     paths = {path for path, _ in model.named_modules() if path}
     names = {path.rpartition(".")[2] for path in paths}
-    near = near_miss(name, classes | {each for each in names if not each.isdigit()} | (paths if "." in name else set()))
+    near = near_miss(name, classes | {last for last in names if not last.isdigit()} | (paths if "." in name else set()))
     return near if near.startswith("did you mean") else near_miss(name, classes)
 
 

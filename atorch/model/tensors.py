@@ -1,4 +1,4 @@
-"""Tensors in whatever users nest them in."""
+"""Tensors in nested data structures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors_of(data: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(convert: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    """`data` with `convert(tensor)` for every tensor; mappings keep their class where it can be made of a dict."""
+    """`data` with `convert(tensor)` for every tensor; mappings keep their class if it can be made from a dict."""
     if isinstance(data, torch.Tensor):
         return convert(data)
     if isinstance(data, Mapping):
@@ -42,11 +42,11 @@ def map_tensors(convert: Callable[[torch.Tensor], torch.Tensor], data: Any) -> A
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor that has one, else 1."""
+    """The number of samples: the first dimension of the first tensor that has one, else 1."""
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0), 1)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a DTensor; any other tensor as it is."""
+    """This process's local part of a DTensor; any other tensor unchanged."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part

@@ -1,4 +1,4 @@
-"""Types of the functions that users pass."""
+"""Types of functions that users pass."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 LossFunc = Callable[[Any, Any], Any]
-"""(batch, output) → a scalar loss, or a sequence that begins with one."""
+"""(batch, output) → a scalar loss, or a sequence whose first item is one."""
 MakeOptimizer = Callable[[Any], Optimizer]
-"""Parameters or parameter groups → their optimizer."""
+"""Parameters or parameter groups → optimizer."""

@@ -1,7 +1,7 @@
-"""A module around the user's that answers as the user's does.
+"""A transparent wrapper of the user's module.
 
-Wrappers such as DistributedDataParallel put every name behind `module.` and hide the attributes of what they wrap.
-Inherit from `Wrapper` first, and names, state dicts and attributes are those of `self.module`.
+Wrappers such as DistributedDataParallel prefix every name with `module.` and hide the attributes of the wrapped module.
+A class that inherits from `Wrapper` first has the names, state dicts and attributes of `self.module`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch import nn
 
 
 class Wrapper(nn.Module):
-    """Base of wrappers: `self.module` is the user's module, and its names are this one's."""
+    """Base of wrappers: `self.module` is the user's module, and the wrapper uses its names."""
 
     module: nn.Module
 
     @property
     def training(self) -> bool:
-        """The user's module's: one that is in eval mode stays so."""
+        """The mode of the user's module, which wrapping does not change."""
         module = self.__dict__.get("_modules", {}).get("module")
         return True if module is None else bool(module.training)
 
     @training.setter
     def training(self, mode: bool) -> None:
         module = self.__dict__.get("_modules", {}).get("module")
-        if module is not None:  # else the constructor says what is said of any module
+        if module is not None:  # None while nn.Module's constructor sets the default
             module.training = mode
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # asked for before the constructor has set it
+            if name == "module":  # read before the constructor has set it
                 raise
             return getattr(self.module, name)
 
@@ -43,22 +43,22 @@ class Wrapper(nn.Module):
         if module is not None and isinstance(value, torch.Tensor):
             for held in (module._parameters, module._buffers):
                 if name in held:
-                    held[name] = value  # torch.func.functional_call puts tensors there for a while
+                    held[name] = value  # torch.func.functional_call sets tensors temporarily
                     return
         super().__setattr__(name, value)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The user's modules by the user's names. `named_parameters` and `named_buffers` are made of this."""
+        """The user's modules by the user's names; `named_parameters` and `named_buffers` use this."""
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Names by which torch.distributed.checkpoint knows that names begin inside of `module`."""
+        """Names that tell torch.distributed.checkpoint to omit the prefix `module`."""
         return {"module": "module"} | {name: "module" for name, _ in self.module.named_children()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The user's module's, which knows where its gradients are."""
+        """Delegate to the user's module, which may store gradients elsewhere."""
         self.module.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

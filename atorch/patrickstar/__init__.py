@@ -1,5 +1,5 @@
-"""PatrickStar's front door: its configuration, profiler and tools, over chunked memory.
+"""PatrickStar's interface over chunked memory: its configuration, profiler and tools.
 
-The guide's snippets hold with `patrickstar` read as `atorch.patrickstar` (Fang et al., "PatrickStar: Parallel Training
+The guide's snippets work with `atorch.patrickstar` for `patrickstar` (Fang et al., "PatrickStar: Parallel Training
 of Pre-trained Models via Chunk-based Dynamic Memory Management", arXiv 2108.05818; github.com/Tencent/PatrickStar).
 """

@@ -1,9 +1,9 @@
-"""Makes `patrickstar` a name of `atorch.patrickstar`, for scripts that import it: import this before they do.
+"""Makes `patrickstar` a name of `atorch.patrickstar`, for scripts that import it; import this module first.
 
     import atorch.patrickstar.alias
     from patrickstar.runtime import initialize_engine
 
-Submodules are those that scripts import: runtime, core, ops, fp16, profiler and utils.
+It has the submodules that scripts import: runtime, core, ops, fp16, profiler and utils.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "patrickstar"
 
 
 def get_rank() -> int:
-    """This process's number in the job."""
+    """This process's global rank."""
     return world.init().rank
 
 
@@ -41,19 +41,19 @@ def get_local_world_size() -> int:
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the processes that are listed; on all for [-1] and on none for None, as PatrickStar does."""
+    """Log on the listed processes; on all for [-1] and on none for None, as PatrickStar does."""
     if get_world_size() == 1 or (ranks and (ranks[0] == -1 or get_rank() in ranks)):
         logger.log(level, message, extra=OF_THIS_RANK)
 
 
 def print_rank(message: str, rank: int = 0, debug: bool = False, force: bool = False) -> None:
-    """Log on one process, where `debug` or `force`."""
+    """Log on one process, if `debug` or `force` is set."""
     if get_rank() == rank and (debug or force):
         logger.info(message, extra=OF_THIS_RANK)
 
 
 def see_memory_usage(message: str, force: bool = False, scale_name: str = "MB") -> None:
-    """Log what this process and its device hold, where `force`."""
+    """Log the memory of this process and its device, if `force` is set."""
     if force:
         device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         logger.info(
@@ -69,13 +69,13 @@ def getsizeof(dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def _made(name: str, **members: Any) -> ModuleType:
+def _module(name: str, **members: Any) -> ModuleType:
     module = ModuleType(f"{NAME}.{name}")
     vars(module).update(members)
     return module
 
 
-def _named() -> dict[str, ModuleType]:
+def _submodules() -> dict[str, ModuleType]:
     tools = (get_rank, get_world_size, get_local_world_size, log_dist, print_rank, see_memory_usage, getsizeof)
     return {
         "runtime": runtime,
@@ -83,14 +83,14 @@ def _named() -> dict[str, ModuleType]:
         "core": core,
         "ops": ops,
         "profiler": profiler,
-        "fp16": _made("fp16", LossScaler=ops.LossScaler, DynamicLossScaler=ops.LossScaler),
-        "utils": _made("utils", logger=logger, **{each.__name__: each for each in tools}),
+        "fp16": _module("fp16", LossScaler=ops.LossScaler, DynamicLossScaler=ops.LossScaler),
+        "utils": _module("utils", logger=logger, **{tool.__name__: tool for tool in tools}),
     }
 
 
 def _install() -> None:
-    known = sys.modules.get(NAME)
-    if known is not None and not hasattr(known, "__atorch__"):
+    imported = sys.modules.get(NAME)
+    if imported is not None and not hasattr(imported, "__atorch__"):
         raise ArgumentError(
             "another patrickstar has been imported; import atorch.patrickstar.alias before everything that imports it"
         )
@@ -100,7 +100,7 @@ def _install() -> None:
         __atorch__=True, __path__=[], FP16Adam=ops.FP16Adam, see_memory_usage=see_memory_usage, **members
     )
     sys.modules[NAME] = package
-    for name, module in _named().items():
+    for name, module in _submodules().items():
         sys.modules[f"{NAME}.{name}"] = module
         if "." not in name:
             vars(package)[name] = module

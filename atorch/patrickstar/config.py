@@ -1,7 +1,7 @@
 """The configuration of PatrickStar's guide: a dict in DeepSpeed's format, checked key by key.
 
-Defaults are the guide's; where the guide says nothing, those of PatrickStar 0.4.6. A key that PatrickStar needed and
-this engine does not is read, checked, and said to have no effect where it was given: nothing is dropped silently.
+Defaults are the guide's, or if it has none those of PatrickStar 0.4.6. A key that only PatrickStar needed is read,
+checked, and reported to have no effect if given: nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OptimizerSection(Section):
 
 
 class Fp16Section(Section):
-    """`fp16`: the loss scale. Computing is in fp16 with this section or without."""
+    """`fp16`: the loss scale. Computation is in fp16 with or without this section."""
 
     enabled: Literal[True] = Field(description="must be given, and be True")
     loss_scale: float = Field(
@@ -51,7 +51,7 @@ class Fp16Section(Section):
 
 
 class MemTracerSection(Section):
-    """`client.mem_tracer`: how much memory is whose."""
+    """`client.mem_tracer`: the memory budgets."""
 
     use_async_mem_monitor: Annotated[
         bool, NoEffect("what operations need is counted on fake tensors before the first step, not sampled by a thread")
@@ -80,7 +80,7 @@ class MemTracerSection(Section):
 
 
 class OptsSection(Section):
-    """`client.opts`: how chunks move."""
+    """`client.opts`: options of chunk moves."""
 
     with_mem_saving_comm: Annotated[bool, NoEffect("each chunk is sharded over all processes and gathered alone")] = (
         Field(False, description="broadcast chunk by chunk instead of gathering as many as there are processes")
@@ -98,7 +98,7 @@ class ClientSection(Section):
     opts: OptsSection = Field(default_factory=OptsSection, description="how chunks move")
 
 
-# Sections of DeepSpeed's format, of which configurations are copied, that say nothing to this engine.
+# Sections of DeepSpeed's format, common in copied configurations, that this engine ignores.
 UNUSED: Set[str] = frozenset(
     {
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print",
@@ -112,7 +112,7 @@ UNUSED: Set[str] = frozenset(
         "fp32_allreduce", "load_universal_checkpoint", "vocabulary_size",
     }
 )  # fmt: skip
-PRECISIONS: Set[str] = frozenset({"amp", "bf16", "bfloat16"})  # unused where they are off; on, they are refused
+PRECISIONS: Set[str] = frozenset({"amp", "bf16", "bfloat16"})  # ignored if disabled, refused if enabled
 
 
 class EngineConfig(Section):
@@ -152,7 +152,7 @@ class EngineConfig(Section):
 
     @property
     def chunk_size(self) -> int | None:
-        """Elements of a chunk, where the user said so; None where they are to be searched for."""
+        """Elements of a chunk if the user set them; None to search for a good size."""
         return self.default_chunk_size if "default_chunk_size" in self.model_fields_set else None
 
 

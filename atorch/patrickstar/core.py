@@ -1,6 +1,6 @@
-"""The client: which device a process computes on, how much of it and of the host it may use, and with whom it shares.
+"""The client: the device of a process, its memory budgets there and on the host, and its process group.
 
-`initialize_engine` makes one from the configuration. Make one by hand for a model that cannot be made in a
+`initialize_engine` creates one from the configuration. Create one directly for a model that cannot be created in a
 `model_func`: `PatrickStarEngine(model, PatrickStarClient(local_rank), config)`.
 """
 
@@ -19,15 +19,15 @@ from atorch.patrickstar.config import ClientSection
 
 
 class PatrickStarClient:
-    """An engine's view of its machine.
+    """The device, budgets and process group of an engine.
 
     Args:
-        local_rank: this process's number on its machine; the CUDA device of that number computes, or the CPU.
-        default_chunk_size: elements of a chunk; None to search for a good one.
+        local_rank: this process's rank on its machine, and the index of its CUDA device; without CUDA it is the CPU.
+        default_chunk_size: elements of a chunk; None to search for a good size.
         config: the section `client` of the configuration.
 
     Raises:
-        ArgumentError: there is no such device, or the configuration does not hold.
+        ArgumentError: there is no such device, or the configuration is invalid.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class PatrickStarClient:
 
 @contextmanager
 def torch_scope(do_allreduce: bool = True) -> Iterator[None]:
-    """PatrickStar left parameters that were made inside to torch; here they lie in chunks, and train, as others do.
+    """Accepted for PatrickStar scripts: parameters created inside are managed in chunks as all others.
 
     Raises:
-        ArgumentError: with `do_allreduce=False`, which asks for parameters that differ between processes.
+        ArgumentError: `do_allreduce` is False, for parameters that differ between processes.
     """
     if not do_allreduce:
         raise ArgumentError(

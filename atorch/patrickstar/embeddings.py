@@ -1,7 +1,7 @@
 """Embeddings that stay on the host: looked up there in fp32, and stepped there as ordinary parameters.
 
-Of a table a step reads a few rows, so that bringing it to the device costs far more than taking the rows to it. One
-that another module has too, such as a tied head, comes to the device anyway and is not left out.
+A step reads a few rows of a table, so copying the rows to the device is far cheaper than copying the table. A table
+that another module shares, such as a tied head, is moved to the device as usual.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from atorch.model.method_override import override
 
 
 def host_embeddings(model: nn.Module) -> set[str]:
-    """The names of the embeddings that can stay: plain dense ones with a table of their own."""
-    uses = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    """The names of the embeddings that can stay on the host: plain dense ones with an unshared table."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return {
         name
         for name, module in model.named_modules()
@@ -32,12 +32,12 @@ def table_of(name: str) -> str:
 
 
 def look_up_on_host(module: nn.Module, dtype: torch.dtype) -> None:
-    """From now on `module` looks up where its table is, and gives rows in `dtype` where the indices are."""
+    """Make `module` look up on its table's device, and return rows in `dtype` on the indices' device."""
     override(module, "forward", _on_host, dtype)
 
 
 def foresee_lookups(duplicate: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
-    """Let these embeddings of a copy give rows without a table, which the device never sees."""
+    """Make these embeddings of a copy return zero rows without their table, which the device never holds."""
     for name in names:
         module: Any = duplicate.get_submodule(name)
         module.forward = partial(_rows, width=module.embedding_dim, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The checkpoints of all ranks as one: each rank has saved its own part of the model, under the model's own names."""
+"""Merges the checkpoints of all ranks, each of which has saved its part of the model, by the model's names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from atorch.files.access import check_target, replacing
 from atorch.files.weights import CHECKPOINT, is_same, read_weights
 
 PLACE = "*"
-SHOWN = 8  # files that an error names
+SHOWN = 8  # maximum number of files that an error lists
 
 
 def merge_checkpoints(pattern: str, num: int) -> Path:
-    """Merge the state dicts of `num` ranks, the pattern with 0, 1, … for its `*`, and say where: at `merged` for it.
+    """Merge the files of `num` ranks, with 0, 1, … for `*` in the pattern, to one with `merged`; returns its path.
 
     Raises:
-        ArgumentError: the pattern has no place for the rank, or more than one, or there are no ranks.
-        CheckpointError: a file is missing, is no state dict, or has another value for a key than one before; or the
-            merged one cannot be written.
+        ArgumentError: the pattern does not have exactly one `*`, or `num` is below 1.
+        CheckpointError: a file is missing, is not a state dict, or contradicts another file's value of a key; or the
+            merged file cannot be written.
     """
     if pattern.count(PLACE) != 1 or num < 1:
         raise ArgumentError(
@@ -55,7 +55,7 @@ def merge_checkpoints(pattern: str, num: int) -> Path:
 
 
 def _state_dict(path: Path) -> Mapping[str, Any]:
-    """The state dict in a file; nothing that it names is run."""
+    """Load the state dict in a file, without running code."""
     state = read_weights(path, "give what torch.save wrote of model.state_dict(), or merge files of another step")
     if not isinstance(state, dict) or "param_groups" in state or not all(isinstance(key, str) for key in state):
         what = "an optimizer's state" if isinstance(state, dict) and "param_groups" in state else shown(type(state))
@@ -64,12 +64,12 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
 
 
 def _compared(key: str, path: Path, one: Any, other: Any) -> bool:
-    """True if two values of a key are one; raises CheckpointError for what torch cannot say that of."""
+    """True if two values of a key are equal; raises CheckpointError if torch cannot compare them."""
     try:
         return is_same(one, other)
     except RuntimeError as error:  # also of containers that hold themselves, and of tensors without values
-        why = str(error).splitlines()[0][:120]
+        reason = str(error).splitlines()[0][:120]
         raise CheckpointError(
-            f"{key} in {str(path)!r} cannot be compared with that of another rank ({why}); "
+            f"{key} in {str(path)!r} cannot be compared with that of another rank ({reason}); "
             "leave it out of what all but one rank save"
         ) from error

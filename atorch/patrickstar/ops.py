@@ -1,4 +1,4 @@
-"""Adam on fp32 masters of fp16 parameters that live in chunks, with a loss scale and a limit on the gradients' norm."""
+"""Adam on fp32 masters of fp16 parameters in chunks, with loss scaling and gradient clipping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLICE_NUMEL = 2**20
 
 
 class LossScaler(LossScale):
-    """A loss scale that goes by PatrickStar's names, too."""
+    """A loss scale with PatrickStar's attribute names, too."""
 
     @property
     def loss_scale(self) -> float:
@@ -36,14 +36,14 @@ class LossScaler(LossScale):
 
 
 class FP16Adam(WrappedOptimizer):
-    """Adam or AdamW; until the parameters are in chunks, plainly torch's own on them.
+    """Adam or AdamW; until the parameters are in chunks, torch's own optimizer.
 
     Args:
         params: the model's, or groups of them.
-        loss_scaler: what gradients are multiplied by; None for no scale. Under a dynamic one, a step is skipped where a
-            gradient of any process is not finite.
+        loss_scaler: the loss scale; None for no scaling. Under a dynamic scale, a step is skipped if a gradient of any
+            process is not finite.
         gradient_clipping: the largest global norm of the gradients; 0 or below for no limit.
-        use_adamw: decay weights instead of adding to gradients.
+        use_adamw: decay weights directly, not through the gradients.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class FP16Adam(WrappedOptimizer):
         self._make = partial(kind, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
         self.loss_scaler, self.gradient_clipping = loss_scaler, gradient_clipping
         self._chunks: ChunkSet | None = None
-        self._loaded: dict[str, Any] = {}  # before there were chunks
+        self._loaded: dict[str, Any] = {}  # a state that was loaded before there were chunks
         self._tell: Callable[[str], None] = profiler.phase
         self._backward: ScaledBackward | None = None
-        self._excess = 1.0  # of the gradients' norm over its limit, in the step under way
+        self._excess = 1.0  # ratio of the gradients' norm to its limit in the running step, at least 1
         super().__init__(self._make(list(params)))
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step was skipped for gradients that were not finite."""
+        """True if the last step was skipped because of non-finite gradients."""
         return isinstance(self.inner, ScaledOptimizer) and self.inner.step_was_skipped
 
     def live_in(self, chunks: ChunkSet, tell: Callable[[str], None], backward: ScaledBackward) -> None:
-        """The parameters are in chunks from now on, and what was loaded goes on there; `tell` is told of phases.
+        """Switch to parameters in chunks, and transfer a loaded state; `tell` receives the names of phases.
 
-        Gradients come by passes that `backward` watches.
+        `backward` watches the passes that produce gradients.
         """
         before = self.state_dict()
         inner: WrappedOptimizer = ChunkOptimizer(self._make, self.inner.param_groups, chunks, loss_scale=self._divisor)
@@ -90,24 +90,24 @@ class FP16Adam(WrappedOptimizer):
         self._share()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's Adam has it, with masters and the loss scale; of several processes, what this one has."""
+        """The state of torch's Adam, with masters and the loss scale; of several processes, this one's part."""
         saved = self.inner.state_dict()
         return {**saved, **self._loaded, "param_groups": saved["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state: of several processes, a whole one or what this one had."""
+        """Load a state: of several processes, a whole one or this process's part."""
         if self._chunks is not None:
             super().load_state_dict(state_dict)
             return
-        # What a part of a state is a part of is known once there are chunks.
+        # A partial state can only be matched to parameters once there are chunks.
         self._loaded = dict(state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
 
     def step(self, closure: Any = None) -> Any:
-        """Step, or skip the step on all processes.
+        """Run the step, or skip it on all processes.
 
         Raises:
-            ArgumentError: a closure was given, or gradients came without the loss scale.
+            ArgumentError: a closure is given, or gradients lack the loss scale.
         """
         self._refuse(closure)
         if self._chunks is not None and self._backward is not None:
@@ -122,7 +122,7 @@ class FP16Adam(WrappedOptimizer):
         return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down where their norm, without the loss scale and over all processes, exceeds `max_norm`.
+        """Scale gradients down if their norm, without the loss scale and over all processes, exceeds `max_norm`.
 
         All processes must call it. Returns the norm before.
         """
@@ -130,7 +130,7 @@ class FP16Adam(WrappedOptimizer):
         return clip_grads(self._averaged(), max_norm * scale, norm_type) / scale
 
     def _averaged(self) -> list[Tensor]:
-        """All parameters, with gradients that are averaged over the processes; averaging again changes nothing."""
+        """All parameters, with gradients averaged over the processes; a second average changes nothing."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if self._chunks is not None:
             average_alone(self._chunks, parameters)
@@ -142,16 +142,16 @@ class FP16Adam(WrappedOptimizer):
             self._backward.cleared()
 
     def scale(self) -> float:
-        """The factor that gradients are multiplied by."""
+        """The current loss scale; 1 without one."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler()
 
     def _divisor(self) -> float:
-        """The divisor of gradients in fp32, so that they are neither scaled nor too long."""
+        """The divisor of gradients in fp32, which removes the loss scale and clips the norm."""
         return self.scale() * self._excess
 
 
 def loss_scale_of(section: Fp16Section | None) -> LossScaler | None:
-    """The loss scale that a configuration asks for."""
+    """The loss scale of a configuration; None without its section."""
     if section is None:
         return None
     if section.loss_scale:
@@ -170,21 +170,21 @@ def _is_dynamic(scale: LossScale) -> bool:
 
 @torch.no_grad()
 def average_alone(chunks: ChunkSet, parameters: Iterable[Tensor]) -> None:
-    """Average the gradients of parameters that are in no chunk, over the processes that share the chunks.
+    """Average the gradients of parameters outside all chunks, over the processes that share the chunks.
 
-    They are sent a slice at a time, so that a device which has no room for them can be what links the processes.
+    They are reduced in slices, through a device that may have no room for all of them.
     """
-    alone = [each for each in parameters if each.requires_grad and chunks.place(each) is None]
-    if chunks.group is None or not alone:
+    outside = [parameter for parameter in parameters if parameter.requires_grad and chunks.place(parameter) is None]
+    if chunks.group is None or not outside:
         return
-    having = torch.tensor([float(each.grad is not None) for each in alone], device=chunks.device)
-    dist.all_reduce(having, group=chunks.group)
-    for parameter, count in zip(alone, having.tolist(), strict=True):
+    counts = torch.tensor([float(parameter.grad is not None) for parameter in outside], device=chunks.device)
+    dist.all_reduce(counts, group=chunks.group)
+    for parameter, count in zip(outside, counts.tolist(), strict=True):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if count and parameter.grad is not None:
             parameter.grad = parameter.grad.contiguous()
             for piece in parameter.grad.view(-1).split(SLICE_NUMEL):
-                sent = piece.to(chunks.device)
-                dist.all_reduce(sent, group=chunks.group)
-                piece.copy_(sent / chunks.num_shares)
+                moved = piece.to(chunks.device)
+                dist.all_reduce(moved, group=chunks.group)
+                piece.copy_(moved / chunks.num_shares)

@@ -1,9 +1,8 @@
-"""Outputs of an engine, from which backward starts with the loss scale whoever calls it.
+"""Outputs of an engine whose `backward` applies the loss scale.
 
-Under a loss scale an output, and whatever is computed from it, is an `EngineOutput`: its `backward` runs that of the
-loss times the scale, as the engine's own does. Whatever brings gradients without the scale all the same, such as
-`torch.autograd.backward`, is told before the optimizer steps: it would divide them by the scale, and learn next to
-nothing.
+Under a loss scale an output, and any tensor computed from it, is an `EngineOutput`. Its `backward` multiplies the loss
+by the scale, as the engine's own does. Gradients without the scale, such as from `torch.autograd.backward`, raise an
+error before the optimizer steps, since it would divide them by the scale.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ class ScaledBackward:
     """The backward passes of one engine.
 
     Args:
-        scale: what its optimizer divides gradients by.
-        tell: is told of phases.
-        group: the processes that train with it; None for this one alone.
+        scale: returns the divisor of gradients in the engine's optimizer.
+        tell: called with the name of each phase.
+        group: the processes that train together; None for a single process.
     """
 
     def __init__(
         self, scale: Callable[[], float], tell: Callable[[str], None], group: dist.ProcessGroup | None
     ) -> None:
         self.scale, self._tell, self._group = scale, tell, group
-        self._running = 1.0  # what the loss of the pass under way was multiplied by
+        self._running = 1.0  # loss scale of the running pass
         self._was_used = False
-        self._wrong: set[str] = set()  # parameters whose gradients another scale has
+        self._wrong: set[str] = set()  # names of parameters whose gradients have another scale
 
     def watch(self, model: nn.Module) -> None:
-        """See with which scale the gradients of `model` come."""
+        """Check the loss scale of all gradients of `model` as they arrive."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(weakly(self._arrived), name))
@@ -51,7 +50,7 @@ class ScaledBackward:
 
     @contextmanager
     def running(self, scale: float) -> Iterator[None]:
-        """A pass of a loss that was multiplied by `scale`."""
+        """Enclose a backward pass of a loss that was multiplied by `scale`."""
         self._tell("backward")
         before, self._running, self._was_used = self._running, scale, True
         try:
@@ -64,10 +63,10 @@ class ScaledBackward:
         self._wrong.clear()
 
     def check(self, device: torch.device) -> None:
-        """Refuse gradients that do not have the scale, on all processes. They may meet on `device`.
+        """Refuse gradients without the loss scale, on all processes, which communicate through `device`.
 
         Raises:
-            ArgumentError: there are some.
+            ArgumentError: some gradients have another scale.
         """
         number = len(self._wrong)
         if self._group is not None and (self._was_used or self.scale() != 1.0):
@@ -83,7 +82,7 @@ class ScaledBackward:
 
 
 class EngineOutput(Tensor):
-    """Output of engines, or what was computed from it; `passes` are theirs."""
+    """An output of engines, or a tensor computed from one; `passes` are those engines' passes."""
 
     passes: tuple[ScaledBackward, ...]
 
@@ -91,7 +90,7 @@ class EngineOutput(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func`; results that gradients flow through are of this class, too."""
+        """Run `func`; results that require gradients are of this class, too."""
         result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             return _marked(result, args, kwargs or {})
@@ -103,12 +102,12 @@ class EngineOutput(Tensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """As of any tensor, with gradients times the engine's loss scale.
+        """`Tensor.backward`, with gradients times the engine's loss scale.
 
         Raises:
-            ArgumentError: it comes from several engines, whose scales differ.
+            ArgumentError: it comes from several engines with different scales.
         """
-        scales = {each.scale() for each in self.passes}
+        scales = {backward.scale() for backward in self.passes}
         if len(scales) > 1:
             listed = ", ".join(f"{scale:g}" for scale in sorted(scales))
             raise ArgumentError(
@@ -119,7 +118,7 @@ class EngineOutput(Tensor):
             self, scales.pop(), gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
         )
 
-    # Where torch asks whether a tensor is of its own class.
+    # Torch's own versions of these check for exactly `Tensor`.
 
     def __format__(self, format_spec: str) -> str:
         return format(plain(self), format_spec)
@@ -132,7 +131,7 @@ class EngineOutput(Tensor):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same tensor, of torch's own class."""
+    """The same tensor as a plain `Tensor`."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
 
@@ -142,7 +141,7 @@ def passes_of(tensor: Any) -> tuple[ScaledBackward, ...]:
 
 
 def marked_output(output: Any, passes: Iterable[ScaledBackward]) -> Any:
-    """A model's output, in containers of any depth, marked as of these engines."""
+    """Mark the tensors in a model's output, at any depth, as outputs of these engines."""
     passes = tuple(dict.fromkeys(passes))
 
     def mark(leaf: Any, place: str) -> Any:
@@ -156,10 +155,10 @@ def marked_output(output: Any, passes: Iterable[ScaledBackward]) -> Any:
 
 
 def scaled_backward(loss: Tensor, scale: float, gradient: Tensor | None = None, **options: Any) -> None:
-    """Backward of `loss` times `scale`, of which the engines that it came from know."""
+    """Run backward of `loss` times `scale`, and report it to the engines that it comes from."""
     with ExitStack() as stack:
-        for each in passes_of(loss):
-            stack.enter_context(each.running(scale))
+        for backward in passes_of(loss):
+            stack.enter_context(backward.running(scale))
         loss = plain(loss)
         if scale != 1.0:
             loss = (loss if loss.itemsize >= 4 else loss.float()) * scale
@@ -168,20 +167,20 @@ def scaled_backward(loss: Tensor, scale: float, gradient: Tensor | None = None, 
 
 def _marked(result: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(result, (list, tuple)):
-        for each in result:  # torch's containers keep what they were made with
-            _marked(each, args, kwargs)
+        for item in result:  # marks items in place, and keeps torch's container
+            _marked(item, args, kwargs)
         return result
     if not isinstance(result, EngineOutput) or "passes" in vars(result):
         return result
     if not result.requires_grad:
         return result.as_subclass(Tensor)
-    result.passes = tuple(dict.fromkeys(found for each in (*args, *kwargs.values()) for found in _within(each)))
+    result.passes = tuple(dict.fromkeys(origin for item in (*args, *kwargs.values()) for origin in _within(item)))
     return result
 
 
 def _within(value: Any) -> Iterator[ScaledBackward]:
     if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _within(each)
+        for item in value:
+            yield from _within(item)
     else:
         yield from passes_of(value)

@@ -1,8 +1,8 @@
-"""The two pictures of a profile: memory over time, and where chunks are; each as PNG and as a page.
+"""The two pictures of a profile: memory over time, and locations of chunks; each as PNG and as an HTML page.
 
-They are those of PatrickStar's visualizer. Memory: red is all that is in use, blue what chunks take, over green, blue
-and purple for forward, backward and optimizer. Access: a row a chunk, fp16 parameters at the bottom, red while it is on
-the device and blue while it is on the host.
+They follow PatrickStar's visualizer. Memory: red is all memory in use, blue that of chunks, on a background of green,
+blue and purple for forward, backward and optimizer. Access: one row per chunk, fp16 parameters at the bottom, red while
+it is on the device and blue while it is on the host.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 FigType = Literal["memory", "access"]
 TOTAL, CHUNKS = "#cf3a3a", "#2f6db5"
 ORDER = ("PARAM_FP16", "PARAM_FP32", "VARIANCE", "MOMENTUM")
-"""The guide's sections, from the bottom; others come above them."""
+"""The guide's sections, from the bottom; other kinds come above them."""
 NAMES: Mapping[MemoryTier, str] = {"GPU": "device", "CPU": "host"}
 DOTS_PER_INCH = 200
 DEVICE, HOST = "#cf3a3a", "#3f77bd"
-_MANY = 4000  # rectangles, above which a page would be slow to draw: they become dots
-_DISTINCT_ROWS = 160  # above which there is no room for a line between rows
+_MANY = 4000  # rectangles; above it they are rasterized, since a page would draw them slowly
+_DISTINCT_ROWS = 160  # above it there is no room for a gap between rows
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, and what it shows in words and numbers."""
+    """A figure with its caption, facts and table."""
 
     title: str
     said: str
@@ -51,7 +51,7 @@ class Drawing:
         return _drawn(self.figure, "png")
 
     def page(self) -> bytes:
-        """A page of HTML that needs nothing else: the figure, in words for who cannot see it, and what is behind it."""
+        """A self-contained HTML page: the figure with alternative text, the facts and the table."""
         source = "data:image/svg+xml;base64," + base64.b64encode(_drawn(self.figure, "svg")).decode()
         boxes = (element("div", element("dt", name), element("dd", value)) for name, value in self.facts)
         content = (
@@ -65,14 +65,14 @@ class Drawing:
 
 
 def draw(profile: Profile, fig_type: FigType, memory_type: MemoryTier = "GPU") -> Drawing:
-    """The picture of a profile from its first phase on; `memory_type` is for `memory` alone.
+    """Draw a profile from its first phase on; `memory_type` applies to `memory` only.
 
     Raises:
-        ArgumentError: nothing that it would show was recorded.
+        ArgumentError: the profile has no events for the picture.
         CapabilityError: matplotlib is not installed.
     """
     try:
-        import matplotlib  # noqa: F401  what draws the figures
+        import matplotlib  # noqa: F401  needed to draw the figures
     except ImportError as error:
         raise CapabilityError("pictures of a profile need matplotlib; install atorch[plots]") from error
     training = profile.from_first_phase()
@@ -80,13 +80,13 @@ def draw(profile: Profile, fig_type: FigType, memory_type: MemoryTier = "GPU") -
 
 
 def _memory(profile: Profile, tier: MemoryTier) -> Drawing:
-    events = [each for each in profile.memory if each.tier == tier]
+    events = [event for event in profile.memory if event.tier == tier]
     if not events:
         raise ArgumentError(f"the profile has no memory of the {NAMES[tier]}: no engine worked while it was recorded")
-    times = [each.time_s for each in events]
+    times = [event.time_s for event in events]
     curves = (
-        Curve("all memory in use", TOTAL, times, [each.total_bytes for each in events]),
-        Curve("chunks", CHUNKS, times, [each.chunk_bytes for each in events]),
+        Curve("all memory in use", TOTAL, times, [event.total_bytes for event in events]),
+        Curve("chunks", CHUNKS, times, [event.chunk_bytes for event in events]),
     )
     budget = profile.budget_bytes if tier == "GPU" else None
     where = f"{NAMES[tier].capitalize()} memory" + (f" ({profile.device})" if tier == "GPU" and profile.device else "")
@@ -105,8 +105,8 @@ def _memory(profile: Profile, tier: MemoryTier) -> Drawing:
 
 
 def _by_phase(profile: Profile, events: list[MemoryEvent]) -> Iterator[tuple[str, ...]]:
-    """(phase, times, seconds, most bytes in all and in chunks), in the order in which phases first come."""
-    begins = [(each.moment, each.name) for each in profile.phases]
+    """Rows (phase, count, seconds, peak bytes in all and in chunks), by the first occurrence of phases."""
+    begins = [(phase.moment, phase.name) for phase in profile.phases]
     within: dict[str, list[MemoryEvent]] = defaultdict(list)
     position = -1
     for event in events:
@@ -118,8 +118,8 @@ def _by_phase(profile: Profile, events: list[MemoryEvent]) -> Iterator[tuple[str
     for span in profile.spans():
         spent[span.name].append(span.end_s - span.start_s)
     for name, seconds in spent.items():
-        total = max((each.total_bytes for each in within[name]), default=None)
-        chunks = max((each.chunk_bytes for each in within[name]), default=None)
+        total = max((event.total_bytes for event in within[name]), default=None)
+        chunks = max((event.chunk_bytes for event in within[name]), default=None)
         most = ("" if size is None else format_bytes(size) for size in (total, chunks))
         yield name, f"{len(seconds):,}", format_seconds(sum(seconds)), *most
 
@@ -134,8 +134,8 @@ def _access(profile: Profile) -> Drawing:
         row = {chunk: index for index, chunk in enumerate(sorted({stay.chunk for stay in stays}))}
         sections[kind] = [Bar(row[chunk], start, end, tier == "GPU") for chunk, start, end, tier in stays]
     title = "Location of chunks" + (f" ({profile.device})" if profile.device else "")
-    fetches = sum(each.tier == "GPU" and each.num_bytes > 0 for each in profile.chunks)
-    fetched = sum(each.num_bytes for each in profile.chunks if each.tier == "GPU")
+    fetches = sum(event.tier == "GPU" and event.num_bytes > 0 for event in profile.chunks)
+    fetched = sum(event.num_bytes for event in profile.chunks if event.tier == "GPU")
     facts = [("came to the device", f"{fetches:,} chunks"), ("of", format_bytes(fetched))]
     facts += [("training", format_seconds(profile.end_s))]
     return Drawing(
@@ -149,15 +149,15 @@ def _access(profile: Profile) -> Drawing:
 
 
 def _by_kind(profile: Profile, kind: str) -> tuple[str, ...]:
-    """(kind, chunks, how often one came to the device, with how many bytes, share of their time on it)."""
-    came = [each for each in profile.chunks if each.kind == kind and each.tier == "GPU" and each.num_bytes]
+    """A row (kind, number of chunks, fetches to the device, their bytes, share of time on the device)."""
+    fetches = [event for event in profile.chunks if event.kind == kind and event.tier == "GPU" and event.num_bytes]
     stays = list(profile.stays(kind))
-    there, all_time = (
+    on_device, all_time = (
         sum(stay.end_s - stay.start_s for stay in stays if stay.tier in tiers) for tiers in (("GPU",), ("GPU", "CPU"))
     )
-    share = f"{there / all_time:.1%}" if all_time else ""
+    share = f"{on_device / all_time:.1%}" if all_time else ""
     chunks = len({stay.chunk for stay in stays})
-    return kind, f"{chunks:,}", f"{len(came):,}", format_bytes(sum(each.num_bytes for each in came)), share
+    return kind, f"{chunks:,}", f"{len(fetches):,}", format_bytes(sum(event.num_bytes for event in fetches)), share
 
 
 def _shades(profile: Profile) -> list[Shade]:
@@ -168,7 +168,7 @@ def _drawn(figure: Figure, kind: str) -> bytes:
     from matplotlib import rc_context
 
     file = io.BytesIO()
-    # Without a date and random names, the same profile makes the same file.
+    # Reproducible files: no date, and a fixed salt for element ids.
     unnamed = {"Date": None} if kind == "svg" else {}
     with rc_context({"svg.hashsalt": "atorch"}):
         figure.savefig(file, format=kind, dpi=DOTS_PER_INCH, metadata=unnamed)
@@ -176,7 +176,7 @@ def _drawn(figure: Figure, kind: str) -> bytes:
 
 
 class Curve(NamedTuple):
-    """Bytes over seconds; each value holds until the next."""
+    """Bytes over seconds, as steps: each value lasts until the next."""
 
     name: str
     colour: str
@@ -187,11 +187,11 @@ class Curve(NamedTuple):
 def memory_figure(
     title: str, curves: Sequence[Curve], shades: Sequence[Shade], end_s: float, budget_bytes: int | None
 ) -> Figure:
-    """The curves, and the budget as a dashed line where it is within twice what they reach."""
+    """Plot the curves, and the budget as a dashed line unless it exceeds twice their maximum."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    most = max((each for curve in curves for each in curve.num_bytes), default=0)
+    most = max((value for curve in curves for value in curve.num_bytes), default=0)
     unit, size = next(((unit, size) for unit, size in (("GiB", GiB), ("MiB", MiB)) if most >= size), ("KiB", KiB))
     scale = time_scale(end_s)
     with in_style():
@@ -200,8 +200,8 @@ def memory_figure(
         phases = shade(axes, shades, scale, opacity=0.14)
         lines: list[Line2D] = []
         for name, colour, times, values in curves:
-            along = [each * scale.per_s for each in (*times, end_s)]
-            up = [each / size for each in (*values, *values[-1:])]
+            along = [time * scale.per_s for time in (*times, end_s)]
+            up = [value / size for value in (*values, *values[-1:])]
             lines += axes.plot(along[: len(up)], up, color=colour, linewidth=1.4, drawstyle="steps-post", label=name)
         top = most
         if budget_bytes is not None and budget_bytes <= 2 * most:
@@ -218,7 +218,7 @@ def memory_figure(
 
 
 class Bar(NamedTuple):
-    """A chunk in one place, from one time to another, in seconds."""
+    """A chunk in one place, from start to end in seconds."""
 
     row: int
     start_s: float
@@ -229,7 +229,7 @@ class Bar(NamedTuple):
 def locations_figure(
     title: str, sections: Mapping[str, Sequence[Bar]], shades: Sequence[Shade], end_s: float
 ) -> Figure:
-    """The sections from the bottom to the top, each with as many rows as it has chunks, under a strip of the phases."""
+    """Plot the sections from the bottom up, each with one row per chunk, under a strip of the phases."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -1,7 +1,7 @@
 """The contents of a profile, and its file: versioned JSON under any name. Reading one runs no code.
 
-A *moment* counts the operations that the engine has seen; a time is in seconds since the profile was started. A chunk
-may be on both tiers at once: its host copy stays while a copy of it is on the device.
+A *moment* counts the engine's operations; a time is in seconds since the profile started. A chunk may be on both tiers
+at once: its host copy stays while a copy is on the device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 FORMAT = Format("profile", CheckpointError, max_bytes=2**26, max_depth=4, max_values=2**23)
 MemoryTier = Literal["GPU", "CPU"]
-"""The device that computes, whatever it is, and the host's memory."""
+"""GPU is the computing device, of any type, and CPU the host's memory."""
 
 
 class PhaseEvent(NamedTuple):
-    """From here on, the engine is in a phase: `forward`, `backward`, `optimizer`, or another."""
+    """The start of a phase: `forward`, `backward`, `optimizer`, or another."""
 
     moment: int
     time_s: float
@@ -34,7 +34,7 @@ class PhaseEvent(NamedTuple):
 
 
 class MemoryEvent(NamedTuple):
-    """Bytes that a tier holds at a moment, in all and in chunks."""
+    """Bytes in use on a tier at a moment, in all and by chunks."""
 
     moment: int
     time_s: float
@@ -44,7 +44,7 @@ class MemoryEvent(NamedTuple):
 
 
 class ChunkEvent(NamedTuple):
-    """From here on, a tier holds so many bytes of a chunk; 0 where it was dropped."""
+    """A change of a tier's bytes of a chunk to `num_bytes`; 0 if it was dropped."""
 
     moment: int
     time_s: float
@@ -55,7 +55,7 @@ class ChunkEvent(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """A chunk on a tier, from one time to another, in seconds."""
+    """A chunk on a tier, from start to end in seconds."""
 
     chunk: int
     start_s: float
@@ -64,7 +64,7 @@ class Stay(NamedTuple):
 
 
 class PhaseSpan(NamedTuple):
-    """A phase, from one time to another, in seconds."""
+    """A phase, from start to end in seconds."""
 
     name: str
     start_s: float
@@ -72,7 +72,7 @@ class PhaseSpan(NamedTuple):
 
 
 class Profile(BaseModel):
-    """Events in the order in which they happened."""
+    """A profile: its events in order of time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -90,7 +90,7 @@ class Profile(BaseModel):
         """The profile in a file.
 
         Raises:
-            CheckpointError: the file cannot be read, or is no profile.
+            CheckpointError: the file cannot be read, or is not a profile.
         """
         origin = "give a file that atorch.patrickstar's profiler.save wrote"
         try:
@@ -119,48 +119,48 @@ class Profile(BaseModel):
         write(path, text, FORMAT)
 
     def _num_values(self) -> int:
-        """Values in the file: events, and what each has."""
+        """The number of JSON values in the file: events and their fields."""
         events = (self.phases, self.memory, self.chunks)
-        return len(type(self).model_fields) + 1 + sum(len(each) * (1 + len(each[0])) for each in events if each)
+        return len(type(self).model_fields) + 1 + sum(len(kind) * (1 + len(kind[0])) for kind in events if kind)
 
     def from_first_phase(self) -> Profile:
-        """The profile with times since its first phase; where chunks were before is where they were then."""
+        """The profile with times since its first phase; earlier chunk events move to time 0."""
         begin = self.phases[0].time_s if self.phases else 0.0
         return self.model_copy(
             update={
                 "end_s": self.end_s - begin,
-                "phases": tuple(each._replace(time_s=each.time_s - begin) for each in self.phases),
+                "phases": tuple(phase._replace(time_s=phase.time_s - begin) for phase in self.phases),
                 "memory": tuple(
-                    each._replace(time_s=each.time_s - begin) for each in self.memory if each.time_s >= begin
+                    event._replace(time_s=event.time_s - begin) for event in self.memory if event.time_s >= begin
                 ),
-                "chunks": tuple(each._replace(time_s=max(0.0, each.time_s - begin)) for each in self.chunks),
+                "chunks": tuple(event._replace(time_s=max(0.0, event.time_s - begin)) for event in self.chunks),
             }
         )
 
     def spans(self) -> list[PhaseSpan]:
-        ends = [*(each.time_s for each in self.phases[1:]), self.end_s]
-        return [PhaseSpan(each.name, each.time_s, end) for each, end in zip(self.phases, ends, strict=False)]
+        ends = [*(phase.time_s for phase in self.phases[1:]), self.end_s]
+        return [PhaseSpan(phase.name, phase.time_s, end) for phase, end in zip(self.phases, ends, strict=False)]
 
     def kinds(self) -> list[str]:
-        """The kinds of chunks there are, in the order in which they first appear."""
-        return list(dict.fromkeys(each.kind for each in self.chunks))
+        """The kinds of chunks, by first occurrence."""
+        return list(dict.fromkeys(event.kind for event in self.chunks))
 
     def stays(self, kind: str) -> Iterator[Stay]:
-        """The stays of a kind's chunks: on the device while it has a copy, else on the host, while that has one."""
+        """The stays of a kind's chunks: on the device while it has a copy, else on the host while it has one."""
         held: dict[int, dict[MemoryTier, int]] = defaultdict(dict)
         since: dict[int, tuple[MemoryTier, float]] = {}
-        for each in self.chunks:
-            if each.kind != kind:
+        for event in self.chunks:
+            if event.kind != kind:
                 continue
-            held[each.chunk][each.tier] = each.num_bytes
-            now = _nearest(held[each.chunk])
-            tier, start = since.get(each.chunk, (None, 0.0))
-            if now != tier:
-                if tier is not None and each.time_s > start:
-                    yield Stay(each.chunk, start, each.time_s, tier)
-                since.pop(each.chunk, None)
-                if now is not None:
-                    since[each.chunk] = now, each.time_s
+            held[event.chunk][event.tier] = event.num_bytes
+            current = _nearest(held[event.chunk])
+            tier, start = since.get(event.chunk, (None, 0.0))
+            if current != tier:
+                if tier is not None and event.time_s > start:
+                    yield Stay(event.chunk, start, event.time_s, tier)
+                since.pop(event.chunk, None)
+                if current is not None:
+                    since[event.chunk] = current, event.time_s
         for chunk, (tier, start) in since.items():
             yield Stay(chunk, start, self.end_s, tier)
 

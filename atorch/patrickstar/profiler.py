@@ -1,4 +1,4 @@
-"""Records which memory is whose, and where chunks are, while a model trains.
+"""Records memory use and locations of chunks while a model trains.
 
     from atorch.patrickstar.profiler import profiler
 
@@ -7,8 +7,8 @@
     profiler.end()
     profiler.save("profile.json")
 
-Engines tell their `Profiler` of everything; it keeps where chunks are, and the rest only between `start` and `end`.
-`atorch visualize profile.json` draws what was saved.
+Engines report all events to the `Profiler`. It always tracks the locations of chunks, and records events only between
+`start` and `end`. `atorch visualize profile.json` draws a saved profile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atorch.patrickstar.profile import ChunkEvent, MemoryEvent, MemoryTier, Phas
 
 
 class Profiler:
-    """A recording: `start`, `end`, `save`. The other methods are for engines."""
+    """A recording: `start`, `end`, `save`. Engines call the other methods."""
 
     def __init__(self) -> None:
         self.is_running = False
@@ -35,10 +35,10 @@ class Profiler:
         self._clear()
 
     def start(self) -> None:
-        """Begin a recording, with where the chunks are now; one that was there before is dropped.
+        """Begin a recording with the current locations of chunks; an earlier recording is dropped.
 
         Raises:
-            ArgumentError: one is under way.
+            ArgumentError: a recording is running.
         """
         if self.is_running:
             raise ArgumentError("profiler.start was called while the profiler runs; call profiler.end first")
@@ -51,26 +51,26 @@ class Profiler:
         """End the recording.
 
         Raises:
-            ArgumentError: none is under way.
+            ArgumentError: no recording is running.
         """
         if not self.is_running:
             raise ArgumentError("profiler.end was called without profiler.start before it")
         self._end_s, self.is_running = self._now(), False
 
     def save(self, path: str | Path) -> None:
-        """Write the recording as JSON, whatever the file is called.
+        """Write the recording as JSON, under any file name.
 
         Raises:
-            ArgumentError: there is none that has ended.
+            ArgumentError: no recording has ended.
             CheckpointError: the file cannot be written.
         """
         self.recorded().save(Path(path))
 
     def recorded(self) -> Profile:
-        """The recording that has ended.
+        """The last recording.
 
         Raises:
-            ArgumentError: there is none.
+            ArgumentError: no recording has ended.
         """
         if self._end_s is None:
             raise ArgumentError("there is no profile yet; call profiler.start, train, and profiler.end before")
@@ -86,18 +86,18 @@ class Profiler:
         )
 
     def works_on(self, device: str, budget_bytes: int | None) -> None:
-        """An engine computes on `device` and may hold `budget_bytes` there; its chunks replace those of one before."""
+        """Record an engine's device and its budget there; its chunks replace those of an earlier engine."""
         for kind, chunk, tier in list(self._held):
             self.holds(kind, chunk, tier, 0)
         self.device, self.budget_bytes = device, budget_bytes
 
     def phase(self, name: str) -> None:
-        """A phase begins, and the one before ends."""
+        """Record that a phase begins, which ends the previous one."""
         if self.is_running:
             self._phases.append(PhaseEvent(self._moment, self._now(), name))
 
     def holds(self, kind: str, chunk: int, tier: MemoryTier, num_bytes: int) -> None:
-        """A tier holds `num_bytes` of a chunk from now on; 0 where it was dropped."""
+        """Record that a tier holds `num_bytes` of a chunk from now on; 0 if it was dropped."""
         place = (kind, chunk, tier)
         self._chunk_bytes[tier] += num_bytes - self._held.pop(place, 0)
         if num_bytes:
@@ -106,7 +106,7 @@ class Profiler:
             self._chunks.append(ChunkEvent(self._moment, self._now(), kind, chunk, tier, num_bytes))
 
     def moment(self, device_bytes: int) -> None:
-        """An operation begins, while the device holds `device_bytes` in all."""
+        """Record that an operation begins, with `device_bytes` in use on the device."""
         if not self.is_running:
             return
         import psutil

@@ -1,4 +1,4 @@
-"""Tracing and measuring."""
+"""Tracing of models and measurement of devices."""
 
 from atorch.profiler.trace import trace
 

@@ -1,9 +1,9 @@
-"""Measures the machine it stands on, and describes it as a cluster.
+"""Measures the current machine and describes it as a cluster.
 
-Time is taken to be a start-up and a rate, seconds = start-up + work / rate (Hockney and Jesshope 1981), for products,
-copies and collectives alike; the line is fitted to relative errors, so that small sizes count as much as large ones.
-A device that a cluster file describes keeps the peaks of its data sheet, and what is measured becomes the share of them
-that is reached. Of any other the measured rates are the peaks.
+Time is modelled as a start-up and a rate, seconds = start-up + work / rate (Hockney and Jesshope 1981), for products,
+copies and collectives alike. The line is fitted to relative errors, so small sizes count as much as large ones. A
+device with a cluster file keeps the peaks of its data sheet, and measurements become the reached shares of them. For
+any other device the measured rates are the peaks.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from atorch.distributed.world import World
 from atorch.profiler import timings
 
 BUDGET_S = 30.0
-_ATTENTION_FLOPS = 3.5  # of forward and backward, for 1 of forward: five products for two (Dao et al. 2022)
+_ATTENTION_FLOPS = 3.5  # of both passes over forward: five products in backward, two in forward (Dao et al. 2022)
 
 FigureName = TypeVar("FigureName")
-Notes = dict[str, str]  # the place of a figure in a cluster file → how it was found
+Notes = dict[str, str]  # the place of a figure in a cluster file → how it was measured
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of some work: `start_s` a start, and the rest of the work at `rate` a second."""
+    """Seconds of work as a line: `start_s` per start, plus the work over `rate`."""
 
     start_s: float
     rate: float
-    error: float  # the median relative error of the timings that it was fitted to
+    error: float  # median relative error on the fitted timings
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float, float]]) -> Line:
-        """The line of least relative error through points (starts, work, seconds), neither part of it below 0."""
+        """The non-negative line of least relative error through points (starts, work, seconds)."""
         import numpy as np
         from scipy.optimize import nnls
 
@@ -51,25 +51,25 @@ class Line:
         relative = np.stack([starts / seconds, work / largest / seconds], axis=1)
         (start_s, slope), _ = nnls(relative, np.ones(len(points)))
         error = float(np.median(np.abs(relative @ [start_s, slope] - 1)))
-        # Where every call is so short that all of it seems to be its start, the best rate seen is what is known.
+        # If all calls are so short that only the start-up is visible, use the best observed rate.
         rate = largest / slope if slope > 0 else (work / seconds).max()
         return cls(start_s=float(start_s), rate=float(rate), error=error)
 
 
 @dataclass(frozen=True)
 class Products:
-    """Matrix products as `Efficiency` describes them: a rate for each dtype, and the FLOPs that reach half of it."""
+    """Rates of matrix products by dtype, and the FLOPs that reach half of the rate, as in `Efficiency`."""
 
     rates: Mapping[str, float]
-    half_flops: float  # of the fastest dtype, which is the one to train in: the start-up is alike, so others' are fewer
+    half_flops: float  # of the fastest dtype, used for training; equal start-ups make those of other dtypes smaller
     error: float
 
     @classmethod
     def through(cls, measured: Mapping[str, Mapping[tuple[int, int, int], float]]) -> Products:
-        """The curves through the seconds of each dtype's (m, k, n)."""
+        """Fit the seconds of each dtype's products (m, k, n)."""
         lines = {
-            dtype: Line.through([(1.0, 2.0 * m * k * n, seconds) for (m, k, n), seconds in found.items()])
-            for dtype, found in measured.items()
+            dtype: Line.through([(1.0, 2.0 * m * k * n, seconds) for (m, k, n), seconds in timed.items()])
+            for dtype, timed in measured.items()
         }
         fastest = max(lines.values(), key=lambda line: line.rate)
         return cls(
@@ -80,28 +80,28 @@ class Products:
 
 
 def calibrate(world: World, budget_s: float = BUDGET_S) -> ClusterSpec:
-    """The machine that this process and its peers run on, measured in about `budget_s` seconds.
+    """Measure the machine that this process and its peers run on, in about `budget_s` seconds.
 
-    All processes of the job call it together and measure at the same time, as they will train; of what they find the
-    slowest counts. Links are measured where there are several processes; one alone keeps the known or assumed ones.
+    All processes of the job call it together and measure at the same time, as in training; the slowest result counts.
+    Several processes measure the links between them; a single process keeps the known or assumed figures.
     """
-    plain = min(gather_objects(undescribed(world)), key=lambda each: each.device.memory_bytes)
-    known = describing(plain)
-    cluster = known or replace(plain, sources=_assumptions(world))
-    is_known = known is not None
+    plain = min(gather_objects(undescribed(world)), key=lambda machine: machine.device.memory_bytes)
+    described = describing(plain)
+    cluster = described or replace(plain, sources=_assumptions(world))
+    is_known = described is not None
     with torch.no_grad():
         device, notes = _device(cluster.device, is_known, world.device, 0.6 * budget_s)
         host_link, of_host = _host_link(cluster.host_link, is_known, device, world.device, 0.1 * budget_s)
         links, of_links = _links(cluster, is_known, world, 0.3 * budget_s)
     when = f"measured by atorch calibrate on {datetime.date.today()}, torch {torch.__version__}"
-    # The kernel that PyTorch takes here was measured; what others published of all of them does not count beside that.
+    # The measurement of PyTorch's own kernel replaces published figures of all kernels.
     sources: Mapping[str, str] = {
         place: source for place, source in cluster.sources.items() if not place.startswith("device.attention")
     }
     for where, how in {**notes, **of_host, **of_links}.items():
         sources = with_source(sources, where, f"{when}: {how}" if how else when)
     host = cluster.host
-    if host is not None and world.size > 1:  # what devices behind one switch share is in what all measured at once
+    if host is not None and world.size > 1:  # the concurrent copies already include sharing of uplinks
         host = replace(host, devices_per_uplink=1)
         sources = with_source(sources, "host.devices_per_uplink", f"{when}: copies of all devices at once")
     return replace(
@@ -116,7 +116,7 @@ def calibrate(world: World, budget_s: float = BUDGET_S) -> ClusterSpec:
 
 
 def _assumptions(world: World) -> Notes:
-    """The sources of what a machine that no file describes says of itself, or leaves open."""
+    """Sources of the figures of a machine without a cluster file."""
     counted = "the processes that were started"
     unmeasured = "not measured; an assumption. Start several processes with torchrun to measure it"
     is_cpu = world.device.type == "cpu"
@@ -132,20 +132,18 @@ def _assumptions(world: World) -> Notes:
 
 
 def _slowest(measured: Mapping[FigureName, float]) -> dict[FigureName, float]:
-    """The longest time of everything that all processes timed: a step waits for the slowest."""
-    everywhere = gather_objects(dict(measured))
-    return {
-        name: max(each[name] for each in everywhere) for name in measured if all(name in each for each in everywhere)
-    }
+    """The maximum over processes of every timing that all have: a step waits for the slowest process."""
+    by_rank = gather_objects(dict(measured))
+    return {name: max(times[name] for times in by_rank) for name in measured if all(name in times for times in by_rank)}
 
 
 def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: float) -> tuple[DeviceSpec, Notes]:
-    """`device` with what it reaches."""
+    """`device` with its measured efficiency, and notes on the measurements."""
     each_s = 0.8 * budget_s / len(MATMUL_DTYPES)
     measured = {name: _slowest(timings.products(getattr(torch, name), place, each_s)) for name in MATMUL_DTYPES}
     products = Products.through(measured)
-    few = _slowest({"launch": launch_seconds(place), "byte": 1 / copy_bandwidth(place)})
-    bandwidth = 1 / few["byte"]
+    per_operation = _slowest({"launch": launch_seconds(place), "byte": 1 / copy_bandwidth(place)})
+    bandwidth = 1 / per_operation["byte"]
     if is_known:
         peaks = device.peak_flops
         shares = [products.rates[dtype] / peaks[dtype] for dtype in products.rates if dtype in peaks]
@@ -155,7 +153,7 @@ def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: f
         matmul, traffic = REACHED.matmul, REACHED.traffic
     device = replace(
         device,
-        launch_s=few["launch"],
+        launch_s=per_operation["launch"],
         attention={},
         efficiency=Efficiency(
             matmul=matmul,
@@ -164,7 +162,7 @@ def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: f
             traffic=traffic,
         ),
     )
-    num_products = sum(len(found) for found in measured.values())
+    num_products = sum(len(timed) for timed in measured.values())
     curve = f"{num_products} products in {', '.join(measured)}; median error of the curve {products.error:.0%}"
     notes = {
         "device.launch_s": "",
@@ -179,7 +177,7 @@ def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: f
 
 
 def _attention_share(device: DeviceSpec, place: torch.device, budget_s: float) -> float:
-    """The share of the peak that the best of several sequence lengths reaches, in the dtype that training uses."""
+    """The best share of the peak over several sequence lengths, in the training dtype."""
     dtype = "float32"
     if place.type == "cuda":
         dtype = "bfloat16" if device.capability is None or device.capability >= (8, 0) else "float16"
@@ -192,7 +190,7 @@ def _attention_share(device: DeviceSpec, place: torch.device, budget_s: float) -
 
 
 def _links(cluster: ClusterSpec, is_known: bool, world: World, budget_s: float) -> tuple[dict[str, LinkSpec], Notes]:
-    """The links between processes, by name, that there are processes to measure with."""
+    """Measured links by name; only links that connect processes of this job."""
     links: dict[str, LinkSpec] = {}
     notes: Notes = {}
     groups = _groups(cluster) if several() else {}
@@ -203,8 +201,8 @@ def _links(cluster: ClusterSpec, is_known: bool, world: World, budget_s: float) 
         size = len(members[0])
         line = Line.through([_hops(kind, num_bytes, size, s) for (kind, num_bytes), s in measured.items()])
         how = f"{len(measured)} collectives of {size} processes; median error of the line {line.error:.0%}"
-        links[name], how_found = _link(name, getattr(cluster, name), is_known, line, how)
-        notes |= how_found
+        links[name], note = _link(name, getattr(cluster, name), is_known, line, how)
+        notes |= note
     if not is_known and list(links) == ["intra_node"]:
         links["inter_node"] = links["intra_node"]
         notes["inter_node"] = "as intra_node, since all processes were on one node; an assumption"
@@ -212,7 +210,7 @@ def _links(cluster: ClusterSpec, is_known: bool, world: World, budget_s: float) 
 
 
 def _groups(cluster: ClusterSpec) -> dict[str, list[list[int]]]:
-    """The ranks that share a node, and those that have the same place on each: what crosses each kind of link."""
+    """Groups of ranks for each link: those on one node, and those with the same local rank on all nodes."""
     nodes, devices = cluster.num_nodes, cluster.devices_per_node
     table = [[node * devices + index for index in range(devices)] for node in range(nodes)]
     both = {"intra_node": table, "inter_node": [list(column) for column in zip(*table, strict=True)]}
@@ -220,31 +218,31 @@ def _groups(cluster: ClusterSpec) -> dict[str, list[list[int]]]:
 
 
 def _hops(kind: str, num_bytes: int, size: int, seconds: float) -> tuple[float, float, float]:
-    """A collective as a point of a line: hops, bytes that each link carries (`cost/collectives.py`), seconds."""
+    """A collective as a point for `Line`: hops, bytes carried by each link (`cost/comm/collectives.py`), seconds."""
     hops = (2.0 if kind == "all_reduce" else 1.0) * (size - 1)
     return hops, hops / size * num_bytes, seconds
 
 
 def _host_link(
-    given: LinkSpec, is_known: bool, device: DeviceSpec, place: torch.device, budget_s: float
+    nominal: LinkSpec, is_known: bool, device: DeviceSpec, place: torch.device, budget_s: float
 ) -> tuple[LinkSpec, Notes]:
-    """The slower direction between host and device; a CPU's memory is the host's own."""
+    """The link between host and device in its slower direction; a CPU uses the host's own memory."""
     if place.type != "cuda":
         link = LinkSpec(bandwidth=device.memory_bandwidth, latency_s=device.launch_s)
         return link, {"host_link": "the device's memory is the host's"}
     measured = _slowest(timings.host_copies(place, budget_s))
     lines = [
-        Line.through([(1.0, size, s) for (each, size), s in measured.items() if each == way])
+        Line.through([(1.0, size, s) for (direction, size), s in measured.items() if direction == way])
         for way in ("to device", "to host")
     ]
     slower = min(lines, key=lambda line: line.rate)
     how = f"{len(measured)} pinned copies, the slower way; median error of the line {slower.error:.0%}"
-    return _link("host_link", given, is_known, slower, how)
+    return _link("host_link", nominal, is_known, slower, how)
 
 
-def _link(name: str, given: LinkSpec, is_known: bool, line: Line, how: str) -> tuple[LinkSpec, Notes]:
-    """A measured link, as a share of what a data sheet says where one does."""
-    if is_known and line.rate <= given.bandwidth:
-        link = replace(given, latency_s=line.start_s, efficiency=line.rate / given.bandwidth)
+def _link(name: str, nominal: LinkSpec, is_known: bool, line: Line, how: str) -> tuple[LinkSpec, Notes]:
+    """A measured link, as a share of the data sheet's bandwidth if known."""
+    if is_known and line.rate <= nominal.bandwidth:
+        link = replace(nominal, latency_s=line.start_s, efficiency=line.rate / nominal.bandwidth)
         return link, {f"{name}.latency_s": how, f"{name}.efficiency": how}
     return LinkSpec(bandwidth=line.rate, latency_s=line.start_s), {name: how}

@@ -1,8 +1,8 @@
-"""Counts what a process sends while code runs: collectives by kind and group, with their bytes.
+"""Counts the collectives of a process while code runs, by kind and group, with their bytes.
 
-Both of torch's families pass the dispatcher: those of `torch.distributed` (FSDP2, DistributedDataParallel) as
-operations of the namespace c10d, and the functional ones that DTensor uses as _c10d_functional. The bytes are those of
-the whole payload: what an all-gather gives, what a reduce-scatter takes, the tensor of every other.
+Both families of torch's collectives pass the dispatcher: those of `torch.distributed` (FSDP2, DistributedDataParallel)
+in the namespace c10d, and DTensor's functional ones in _c10d_functional. Bytes are those of the full payload: the
+result of an all-gather, the input of a reduce-scatter, the tensor of any other collective.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ Counts = dict[tuple[str, str], tuple[int, float]]
 
 
 class CommCounter(TorchDispatchMode):
-    """The collectives that were called inside, in `counts`.
+    """Counts the collectives called inside, in `counts`.
 
-    Sums of whole numbers are left out: those are decisions of the processes, such as fsdp's on the order of its passes,
-    of a few bytes each.
+    Sums of integers are excluded: they are small agreements between processes, such as fsdp's on the order of passes.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,7 @@ class CommCounter(TorchDispatchMode):
         kind, place = _OPERATIONS[name]
         payload = out if place == _RESULT else args[place]
         if kind == "all_reduce" and not any(
-            each.is_floating_point() or each.is_complex() for each in tensors_of(payload)
+            tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(payload)
         ):
             return
         num_bytes = sum(map(tensor_bytes, tensors_of(payload)))
@@ -92,10 +91,10 @@ class CommCounter(TorchDispatchMode):
 
 
 def _group_name(args: Any, kwargs: Any) -> str:
-    """The group among the arguments: an object in c10d, else the name that comes last among the words."""
-    for each in args:
-        if isinstance(each, torch.ScriptObject):
-            group: dist.ProcessGroup = dist.ProcessGroup.unbox(each)
+    """The group among the arguments: an object in c10d, else the last string."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            group: dist.ProcessGroup = dist.ProcessGroup.unbox(arg)
             return group.group_name
-    words = [each for each in (*args, *kwargs.values()) if isinstance(each, str)]
-    return words[-1] if words else ""
+    strings = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
+    return strings[-1] if strings else ""

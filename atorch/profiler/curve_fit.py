@@ -1,9 +1,9 @@
-"""Constants of a cluster fitted to measured step times, five and more.
+"""Fits constants of a cluster to five or more measured step times.
 
-Every constant is known before anything is measured, within a factor: that is its prior. A fit is the most probable set
-of constants under the prior and the runs, with log-normal errors of both (maximum a posteriori, by Gauss-Newton), so
-that few runs move few constants, and only as far as they must. A run that nothing explains counts as far as it is off,
-not by the square of it: Huber 1964, "Robust Estimation of a Location Parameter".
+Every constant has a log-normal prior. The fit maximises the posterior of the constants under the prior and the runs,
+whose errors are log-normal, too (maximum a posteriori, by Gauss-Newton). So few runs change few constants, and only as
+far as needed. Large errors of a run count linearly, not by their square: Huber 1964, "Robust Estimation of a Location
+Parameter".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atorch.cost import Cost, step_seconds
 from atorch.cost.uncertainty import KINDS, OWN, Uncertainty
 
 SPREAD: Mapping[str, float] = {
-    # The standard deviation of a constant's logarithm before anything is measured.
+    # Prior standard deviations of the constants' logarithms.
     "device.efficiency.matmul": 0.2,
     "device.efficiency.attention": 0.1,
     "device.efficiency.traffic": 0.25,
@@ -32,16 +32,16 @@ SPREAD: Mapping[str, float] = {
     "inter_node.efficiency": 0.4,
     "inter_node.latency_s": 0.5,
 }
-SHARES = ("efficiency", "matmul", "attention", "traffic")  # which stay at most 1
-NOISE = 0.08  # of a run's logarithm: what no constant explains
-MOVED = 0.01  # what a constant must change by to have the runs as its source
+SHARES = ("efficiency", "matmul", "attention", "traffic")  # limited to at most 1
+NOISE = 0.08  # standard deviation of a run's logarithm that no constant explains
+MOVED = 0.01  # relative change from which a constant gets the runs as its source
 ROUNDS = 8
 
 FloatVector = npt.NDArray[np.float64]
 
 
 class TimedRun(NamedTuple):
-    """A measured step: what it is by arithmetic, the devices that it had, and the seconds that it took."""
+    """A measured step: its cost, its cluster and its measured seconds."""
 
     name: str
     cost: Cost
@@ -49,64 +49,65 @@ class TimedRun(NamedTuple):
     seconds: float
 
     def estimate(self, factors: Mapping[str, float]) -> float:
-        """Seconds by arithmetic, with constants multiplied."""
+        """Estimated seconds, with the cluster's constants multiplied by `factors`."""
         return step_seconds(self.cost, with_constants(self.cluster, factors))
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A cluster as runs have it."""
+    """A cluster calibrated by runs."""
 
     cluster: ClusterSpec
-    factors: Mapping[str, float]  # by which constants changed, by their place
-    error_before: float  # the median of |estimate / measured − 1|
+    factors: Mapping[str, float]  # by which constants changed, by place in the file
+    error_before: float  # median of |estimate / measured − 1|
     error_after: float
-    band_before: tuple[float, float]  # what four of five such steps take, times the estimate: the widest of the runs
+    band_before: tuple[float, float]  # interval of four of five steps over the estimate, the widest of all runs
     band_after: tuple[float, float]
 
 
 def calibrated(cluster: ClusterSpec, runs: Sequence[TimedRun]) -> Calibrated:
-    """The cluster with the constants that runs on it make most probable; those that changed say so in their source."""
+    """The cluster with its most probable constants given the runs; changed ones name the runs as their source."""
     factors = {name: factor for name, factor in fitted(runs).items() if abs(factor - 1) > MOVED}
     before, after = _error(runs, {}), _error(runs, factors)
-    said = f"fitted by atorch calibrate on {len(runs)} runs, whose median error fell from {before:.0%} to {after:.0%}"
+    note = f"fitted by atorch calibrate on {len(runs)} runs, whose median error fell from {before:.0%} to {after:.0%}"
     sources = cluster.sources
     for name, factor in factors.items():
-        sources = with_source(sources, name, f"{said}; × {factor:.3g} of: {cluster.source_of(name)}")
-    sources = with_source(sources, "uncertainty", f"{said}; what these runs have of each kind of work is known by them")
-    known = replace(with_constants(cluster, factors), uncertainty=_left_unknown(runs, factors), sources=sources)
-    bands = (_widest(cluster, runs), _widest(known, runs))
-    return Calibrated(known, factors, before, after, *bands)
+        sources = with_source(sources, name, f"{note}; × {factor:.3g} of: {cluster.source_of(name)}")
+    sources = with_source(sources, "uncertainty", f"{note}; what these runs have of each kind of work is known by them")
+    covariance = _posterior_covariance(runs, factors)
+    result = replace(with_constants(cluster, factors), uncertainty=covariance, sources=sources)
+    bands = (_widest(cluster, runs), _widest(result, runs))
+    return Calibrated(result, factors, before, after, *bands)
 
 
 def _widest(cluster: ClusterSpec, runs: Sequence[TimedRun]) -> tuple[float, float]:
-    """The widest band that a step like one of the runs has, of an estimate of 1."""
-    found = []
+    """The widest band over all runs, relative to the estimate."""
+    bands = []
     for run in runs:
         uncertainty = Uncertainty(replace(run.cluster, uncertainty=cluster.uncertainty))
-        found.append(uncertainty.band(1.0, uncertainty.shares(run.cost)))
-    return max(found, key=lambda band: band[1] / band[0])
+        bands.append(uncertainty.band(1.0, uncertainty.shares(run.cost)))
+    return max(bands, key=lambda band: band[1] / band[0])
 
 
-def _left_unknown(runs: Sequence[TimedRun], factors: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The covariance of errors by kind of work once constants are fitted to runs.
+def _posterior_covariance(runs: Sequence[TimedRun], factors: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The posterior covariance of errors by kind of work, once constants are fitted to runs.
 
-    What is wrong of each kind of work was known as published runs tell it; every run tells the sum over kinds of its
-    share of each, as well as the fit explains runs (the posterior of a linear model with normal errors).
+    The prior is the covariance of published runs. Every run observes the sum of errors weighted by its shares, with the
+    residual of the fit as noise (the posterior of a linear model with normal errors).
     """
-    shares, before, errors = [], np.zeros((len(KINDS), len(KINDS))), []
+    shares, prior, errors = [], np.zeros((len(KINDS), len(KINDS))), []
     for run in runs:
         uncertainty = Uncertainty(with_constants(run.cluster, factors))
         shares.append(uncertainty.shares(run.cost))
-        before = np.asarray(uncertainty.covariance)
+        prior = np.asarray(uncertainty.covariance)
         errors.append(np.log(run.seconds / run.estimate(factors)))
     noise = max(OWN, float(np.sqrt(np.mean(np.square(errors)))))
-    told = np.asarray(shares)
-    seen = told @ before @ told.T + noise**2 * np.eye(len(runs))
-    left = before - before @ told.T @ np.linalg.solve(seen, told @ before)
+    weights = np.asarray(shares)
+    observed = weights @ prior @ weights.T + noise**2 * np.eye(len(runs))
+    posterior = prior - prior @ weights.T @ np.linalg.solve(observed, weights @ prior)
     return {
         kind: {other: float(value) for other, value in zip(KINDS, row, strict=True)}
-        for kind, row in zip(KINDS, (left + left.T) / 2, strict=True)
+        for kind, row in zip(KINDS, (posterior + posterior.T) / 2, strict=True)
     }
 
 
@@ -117,7 +118,7 @@ def _error(runs: Sequence[TimedRun], factors: Mapping[str, float]) -> float:
 def fitted(
     runs: Sequence[TimedRun], spread: Mapping[str, float] = SPREAD, noise: float | Sequence[float] = NOISE
 ) -> dict[str, float]:
-    """The factors on constants, by their place in the cluster, that the runs make most probable; none of no runs."""
+    """The most probable factors on constants given the runs, by place in the cluster; empty without runs."""
     if not runs:
         return {}
     names, widths = list(spread), np.asarray(list(spread.values()))
@@ -132,12 +133,12 @@ def fitted(
 
 
 def _robust(errors: FloatVector) -> FloatVector:
-    """The roots of a pseudo-Huber loss: as the square of small errors, as twice the size of large ones."""
+    """Square roots of a pseudo-Huber loss: quadratic for small errors, linear (twice the size) for large ones."""
     return np.asarray(np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)))
 
 
 def gauss_newton(residuals: Callable[[FloatVector], FloatVector], size: int) -> FloatVector:
-    """The offsets, from zero, that minimise the sum of squared residuals; steps that make it worse are halved."""
+    """The offsets, starting at zero, that minimise the sum of squared residuals; halves steps that increase it."""
     offsets, step = np.zeros(size), 1e-3
     current = residuals(offsets)
     for _ in range(ROUNDS):
@@ -155,7 +156,7 @@ def gauss_newton(residuals: Callable[[FloatVector], FloatVector], size: int) -> 
 
 
 def with_constants(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterSpec:
-    """`cluster` with figures multiplied, by their place; shares stay at most 1."""
+    """`cluster` with figures multiplied, by place; shares stay at most 1."""
     for name, factor in factors.items():
         cluster = _scaled(cluster, name.split("."), factor)
     return cluster

@@ -1,14 +1,14 @@
-"""Counts the bytes that tensors really hold while code runs, by category, with the most between two marks.
+"""Counts the bytes that tensors hold while code runs, by category, with the peak between two marks.
 
-Every operation passes a dispatch mode, which notes the storages of its results; a weak reference tells when one is
-freed. So real and fake tensors are counted alike, and nothing needs a device. What the counting cannot see is what a
-kernel takes and frees inside one operation. Storages that are resized in place, as FSDP2's gathered parameters are, are
-looked at before and after each operation, once they were found.
+Every operation passes a dispatch mode, which records the storages of its results; a weak reference reports when one is
+freed. So real and fake tensors are counted alike, without a device. Memory that a kernel allocates and frees inside one
+operation is invisible. Storages that are resized in place, such as FSDP2's gathered parameters, are checked before and
+after each operation, once they were detected.
 
-The category of a result follows from when it was made: inside backward, what is computed with gradients recorded is a
-recomputed activation and the rest is working memory; elsewhere it is what `born` says. `label` says what is known
-better: parameters, gradients, optimizer states. What is ELSEWHERE, on processes that are only played, does not count.
-What is on the HOST is told apart: what was labelled so stays there, and so does what is computed of it alone.
+The category of a result depends on the time of its creation. Inside backward, tensors computed with gradients enabled
+are recomputed activations and others are working memory; outside, `born` sets the category. `label` overrides it for
+parameters, gradients and optimizer states. ELSEWHERE marks tensors of simulated processes, which do not count. HOST
+counts separately: tensors labelled HOST keep that label, and so do results computed from them alone.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _SENDING = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "
 
 @dataclass(frozen=True)
 class MemorySample:
-    """The most bytes, by category, between the mark before and this one."""
+    """Bytes by category at the peak between the previous mark and this one."""
 
     name: str
-    index: int | None  # of the block, where one is meant
+    index: int | None  # of the block, if the mark is of one
     memory: Mapping[str, float]
 
     @property
     def total_bytes(self) -> float:
-        """All categories together but what is on the host."""
+        """Bytes of all categories except the host."""
         return sum(size for name, size in self.memory.items() if name != HOST)
 
 
-class _Held:
+class _Entry:
     __slots__ = ("label", "num_bytes", "storage")
 
     def __init__(self, storage: weakref.ref[torch.UntypedStorage], num_bytes: int, label: str) -> None:
@@ -54,7 +54,7 @@ class _Held:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of all tensors that were made inside, or given to `label`, and still live."""
+    """Live bytes of all tensors that were created inside or passed to `label`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,12 +63,12 @@ class LiveBytes(TorchDispatchMode):
         self._total = self._most = self._most_on_host = 0.0
         self._at_most: dict[str, float] = {}
         self._born = ACTIVATIONS
-        self._held: dict[int, _Held] = {}
-        self._resized: dict[int, _Held] = {}
+        self._held: dict[int, _Entry] = {}
+        self._resized: dict[int, _Entry] = {}
 
     @contextmanager
     def born(self, label: str) -> Iterator[None]:
-        """Inside, label what is made outside of backward with this category."""
+        """Label tensors that are created inside, but outside of backward, with this category."""
         before, self._born = self._born, label
         try:
             yield
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
             self._born = before
 
     def label(self, tensors: Iterable[torch.Tensor], label: str) -> None:
-        """These tensors have this category from now on."""
+        """Set the category of these tensors from now on."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 held = self._held.get(id(storage))
@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
         self._see()
 
     def mark(self, name: str, index: int | None = None) -> None:
-        """End a moment: it was the time since the last mark."""
+        """Record the peak since the last mark as a moment of this name."""
         self._look()
         on_host = {HOST: self._most_on_host} if self._most_on_host else {}
         self.moments.append(MemorySample(name, index, {**self._at_most, **on_host}))
@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         self._restart()
 
     def forget(self) -> None:
-        """Begin anew: no moment is over yet. Storages that were resized without a sign are found here."""
+        """Discard all moments and start again. This also detects storages that were resized outside of operations."""
         self._find_resized()
         self.moments, self._most_on_host = [], self.now.get(HOST, 0.0)
         self._restart()
@@ -108,8 +108,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch._subclasses.fake_tensor import FakeTensor
 
-        if any(hasattr(each, "__tensor_flatten__") and not issubclass(each, FakeTensor) for each in types):
-            return NotImplemented  # a DTensor and the like: what it does to its parts comes here
+        if any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # a DTensor or similar: operations on its parts are dispatched here
         self._look()
         if func.namespace in _SENDING:
             self._find_resized()
@@ -130,23 +130,23 @@ class LiveBytes(TorchDispatchMode):
         return OTHER if in_backward and not torch.is_grad_enabled() else (ACTIVATIONS if in_backward else self._born)
 
     def _are_on_host(self, inputs: Any) -> bool:
-        """True if an operation's inputs are on the host, but for numbers, which are anywhere."""
-        storages = [storage for each in tensors_of(inputs) if each.dim() for storage in _storages(each)]
+        """True if all inputs of an operation are on the host, except scalars."""
+        storages = [storage for tensor in tensors_of(inputs) if tensor.dim() for storage in _storages(tensor)]
         held = (self._held.get(id(storage)) for storage in storages)
-        return bool(storages) and all(each is not None and each.label == HOST for each in held)
+        return bool(storages) and all(entry is not None and entry.label == HOST for entry in held)
 
     def _label_sent(self, args: Any) -> None:
-        """Working memory that is sent is a buffer for that."""
+        """Label working memory that is sent as a communication buffer."""
         held = (self._held.get(id(storage)) for tensor in tensors_of(args) for storage in _storages(tensor))
-        for each in held:
-            if each is not None and each.label == OTHER:
-                self._count(OTHER, -each.num_bytes)
-                each.label = COMMUNICATION
-                self._count(COMMUNICATION, each.num_bytes)
+        for entry in held:
+            if entry is not None and entry.label == OTHER:
+                self._count(OTHER, -entry.num_bytes)
+                entry.label = COMMUNICATION
+                self._count(COMMUNICATION, entry.num_bytes)
 
     def _hold(self, storage: torch.UntypedStorage, label: str) -> None:
         key, num_bytes = id(storage), storage.nbytes()
-        self._held[key] = _Held(weakref.ref(storage, self._freed(key)), num_bytes, label)
+        self._held[key] = _Entry(weakref.ref(storage, self._freed(key)), num_bytes, label)
         self._count(label, num_bytes)
 
     def _freed(self, key: int) -> Callable[[Any], None]:
@@ -168,7 +168,7 @@ class LiveBytes(TorchDispatchMode):
         self._look()
 
     def _look(self) -> None:
-        """Take note of what was resized, and of the most."""
+        """Update resized storages and the peak."""
         for held in self._resized.values():
             storage = held.storage()
             if storage is not None and storage.nbytes() != held.num_bytes:
@@ -190,7 +190,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory of a tensor, of the parts of one that is made of others, and of a sparse one's entries."""
+    """The storages of a tensor, of the parts of a wrapper subclass, or of a sparse tensor's entries."""
     if tensor.layout is not torch.strided:
         for part in dense_parts(tensor):
             yield from _storages(part)
@@ -199,5 +199,5 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         for part in parts:
             if isinstance(part, torch.Tensor):  # a DTensor also names its mesh
                 yield from _storages(part)
-    elif hasattr(tensor, "fake_device") or not tensor.is_meta:  # to ask a fake for its device runs an operation
+    elif hasattr(tensor, "fake_device") or not tensor.is_meta:  # asking a fake tensor for its device runs an operation
         yield tensor.untyped_storage()

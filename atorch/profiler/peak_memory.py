@@ -1,4 +1,4 @@
-"""The most memory that something takes, over what was taken before."""
+"""Peak memory of a piece of code, relative to the memory in use before."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class PeakMemory:
-    """Measures peaks against the moment it was made: allocated bytes on CUDA, resident bytes of the process on CPU.
+    """Measures peaks relative to its creation: allocated bytes on CUDA, resident bytes of the process on CPU.
 
-    Resident bytes are what the operating system sees: whole pages, and what the allocator keeps after a peak. What it
-    kept of earlier owners is given back first where the C library can (glibc), or it would be used again unseen.
+    Resident bytes are full pages, including memory that the allocator keeps after a peak. Freed memory is returned to
+    the system first if the C library can do so (glibc), since its reuse would be invisible.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class PeakMemory:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep the most that is seen inside; on CUDA the allocator has kept it since this was made."""
+        """Record the peak inside; on CUDA the allocator has recorded it since creation."""
         if self._device.type == "cuda":
             yield
             self._see(float(torch.cuda.max_memory_allocated(self._device)))
@@ -60,7 +60,7 @@ class PeakMemory:
 
 
 def _give_back() -> None:
-    """Let the C library return freed memory to the operating system, where it has a way to."""
+    """Let the C library return freed memory to the operating system, if it can."""
     import ctypes
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,8 +1,8 @@
 """Timings of products, attention, copies and collectives of many sizes on this process's device.
 
-Every timing is of calls back to back, as training makes them: a device then starts one while the last still runs.
-Values are random, since a processor draws less power, and runs faster, on constant ones. Each function keeps to a
-budget of seconds: it goes from small to large and stops before what would not fit.
+Every timing is of calls back to back, as in training: a device can start one while the last still runs. Values are
+random, since a processor draws less power, and runs faster, on constant ones. Each function keeps to a budget of
+seconds: it proceeds from small to large sizes and stops before the first that would exceed it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def products(dtype: torch.dtype, place: torch.device, budget_s: float) -> dict[t
 
     def make(shape: tuple[int, int, int]) -> TimedWork:
         m, k, n = shape
-        left, right = (torch.randn(each, device=place).to(dtype) for each in ((m, k), (k, n)))
+        left, right = (torch.randn(size, device=place).to(dtype) for size in ((m, k), (k, n)))
         return partial(torch.matmul, left, right)
 
     flops: dict[tuple[int, int, int], float] = {}
@@ -52,7 +52,7 @@ def attentions(dtype: torch.dtype, place: torch.device, budget_s: float) -> dict
 
     def make(shape: tuple[int, ...]) -> TimedWork:
         query, key, value, grad = (torch.randn(shape, device=place).to(dtype) for _ in range(4))
-        inputs = [each.requires_grad_() for each in (query, key, value)]
+        inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
 
         def both_ways() -> None:
             with torch.enable_grad():
@@ -71,8 +71,8 @@ def host_copies(place: torch.device, budget_s: float) -> dict[tuple[str, int], f
     def make(name: tuple[str, int]) -> TimedWork:
         direction, num_bytes = name
         host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(num_bytes, dtype=torch.uint8, device=place)
-        source, target = (host, there) if direction == "to device" else (there, host)
+        on_device = torch.empty(num_bytes, dtype=torch.uint8, device=place)
+        source, target = (host, on_device) if direction == "to device" else (on_device, host)
         return partial(target.copy_, source, non_blocking=True)
 
     ways = ("to device", "to host")
@@ -82,7 +82,7 @@ def host_copies(place: torch.device, budget_s: float) -> dict[tuple[str, int], f
 def collectives(group: dist.ProcessGroup, place: torch.device, budget_s: float) -> dict[tuple[str, int], float]:
     """(kind, bytes) → seconds of a collective in `group`; all processes of the job call this at once.
 
-    How often and how far is decided by rank 0's clock, so that all make the same calls.
+    Rank 0's clock decides the number of calls and sizes, so all processes make the same calls.
     """
     timings: dict[tuple[str, int], float] = {}
     end = time.perf_counter() + budget_s
@@ -106,14 +106,14 @@ def collectives(group: dist.ProcessGroup, place: torch.device, budget_s: float) 
 def _growing(
     amounts: Mapping[TimingName, float], make: Callable[[TimingName], TimedWork], place: torch.device, budget_s: float
 ) -> dict[TimingName, float]:
-    """The seconds of each work, smallest first, until one would not fit: its time is taken to grow as its amount.
+    """The seconds of each work, smallest first, until the budget is used; time is assumed proportional to the amount.
 
-    Half of the budget is dealt out to all alike, for repeating what is short; the rest is there for what is long.
+    Half of the budget is divided equally, for repeating short work; the other half is for long work.
     """
     timings: dict[TimingName, float] = {}
     end = time.perf_counter() + budget_s
     per_unit = 0.0
-    for name in sorted(amounts, key=lambda each: amounts[each]):
+    for name in sorted(amounts, key=amounts.__getitem__):
         if time.perf_counter() + 4 * per_unit * amounts[name] > end:
             break
         work = make(name)
@@ -124,7 +124,7 @@ def _growing(
 
 
 def _calls(work: TimedWork, place: torch.device, budget_s: float) -> int:
-    """The number of calls that make a row, if four rows fill the budget."""
+    """The number of calls in a row, if four rows fill the budget."""
     return max(1, min(_MAX_CALLS, int(budget_s / 4 / seconds(work, place))))
 
 

@@ -1,11 +1,11 @@
-"""A model and a batch to a ModelProfile: a forward pass and loss on fake tensors, recorded operation by operation.
+"""Traces a model and a batch to a ModelProfile: a forward pass and loss on fake tensors, recorded by operation.
 
-A model in fp32 runs as `half` and as autocast would have it, too: what stays in fp32 there, no pass in fp32 tells.
+A model in fp32 is also traced under `half` and autocast, since a pass in fp32 does not show what stays in fp32 there.
 
-The model is never run and never touched: its structure is copied with fake tensors in place of its own, so a model on
-the meta device costs no memory and a real one no time. Of blocks that are equal by structure one is copied and run.
-`recording` sees what happens, `dataflow` derives what tensor parallelism can split, `segments` adds up.
-A model whose control flow depends on values cannot run on fakes; a copy-on-write copy of it then runs for real.
+The model itself is never run or changed: its structure is copied with fake tensors, so a model on the meta device costs
+no memory and a real one no time. Of structurally equal blocks one is copied and run. `recording` records operations,
+`dataflow` derives the products that tensor parallelism can split, `segments` sums up. A model whose control flow
+depends on values cannot run on fake tensors; a copy-on-write copy of it then runs for real.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from atorch.profiler.capture.token_locality import watch_outside
 
 CallModel = Callable[[nn.Module, Any], Any]
 OfLength = tuple[int, Callable[[int], Any]]
-"""Tokens of a sample, and a function that makes one of others."""
+"""Tokens of a sample, and a function that makes a sample of another length."""
 
-MAX_CALLS = 1000  # of operations in a block, where shorter samples can be made
-_SIDE = 64  # of the matrix that an optimizer is tried on
-_UNFUSED = 0.89  # seconds of a byte, against a fused kernel's: AdamW's 20 passes take 2.55 times those 7 on an H200
+MAX_CALLS = 1000  # operations in a block above which shorter samples are traced, if possible
+_SIDE = 64  # of the square matrix for test steps of optimizers
+_UNFUSED = 0.89  # seconds of a byte over a fused kernel's: AdamW's 20 passes take 2.55 times its 7 on an H200
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class _Job:
     blocks: Mapping[str, nn.Module]
     of_length: OfLength | None = None
     max_calls: int = 0
-    is_short: bool = False  # whether short samples are traced in place of the sample
-    numbers: Literal["own", "half", "autocast"] = "own"  # those that the model is in, or as a method runs it
+    is_short: bool = False  # True if shorter samples replace the sample
+    numbers: Literal["own", "half", "autocast"] = "own"  # the model's own dtypes, or those of a method
     capability: tuple[int, int] | None = None
 
     @property
     def functions(self) -> tuple[CallModel, LossFunc | None]:
-        """Functions that may reach the model beside it."""
+        """The user's functions, which may hold references to the model."""
         return self.call_model, self.loss_func
 
 
@@ -83,18 +83,18 @@ def trace(
     """The profile of one forward pass of `model` on `sample_batch`, and of its loss.
 
     Args:
-        sample_batch: what `call_model(model, batch)` and `loss_func(batch, output)` take; its tensors may be anywhere.
-        make_optimizer: `(parameters) -> optimizer`, asked what state it keeps; without one, two elements a parameter.
-        device_type: where it is to train, "cpu" or "cuda": some operations keep less on a GPU.
-        capability: of a CUDA device, by which attention there writes its scores or not.
-        parts: modules, none inside another, of which every run becomes a segment of its own, and so does what lies
-            between two; None: the repeated blocks, of which equal ones that follow one another are one segment.
-        num_counts: figures that ranks exchange each step on what the loss is a mean over.
-        of_length: what goes through its tokens one by one is traced with shorter samples.
+        sample_batch: the batch of `call_model(model, batch)` and `loss_func(batch, output)`, on any device.
+        make_optimizer: `(parameters) -> optimizer`, to measure its state; None: two elements a parameter.
+        device_type: device to train on, "cpu" or "cuda": some operations save less on a GPU.
+        capability: of a CUDA device; it decides if attention there writes its scores.
+        parts: disjoint modules; every run of one becomes a segment, and so does everything between two runs. None: the
+            repeated blocks, with consecutive equal ones joined to one segment.
+        num_counts: figures that ranks exchange each step, since the loss is a mean over labels.
+        of_length: makes shorter samples, to trace models that loop over tokens.
 
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, is on the meta device and cannot run on fakes, or
-            reaches tensors of its own by globals, which no copy of it can follow.
+            reaches its own tensors through globals, which a copy cannot follow.
     """
     if next(model.parameters(), None) is None:
         raise ArgumentError(f"{type(model).__name__} has no parameters; there is nothing to plan")
@@ -104,17 +104,17 @@ def trace(
     with preserved_rng():
         job, recorder, traced = _of_length(job, groups)
         narrow = [
-            _in_16_bits(each, groups) if traced else None
-            for each in (replace(job, numbers="half"), replace(job, numbers="autocast"))
+            _in_16_bits(variant, groups) if traced else None
+            for variant in (replace(job, numbers="half"), replace(job, numbers="autocast"))
         ]
         stepped = None if make_optimizer is None else _stepped_alone(make_optimizer)
     samples, parameters = batch_size(sample_batch), list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     segments, in_half, in_autocast = (
-        () if each is None else segments_of(each, ownership, samples, joined=parts is None)
-        for each in (recorder, *narrow)
+        () if record is None else segments_of(record, ownership, samples, joined=parts is None)
+        for record in (recorder, *narrow)
     )
-    in_half, in_autocast = (each if _are_alike(segments, each) else () for each in (in_half, in_autocast))
+    in_half, in_autocast = (others if _are_alike(segments, others) else () for others in (in_half, in_autocast))
     return ModelProfile(
         segments=segments,
         in_half=in_half,
@@ -140,7 +140,7 @@ def trace(
 def _attention(recorder: Recorder, model: nn.Module) -> AttentionKind:
     if recorder.fused_attention:
         return "fused"
-    # transformers' models say of their classes whether their attention can be exchanged.
+    # Classes of transformers declare that their attention can be replaced.
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) or getattr(module, "_supports_sdpa", False):
             return "replaceable"
@@ -152,7 +152,7 @@ def _class_names(models: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def _of_length(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[_Job, Recorder, bool]:
-    """The pass on the sample, or where that would take long and shorter ones foretell it, on those."""
+    """Record the pass on the sample, or extrapolate it from shorter samples if that would take long."""
     if job.of_length is None:
         return job, *_run(job, groups)
     length, make = job.of_length
@@ -164,16 +164,16 @@ def _of_length(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[_Job, Record
         recorder = foretold(lambda size: _once(replace(job, batch=make(size)), groups), length)
         if recorder is not None:
             return replace(job, is_short=True), recorder, True
-    except Exception as error:  # a stranger's model may fail in any way on a short sample
+    except Exception as error:  # a user's model may fail in any way on a short sample
         logger.info("the model does not take shorter samples: %s", error)
     return job, *_run(job, groups)
 
 
 def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, bool]:
-    """The forward pass on fakes, each group of equal blocks run once; else every block; else for real.
+    """Record the forward pass on fakes, running one of each group of equal blocks; else every block; else for real.
 
-    User code may fail on fakes in any way, and where equal blocks leave something behind for others, if only one runs;
-    a fault of its own comes up again in the real run, and is raised there.
+    User code may fail on fakes in any way, or because equal blocks that do not run leave state for others. A genuine
+    fault occurs again in the real run, and is raised there.
     """
     for equal in (groups, ()):
         try:
@@ -192,35 +192,35 @@ def _run(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[Recorder, bool]:
         return _for_real(job), False
     except OriginalReachedError:
         raise
-    except Exception as error:  # either its own, or it does not run while it is recorded, as what torch.func.grad does
-        found = _for_real(job, is_seen=False), False
+    except Exception as error:  # a genuine fault, or code that cannot run under recording, such as torch.func.grad
+        unrecorded = _for_real(job, is_recorded=False), False
         logger.warning("what the model computes is not known, it does not run while it is recorded: %s", error)
-        return found
+        return unrecorded
 
 
 def _in_16_bits(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder | None:
-    """The pass as `half` or `amp_native` would run it; None for a model that is not in fp32, or fails in 16 bits."""
-    if any(each.dtype != torch.float32 for each in job.model.parameters()):
+    """The pass under `half` or `amp_native`; None for a model that is not in fp32, or fails in 16 bits."""
+    if any(parameter.dtype != torch.float32 for parameter in job.model.parameters()):
         return None
     try:
         with muted("torch._subclasses.fake_tensor"):
             return _on_fakes(job, groups)
-    except Exception as error:  # a stranger's model may fail in any way where it meets 16 bits
+    except Exception as error:  # a user's model may fail in any way in 16 bits
         logger.info("what %s takes is reckoned from fp32, as the model fails there: %s", job.numbers, error)
         return None
 
 
 def _are_alike(segments: tuple[Segment, ...], others: tuple[Segment, ...]) -> bool:
-    """True if a pass in other numbers was cut as the first one was."""
+    """True if two passes in different dtypes have the same segments."""
     first, second = (
-        [(each.name, each.count, each.is_block, each.num_params, len(each.matmuls)) for each in those]
+        [(segment.name, segment.count, segment.is_block, segment.num_params, len(segment.matmuls)) for segment in those]
         for those in (segments, others)
     )
     return first == second
 
 
 def _with_results(segment: Segment, in_half: Segment) -> Segment:
-    """A segment under autocast. Where a cast of a result is saved, selective recomputation keeps the result."""
+    """A segment under autocast: selective recomputation keeps a result even if only its cast is saved."""
     results = max(segment.inside.selective_bytes, in_half.inside.selective_bytes)
     return replace(segment, inside=replace(segment.inside, selective_bytes=results))
 
@@ -243,11 +243,11 @@ def _once(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
     return _record(job, duplicate, functions, batch, groups, fakes.running())
 
 
-def _for_real(job: _Job, is_seen: bool = True) -> Recorder:
+def _for_real(job: _Job, is_recorded: bool = True) -> Recorder:
     device = next(job.model.parameters()).device
     batch = map_tensors(lambda tensor: tensor.to(device), job.batch)
     duplicate, functions = lazy_copy_with(job.model, job.functions, device)
-    return _record(job, duplicate, functions, batch, (), nullcontext(), is_seen)
+    return _record(job, duplicate, functions, batch, (), nullcontext(), is_recorded)
 
 
 def _record(
@@ -257,7 +257,7 @@ def _record(
     batch: Any,
     groups: Sequence[Sequence[str]],
     mode: AbstractContextManager[None],
-    is_seen: bool = True,
+    is_recorded: bool = True,
 ) -> Recorder:
     call_model, loss_func = functions
     numbers = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
@@ -265,16 +265,16 @@ def _record(
     is_autocast = job.numbers == "autocast"
     recorder = Recorder(weights, duplicate.buffers(), batch, casts_apart=is_autocast, max_calls=job.max_calls)
     blocks = {name: duplicate.get_submodule(name) for name in job.blocks}
-    if is_seen:
+    if is_recorded:
         Blocks(recorder, groups).watch(blocks)
         watch_outside(recorder, duplicate, blocks)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)
         stack.enter_context(as_on(job.device_type, job.capability))
-        stack.enter_context(recorder.recording() if is_seen else nullcontext())
+        stack.enter_context(recorder.recording() if is_recorded else nullcontext())
         stack.enter_context(Originals(job.model))
-        stack.enter_context(alone())  # one process traces
+        stack.enter_context(alone())  # a single process traces
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             output = call_model(duplicate, batch)
         if loss_func is not None:
@@ -287,7 +287,7 @@ def _record(
 def optimizer_state_per_param(make_optimizer: MakeOptimizer) -> float:
     """Elements of state that the optimizer keeps for one element of a parameter: Adam 2, momentum 1, plain SGD 0.
 
-    One step on a small matrix tells. Optimizers that cannot step alone (they need a closure, or particular
+    Measured by one step on a small matrix. Optimizers that cannot step alone (they need a closure or particular
     groups) count as 2.
     """
     stepped = _stepped_alone(make_optimizer)
@@ -295,7 +295,7 @@ def optimizer_state_per_param(make_optimizer: MakeOptimizer) -> float:
 
 
 def _stepped_alone(make_optimizer: MakeOptimizer) -> tuple[Any, _StepTraffic] | None:
-    """The optimizer of a small matrix, and what its second step reads and writes; None where it cannot step alone."""
+    """An optimizer of a small matrix, and the traffic of its second step; None if it cannot step alone."""
     parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
     parameter.grad = torch.ones_like(parameter)
     try:
@@ -303,14 +303,14 @@ def _stepped_alone(make_optimizer: MakeOptimizer) -> tuple[Any, _StepTraffic] | 
         optimizer.step()
         with _StepTraffic() as traffic:
             optimizer.step()
-    except Exception as error:  # a stranger's optimizer may refuse in any way, by an assertion above all
+    except Exception as error:  # a user's optimizer may refuse in any way, mostly by an assertion
         logger.info("the optimizer's state is taken for two elements a parameter, it cannot step alone: %s", error)
         return None
     return optimizer, traffic
 
 
 class _StepTraffic(TorchDispatchMode):
-    """Counts tensors of the tried matrix's size that operations read and write, and operations that make new ones."""
+    """Counts matrix-sized tensors that operations read and write, and operations that create new ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -320,7 +320,7 @@ class _StepTraffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         changed = [arg for arg, about in zip(args, func._schema.arguments, strict=False) if about.is_write]
         read, written, results = (
-            {id(each) for each in tensors_of(given) if each.numel() == _SIDE**2}
+            {id(tensor) for tensor in tensors_of(given) if tensor.numel() == _SIDE**2}
             for given in ((args, kwargs), (changed, out), out)
         )
         self.passes += len(read) + len(written)
@@ -332,7 +332,7 @@ class _StepTraffic(TorchDispatchMode):
 def _of_optimizer(stepped: tuple[Any, _StepTraffic] | None) -> dict[str, Any]:
     """The optimizer's fields of a profile.
 
-    On a GPU torch steps all parameters by the operations that step one on a CPU, each over a list of tensors.
+    On a GPU torch runs the same operations as on a CPU, each over a list of all parameters.
     """
     if stepped is None:
         return {"optim_state_per_param": 2.0}

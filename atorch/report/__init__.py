@@ -1,1 +1,1 @@
-"""Pictures of what was found, for people: renderables and strings from plain data."""
+"""Reports for people: renderables and strings from plain data."""

@@ -1,6 +1,6 @@
-"""A plan for a cluster as text: what was chosen, where its bytes and seconds go, the runners-up, and why not others.
+"""A plan for a cluster as text: the choice, its bytes and seconds, the runners-up, and the reasons against others.
 
-All functions take what `Plan.to_json_data` gives.
+All functions take the data of `Plan.to_json_data`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-BESIDE = 76  # columns at which bytes and seconds stand side by side
+BESIDE = 76  # columns from which bytes and seconds are side by side
 FULL_BAR = 20
-NOTHING = 1e-6  # of what a bar is of: rounding
-MAX_ROWS = 8  # of the runners-up, and of why not
-CHANGES = 7  # lines of what if,
-SHORT = 2  # of which so many are of what does not fit
+NOTHING = 1e-6  # share of a full bar that counts as rounding
+MAX_ROWS = 8  # of the runners-up, and of the reasons against others
+CHANGES = 7  # lines of "What if"
+SHORT = 2  # of these, the most for changes that do not fit
 
 
 def answer_report(plan: PlanData, title: str = "", max_rows: int = MAX_ROWS, verbose: bool = False) -> RenderableType:
     """The plan as a rich renderable; `max_rows` of each long table.
 
-    verbose: all that was tried instead, and how many compositions there were by axis.
+    verbose: also all counterfactuals, and the number of compositions by axis.
     """
     from rich.console import Group
     from rich.text import Text
@@ -55,32 +55,32 @@ def answer_report(plan: PlanData, title: str = "", max_rows: int = MAX_ROWS, ver
     parts += ["", *_runners_up(plan, shown)]
     changes = list(plan.get("counterfactuals") or ())
     if changes:
-        parts.append(_listed("What if", map(counterfactual, changes if verbose else _few(nearest_changes(changes)))))
+        parts.append(_listed("What if", map(counterfactual, changes if verbose else _picked(nearest_changes(changes)))))
     if plan.get("simulated"):
         parts.append(_listed("Simulated", simulations(plan["simulated"])))
-    seen = [each["strategy"] for _, each in shown]
+    listed = [entry["strategy"] for _, entry in shown]
     parts += _why_not(
-        [each for each in plan["rejected"] if each["strategy"] not in seen], None if verbose else max_rows
+        [entry for entry in plan["rejected"] if entry["strategy"] not in listed], None if verbose else max_rows
     )
     if plan.get("counts_by_axis") and verbose:
         counts = (f"{axis}  {counted(values)}" for axis, values in varied(plan["counts_by_axis"]))
         parts.append(_listed(f"{plan['num_compositions']:,} compositions, by axis", counts))
-    parts += [Text(f"Note: {each}.") for each in plan.get("notes", ())]
+    parts += [Text(f"Note: {note}.") for note in plan.get("notes", ())]
     return Group(*parts)
 
 
-def _few(changes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The nearest of those that fit, and a few that do not."""
+def _picked(changes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The nearest changes that fit, and a few that do not."""
     fitting: list[Mapping[str, Any]] = []
     short: list[Mapping[str, Any]] = []
-    for each in changes:
-        (short if each["ratio"] is None else fitting).append(each)
+    for change in changes:
+        (short if change["ratio"] is None else fitting).append(change)
     kept = short[:SHORT]
     return [*fitting[: CHANGES - len(kept)], *kept]
 
 
 def answer_summary(plan: PlanData, title: str = "") -> RenderableType:
-    """The first lines: what was chosen, and the figures that matter most of it."""
+    """The first lines: the choice and its main figures."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -94,20 +94,20 @@ def answer_summary(plan: PlanData, title: str = "") -> RenderableType:
 
 
 def _spent(plan: PlanData) -> RenderableType:
-    """The choice's bytes and seconds by category, side by side where there is room."""
+    """The choice's bytes and seconds by category, side by side if there is room."""
     estimate = plan["estimate"]
 
     def drawn(width: int) -> RenderableType:
-        each = width if width < BESIDE else (width - 3) // 2
-        memory = _shares("Memory of a device", held(estimate["memory"]), plan["memory_bytes"], format_bytes, each)
-        seconds = _shares("A step", estimate["time"], estimate["step_s"], format_seconds, each)
+        half = width if width < BESIDE else (width - 3) // 2
+        memory = _shares("Memory of a device", held(estimate["memory"]), plan["memory_bytes"], format_bytes, half)
+        seconds = _shares("A step", estimate["time"], estimate["step_s"], format_seconds, half)
         return columns_of((memory, seconds), 1 if width < BESIDE else 2)
 
     return Sized(drawn)
 
 
 def _shares(title: str, values: Mapping[str, float], whole: float, form: Any, width: int) -> RenderableType:
-    """Every category with its figure and a bar, of which a full one is `whole`, in so many columns."""
+    """Every category with its figure and a bar, in `width` columns; a full bar is `whole`."""
     from rich.table import Table
     from rich.text import Text
 
@@ -126,53 +126,52 @@ def _shares(title: str, values: Mapping[str, float], whole: float, form: Any, wi
 
 
 def _legend(plan: PlanData) -> RenderableType:
-    """A legend of the categories, and what the allocator takes beside them."""
+    """A legend of the categories, and the bytes that the allocator reserves in addition."""
     from rich.text import Text
 
     estimate = plan["estimate"]
     memory, seconds = held(estimate["memory"]), estimate["time"]
     named = [name for name, size in memory.items() if size > NOTHING * plan["memory_bytes"]]
     named += [name for name, spent in seconds.items() if spent > NOTHING * estimate["step_s"]]
-    told = "; ".join(each for each in (legend(named), reserved(estimate["memory"])) if each)
-    return Text(f"{told[:1].upper()}{told[1:]}.", style="dim") if told else Text("", end="")
+    words = "; ".join(part for part in (legend(named), reserved(estimate["memory"])) if part)
+    return Text(f"{words[:1].upper()}{words[1:]}.", style="dim") if words else Text("", end="")
 
 
 def _runners_up(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Iterator[RenderableType]:
     """The choice among the runners-up, the fastest first."""
-
-    shared = shared_methods(each["strategy"] for _, each in shown)
+    shared = shared_methods(entry["strategy"] for _, entry in shown)
     rows = []
-    for why, each in shown:
-        apart = [name for name in each["strategy"] if name not in shared]
-        behind = "" if why == "chosen" else slower(plan, each["estimate"])
-        step, peak = format_seconds(each["estimate"]["step_s"]), format_bytes(each["estimate"]["peak_bytes"])
-        chance = "" if each.get("chance") is None or why == "chosen" else f" {each['chance']:.0%}"
-        rows.append((f"{why}{chance}", " + ".join(apart) or "nothing else", step, behind, peak))
-    said = ", how likely each is faster" if any(each.get("chance") is not None for _, each in shown) else ""
-    title = f"Runners-up{said}{_all_with(shared)}"
+    for why, entry in shown:
+        differing = [name for name in entry["strategy"] if name not in shared]
+        behind = "" if why == "chosen" else slower(plan, entry["estimate"])
+        step, peak = format_seconds(entry["estimate"]["step_s"]), format_bytes(entry["estimate"]["peak_bytes"])
+        chance = "" if entry.get("chance") is None or why == "chosen" else f" {entry['chance']:.0%}"
+        rows.append((f"{why}{chance}", " + ".join(differing) or "nothing else", step, behind, peak))
+    likelihood = ", how likely each is faster" if any(entry.get("chance") is not None for _, entry in shown) else ""
+    title = f"Runners-up{likelihood}{_all_with(shared)}"
     yield table(title, ("", "composition", ">step", ">vs chosen", ">peak"), rows)
 
 
 def _why_not(rejected: Sequence[Mapping[str, Any]], max_rows: int | None) -> Iterator[RenderableType]:
-    """The fastest of each reason, and how many more there are."""
+    """The fastest rejected compositions of each reason, and the number of others."""
     from rich.text import Text
 
     of_reason = Counter[str]()
     turns = []  # the first of every reason, then the second
-    for each in sorted(rejected, key=step_of):
-        of_reason[each["why"]] += 1
-        turns.append((of_reason[each["why"]], each))
+    for entry in sorted(rejected, key=step_of):
+        of_reason[entry["why"]] += 1
+        turns.append((of_reason[entry["why"]], entry))
     turns.sort(key=lambda item: item[0])
-    shown = sorted((each for _, each in turns[:max_rows]), key=step_of)
-    shared = shared_methods(each["strategy"] for each in shown) if len(shown) > 1 else []
+    shown = sorted((entry for _, entry in turns[:max_rows]), key=step_of)
+    shared = shared_methods(entry["strategy"] for entry in shown) if len(shown) > 1 else []
     rows = []
-    for each in shown:
-        step = format_seconds(step_of(each)) if each.get("estimate") else ""
-        apart = [name for name in each["strategy"] if name not in shared]
-        rows.append((" + ".join(apart) or "nothing else", step, each["reason"]))
+    for entry in shown:
+        step = format_seconds(step_of(entry)) if entry.get("estimate") else ""
+        differing = [name for name in entry["strategy"] if name not in shared]
+        rows.append((" + ".join(differing) or "nothing else", step, entry["reason"]))
     if rows:
         yield table(f"Why not{_all_with(shared)}", ("composition", ">step", "reason"), rows)
-    rest = [] if max_rows is None else [each for _, each in turns[max_rows:]]
+    rest = [] if max_rows is None else [entry for _, entry in turns[max_rows:]]
     if rest:
         yield Text(left_out(rest), style="dim")
 
@@ -182,7 +181,7 @@ def _all_with(shared: Sequence[str]) -> str:
 
 
 def _listed(title: str, lines: Iterable[str]) -> RenderableType:
-    """Lines under a title, each with what it needs more than the width indented below it."""
+    """Lines under a title; a line that is longer than the width continues indented."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text

@@ -12,9 +12,9 @@ from atorch.units import format_bytes, format_count, format_seconds
 
 PlanData = Mapping[str, Any]
 
-SLACK = "slack"  # the category of what an allocator reserves beside what tensors hold
+SLACK = "slack"  # the category of bytes that an allocator reserves in addition to those of tensors
 NARROW = "it fits by less than the estimate of its memory may be off"
-ALIKE = 0.0005  # of a step's seconds: nearer ones are told apart by nothing that is shown
+ALIKE = 0.0005  # of a step's seconds: smaller differences are not shown
 
 
 def composition(strategy: Sequence[str]) -> str:
@@ -22,23 +22,23 @@ def composition(strategy: Sequence[str]) -> str:
 
 
 def shared_methods(strategies: Iterable[Sequence[str]]) -> list[str]:
-    """The methods that all of the strategies have, which need not be said of each."""
+    """The methods that all strategies share; none of a single strategy."""
     first, *others = map(list, strategies)
-    return [each for each in first if others and all(each in other for other in others)]
+    return [method for method in first if others and all(method in other for other in others)]
 
 
 def headline(plan: PlanData, title: str = "") -> str:
-    """The cluster, the batch and what is trained; "" where a plan is for the devices that it was made on."""
+    """The cluster, the batch and the title; only the title if the plan is for the devices that it was made on."""
     cluster = plan.get("cluster")
     if cluster is None:
         return title
-    device, nodes, each = cluster["device"]["name"], cluster.get("num_nodes", 1), cluster.get("devices_per_node", 1)
-    devices = f"{nodes} × {each} × {device}" if nodes > 1 else f"{each} × {device}"
+    device, nodes, count = cluster["device"]["name"], cluster.get("num_nodes", 1), cluster.get("devices_per_node", 1)
+    devices = f"{nodes} × {count} × {device}" if nodes > 1 else f"{count} × {device}"
     return f"{devices}, {plan['global_batch']:,} samples a step{': ' if title else ''}{title}"
 
 
 def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """(name, figure) of what was chosen, and of the search: what a page shows in boxes."""
+    """(name, figure) of the choice and of the search, for the boxes of a page."""
     estimate = plan["estimate"]
     yield "a step", format_seconds(estimate["step_s"])
     if band(estimate):
@@ -60,7 +60,7 @@ def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """(what of it, in words) of what was chosen, and of the search: the first lines on a terminal."""
+    """(name, words) of the choice and of the search, for the first lines on a terminal."""
     estimate = plan["estimate"]
     expected = f" ({band(estimate)})" if band(estimate) else ""
     paces = "".join(f", {figure} {unit} a second" for unit, figure in _paces(estimate))
@@ -87,13 +87,13 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 def band(estimate: Mapping[str, Any]) -> str:
-    """The interval of seconds of a step; "" where it is not told how far the estimate may be off."""
+    """The interval of a step's seconds; "" if the uncertainty of the estimate is unknown."""
     low, high = estimate.get("low_s"), estimate.get("high_s")
     return f"{format_seconds(low)} to {format_seconds(high)}" if low and high else ""
 
 
 def memory_band(estimate: Mapping[str, Any]) -> str:
-    """The interval of bytes of the peak; "" where it is not told how far the estimate may be off."""
+    """The interval of the peak's bytes; "" if the uncertainty of the estimate is unknown."""
     low, high = estimate.get("low_bytes"), estimate.get("high_bytes")
     return _with_one_unit(low, "to", high) if low and high else ""
 
@@ -106,8 +106,8 @@ def _with_one_unit(low: float, word: str, high: float) -> str:
 
 
 def ties(near: Sequence[Mapping[str, Any]]) -> str:
-    """The number that the estimate cannot tell from the choice, and how likely they are faster."""
-    chances = [each["chance"] for each in near if each.get("chance") is not None]
+    """The number of compositions that the estimate ranks as equal, and their chance to be faster."""
+    chances = [candidate["chance"] for candidate in near if candidate.get("chance") is not None]
     likeliest = f"; the likeliest of them is faster with a chance of {max(chances):.0%}" if chances else ""
     others = "1 other" if len(near) == 1 else f"{len(near)} others"
     return f"the estimate cannot tell it from {others}{likeliest}"
@@ -119,12 +119,12 @@ def measuring(plan: PlanData, entry: Mapping[str, Any]) -> str:
     if entry.get("strategy") is None:
         return f"atorch calibrate, for {shown_work(entry['kind'])}, {saves}"
     shared = shared_methods((plan["strategy"], entry["strategy"]))
-    apart = [each for each in entry["strategy"] if each not in shared]
-    return f"five steps of it and of {composition(apart) if apart else 'the same without'} {saves}"
+    differing = [method for method in entry["strategy"] if method not in shared]
+    return f"five steps of it and of {composition(differing) if differing else 'the same without'} {saves}"
 
 
 def _paces(estimate: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(unit, how many a second): tokens where samples are sequences."""
+    """(unit, number a second): tokens if samples are sequences, else samples."""
     for name, unit in (("tokens_per_s", "tokens"), ("samples_per_s", "samples")):
         if estimate.get(name):
             yield unit, f"{estimate[name]:,.0f}" if estimate[name] >= 100 else f"{estimate[name]:.3g}"
@@ -141,7 +141,7 @@ def _on_host(plan: PlanData) -> str:
 
 
 def _proof(plan: PlanData) -> str:
-    """A note on the completeness of the search, where that is told."""
+    """A note on the completeness of the search, if that is known."""
     gap = plan.get("gap")
     if gap is None:
         return ""
@@ -158,28 +158,28 @@ def usable_bytes(plan: PlanData) -> float:
 
 
 def held(memory: Mapping[str, float]) -> dict[str, float]:
-    """Bytes by category of what tensors hold, which add up to the peak, the largest first."""
+    """Bytes of tensors by category, the largest first; they add up to the peak."""
     return {name: size for name, size in sorted(memory.items(), key=lambda item: -item[1]) if name != SLACK}
 
 
 def reserved(memory: Mapping[str, float]) -> str:
-    """Bytes that the allocator may hold beside them, in words; "" where nothing is known of it."""
+    """Bytes that the allocator may reserve in addition, in words; "" if they are unknown."""
     return f"the allocator may reserve {format_bytes(memory[SLACK])} more" if memory.get(SLACK) else ""
 
 
 def shown_estimates(plan: PlanData, most: int) -> list[tuple[str, PlanData]]:
-    """(why it is shown, {strategy, estimate}) of the choice and of what it is compared with, the fastest first.
+    """(reason, {strategy, estimate}) of the choice and of compositions to compare with it, the fastest first.
 
-    Each strategy once, at most so many: the choice, ties, then others.
+    Each strategy appears once, at most `most` of them: the choice, ties, then others.
     """
     candidates = [
         ("chosen", plan),
-        *(("tie", each) for each in plan.get("near_ties", ())),
-        *(("next", each) for each in plan.get("ranking", ())),
+        *(("tie", entry) for entry in plan.get("near_ties", ())),
+        *(("next", entry) for entry in plan.get("ranking", ())),
     ]
     shown: dict[tuple[str, ...], tuple[str, PlanData]] = {}
-    for why, each in candidates:
-        shown.setdefault(tuple(each["strategy"]), (why, each))
+    for why, entry in candidates:
+        shown.setdefault(tuple(entry["strategy"]), (why, entry))
     return sorted(list(shown.values())[:most], key=lambda item: float(item[1]["estimate"]["step_s"]))
 
 
@@ -189,7 +189,7 @@ def slower(plan: PlanData, estimate: Mapping[str, Any]) -> str:
 
 
 def step_of(rejected: Mapping[str, Any]) -> float:
-    """Seconds that a rejected composition would take; it comes last where nobody knows."""
+    """Seconds that a step of a rejected composition would take; infinite, so last, if unknown."""
     return float(rejected["estimate"]["step_s"]) if rejected.get("estimate") else float("inf")
 
 
@@ -207,7 +207,7 @@ def _compared(ratio: float) -> str:
 
 
 def nearest_changes(entries: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The first of the counterfactuals that change one axis or method, but for those that change nothing."""
+    """The first counterfactual of each axis or method, without those that make no difference."""
     seen: set[str] = set()
     for entry in entries:
         what = entry.get("what", entry["change"])
@@ -218,7 +218,7 @@ def nearest_changes(entries: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[st
 
 
 def varied(counts: Mapping[str, Mapping[str, int]]) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """The axes of which compositions have several values."""
+    """The axes for which compositions have several values."""
     return ((axis, values) for axis, values in counts.items() if len(values) > 1)
 
 
@@ -226,23 +226,23 @@ def simulated(entry: Mapping[str, Any]) -> str:
     """The result of simulating a strategy, in a sentence."""
     if "why_not" in entry:
         return f"not simulated: {entry['why_not']}"
-    found, estimated = entry["peak_bytes"], entry["estimated_bytes"]
+    peak, estimated = entry["peak_bytes"], entry["estimated_bytes"]
     notes = "".join(f"; {note}" for note in entry.get("notes", ()))
     return (
-        f"{format_bytes(found)} counted against {format_bytes(estimated)} estimated "
-        f"({estimated / found - 1:+.1%}){'' if entry.get('fits', True) else ', which does not fit'}, in "
+        f"{format_bytes(peak)} counted against {format_bytes(estimated)} estimated "
+        f"({estimated / peak - 1:+.1%}){'' if entry.get('fits', True) else ', which does not fit'}, in "
         f"{format_seconds(entry['seconds'])}{notes}"
     )
 
 
 def simulations(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Results of simulations, and how many were not for each reason, a line each."""
+    """Results of simulations, and the number of those skipped for each reason, a line each."""
     skipped = Counter[str]()
-    for each in entries:
-        if "why_not" in each:
-            skipped[each["why_not"]] += 1
+    for entry in entries:
+        if "why_not" in entry:
+            skipped[entry["why_not"]] += 1
         else:
-            yield f"{composition(each['strategy'])}: {simulated(each)}"
+            yield f"{composition(entry['strategy'])}: {simulated(entry)}"
     for reason, number in skipped.items():
         yield f"{number} not simulated: {reason}"
 
@@ -266,7 +266,7 @@ def cluster_rows(cluster: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _leaves(each, f"{place}.{name}" if place else name)
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{place}.{name}" if place else name)
     else:
         yield place, value

@@ -1,10 +1,10 @@
-"""A plan as one page that needs nothing else: what was chosen, every candidate, and why not the others.
+"""A plan as one self-contained page: the choice, every candidate, and the reasons against others.
 
-The page is built as a tree of elements, so that names and reasons, which are whatever a model's author wrote, become
-text and never markup. Its own style and script are the only ones it accepts: a content security policy names them by
-their hash and allows no request. Bars and tables are in the page itself; the script draws the scatter and filters.
+The page is built as a tree of elements: names and reasons, which any model's author may have written, become text
+and never markup. A content security policy allows only the page's own style and script, by their hashes, and no
+request. Bars and tables are in the page itself; the script draws the scatter plot and filters.
 
-All functions take what `Plan.to_json_data` gives.
+All functions take the data of `Plan.to_json_data`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from atorch.units import format_bytes, format_seconds
 
 MAX_BARS = 12
 SEPARATOR = " + "  # of the methods in a label
-NUM_COLOURS = 10  # that the page's style has
+NUM_COLOURS = 10  # in the page's style
 Values = Mapping[str, float]
 
 
 def plan_page(plan: PlanData, title: str = "") -> str:
-    """The page of a plan, as text; `title` says what it is of."""
+    """The page of a plan as text, under a title."""
     script = _piece("plan.js")
     data = element("script", _embedded(columns(plan)), id="plan-data", type="application/json")
     content = (*_sections(plan, title), data, element("script", script))
@@ -56,7 +56,7 @@ def plan_page(plan: PlanData, title: str = "") -> str:
 
 
 def page(title: str, content: Iterable[Element], allowed: str) -> str:
-    """A page in the house's style, whose content security policy allows that and what is `allowed` beside it."""
+    """A page whose content security policy allows the common style, and the sources in `allowed`."""
     style = _piece("plan.css")
     policy = f"default-src 'none'; style-src '{_hash(style)}'; {allowed}"
     head = element(
@@ -74,22 +74,22 @@ def page(title: str, content: Iterable[Element], allowed: str) -> str:
 def _sections(plan: PlanData, title: str) -> Iterator[Element]:
     yield element("h1", title or "Plan")
     yield element("p", headline(plan), class_="soft")
-    yield element("p", *(element("span", each, class_="method") for each in plan["strategy"] or ("plain training",)))
+    yield element("p", *(element("span", name, class_="method") for name in plan["strategy"] or ("plain training",)))
     boxes = (element("div", element("dt", name), element("dd", figure)) for name, figure in facts(plan))
     yield element("dl", *boxes, class_="facts")
     shown = shown_estimates(plan, MAX_BARS)
     memory = _memory_bars(plan, shown)
-    time = Bars.of([each["estimate"]["time"] for _, each in shown], format_seconds)
+    time = Bars.of([entry["estimate"]["time"] for _, entry in shown], format_seconds)
     yield section("Runners-up", _ranking(plan, shown))
     yield section("Memory of a device, by category", _memory_chart(plan, shown, memory))
-    said = f"One step of the slowest device, each kind of work together. {_legend(time)}"
-    yield section("Where the step's time goes", time.chart(_of_each(shown, "time", dict), said))
+    caption = f"One step of the slowest device, each kind of work together. {_legend(time)}"
+    yield section("Where the step's time goes", time.chart(_of_each(shown, "time", dict), caption))
     if plan.get("counterfactuals"):
         nearest = _listed(nearest_changes(plan["counterfactuals"]))
         more = element("details", element("summary", "All that was tried"), _listed(plan["counterfactuals"]))
         yield section("What if", nearest, more)
     if plan.get("simulated"):
-        rows = ((composition(each["strategy"]), simulated(each)) for each in plan["simulated"])
+        rows = ((composition(entry["strategy"]), simulated(entry)) for entry in plan["simulated"])
         yield section("Simulated", table(("composition", "found"), rows))
     yield element(
         "section", element("h2", "Every candidate"), *_candidates(plan), *_why_not(plan, memory), class_="long"
@@ -102,31 +102,32 @@ def _sections(plan: PlanData, title: str) -> Iterator[Element]:
 
 
 def _memory_bars(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Bars:
-    """Bars to the scale of the device; what is far too large for it is cut off at twice that."""
-    estimates = [each["estimate"] for each in (*(each for _, each in shown), *plan["rejected"]) if each.get("estimate")]
+    """Bars to the scale of the device; longer ones are cut off at twice its memory."""
+    compositions = [*(entry for _, entry in shown), *plan["rejected"]]
+    estimates = [entry["estimate"] for entry in compositions if entry.get("estimate")]
     limits = {"limit": plan["memory_bytes"], "usable": usable_bytes(plan)}
-    bars = Bars.of([held(each["memory"]) for each in estimates], format_bytes, limits)
+    bars = Bars.of([held(estimate["memory"]) for estimate in estimates], format_bytes, limits)
     return replace(bars, whole=min(bars.whole, 2 * plan["memory_bytes"]))
 
 
 def _memory_chart(plan: PlanData, shown: Sequence[tuple[str, PlanData]], bars: Bars) -> Element:
-    """A bar for each stage of the choice where they are told, then one for each strategy that is compared."""
+    """A bar for each stage of the choice, if there are several, then one for each strategy that is compared."""
     stages = plan["estimate"].get("stages") or ()
-    rows = [(f"chosen, stage {index}", held(each)) for index, each in enumerate(stages) if len(stages) > 1]
+    rows = [(f"chosen, stage {index}", held(stage)) for index, stage in enumerate(stages) if len(stages) > 1]
     has = format_bytes(plan["memory_bytes"])
-    near = Bars.of([held(each["estimate"]["memory"]) for _, each in shown], format_bytes, bars.limits)
+    near = Bars.of([held(entry["estimate"]["memory"]) for _, entry in shown], format_bytes, bars.limits)
     more = reserved(plan["estimate"]["memory"])
-    said = f"The line is what a device has, {has}; the dashed one, what may be used of it."
-    said += f" Beside what tensors of the chosen one hold, {more}." if more else ""
-    said += f" {_legend(near)}"
-    return replace(near, names=bars.names).chart([*rows, *_of_each(shown, "memory", held)], said)
+    caption = f"The line is what a device has, {has}; the dashed one, what may be used of it."
+    caption += f" Beside what tensors of the chosen one hold, {more}." if more else ""
+    caption += f" {_legend(near)}"
+    return replace(near, names=bars.names).chart([*rows, *_of_each(shown, "memory", held)], caption)
 
 
 def _of_each(
     shown: Sequence[tuple[str, PlanData]], figures: str, of: Callable[[Mapping[str, float]], Mapping[str, float]]
 ) -> list[tuple[str, Mapping[str, float]]]:
-    """A bar of each strategy that is compared, under its number in the table."""
-    return [(_numbered(number, why), of(each["estimate"][figures])) for number, (why, each) in enumerate(shown, 1)]
+    """(label, values) of each strategy that is compared, with its number in the table."""
+    return [(_numbered(number, why), of(entry["estimate"][figures])) for number, (why, entry) in enumerate(shown, 1)]
 
 
 def _numbered(number: int, why: str) -> str:
@@ -137,28 +138,27 @@ def _ranking(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Element:
     rows = (
         (
             _numbered(number, why),
-            composition(each["strategy"]),
-            format_seconds(each["estimate"]["step_s"]),
-            "" if why == "chosen" else slower(plan, each["estimate"]),
-            format_bytes(each["estimate"]["peak_bytes"]),
+            composition(entry["strategy"]),
+            format_seconds(entry["estimate"]["step_s"]),
+            "" if why == "chosen" else slower(plan, entry["estimate"]),
+            format_bytes(entry["estimate"]["peak_bytes"]),
         )
-        for number, (why, each) in enumerate(shown, 1)
+        for number, (why, entry) in enumerate(shown, 1)
     )
     return table(("", "composition", "step", "vs chosen", "peak"), rows, numbers={2, 3, 4})
 
 
 def _legend(bars: Bars) -> str:
-    """The meaning of the bars' categories, as a sentence."""
-    told = legend(bars.names)
-    return f"{told[:1].upper()}{told[1:]}." if told else ""
+    text = legend(bars.names)
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def _listed(counterfactuals: Iterable[PlanData]) -> Element:
-    return element("ul", *(element("li", counterfactual(each)) for each in counterfactuals))
+    return element("ul", *(element("li", counterfactual(entry)) for entry in counterfactuals))
 
 
 def _candidates(plan: PlanData) -> Iterator[Element]:
-    """The scatter, and what the script fills."""
+    """The scatter plot, and the elements that the script fills."""
     yield element(
         "div",
         element("input", id="filter", type="search", placeholder="filter, such as: tensor 8 + fsdp"),
@@ -170,31 +170,31 @@ def _candidates(plan: PlanData) -> Iterator[Element]:
     yield element("div", canvas, *(element("div", id=name, hidden="hidden") for name in ("ring", "tip")), class_="plot")
     yield table(("the first of these", "step", "peak", "why not"), (), numbers={1, 2}, id="matches")
     pareto = (
-        (composition(each["strategy"]), format_seconds(each["step_s"]), format_bytes(each["peak_bytes"]))
-        for each in plan.get("pareto", ())
+        (composition(point["strategy"]), format_seconds(point["step_s"]), format_bytes(point["peak_bytes"]))
+        for point in plan.get("pareto", ())
     )
     front = table(("least time for its memory", "step", "peak"), pareto, numbers={1, 2})
     yield element("details", element("summary", "The Pareto front as a table"), front)
 
 
 def _why_not(plan: PlanData, bars: Bars) -> Iterator[Element]:
-    """The rejected ones that stand for all, each with its bytes by category to one scale."""
+    """The rejected compositions of the plan, each with a bar of its bytes by category, to one scale."""
     yield element("h2", "Why not")
     made = table(("composition", "", "step", "peak", "of the device", "reason"), (), numbers={2, 3}, id="why-not")
-    for each in sorted(plan["rejected"], key=step_of):
+    for entry in sorted(plan["rejected"], key=step_of):
         step, peak, memory = "", "", element("span")
-        if each.get("estimate"):
-            step, peak = format_seconds(each["estimate"]["step_s"]), format_bytes(each["estimate"]["peak_bytes"])
-            memory = bars.bar(held(each["estimate"]["memory"]))
-        line = row((composition(each["strategy"]), why_not(each["why"]), step, peak, memory, each["reason"]), {2, 3})
-        line.set("data-kind", each["why"])
+        if entry.get("estimate"):
+            step, peak = format_seconds(entry["estimate"]["step_s"]), format_bytes(entry["estimate"]["peak_bytes"])
+            memory = bars.bar(held(entry["estimate"]["memory"]))
+        line = row((composition(entry["strategy"]), why_not(entry["why"]), step, peak, memory, entry["reason"]), {2, 3})
+        line.set("data-kind", entry["why"])
         made[-1].append(line)
     yield made
     yield bars.legend()
 
 
 def _embedded(data: Any) -> str:
-    """JSON that no browser takes for the end of its element."""
+    """JSON that cannot end the element that it is in."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -227,15 +227,15 @@ def columns(plan: PlanData) -> dict[str, Any]:
             for name, values in candidates.get("memory", {}).items()
             if name != SLACK and any(values)
         },
-        "pareto": [{name: each[name] for name in ("step_s", "peak_bytes")} for each in plan.get("pareto", ())],
+        "pareto": [{name: point[name] for name in ("step_s", "peak_bytes")} for point in plan.get("pareto", ())],
         "chosen": {name: plan["estimate"][name] for name in ("step_s", "peak_bytes")},
         "limit_bytes": usable_bytes(plan),
     }
 
 
-def _indices(names: Iterable[str], known: dict[str, int]) -> list[int]:
-    """Each name's number; new ones are numbered on."""
-    return [known.setdefault(name or "", len(known)) for name in names]
+def _indices(names: Iterable[str], numbers: dict[str, int]) -> list[int]:
+    """The number of each name; a new name gets the next one."""
+    return [numbers.setdefault(name or "", len(numbers)) for name in names]
 
 
 def _rounded(values: Iterable[float]) -> list[float]:
@@ -248,22 +248,22 @@ def _percent(values: Iterable[float], wholes: Iterable[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Bars:
-    """The common parts of bars: the categories, what a full one is, how figures are written, and lines across."""
+    """The common parts of bars: the categories, the value of a full bar, the form of figures, and limits."""
 
     names: Sequence[str]
     whole: float
     form: Callable[[float], str]
-    limits: Values = field(default_factory=dict)  # class of a line → where it stands
+    limits: Values = field(default_factory=dict)  # class of a line → its value
 
     @classmethod
     def of(cls, values: Sequence[Values], form: Callable[[float], str], limits: Values | None = None) -> Bars:
-        """Bars that have room for all of `values` and their limits."""
-        names = dict.fromkeys(name for each in values for name, value in each.items() if value > 0)
-        whole = max([sum(each.values()) for each in values] + list((limits or {}).values()), default=0.0)
+        """Bars with room for all of `values` and their limits."""
+        names = dict.fromkeys(name for bar in values for name, value in bar.items() if value > 0)
+        whole = max([sum(bar.values()) for bar in values] + list((limits or {}).values()), default=0.0)
         return cls(tuple(names), whole or 1.0, form, limits or {})
 
     def bar(self, values: Values) -> Element:
-        """One bar; each piece says its figure where it is pointed at."""
+        """One bar; each piece has its figure as a tooltip."""
         pieces, start = [], 0.0
         for index, name in enumerate(self.names):
             width = values.get(name, 0.0) / self.whole * 100
@@ -277,7 +277,7 @@ class Bars:
         return element("svg", *pieces, viewBox="0 0 100 1", preserveAspectRatio="none", role="img")
 
     def chart(self, rows: Sequence[tuple[str, Values]], caption: str) -> Element:
-        """A labelled bar of each, with a legend."""
+        """A labelled bar of each row, with a legend."""
         lines = [
             element(
                 "div",

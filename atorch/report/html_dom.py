@@ -1,4 +1,4 @@
-"""Elements of a page, built as a tree: whatever is put in as text comes out as text, and never as markup."""
+"""Elements of a page, built as a tree: text that is put in comes out as text, and never as markup."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ HtmlNode = Element | str
 
 
 def element(tag: str, *content: HtmlNode, **attributes: str) -> Element:
-    """An element with text and elements in it; a keyword's underscores stand for what Python's names cannot have."""
+    """An element with text and elements in it; underscores in keywords become hyphens, but not a trailing one."""
     made = Element(tag, {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()})
-    for each in content:
-        if isinstance(each, Element):
-            made.append(each)
+    for node in content:
+        if isinstance(node, Element):
+            made.append(node)
         elif len(made):
-            made[-1].tail = (made[-1].tail or "") + each
+            made[-1].tail = (made[-1].tail or "") + node
         else:
-            made.text = (made.text or "") + each
+            made.text = (made.text or "") + node
     return made
 
 
 def section(heading: str, *content: HtmlNode, is_long: bool = False) -> Element:
-    """A part of the page under a heading; a long one may be cut where paper ends."""
+    """A part of the page under a heading; a long one may be split between printed pages."""
     return element("section", element("h2", heading), *content, class_="long" if is_long else "short")
 
 

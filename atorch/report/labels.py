@@ -17,7 +17,7 @@ CATEGORIES: Mapping[str, str] = {
     "exposed_comm": "communication that computing does not hide, and copies for it",
     "offload": "waiting for host memory",
 }
-"""By category of memory or time; what says itself what it is, such as gradients, is not here."""
+"""Meanings of categories of memory and time, without self-explanatory ones such as gradients."""
 
 WORK: Mapping[str, str] = {
     "products": "matrix products",
@@ -49,18 +49,18 @@ def shown_work(kind: str) -> str:
 
 
 def legend(categories: Iterable[str]) -> str:
-    """Meanings of those of the categories that do not say it themselves, in one line; "" where all do."""
-    known = [(shown_name(name), CATEGORIES[name]) for name in dict.fromkeys(categories) if name in CATEGORIES]
-    return "; ".join(f"{name}: {meaning}" for name, meaning in known)
+    """Meanings of the categories that are not self-explanatory, in one line; "" if all are."""
+    meanings = [(shown_name(name), CATEGORIES[name]) for name in dict.fromkeys(categories) if name in CATEGORIES]
+    return "; ".join(f"{name}: {meaning}" for name, meaning in meanings)
 
 
 def why_not(why: str) -> str:
-    """Why a composition was not taken, as people say it: `out of memory`."""
+    """The reason against a composition, in words: `out of memory`."""
     return _WHY.get(why, why)
 
 
 def left_out(rejected: Iterable[Mapping[str, Any]]) -> str:
-    """The number left out and the reasons: `12 more: 7 out of memory, 5 slower`; "" of none."""
-    counts = Counter(why_not(each["why"]) for each in rejected)
-    told = ", ".join(f"{number:,} {why}" for why, number in counts.most_common())
-    return f"{counts.total():,} more: {told}" if counts else ""
+    """The number left out and the reasons: `12 more: 7 out of memory, 5 slower`; "" for none."""
+    counts = Counter(why_not(entry["why"]) for entry in rejected)
+    reasons = ", ".join(f"{number:,} {why}" for why, number in counts.most_common())
+    return f"{counts.total():,} more: {reasons}" if counts else ""

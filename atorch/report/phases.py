@@ -1,4 +1,4 @@
-"""Charts over the seconds of a training run, with its phases in the background: what the two drawings below share."""
+"""Common parts of charts over the seconds of a training run, with its phases in the background."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Shade(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """A unit of time, and how many of it a second has."""
+    """A unit of time, and its number in a second."""
 
     unit: str
     per_s: float
 
 
 def in_style() -> AbstractContextManager[None]:
-    """Figures that are made inside look alike."""
+    """A context in which figures have one style."""
     from matplotlib import rc_context
 
     settings: Any = dict(_STYLE)
@@ -53,20 +53,20 @@ def in_style() -> AbstractContextManager[None]:
 
 
 def time_scale(end_s: float) -> Scale:
-    """Seconds, or milliseconds where there are not two of them."""
+    """Seconds, or milliseconds below two seconds."""
     return Scale("s", 1.0) if end_s >= 2.0 else Scale("ms", 1e3)
 
 
 def shade(axes: Axes, shades: Sequence[Shade], scale: Scale, opacity: float) -> list[Patch]:
-    """Colour the phases from the bottom to the top of `axes`; what the legend shows for them."""
+    """Colour the phases over the full height of `axes`; return the patches for the legend."""
     from matplotlib.patches import Patch
 
-    shown: list[Patch] = []
+    patches: list[Patch] = []
     for name, colour in PHASES.items():
         spans = [
-            (each.start_s * scale.per_s, (each.end_s - each.start_s) * scale.per_s)
-            for each in shades
-            if each.name == name
+            (phase.start_s * scale.per_s, (phase.end_s - phase.start_s) * scale.per_s)
+            for phase in shades
+            if phase.name == name
         ]
         if spans:
             axes.broken_barh(
@@ -78,8 +78,8 @@ def shade(axes: Axes, shades: Sequence[Shade], scale: Scale, opacity: float) -> 
                 zorder=0,
                 linewidth=0,
             )
-            shown.append(Patch(facecolor=colour, alpha=opacity, label=name))
-    return shown
+            patches.append(Patch(facecolor=colour, alpha=opacity, label=name))
+    return patches
 
 
 def over_time(axes: Axes, end_s: float, scale: Scale) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a search: a bar with the time left or a line for every dry run; and of other long work."""
+"""Progress of a search, as a bar with the time left or a line for every dry run, and of other long work."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 MOMENT_S = 1.0
-AGAIN_S = 10.0  # after so long a line where there is no terminal says that it still goes on
+AGAIN_S = 10.0  # between lines about work that continues, where there is no terminal
 
 
 @contextmanager
 def telling(what: str, after_s: float = MOMENT_S) -> Iterator[None]:
-    """Says what is being done on standard error, and for how long, where it takes more than a moment.
+    """Report on standard error what is being done, and for how long, if it takes more than a moment.
 
-    On a terminal that is a line that changes and goes; elsewhere a line every ten seconds.
+    On a terminal, a line changes and disappears in the end; elsewhere, a line is added every ten seconds.
     """
     is_over, began = threading.Event(), time.monotonic()
-    teller = threading.Thread(target=_tell, args=(what, is_over, began, after_s), daemon=True)
+    teller = threading.Thread(target=_report, args=(what, is_over, began, after_s), daemon=True)
     teller.start()
     try:
         yield
@@ -36,7 +36,7 @@ def telling(what: str, after_s: float = MOMENT_S) -> Iterator[None]:
         teller.join()
 
 
-def _tell(what: str, is_over: threading.Event, began: float, after_s: float) -> None:
+def _report(what: str, is_over: threading.Event, began: float, after_s: float) -> None:
     out = sys.stderr
     if is_over.wait(after_s):
         return
@@ -49,9 +49,9 @@ def _tell(what: str, is_over: threading.Event, began: float, after_s: float) -> 
     from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status("") as shown:
+    with Console(stderr=True).status("") as status:
         while True:
-            shown.update(Text(f"{what} … {time.monotonic() - began:.0f} s", no_wrap=True, overflow="ellipsis"))
+            status.update(Text(f"{what} … {time.monotonic() - began:.0f} s", no_wrap=True, overflow="ellipsis"))
             if is_over.wait(0.5):
                 return
 
@@ -74,17 +74,17 @@ class SearchState(Protocol):
 
 
 def line(state: SearchState) -> str:
-    found = "rejected" if state.step_s is None else format_seconds(state.step_s)
+    outcome = "rejected" if state.step_s is None else format_seconds(state.step_s)
     best = "" if state.best_s is None else f", best {format_seconds(state.best_s)}"
     left = f", at most {format_seconds(state.left_s)} left" if state.done < state.total else ""
-    return f"dry run {state.done} of at most {state.total}: {found}{best}{left}: {state.strategy}"
+    return f"dry run {state.done} of at most {state.total}: {outcome}{best}{left}: {state.strategy}"
 
 
 @contextmanager
 def search_progress(
     console: Console | None = None, *, verbose: bool = False
 ) -> Iterator[Callable[[SearchState], None]]:
-    """A function that shows each State it is given, by default on standard error; `verbose` adds lines to the bar."""
+    """A function that shows each SearchState, by default on standard error; `verbose` adds lines to the bar."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn

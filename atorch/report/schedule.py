@@ -1,7 +1,7 @@
-"""A pipeline's timeline drawn, on a terminal and as a picture that needs nothing else.
+"""Drawings of a pipeline's timeline, on a terminal and as a self-contained picture.
 
-A row is a process, a box a pass with the number of its micro-batch, and what is empty is waiting. Of several stages on
-one process the later ones are lighter, as in Narayanan et al. 2021, arXiv 2104.04473, figure 4.
+A row is a process, a box is a pass with the number of its micro-batch, and gaps are waiting. Of several stages on one
+process, the later ones are lighter, as in Narayanan et al. 2021, arXiv 2104.04473, figure 4.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Look(NamedTuple):
     colour: Colour
 
 
-# Colours that the colour-blind tell apart too: Okabe and Ito 2008, "Color Universal Design".
+# Colours that the colour-blind can distinguish, too: Okabe and Ito 2008, "Color Universal Design".
 _LOOKS: Mapping[str, _Look] = {
     "forward": _Look("F", "forward", (0, 114, 178)),
     "backward": _Look("B", "backward", (230, 159, 0)),
@@ -48,14 +48,14 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328; }
 
 
 def schedule_text(drawn: Timeline, width: int) -> Text:
-    """The timeline for `width` columns, in as many staves as it takes.
+    """The timeline for `width` columns, in several blocks of lines if it is longer.
 
-    Letters say what a pass is: F, B, or I and W for gradients of inputs and of weights; a small letter, which of the
-    stages of its process.
+    A capital letter is the kind of a pass: F, B, or I and W for gradients of inputs and of weights. A small letter is
+    its stage on the process.
     """
     from rich.text import Text
 
-    column = 1 + max(len(_label(drawn, process, each)) for process, each in _all(drawn))
+    column = 1 + max(len(_label(drawn, process, timed)) for process, timed in _all(drawn))
     heads = [f"{process} │ " for process in range(len(drawn.processes))]
     margin = max(map(len, heads))
     across = max(1, (width - margin) // column)
@@ -84,20 +84,20 @@ def schedule_svg(drawn: Timeline, title: str) -> str:
         top = _LINE + process * (_ROW + _GAP)
         content.append(element("text", f"process {process}", x="4", y=str(top + 17)))
         content.append(_box(_LEFT, top, drawn.num_ticks * _TICK, _ROW, class_="idle"))
-        for each in placed:
-            content += _drawn(drawn, process, each, top)
+        for timed in placed:
+            content += _drawn(drawn, process, timed, top)
     content += _legend(drawn, height - _LINE + 6)
     picture = element("svg", *content, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}", role="img")
     picture.set("width", str(width))
     return tostring(picture, encoding="unicode") + "\n"
 
 
-def _drawn(drawn: Timeline, process: int, each: TimedPass, top: int) -> Iterator[Element]:
-    left, width = _LEFT + each.start * _TICK, (each.end - each.start) * _TICK
-    colour = _colour(drawn, process, each)
-    tip = f"{_LOOKS[each.kind].words} of micro-batch {each.micro_batch} on stage {each.stage}"
+def _drawn(drawn: Timeline, process: int, timed: TimedPass, top: int) -> Iterator[Element]:
+    left, width = _LEFT + timed.start * _TICK, (timed.end - timed.start) * _TICK
+    colour = _colour(drawn, process, timed)
+    tip = f"{_LOOKS[timed.kind].words} of micro-batch {timed.micro_batch} on stage {timed.stage}"
     box = _box(left, top, width - 1, _ROW, element("title", tip), fill=_hex(colour))
-    number = element("text", str(each.micro_batch), x=str(left + width // 2), y=str(top + 17))
+    number = element("text", str(timed.micro_batch), x=str(left + width // 2), y=str(top + 17))
     number.set("class", "box on-dark" if _is_dark(colour) else "box")
     yield box
     yield number
@@ -120,41 +120,41 @@ def _box(left: int, top: int, width: int, height: int, *content: Element, **attr
 
 
 def _cells(drawn: Timeline, process: int, column: int) -> list[tuple[str, str]]:
-    """(what is printed, its style) of each tick."""
+    """(text, style) of each tick."""
     cells = [("·".ljust(column), "dim")] * drawn.num_ticks
-    for each in drawn.processes[process]:
-        words = _label(drawn, process, each).ljust(column * (each.end - each.start))
-        style = _style(_colour(drawn, process, each))
-        for tick in range(each.start, each.end):
-            at = (tick - each.start) * column
+    for timed in drawn.processes[process]:
+        words = _label(drawn, process, timed).ljust(column * (timed.end - timed.start))
+        style = _style(_colour(drawn, process, timed))
+        for tick in range(timed.start, timed.end):
+            at = (tick - timed.start) * column
             cells[tick] = words[at : at + column], style
     return cells
 
 
-def _label(drawn: Timeline, process: int, each: TimedPass) -> str:
+def _label(drawn: Timeline, process: int, timed: TimedPass) -> str:
     stages = drawn.stages(process)
-    piece = ascii_lowercase[stages.index(each.stage) % 26] if len(stages) > 1 else ""
-    return f"{_LOOKS[each.kind].letter}{each.micro_batch}{piece}"
+    piece = ascii_lowercase[stages.index(timed.stage) % 26] if len(stages) > 1 else ""
+    return f"{_LOOKS[timed.kind].letter}{timed.micro_batch}{piece}"
 
 
 def _all(drawn: Timeline) -> Iterator[tuple[int, TimedPass]]:
-    return ((process, each) for process, placed in enumerate(drawn.processes) for each in placed)
+    return ((process, timed) for process, placed in enumerate(drawn.processes) for timed in placed)
 
 
 def _kinds(drawn: Timeline) -> Sequence[str]:
-    found = {each.kind for _, each in _all(drawn)}
-    return [kind for kind in _LOOKS if kind in found]
+    kinds = {timed.kind for _, timed in _all(drawn)}
+    return [kind for kind in _LOOKS if kind in kinds]
 
 
-def _colour(drawn: Timeline, process: int, each: TimedPass) -> Colour:
+def _colour(drawn: Timeline, process: int, timed: TimedPass) -> Colour:
     stages = drawn.stages(process)
-    light = _LIGHTEST * stages.index(each.stage) / max(1, len(stages) - 1)
-    red, green, blue = (round(part + light * (255 - part)) for part in _LOOKS[each.kind].colour)
+    light = _LIGHTEST * stages.index(timed.stage) / max(1, len(stages) - 1)
+    red, green, blue = (round(part + light * (255 - part)) for part in _LOOKS[timed.kind].colour)
     return red, green, blue
 
 
 def _is_dark(colour: Colour) -> bool:
-    """True if white is read on it better than black: its luma, ITU-R BT.601."""
+    """True if white text reads better on it than black, by its luma (ITU-R BT.601)."""
     red, green, blue = colour
     return 0.299 * red + 0.587 * green + 0.114 * blue < 128
 

@@ -1,6 +1,6 @@
-"""Plans of one job for several clusters beside each other, a column a cluster.
+"""Plans of one job for several clusters side by side, one column per cluster.
 
-All functions take what `Plan.to_json_data` gives; in place of a plan that there is not stands why, in words.
+All functions take the data of `Plan.to_json_data`; in place of a missing plan, they take the reason in words.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Answer = Mapping[str, Any] | str  # a plan, or why there is none
-Answers = Sequence[tuple[str, Answer]]  # by what the cluster was called
+Answers = Sequence[tuple[str, Answer]]  # by the name of the cluster
 
-NAMES, EACH = 13, 19  # columns of the first one, and the least of a cluster's
+NAMES, EACH = 13, 19  # widths: of the first column, and the least of a cluster's
 
 
 def beside_report(answers: Answers, title: str = "") -> RenderableType:
-    """The plans as a rich renderable; as many clusters in a table as there is room for."""
+    """The plans as a rich renderable, with as many clusters in a table as there is room for."""
     from rich.console import Group
     from rich.text import Text
 
@@ -48,13 +48,13 @@ def _table(answers: Answers, fastest: float) -> RenderableType:
     for name, _ in answers:
         table.add_column(Text(name, overflow="fold"), overflow="fold", ratio=1)
     cells = [dict(_rows(answer, fastest)) for _, answer in answers]
-    for name in dict.fromkeys(name for each in cells for name in each):
-        table.add_row(name, *(Text(each.get(name, "")) for each in cells))
+    for name in dict.fromkeys(name for column in cells for name in column):
+        table.add_row(name, *(Text(column.get(name, "")) for column in cells))
     return table
 
 
 def _rate(plan: Mapping[str, Any]) -> float:
-    """Samples a second: clusters may take batches of their own."""
+    """Samples a second, since batches may differ between clusters."""
     return float(plan["global_batch"] / plan["estimate"]["step_s"])
 
 

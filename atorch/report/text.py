@@ -1,6 +1,6 @@
-"""A plan as text: what was chosen, what was expected and measured of it, and why not the others.
+"""A plan as text: the choice, its estimate and measurement, and the reasons against the others.
 
-All functions take what `Plan.to_json_data` gives, so that a plan that was read from a strategy file is shown as well.
+All functions take the data of `Plan.to_json_data`, so they also show a plan from a strategy file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Rejections = Sequence[Mapping[str, Any]]
 
 MAX_ROWS = 12
 _ORDER = ("slower", "failed", "time", "memory", "refused", "hardware", "not run")
-"""Reasons: what was learnt comes before what was not."""
+"""Reasons in the order of rows: those that were learnt in a run come first."""
 
 
 def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableType:
@@ -46,7 +46,7 @@ def plan_summary(plan: PlanData) -> RenderableType:
     parts.append(Text(_facts(plan)))
     if plan.get("numbers"):
         parts.append(Text(f"Numbers: {plan['numbers']}."))
-    parts += [Text(f"Note: {each}.") for each in plan.get("notes", ())]
+    parts += [Text(f"Note: {note}.") for note in plan.get("notes", ())]
     return Group(*parts)
 
 
@@ -56,7 +56,7 @@ def show_plan(plan: PlanData, max_rows: int | None = MAX_ROWS, console: Console 
 
 
 def show_rejections(rejected: Rejections, max_rows: int | None = MAX_ROWS, console: Console | None = None) -> None:
-    """Write why each composition was rejected, where none was chosen."""
+    """Write the reason against each composition, if none was chosen."""
     console = console or _standard_error()
     console.print(_table(rejected, (), max_rows))
     console.print(*_left_out(rejected, max_rows))
@@ -74,12 +74,12 @@ def _facts(plan: PlanData) -> str:
     if estimate is not None:
         expected = f"estimated {format_seconds(estimate['step_s'])} and {format_bytes(estimate['peak_bytes'])}"
     if measured is None:
-        found = "not measured"
+        step = "not measured"
     else:
         peak = f"{format_bytes(measured['peak_bytes'])} ({measured['memory_kind']})"
-        found = f"measured {format_seconds(measured['step_s'])} and {peak}"
+        step = f"measured {format_seconds(measured['step_s'])} and {peak}"
     return (
-        f"Step: {found}; {expected} of {format_bytes(plan['memory_bytes'])} a device.\n"
+        f"Step: {step}; {expected} of {format_bytes(plan['memory_bytes'])} a device.\n"
         f"{_baseline(plan)}"
         f"{plan['num_compositions']} compositions, {plan['num_dry_runs']} of them run, in "
         f"{format_seconds(plan['seconds'])}."
@@ -87,16 +87,16 @@ def _facts(plan: PlanData) -> str:
 
 
 def _baseline(plan: PlanData) -> str:
-    """The baseline of the choice, and the gain on it, by what is known of both."""
+    """The baseline, and the choice's gain on it, as measured or expected."""
     baseline = plan.get("baseline")
     if baseline is None:
         return ""
-    shown = _shown(baseline["strategy"], ()) or "plain training"
+    methods = _shown(baseline["strategy"], ()) or "plain training"
     if baseline["strategy"] == plan["strategy"]:
         return "That is the baseline; nothing was surely faster.\n"
-    known = "measured" if baseline["measured"] is not None else "expected, not measured"
-    step = f"{format_seconds(baseline['expected_s'])} ({known})"
-    return f"Baseline: {shown}, {step}; the choice takes {baseline['gain']:.0%} less.\n"
+    basis = "measured" if baseline["measured"] is not None else "expected, not measured"
+    step = f"{format_seconds(baseline['expected_s'])} ({basis})"
+    return f"Baseline: {methods}, {step}; the choice takes {baseline['gain']:.0%} less.\n"
 
 
 def _table(
@@ -104,24 +104,23 @@ def _table(
 ) -> RenderableType:
     title = "Why not (shares are of the chosen one's step)" if is_chosen else "Why not"
     rows = (
-        (_shown(each["strategy"], common) or "plain", _step(each["estimate"]), _step(each["measured"]), each["reason"])
-        for each in _sorted(rejected)[:max_rows]
+        (_shown(item["strategy"], common) or "plain", _step(item["estimate"]), _step(item["measured"]), item["reason"])
+        for item in _sorted(rejected)[:max_rows]
     )
     return table(title, ("composition", ">expected", ">measured", "reason"), rows)
 
 
 def _sorted(rejected: Rejections) -> list[Mapping[str, Any]]:
-    """The measured first, the fastest of them first; of each kind the best by estimate first."""
+    """Rejections in the order of their reasons, and of each reason the fastest first."""
 
-    def key(each: Mapping[str, Any]) -> tuple[int, float]:
-        known = each["measured"] or each["estimate"]
-        return _ORDER.index(each["why"]), known["step_s"] if known else 0.0
+    def key(entry: Mapping[str, Any]) -> tuple[int, float]:
+        figures = entry["measured"] or entry["estimate"]
+        return _ORDER.index(entry["why"]), figures["step_s"] if figures else 0.0
 
     return sorted(rejected, key=key)
 
 
 def _left_out(rejected: Rejections, max_rows: int | None) -> list[RenderableType]:
-    """A line on those left out, if any."""
     from rich.text import Text
 
     rest = [] if max_rows is None else _sorted(rejected)[max_rows:]
@@ -129,13 +128,13 @@ def _left_out(rejected: Rejections, max_rows: int | None) -> list[RenderableType
 
 
 def _common(plan: PlanData) -> list[str]:
-    """Methods of all compositions, which need not be said in every row."""
-    compositions = [plan["strategy"], *(each["strategy"] for each in plan["rejected"] if each["why"] != "hardware")]
-    return [each for each in plan["strategy"] if len(compositions) > 1 and all(each in other for other in compositions)]
+    """Methods that all compositions share, which rows omit."""
+    compositions = [plan["strategy"], *(entry["strategy"] for entry in plan["rejected"] if entry["why"] != "hardware")]
+    return [name for name in plan["strategy"] if len(compositions) > 1 and all(name in other for other in compositions)]
 
 
 def _shown(strategy: Sequence[str], common: Sequence[str]) -> str:
-    return " + ".join(each for each in strategy if each not in common)
+    return " + ".join(method for method in strategy if method not in common)
 
 
 def _step(figures: Mapping[str, Any] | None) -> str:

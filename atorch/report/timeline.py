@@ -1,8 +1,8 @@
-"""When each process of a pipeline computes what: a simulated clock over the order in which each has its passes done.
+"""The timeline of a pipeline: a simulated clock over the order of passes on each process.
 
-A forward pass of a stage takes one tick, backward two, of which the gradients of inputs and of weights take one each
-where they are apart; sending takes none. A pass starts when its process is free and what it needs is there: activations
-of the stage before, gradients of the stage after.
+A forward pass of a stage takes one tick, a backward pass two: one each for gradients of inputs and of weights if these
+are separate. Sending takes none. A pass starts when its process is free and its inputs are there: activations of the
+previous stage, gradients of the next.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class Timeline:
     @property
     def num_ticks(self) -> int:
         """Ticks from the start of the first pass to the end of the last one."""
-        return max(each.end for placed in self.processes for each in placed)
+        return max(timed.end for placed in self.processes for timed in placed)
 
     @property
     def bubble(self) -> float:
         """The share of the processes' time in which they wait."""
-        busy = sum(each.end - each.start for placed in self.processes for each in placed)
+        busy = sum(timed.end - timed.start for placed in self.processes for timed in placed)
         return 1.0 - busy / (self.num_ticks * len(self.processes))
 
     def stages(self, process: int) -> list[int]:
-        """The stages that a process has, in the order of the model."""
-        return sorted({each.stage for each in self.processes[process]})
+        """The stages that a process holds, in the order of the model."""
+        return sorted({timed.stage for timed in self.processes[process]})
 
     def most_held(self, process: int) -> float:
-        """The most micro-batches whose activations a process holds at once, counted in all of its stages."""
+        """The most micro-batches whose activations a process holds at once, as a mean over its stages."""
         placed = self.processes[process]
-        begun = [(each.start, 1) for each in placed if each.kind == "forward"]
-        done = [(each.end, -1) for each in placed if each.kind in ("backward", "weight")]
+        begun = [(timed.start, 1) for timed in placed if timed.kind == "forward"]
+        done = [(timed.end, -1) for timed in placed if timed.kind in ("backward", "weight")]
         held = most = 0
         for _, change in sorted(begun + done):
             held += change
@@ -61,10 +61,10 @@ class Timeline:
 
 
 def timeline(order: Sequence[Sequence[PassId]]) -> Timeline:
-    """The earliest that each process can do its passes in its order.
+    """The timeline in which each process runs its passes in its order, as early as possible.
 
     Raises:
-        StrategyError: processes wait for one another for ever.
+        StrategyError: the orders of the processes deadlock.
     """
     last = max(stage for passes in order for _, stage, _ in passes)
     ends: dict[PassId, int] = {}
@@ -77,7 +77,7 @@ def timeline(order: Sequence[Sequence[PassId]]) -> Timeline:
                 ready = [_end(ends, kinds, at, micro_batch) for kinds, at in _needed(kind, stage, last)]
                 if None in ready:
                     break
-                start = max([0, *(end for end in ready if end is not None), *(each.end for each in done[-1:])])
+                start = max([0, *(end for end in ready if end is not None), *(timed.end for timed in done[-1:])])
                 done.append(TimedPass(kind, stage, micro_batch, start, start + TICKS[kind]))
                 ends[kind, stage, micro_batch] = start + TICKS[kind]
                 moved = True
@@ -92,7 +92,7 @@ def timeline(order: Sequence[Sequence[PassId]]) -> Timeline:
 
 
 def _needed(kind: str, stage: int, last: int) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(kinds, stage) of the passes of the same micro-batch that one needs; of the kinds, whichever there is."""
+    """(kinds, stage) of the passes that a pass of the same micro-batch needs; only one of the kinds exists."""
     if kind == "forward" and stage > 0:
         yield ("forward",), stage - 1
     if kind in ("backward", "input"):
@@ -108,10 +108,10 @@ def _end(ends: Mapping[PassId, int], kinds: Sequence[str], stage: int, micro_bat
 
 
 def expected_bubble(schedule: str, processes: int, micro_batches: int, pieces: int = 1) -> float:
-    """The share of the processes' time in which formulas have them wait.
+    """The share of the processes' time in which they wait, by formula.
 
-    To fill and drain a pipeline of p processes takes p - 1 micro-batches, of pieces where each process has several
-    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), and a third of that where gradients of weights fill the gaps
+    To fill and drain a pipeline of p processes takes (p - 1) / pieces micro-batches, with `pieces` stages a process
+    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). It takes a third of p - 1 if weight gradients fill the gaps
     (Qi et al. 2023, arXiv 2401.10241, section 2, for passes of equal length).
     """
     waited = (processes - 1) / (3 if schedule == "zero_bubble" else pieces)

@@ -1,4 +1,4 @@
-"""Layouts for the columns that there are: tables that hold on a narrow terminal, and parts side by side."""
+"""Layouts that adapt to the width: tables that suit a narrow terminal, and parts side by side."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-NARROW = 64  # columns under which the rows of a table are lines under each other
+NARROW = 64  # columns below which the rows of a table become lines
 
 
 @dataclass(frozen=True)
 class Sized:
-    """A renderable that is made for the columns that it gets."""
+    """A renderable that is made for the width that it gets."""
 
     made: Callable[[int], RenderableType]
 
@@ -23,7 +23,7 @@ class Sized:
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Sized:
-    """A table whose long cells fold; a heading that begins with ">" is of a column of figures, which do not."""
+    """A table whose long cells fold; a heading that begins with ">" marks a column of figures, which do not fold."""
     listed = list(rows)
 
     def made(width: int) -> RenderableType:
@@ -48,7 +48,7 @@ def _drawn(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Re
 
 
 def _lines(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    """Each row as a line of its figures, and below it what folds."""
+    """Each row as a line of its figures, with the cells that fold below it."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -63,7 +63,7 @@ def _lines(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Re
 
 
 def columns_of(parts: Sequence[RenderableType], number: int) -> RenderableType:
-    """Parts in so many columns, row by row."""
+    """Parts in `number` columns, row by row."""
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 3, 0, 0))

@@ -1,1 +1,1 @@
-"""Mechanisms: each file is usable by hand, with torch alone."""
+"""Mechanisms: each module is usable on its own, with torch alone."""

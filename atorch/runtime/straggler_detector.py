@@ -1,11 +1,11 @@
-"""Measures step times on each process by kind of work, and names who keeps the others waiting.
+"""Measures step times on each process by kind of work, and names the processes that the others wait for.
 
     detector = StragglerDetector(model, optim, every=50)
     for batch in loader: ...                    # the loop stays as it is
 
-Processes that train together take equally long for every step, whichever is slow: the others wait. So what is compared
-is a process's own work: its data (from the last step to the model's call), forward, and backward up to the last
-gradient. On a GPU the times are events in its stream, which nobody waits for until the report.
+Processes that train together take equally long for every step, since all wait for the slowest. So the detector compares
+each process's own work: data (from the last step to the model's call), forward, and backward up to the last gradient.
+On a GPU the times are events in its stream, which the host reads only for the report.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from atorch.model.wrapper import Wrapper
 from atorch.units import format_seconds
 
 PARTS = DATA, FORWARD, BACKWARD = ("data", "forward", "backward")
-WHOLE, HELD = "whole", "held"  # a step; waiting for parameters in forward
+WHOLE, HELD = "whole", "held"  # the step; waits for parameters in forward
 IN_A_PASS = ("tensor", "sequence", "context")  # axes along which processes wait for one another in every pass
-SPREAD = 6.0  # median deviations from the median; of normally distributed times four standard deviations
-NAMED = 8  # ranks that a message names
+SPREAD = 6.0  # median deviations from the median: four standard deviations of normally distributed times
+NAMED = 8  # most ranks that a message names
 
 
 class WorkTimer:
-    """A clock of work: on a CUDA device in the current stream, whose times only `seconds` waits for."""
+    """A clock for work. On CUDA it records events in the current stream, and only `seconds` waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_stream = device.type == "cuda"
@@ -60,14 +60,14 @@ class WorkTimer:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The slow unit in a part of the step: a process, or several that wait for one another in it."""
+    """The slow unit in a part of the step: one process, or several that wait for one another in this part."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    part: str  # of PARTS
-    own_s: float  # what it takes for it, a step
-    median_s: float  # what its peers take
-    reports: int  # in a row that say so
+    part: str  # one of PARTS
+    own_s: float  # its seconds a step for the part
+    median_s: float  # the median of its peers
+    reports: int  # consecutive reports in which it was slow
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks[:NAMED])) + (", …" if len(self.ranks) > NAMED else "")
@@ -82,35 +82,35 @@ class Straggler:
 class StepReport:
     """Seconds a step since the last report, by rank."""
 
-    step: int  # steps that the optimizer has taken since the times are measured
+    step: int  # optimizer steps since measuring began
     steps_s: Sequence[float]  # whole steps
-    parts_s: Mapping[str, Sequence[float]]  # those of PARTS; 0 where a part is not measured
+    parts_s: Mapping[str, Sequence[float]]  # by PARTS; 0 where a part is not measured
     stragglers: Sequence[Straggler] = ()
 
     def __str__(self) -> str:
-        told = ", ".join(
-            f"{name} {' / '.join(map(format_seconds, (min(each), median_low(each), max(each))))}"
-            for name, each in {WHOLE: self.steps_s, **self.parts_s}.items()
+        times = ", ".join(
+            f"{name} {' / '.join(map(format_seconds, (min(seconds), median_low(seconds), max(seconds))))}"
+            for name, seconds in {WHOLE: self.steps_s, **self.parts_s}.items()
         )
-        return f"step {self.step}: least / median / most of {len(self.steps_s)} processes: {told}"
+        return f"step {self.step}: least / median / most of {len(self.steps_s)} processes: {times}"
 
 
 class StragglerDetector:
-    """Measures the steps of `optim`, and reports every so many of them, on rank 0, who was slow at what.
+    """Measures the steps of `optim`, and reports on rank 0, every `every` steps, which ranks were slow at which part.
 
-    All processes make one together. It is over with `close()`, or with the block where it is a context manager. The
-    first step, and steps with a pass without gradients, are not measured.
+    All processes construct it together. It ends with `close()`, or with the block where it is a context manager. It
+    does not measure the first step, nor steps with a pass without gradients.
 
     Args:
         model, optim: as `auto_accelerate` returned them, or any module (also a DistributedDataParallel) and optimizer.
         every: steps between reports, at least 2.
-        patience: reports in a row that name a process before there is a warning.
-        margin: how far above the median of its peers a process is slow, as a share of the median step.
+        patience: consecutive reports that name a process before a warning.
+        margin: excess over the median of its peers that makes a process slow, as a share of the median step.
         on_report: called with each `StepReport` on rank 0.
-        clock: what times are taken by; None for the device's own.
+        clock: measures the times; None for the device's own.
 
     Raises:
-        ArgumentError: on all processes, where an argument does not hold or differs between them.
+        ArgumentError: on all processes, if an argument is invalid or differs between them.
     """
 
     def __init__(
@@ -124,22 +124,22 @@ class StragglerDetector:
         on_report: Callable[[StepReport], None] | None = None,
         clock: WorkTimer | None = None,
     ) -> None:
-        given = {"every": every, "patience": patience, "margin": margin}
+        settings = {"every": every, "patience": patience, "margin": margin}
         agreed(
             "StragglerDetector",
-            lambda: {name: described(name, value) for name, value in given.items()},
+            lambda: {name: described(name, value) for name, value in settings.items()},
             lambda: _check(model, optim, every, patience, margin),
         )
         self.report: StepReport | None = None
-        """The last one, on rank 0."""
+        """The last report, on rank 0."""
         self._every, self._patience, self._margin, self._on_report = every, patience, margin, on_report
-        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._clock = clock or WorkTimer(device)
-        self._slow: dict[tuple[str, tuple[int, ...]], int] = {}  # reports in a row, by part and ranks
+        self._slow: dict[tuple[str, tuple[int, ...]], int] = {}  # consecutive reports, by part and ranks
         self._num_steps = self._num_measured = 0
-        self._spans: list[tuple[str, Any, Any]] = []  # of the steps since the last report: what, from when, until when
-        self._step: list[tuple[str, Any, Any]] = []  # of this step
-        self._since: dict[str, Any] = {}  # what has begun, and when
+        self._spans: list[tuple[str, Any, Any]] = []  # (part, start, end) in the steps since the last report
+        self._step: list[tuple[str, Any, Any]] = []  # the same in this step
+        self._since: dict[str, Any] = {}  # starts of the parts under way
         self._place(model)
         self._handles = [*self._watch(model), optim.register_step_post_hook(lambda *_: self._end_step())]
 
@@ -150,29 +150,29 @@ class StragglerDetector:
         self.close()
 
     def close(self) -> None:
-        """Measure no more. All processes do so between the same two steps."""
+        """Stop measuring. All processes must call it between the same two steps."""
         for handle in self._handles:
             handle.remove()
 
     def _place(self, model: nn.Module) -> None:
-        """Say which processes do the same work, and which wait for one another in the midst of it."""
+        """Collect which processes do the same work, and which wait for one another within it."""
         mesh = getattr(getattr(model, "_atorch", None), "mesh", None)
-        peers, self._is_staged, within = 0, False, [dist.get_rank() if several() else 0]
+        peers, self._is_staged, waiting = 0, False, [dist.get_rank() if several() else 0]
         if mesh is not None and mesh.num_ranks > 1:
             peers, self._is_staged = mesh.rank("pipeline"), mesh.size("pipeline") > 1
-            compiled = any(_gathers(each) and _is_compiled(each) for each in model.modules())
-            within = mesh.ranks(*IN_A_PASS, *(("data", "zero") if compiled else ()))
-        # Gradients of replicas travel while others are computed, and are waited for at the end of backward.
+            compiled = any(_gathers(module) and _is_compiled(module) for module in model.modules())
+            waiting = mesh.ranks(*IN_A_PASS, *(("data", "zero") if compiled else ()))
+        # Replicas reduce gradients while backward computes others, and wait for them only at its end.
         self._is_own = not several() or isinstance(model, DistributedDataParallel) or hasattr(model, "replicas")
         self._hosts, self._peers, self._units = zip(
-            *gather_objects((socket.gethostname(), peers, min(within))), strict=True
+            *gather_objects((socket.gethostname(), peers, min(waiting))), strict=True
         )
 
     def _watch(self, model: nn.Module) -> Iterator[Any]:
-        """Hooks around all that a call of the model is, around its own modules, and where these wait for parameters."""
+        """Hook the model's call, its root modules, and the places where modules wait for parameters."""
         yield model.register_forward_pre_hook(_Hook(self._call), prepend=True)
         for root in _roots(model):
-            if _is_compiled(root):  # its hooks would be, too
+            if _is_compiled(root):  # its hooks would be compiled, too
                 continue
             yield root.register_forward_pre_hook(_Hook(self._begin, FORWARD))
             yield root.register_forward_hook(_Hook(self._leave))
@@ -208,7 +208,7 @@ class StragglerDetector:
 
     def _end_backward(self) -> None:
         self._end(BACKWARD)
-        if not self._is_staged:  # between their passes stages wait for one another
+        if not self._is_staged:  # pipeline stages wait for one another between their passes
             self._since[DATA] = self._clock.now()
 
     def _end_step(self) -> None:
@@ -223,75 +223,75 @@ class StragglerDetector:
         self._since = dict.fromkeys((WHOLE, DATA), self._clock.now())
 
     def _tell(self) -> None:
-        """Bring together what all processes have measured: a few numbers of each."""
-        taken = dict.fromkeys((WHOLE, *PARTS, HELD), 0.0)
+        """Gather the measured times of all processes, a few numbers of each, and report them on rank 0."""
+        totals = dict.fromkeys((WHOLE, *PARTS, HELD), 0.0)
         for what, start, end in self._spans:
-            taken[what] += self._clock.seconds(start, end)
-        taken[FORWARD] = max(0.0, taken[FORWARD] - taken.pop(HELD))
+            totals[what] += self._clock.seconds(start, end)
+        totals[FORWARD] = max(0.0, totals[FORWARD] - totals.pop(HELD))
         num_measured = max(1, self._num_measured)
-        rows = gather_objects({what: seconds / num_measured for what, seconds in taken.items()})
+        rows = gather_objects({what: seconds / num_measured for what, seconds in totals.items()})
         self._spans, self._num_measured = [], 0
         if several() and dist.get_rank():
             return
-        whole, *parts = ([row[what] for row in rows] for what in taken)
+        whole, *parts = ([row[what] for row in rows] for what in totals)
         slow, before, self._slow = [], self._slow, {}
         for part, by_rank in zip(PARTS, parts, strict=True):
             units = range(len(rows)) if part == DATA else self._units
-            found = behind(by_rank, whole, self._margin, units, self._peers)
-            for ranks, (own_s, median_s) in found.items():
+            slow_ranks = behind(by_rank, whole, self._margin, units, self._peers)
+            for ranks, (own_s, median_s) in slow_ranks.items():
                 reports = self._slow[part, ranks] = before.get((part, ranks), 0) + 1
                 hosts = tuple(self._hosts[rank] for rank in ranks)
                 slow.append(Straggler(ranks, hosts, part, own_s, median_s, reports))
         self.report = StepReport(self._num_steps, whole, dict(zip(PARTS, parts, strict=True)), slow)
         logger.info("%s", self.report)
-        for each in slow:
-            if each.reports == self._patience:
-                logger.warning("%s, in the last %d reports; the others wait for it", each, each.reports)
+        for straggler in slow:
+            if straggler.reports == self._patience:
+                logger.warning("%s, in the last %d reports; the others wait for it", straggler, straggler.reports)
         if self._on_report is not None:
             self._on_report(self.report)
 
 
 class _Hook(partial[None]):
-    """A hook that copies and pickles of its module do not have."""
+    """A hook that copies and pickles of its module replace by a no-op."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_nothing,)
+        return partial, (_no_op,)
 
 
-def _nothing(*_: Any) -> None: ...
+def _no_op(*_: Any) -> None: ...
 
 
 def behind(
     own_s: Sequence[float], whole_s: Sequence[float], margin: float, units: Sequence[int], peers: Sequence[int]
 ) -> dict[tuple[int, ...], tuple[float, float]]:
-    """The ranks that are slow in a part of the step, with what it takes them and the median of their peers.
+    """The ranks that are slow in a part of the step, with their seconds and the median of their peers.
 
-    Slow is what takes longer than the (lower) median by more than `margin` of the median step, and by more than SPREAD
-    times the median deviation from the median. Of those that wait for one another the one that took least hardly
-    waited: its time stands for all of them, and they are named together.
+    The excess of a slow unit over the (lower) median is more than `margin` of the median step. It is also more than
+    SPREAD median deviations from the median. Of ranks that wait for one another, the fastest hardly waited. So its time
+    counts for all of them, and they are named together.
 
     Args:
-        own_s, whole_s: what the part and the whole step take, by rank.
-        units: by rank, a number that those share who wait for one another in this part.
-        peers: by rank, a number that those share who do the same work.
+        own_s, whole_s: seconds of the part and of the whole step, by rank.
+        units: by rank, a number shared by ranks that wait for one another in this part.
+        peers: by rank, a number shared by ranks that do the same work.
     """
-    least, found = margin * median_low(whole_s), {}
+    least, slow = margin * median_low(whole_s), {}
     for kind in sorted(set(peers)):
         members: dict[int, list[int]] = {}
         for rank, unit in enumerate(units):
             if peers[rank] == kind:
                 members.setdefault(unit, []).append(rank)
         times = {unit: min(own_s[rank] for rank in ranks) for unit, ranks in members.items()}
-        middle = median_low(times.values())
-        spread = median_low(abs(each - middle) for each in times.values())
-        for unit, taken in times.items():
-            if taken - middle > max(least, SPREAD * spread):
-                found[tuple(members[unit])] = (taken, middle)
-    return found
+        median = median_low(times.values())
+        spread = median_low(abs(seconds - median) for seconds in times.values())
+        for unit, time_s in times.items():
+            if time_s - median > max(least, SPREAD * spread):
+                slow[tuple(members[unit])] = (time_s, median)
+    return slow
 
 
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
-    """The user's modules below what is wrapped around them: one, or one for each stage of a pipeline here."""
+    """The user's modules inside wrappers: one, or one for each pipeline stage on this process."""
     if isinstance(model, (Wrapper, DistributedDataParallel)):
         for inner in (model.module, *getattr(model, "others", ())):
             yield from _roots(inner)
@@ -300,8 +300,8 @@ def _roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """True if a module's forward begins with waiting for its parameters."""
-    return hasattr(module, "unshard") and hasattr(module, "reshard")  # FSDP2's, which is not imported for this
+    """True if a module's forward begins by waiting for its parameters."""
+    return hasattr(module, "unshard") and hasattr(module, "reshard")  # FSDP2's methods, without importing it
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -310,8 +310,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _check(model: Any, optim: Any, every: Any, patience: Any, margin: Any) -> None:
     if not isinstance(model, nn.Module):
-        meant = "result.model, result.optim" if hasattr(model, "optim") else "the module that the loop calls"
-        raise ArgumentError(f"StragglerDetector was given a {type(model).__name__} as model; give {meant}")
+        expected = "result.model, result.optim" if hasattr(model, "optim") else "the module that the loop calls"
+        raise ArgumentError(f"StragglerDetector was given a {type(model).__name__} as model; give {expected}")
     if not hasattr(optim, "_optimizer_step_post_hooks"):
         raise ArgumentError(
             f"StragglerDetector was given a {type(optim).__name__} as optim, whose steps cannot be watched; give the "

@@ -1,7 +1,7 @@
-"""SageMaker model parallel's front door, on open parts: `import atorch.smp as smp` where scripts import the original.
+"""SageMaker model parallel's interface, without its containers: `import atorch.smp as smp` in place of the original.
 
-The original is `smdistributed.modelparallel.torch` (v1, archived); its documents' snippets hold with that import alone
-changed, or with none after `import atorch.smp.alias`.
+The original is `smdistributed.modelparallel.torch` (v1, archived). The snippets of its documents work with only the
+import changed, or unchanged after `import atorch.smp.alias`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Activation checkpointing by module, and by runs of a Sequential's layers that lie on one partition.
+"""Activation checkpointing by module, and by runs of a Sequential's layers on one partition.
 
-`runtime.recompute` does the work. Here it is decided what is recomputed together: nothing that another process runs,
-and nothing across the border of two partitions, where a stage hands over to the next one.
+`runtime.memory.recompute` does the work. This module decides which layers are recomputed together: only those that this
+process runs, and never across the border of two partitions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from atorch.smp.partition_map import PartitionMap, place_of
 from atorch.smp.session import is_initialized, session
 
 OPTIONS = "_smp_checkpointing"
-"""The attribute of a module whose forward is checkpointed, and how."""
+"""The attribute with the `CheckpointOptions` of a module whose forward is checkpointed."""
 
 
 class CheckpointOptions(NamedTuple):
     """Options of a module's checkpointing.
 
-    size: of a Sequential, how many layers are recomputed together; None for all that lie on one partition.
+    size: number of a Sequential's layers that are recomputed together; None for all on one partition.
     """
 
     preserve_rng_state: bool
@@ -39,20 +39,20 @@ class CheckpointOptions(NamedTuple):
 def set_activation_checkpointing(
     module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> None:
-    """Let a module keep its inputs alone, and compute the rest again in backward, whenever it is called from now on.
+    """Checkpoint all further calls of a module: keep only its inputs, and recompute the rest in backward.
 
-    Its names in a state dict stay, BatchNorm counts once, and a second call of this replaces the first one's settings.
-    A module that automatic partitioning splits over processes is run without.
+    State dict keys do not change, and BatchNorm counts once. A second call replaces the settings of the first one.
+    A module that automatic partitioning splits over processes runs without checkpointing.
 
     Args:
-        preserve_rng_state: dropout and the like draw the same in the recompute; False saves keeping the generators'
-            states.
-        pack_args_as_tuple: of a Sequential; accepted. Layers may take and give tuples in any case.
-        strategy: of a Sequential, what is recomputed together: `each` layer by itself, the `contiguous` layers that lie
-            on one partition, or `group_N`, up to N of these. Before the model is partitioned it is each layer.
+        preserve_rng_state: reproduce random numbers, such as dropout's, in the recompute; False saves storing the
+            generators' states.
+        pack_args_as_tuple: for a Sequential; accepted without effect. Layers may always take and return tuples.
+        strategy: for a Sequential, the layers that are recomputed together: `each` layer alone, the `contiguous` layers
+            on one partition, or `group_N`, up to N of these. Before partitioning it is each layer.
 
     Raises:
-        ArgumentError: no module with a forward, a strategy that there is not, or one of a module that is no Sequential.
+        ArgumentError: not a module with a forward, an unknown strategy, or a strategy without a Sequential.
     """
     check_module("set_activation_checkpointing", module)
     check_bools(
@@ -70,15 +70,15 @@ def set_activation_checkpointing(
 
 
 def checkpoint_forward(module: nn.Module) -> None:
-    """Let `module.forward` do what the module's `OPTIONS` say, whenever it has them."""
+    """Make `module.forward` checkpoint itself by the module's `OPTIONS`, if it has them."""
     if not hasattr(type(module).forward, OPTIONS) and not hasattr(type(module).__call__, OPTIONS):
-        # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
+        # A forward on the instance hides that of the class; then `__call__` is overridden.
         override(module, "__call__" if "forward" in vars(module) else "forward", _checkpointing)
 
 
 @contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Inside, nothing of the model is checkpointed; then what was is again, around all that was put on it inside."""
+    """Disable checkpointing of the model inside; afterwards restore it, around overrides that were added inside."""
     for module in model.modules():
         lift(module, "forward", _checkpointing)
         lift(module, "__call__", _checkpointing)
@@ -91,14 +91,14 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
                 checkpoint_forward(module)
 
 
-def _checkpointing(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointing(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options: CheckpointOptions | None = vars(self).get(OPTIONS)
         if options is None:
-            return theirs(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         if is_sequential(self):
             return in_runs(list(self.children()), options, *args, **kwargs)
-        return run_module(self, partial(theirs, self), options, args, kwargs)
+        return run_module(self, partial(original, self), options, args, kwargs)
 
     setattr(run, OPTIONS, True)
     return run
@@ -111,7 +111,7 @@ def run_module(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`forward(*args, **kwargs)`, checkpointed where the module runs here as a whole."""
+    """`forward(*args, **kwargs)`, checkpointed if the whole module runs on this process."""
     place = place_of(module)
     if place is not None and not place.is_here:
         return forward(*args, **kwargs)
@@ -119,7 +119,7 @@ def run_module(
 
 
 def in_runs(layers: list[nn.Module], options: CheckpointOptions, input: Any) -> Any:
-    """The output of the layers, one after another, checkpointed in runs of `options.size` that lie on one partition."""
+    """Run the layers in sequence, checkpointed in runs of up to `options.size` layers on one partition."""
     for place, run in _runs(layers, options.size):
         chain = partial(chained, run)
         if place is not None and not place.is_here:
@@ -151,26 +151,26 @@ def _recomputed(
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """True if it calls its layers one after another, and does nothing else."""
-    theirs = "forward" not in vars(module) and inspect.unwrap(type(module).forward)
-    return isinstance(module, nn.Sequential) and theirs is nn.Sequential.forward
+    """True if the module is a Sequential with torch's own forward."""
+    forward = "forward" not in vars(module) and inspect.unwrap(type(module).forward)
+    return isinstance(module, nn.Sequential) and forward is nn.Sequential.forward
 
 
 def size_of(strategy: str) -> int | None:
-    """The number of layers that a strategy takes together; None for all of a partition.
+    """The number of layers that a strategy recomputes together; None for all of a partition.
 
     Raises:
         ArgumentError: there is no such strategy.
     """
     if strategy == "contiguous":
         return None
-    found = re.fullmatch(r"group_([1-9]\d*)", strategy) if isinstance(strategy, str) else None
-    if found is not None:
-        return int(found[1])
+    match = re.fullmatch(r"group_([1-9]\d*)", strategy) if isinstance(strategy, str) else None
+    if match is not None:
+        return int(match[1])
     if strategy == "each":
         return 1
-    known = ("each", "contiguous", "group_2")
-    hint = near_miss(strategy, known) if isinstance(strategy, str) else ""
+    examples = ("each", "contiguous", "group_2")
+    hint = near_miss(strategy, examples) if isinstance(strategy, str) else ""
     raise ArgumentError(
         f"there is no strategy {shown(strategy)}; strategies are 'each', 'contiguous', and 'group_N' with a number of "
         f"layers, such as 'group_2' {hint}".rstrip()
@@ -178,7 +178,7 @@ def size_of(strategy: str) -> int | None:
 
 
 def check_module(door: str, module: object) -> None:
-    """Raise ArgumentError for what is no module with a forward."""
+    """Raise ArgumentError unless `module` is a module with a forward; `door` is the caller's name."""
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"{door} was given {shown(module)}; give a module, not a function or a class")
     if "forward" not in vars(module) and inspect.unwrap(type(module).forward) is nn.Module.forward:

@@ -4,7 +4,7 @@
     import smdistributed.modelparallel.torch as smp
 
 or, without a change to the script, `python -m atorch.smp.alias script.py …`, and for several processes
-`torchrun --nproc-per-node 4 -m atorch.smp.alias script.py …`. Nothing else makes the name.
+`torchrun --nproc-per-node 4 -m atorch.smp.alias script.py …`. Nothing else installs the name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from atorch.errors import ArgumentError
 PACKAGES = ("smdistributed", "smdistributed.modelparallel")
 NAME = "smdistributed.modelparallel.torch"
 VERSION = "1.15.0"
-"""The last one of the original whose interface this is; scripts ask for it."""
+"""The last version of the original with this interface; scripts read it."""
 USAGE = "usage: python -m atorch.smp.alias (SCRIPT | -m MODULE) [ARGUMENTS …]"
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script, or with `-m` a module, as Python would, but that it finds the name.
+    """Run a script, or with `-m` a module, as Python would, with the name installed.
 
     Raises:
-        SystemExit: there are no arguments; how it is used.
+        SystemExit: there are no arguments; it prints the usage.
     """
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[is_module:]
@@ -47,8 +47,8 @@ def run(arguments: list[str]) -> None:
 
 
 def _install() -> None:
-    known = sys.modules.get(PACKAGES[0])
-    if known is not None and not hasattr(known, "__atorch__"):
+    imported = sys.modules.get(PACKAGES[0])
+    if imported is not None and not hasattr(imported, "__atorch__"):
         raise ArgumentError(
             "another smdistributed has been imported; import atorch.smp.alias before everything that imports it"
         )
@@ -57,17 +57,17 @@ def _install() -> None:
         vars(package).update(__atorch__=True, __version__=VERSION)
         _name(name, package)
     _name(NAME, smp)
-    # All of them: one that were missing would be found by the package's path, and be loaded a second time.
-    for found in pkgutil.walk_packages(smp.__path__, f"{smp.__name__}."):
-        if found.name != f"{smp.__name__}.alias":
-            _name(NAME + found.name.removeprefix(smp.__name__), importlib.import_module(found.name))
+    # Alias every submodule: an import by the package's path would load it a second time.
+    for info in pkgutil.walk_packages(smp.__path__, f"{smp.__name__}."):
+        if info.name != f"{smp.__name__}.alias":
+            _name(NAME + info.name.removeprefix(smp.__name__), importlib.import_module(info.name))
 
 
 def _name(name: str, module: ModuleType) -> None:
     sys.modules[name] = module
-    parent, _, own = name.rpartition(".")
+    parent, _, attribute = name.rpartition(".")
     if parent in PACKAGES:
-        vars(sys.modules[parent])[own] = module
+        vars(sys.modules[parent])[attribute] = module
 
 
 _install()

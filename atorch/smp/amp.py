@@ -1,4 +1,4 @@
-"""Gradient scaling for fp16, where each process has the gradients of a part of the model alone."""
+"""Gradient scaling for fp16, where each process has only the gradients of its part of the model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from atorch.smp.session import is_initialized, session
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, of which all processes of the job skip the same steps, and so have the same scale.
+    """`torch.amp.GradScaler`, with which all processes of the job skip the same steps and keep the same scale.
 
-    A stage of a pipeline sees its own gradients alone, and so does a process that has a part of each tensor; torch's
-    scaler would skip on one of them and step on the others. Without `smp.init`, or with one process, it is torch's.
+    A pipeline stage or tensor rank sees only its own gradients, so torch's scaler could skip on one process and step on
+    the others. Without `smp.init`, or with one process, it behaves as torch's.
 
-    Takes what torch's takes. `device` is CUDA where there is one, else the CPU, on which it scales as well; an
-    `init_scale` in its place, where scripts of torch 1 had it, is read as one.
+    Arguments are torch's. `device` defaults to CUDA if available, else the CPU, where it scales as well. A first
+    argument that is not a string is read as `init_scale`, as in scripts of torch 1.
 
-    `unscale_`, or the first `step` of an optimizer without it, is a call that all processes make together. They need
-    not all have called `scale`: the loss is on the last stage.
+    All processes together call `unscale_`, or without it the first `step` of an optimizer. Not all need to call
+    `scale`: the loss is on the last stage.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,17 +32,17 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(*args, **kwargs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, and see with all processes whether all are finite.
+        """Divide the gradients by the scale, and check on all processes that all are finite.
 
         Raises:
-            ArgumentError: on all processes, where it failed on one.
+            ArgumentError: on all processes, if it failed on one.
         """
         self._begin()
         super().unscale_(optimizer)
         self._trusted()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer, or skip the step on all processes where one has a gradient that is not finite."""
+        """Step the optimizer, or skip the step on all processes if one has a non-finite gradient."""
         self._begin()
         return super().step(optimizer, *args, **kwargs)
 
@@ -62,10 +62,10 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
         def here() -> bool:
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            gradients = [each for each in map(dense_gradient, parameters) if each is not None]
-            if not allow_fp16 and any(each.dtype == torch.float16 for each in gradients):
-                raise ValueError("Attempting to unscale FP16 gradients.")  # in torch's words
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            gradients = [gradient for gradient in map(dense_gradient, parameters) if gradient is not None]
+            if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
+                raise ValueError("Attempting to unscale FP16 gradients.")  # torch's own message
             return bool(unscale(gradients, inv_scale, found_inf.device).item())
 
         (is_found,) = largest([int(together(here))])

@@ -1,4 +1,4 @@
-"""Objects between processes, and meetings of processes, by the documented names. Objects travel over the hosts."""
+"""Object messages and barriers between processes, by the documented names. Objects travel through host memory."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from atorch.smp.steps.messages import on_host
 
 
 def barrier(group: CommGroup = WORLD) -> None:
-    """Wait until all processes of this one's `group` have called it.
+    """Wait until all processes of this process's `group` have called it.
 
     Raises:
-        ArgumentError: some did not, who are named: in a warning soon, in the error once the time-out passes.
+        ArgumentError: some did not call it before the time-out; an earlier warning and the error list them.
     """
     meet(f"smp.barrier({group})", process_group(group))
 
 
 def dp_barrier() -> None:
-    """`barrier` of the processes that see different samples."""
+    """`barrier` for the processes that see different samples."""
     barrier(DP_GROUP)
 
 
 def mp_barrier() -> None:
-    """`barrier` of the processes that hold one model."""
+    """`barrier` for the processes that hold one model."""
     barrier(MP_GROUP)
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
-    """Send an object to all others of this process's `group`, each of which calls `recv_from`; wait until all have.
+    """Send an object to all others of this process's `group`, and wait until each has called `recv_from`.
 
     Tensors in the object arrive in host memory.
 
     Raises:
-        ArgumentError: some did not before the time-out, who are named.
+        ArgumentError: some did not call it before the time-out; the error lists them.
     """
     session().messages.send_and_wait(obj, [rank for rank in ranks_of(group) if rank != session().here.rank])
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
-    """Send an object to the process whose rank of a type is `dest_rank`, which calls `recv_from`. Does not wait.
+    """Send an object to the process with rank `dest_rank` of a type, which calls `recv_from`; does not wait.
 
-    Tensors in the object arrive in host memory, as they are now.
+    Tensors in the object are copied now and arrive in host memory.
 
     Raises:
         ArgumentError: there is no such rank.
@@ -53,23 +53,23 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
-    """The object that the process whose rank of a type is `src_rank` sends to this one, by `send` or `broadcast`.
+    """Receive an object from the process with rank `src_rank` of a type, which calls `send` or `broadcast`.
 
-    Several are received in the order in which they were sent.
+    Several objects are received in the order in which they were sent.
 
     Raises:
-        ArgumentError: there is no such rank, or it sent none before the time-out.
+        ArgumentError: there is no such rank, or it sent no object before the time-out.
     """
     return session().messages.receive(_global(src_rank, rank_type, "src_rank"))
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
-    """The objects of all processes of this one's `group`, all of which call this, by their rank in it.
+    """Gather the objects of all processes of this process's `group`, by rank in it; all of them call this.
 
     Tensors in the objects arrive in host memory.
 
     Raises:
-        ArgumentError: some did not come before the time-out, who are named.
+        ArgumentError: some did not call it before the time-out; the error lists them.
     """
     return gather_objects(on_host(obj), process_group(group))
 

@@ -1,7 +1,7 @@
 """The configuration of SageMaker model parallel: the documented keys with their defaults, checked key by key.
 
-Keys that the original's containers, its MPI or TensorFlow needed, are read and said to have no effect. Two that
-contradict each other are refused: nothing is chosen silently.
+Keys that only the original's containers, MPI or TensorFlow needed are read and reported to have no effect. Keys that
+contradict each other are refused.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 FORMAT = Format("configuration", ArgumentError)
 VARIABLES = ("SMP_CONFIG", "SM_HP_MP_PARAMETERS")
-"""The launcher's: the first names a file or holds JSON, the second is the vendor's and holds JSON."""
+"""The launcher's variables: the first holds a path or JSON, the second, the vendor's, holds JSON."""
 
 Placement = Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 PLACEMENTS: Mapping[str, str] = {"cluster": "DPT", "spread": "TPD"}
 
-# Two names of one key: (an older one, the one that is kept).
+# Synonymous keys: the older name, and the one that is kept.
 SYNONYMS: Mapping[str, str] = {"partitions": "pipeline_parallel_degree", "fp16_params": "fp16"}
-# Keys of the second version of the original, whose scripts are others.
+# Keys of version 2 of the original, which this package does not emulate.
 OF_VERSION_2: Mapping[str, str] = {
     "hybrid_shard_degree": "sharded_data_parallel_degree",
     "sm_activation_offloading": "offload_activations",
@@ -119,7 +119,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, given: Any) -> Any:
-        """Fill in one name for each key, and the defaults that follow from other keys."""
+        """Replace synonyms, and fill in the defaults that depend on other keys."""
         if not isinstance(given, Mapping):
             return given
         config = dict(given)
@@ -133,11 +133,11 @@ class Config(Section):
             raise ValueError(f"{key} is a key of the original's version 2; here it is {OF_VERSION_2[key]}")
         for key in config:
             if key not in cls.model_fields:
-                known = [*cls.model_fields, *SYNONYMS]
-                raise ValueError(f"there is no key {shown(key)} here; {near_miss(str(key), known)}")
+                names = [*cls.model_fields, *SYNONYMS]
+                raise ValueError(f"there is no key {shown(key)} here; {near_miss(str(key), names)}")
         config.setdefault("memory_weight", 0.2 if config.get("optimize") == "speed" else 0.8)
         degree = config.get("pipeline_parallel_degree", 1)
-        if isinstance(degree, int):  # else it is refused itself
+        if isinstance(degree, int):  # else validation of the key refuses it
             config.setdefault("active_microbatches", max(degree, 1) + 2)
         return config
 
@@ -170,25 +170,25 @@ class Config(Section):
 
     @property
     def placement(self) -> str:
-        """The letters D, P and T in the order in which ranks are dealt out; the last varies fastest."""
+        """The letters D, P and T in the order in which ranks are assigned; the last varies fastest."""
         return PLACEMENTS.get(self.placement_strategy, self.placement_strategy)
 
     @classmethod
     def read(cls, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Config:
-        """The configuration from a dict, a JSON file's path, or None for the launcher's variable, else the defaults.
+        """Read a dict, a JSON file, or for None the launcher's variable; without one, the defaults.
 
         A dict may be the vendor's nested one, `{"smdistributed": {"modelparallel": {"parameters": {…}}}, "mpi": {…}}`.
-        Keys that have no effect are named in one warning.
+        One warning lists the keys that have no effect.
 
         Raises:
-            ArgumentError: no such thing; a key that is unknown (the nearest is named) or holds what it cannot; two
-                that contradict each other.
+            ArgumentError: the argument is none of these, a key is unknown (the error suggests the nearest) or has an
+                invalid value, or two keys contradict each other.
         """
         if isinstance(config, Config):
             return config
         source = ""
-        if config is None and (held := world.variable(*VARIABLES)) is not None:
-            source, text = held
+        if config is None and (variable := world.variable(*VARIABLES)) is not None:
+            source, text = variable
             is_path = source == VARIABLES[0] and not text.lstrip().startswith("{")
             config = text if is_path else _parsed(text, source)
         if isinstance(config, (str, os.PathLike)):
@@ -197,14 +197,14 @@ class Config(Section):
             raise ArgumentError(f"config is {shown(config)}; it is a dict, the path of a JSON file, or None")
         parameters, unused = _flat(config or {})
         try:
-            made = cls.checked(parameters)
+            result = cls.checked(parameters)
         except ArgumentError as error:
             raise ArgumentError(f"{source}: {error}" if source else str(error)) from None
-        unused.update(made.without_effect())
+        unused.update(result.without_effect())
         if unused:
-            told = "; ".join(f"{key} ({why})" for key, why in unused.items())
-            logger.warning("config: these keys have no effect here: %s", told)
-        return made
+            listed = "; ".join(f"{key} ({why})" for key, why in unused.items())
+            logger.warning("config: these keys have no effect here: %s", listed)
+        return result
 
 
 def _parsed(text: str, source: str) -> Mapping[str, Any]:
@@ -221,7 +221,7 @@ def _object(value: Any, source: str) -> Mapping[str, Any]:
 
 
 def _flat(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """The parameters of a configuration, nested or not, and what beside them has no effect."""
+    """The parameters of a nested or flat configuration, and the other keys, which have no effect, with the reason."""
     unused = {key: _MPI for key in config if key in LAUNCHERS}
     inner: Mapping[str, Any] = {key: value for key, value in config.items() if key not in LAUNCHERS}
     place = "config"

@@ -1,4 +1,4 @@
-"""A configuration of `smp.init` as a strategy of `auto_accelerate`: the way out of this room, into the whole house."""
+"""Translates a configuration of `smp.init` to a strategy of `auto_accelerate`, for scripts that leave `smp`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SCHEDULES: Mapping[str, str] = {"interleaved": "1f1b", "simple": "gpipe"}
 _CUT = "a stage is as fast as the others by traced cost, in memory as the planner sees it"
 
-# What a key says that no method has a word for, where it is not the default.
+# Keys without a counterpart in any method, and the reason; reported if they are not the default.
 ELSEWHERE: Mapping[str, str] = {
     "optimize": _CUT,
     "memory_weight": _CUT,
@@ -32,47 +32,47 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 def strategy_of(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Strategy:
-    """The strategy by which `auto_accelerate` trains as `smp.init(config)` would.
+    """The strategy with which `auto_accelerate` trains as `smp.init(config)` would.
 
-    The axis `data` takes the processes that are left. What has no counterpart is named in one warning.
+    The axis `data` takes the remaining processes. One warning lists the keys without a counterpart.
 
     Args:
-        config: what `smp.init` takes.
+        config: as for `smp.init`.
 
     Raises:
-        ArgumentError: the configuration does not hold.
+        ArgumentError: the configuration is invalid.
     """
     from atorch.auto.strategy import Strategy
 
-    found = Config.read(config)
+    source = Config.read(config)
     stages, tensor, sharded = (
-        found.pipeline_parallel_degree, found.tensor_parallel_degree, found.sharded_data_parallel_degree,
+        source.pipeline_parallel_degree, source.tensor_parallel_degree, source.sharded_data_parallel_degree,
     )  # fmt: skip
-    axes = [axis for axis in slices(found, stages * tensor * sharded) if axis[1] > 1 or axis[0] == "data"]
+    axes = [axis for axis in slices(source, stages * tensor * sharded) if axis[1] > 1 or axis[0] == "data"]
     methods: list[Any] = [("parallel_mode", (axes, None))]
     if tensor > 1:
         methods.append("tensor_parallel")
     if stages > 1:
-        given = {"schedule": SCHEDULES[found.pipeline], "micro_batches": found.microbatches}
-        methods.append(("pipeline_parallel", given))
-    elif found.microbatches > 1:
-        methods.append(("micro_batch", {"count": found.microbatches}))
+        options = {"schedule": SCHEDULES[source.pipeline], "micro_batches": source.microbatches}
+        methods.append(("pipeline_parallel", options))
+    elif source.microbatches > 1:
+        methods.append(("micro_batch", {"count": source.microbatches}))
     if sharded > 1:
         methods.append("fsdp")
-    elif found.ddp:
-        methods.append("zero1" if found.shard_optimizer_state else "ddp")
-    if found.fp16 or found.bf16:
-        methods.append(("half", "fp16" if found.fp16 else "bf16"))
-    if found.offload_activations:
+    elif source.ddp:
+        methods.append("zero1" if source.shard_optimizer_state else "ddp")
+    if source.fp16 or source.bf16:
+        methods.append(("half", "fp16" if source.fp16 else "bf16"))
+    if source.offload_activations:
         methods.append(("checkpoint", {"offload_to_cpu": True}))
-    told = {key: why for key, why in ELSEWHERE.items() if _says_something(found, key)}
-    if told:
-        words = "; ".join(f"{key} ({why})" for key, why in told.items())
-        logger.warning("strategy_of: these keys have no counterpart in a strategy: %s", words)
+    dropped = {key: why for key, why in ELSEWHERE.items() if _is_effective(source, key)}
+    if dropped:
+        listed = "; ".join(f"{key} ({why})" for key, why in dropped.items())
+        logger.warning("strategy_of: these keys have no counterpart in a strategy: %s", listed)
     return Strategy.of(methods)
 
 
-def _says_something(config: Config, key: str) -> bool:
+def _is_effective(config: Config, key: str) -> bool:
     if key == "sdp_gradient_clipping":
         return config.sharded_data_parallel_degree > 1 and config.sdp_gradient_clipping > 0
     if key == "prescaled_batch":

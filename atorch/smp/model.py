@@ -1,4 +1,4 @@
-"""The model that is spread over the processes: `smp.DistributedModel`."""
+"""`smp.DistributedModel`: a model partitioned over the processes."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 class DistributedModel(LocalParts):
     """A model that is partitioned over the processes of a pipeline when a step first runs.
 
-    Call it, and its `backward`, inside of functions that `smp.step` decorates. Names of parameters are the module's.
+    Call it and its `backward` inside functions that `smp.step` decorates. Parameters keep the module's names.
 
     Args:
-        module: what to distribute; whole, the same on all processes, on any device.
-        trace_device: where the sample pass runs by which the model is partitioned; without a GPU it is the CPU.
-        trace_execution_times: weigh modules by measured times, on the GPU; they differ from run to run.
+        module: the whole model to distribute, the same on all processes, on any device.
+        trace_device: the device of the sample pass that partitioning uses; the CPU where there is no GPU.
+        trace_execution_times: weigh modules by times measured on the GPU, which differ from run to run.
         overlapping_allreduce: average gradients over replicas while backward runs, not at the end of a step.
-        backward_passes_per_step: calls of a step after which gradients, which add up, are averaged over replicas.
-        average_grads_across_microbatches: divide the gradients of a batch by the number of micro-batches: right for
-            losses that are means over samples. False for those that are sums.
-        bucket_cap_mb: MiB of gradients that are averaged at once.
-        trace_memory_usage: weigh modules by the activations that they keep, not by the size of what they return.
-        broadcast_buffers: let buffers of all replicas be the first one's at the beginning of a training step.
-        gradient_as_bucket_view: let `.grad` lie in the buckets, which saves their memory.
+        backward_passes_per_step: step calls whose gradients accumulate before they are averaged over replicas.
+        average_grads_across_microbatches: divide a batch's gradients by the number of micro-batches: right for losses
+            that are means over samples, wrong for sums.
+        bucket_cap_mb: MiB of gradients in a bucket, which is averaged at once.
+        trace_memory_usage: weigh modules by the activations that they keep, not by the size of their outputs.
+        broadcast_buffers: broadcast the first replica's buffers at the beginning of a training step.
+        gradient_as_bucket_view: make `.grad` a view of its bucket, which saves memory.
 
     Raises:
-        ArgumentError: `smp.init` was not called, there is a model already, an argument does not hold, or a registered
+        ArgumentError: `smp.init` was not called, there is a model already, an argument is invalid, or a registered
             module cannot be replaced.
     """
 
@@ -83,25 +83,25 @@ class DistributedModel(LocalParts):
         ).checked()
         self.module = module
         self.division: Division | None = None
-        """The modules on each partition, once known."""
+        """The modules on each partition; None before partitioning."""
         self.split = TensorSplit()
-        """The parameters that tensor ranks have parts of."""
-        self._runner: tuple[Runner, ...] = ()  # in a tuple, or the parts would be found a second time
+        """The parameters that are split over tensor ranks."""
+        self._runner: tuple[Runner, ...] = ()  # in a tuple, so that its parts are not found twice
         self._others: tuple[nn.Module, ...] = ()
         self._body: Body | None = None
         self.joins = False
-        """True if replicas may take different numbers of steps."""
+        """True inside `join`: replicas may run different numbers of steps."""
         self.divides_by_all = True
-        """True if gradients of replicas that may run out of batches are averaged over all of them."""
+        """True if `join` averages gradients over all replicas, also over those without batches."""
         self.names = tuple(module.state_dict())
-        """Of the whole model's state."""
+        """The keys of the whole model's state dict."""
         self._waiting: list[Callable[[], None]] = []
-        self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()  # torch's handles want one
+        self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()  # RemovableHandle needs an OrderedDict
         self.comm_hook: tuple[Any, CommHook] | None = None
         owner.model = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, in the micro-batch of the step that runs.
+        """The module's output for the micro-batch of the running step.
 
         Raises:
             ArgumentError: no step runs.
@@ -121,20 +121,20 @@ class DistributedModel(LocalParts):
         create_graph: bool = False,
         retain_grad: bool = False,
     ) -> None:
-        """Go backward from `tensors` through all parts of the model, when the schedule comes to it.
+        """Run backward from `tensors` through all parts of the model, when the schedule reaches it.
 
         Args:
-            tensors: one, or several; scalars, or of the shapes of `grad_tensors`.
+            tensors: one tensor or several; scalars, or of the shapes of `grad_tensors`.
 
         Raises:
-            ArgumentError: no step runs, the tensors do not hold, or what autograd alone can do is asked for.
+            ArgumentError: no step runs, a tensor is invalid, or an option is set that autograd supports only locally.
         """
-        for name, given in (
+        for name, value in (
             ("retain_graph", retain_graph), ("create_graph", create_graph), ("retain_grad", retain_grad),
         ):  # fmt: skip
-            if given:
+            if value:
                 raise ArgumentError(
-                    f"model.backward was given {name}={given}; parts of the graph are on other processes"
+                    f"model.backward was given {name}={value}; parts of the graph are on other processes"
                 )
         if self._body is None:
             raise ArgumentError("model.backward was called outside of smp.step; call it in a function with @smp.step")
@@ -142,7 +142,7 @@ class DistributedModel(LocalParts):
 
     @contextmanager
     def serving(self, body: Body) -> Iterator[None]:
-        """Inside, calls of the model are those of `body`."""
+        """Route calls of the model to `body` inside the context."""
         before, self._body = self._body, body
         try:
             yield
@@ -155,25 +155,25 @@ class DistributedModel(LocalParts):
 
     @property
     def runner(self) -> Runner | None:
-        """The runner of steps, once the model is partitioned."""
+        """The runner of steps; None before the model is partitioned."""
         return self._runner[0] if self._runner else None
 
     @property
     def partitioned(self) -> bool:
-        """True if the model has been partitioned, which the first step does."""
+        """True once the first step has partitioned the model."""
         return bool(self._runner)
 
     def get_module(self) -> nn.Module:
-        """The module that was given; once partitioned, the first of the parts here, in which it has its names."""
+        """The wrapped module; once partitioned, the first of the local parts, with the same names."""
         return self.module
 
     def become(self, runner: Runner, division: Division, split: TensorSplit) -> None:
-        """Be the parts that `runner` runs: the model has been partitioned, and split over tensor ranks."""
+        """Take over the parts of `runner` after partitioning and the split over tensor ranks."""
         self._runner, self.division, self.split = (runner,), division, split
         self.module, self._others = runner.parts[0], runner.parts[1:]
 
     def settle(self) -> None:
-        """Do what waits for the partition: loads, then hooks."""
+        """Run the deferred loads, then the hooks, after partitioning."""
         for load in self._waiting:
             load()
         self._waiting.clear()
@@ -182,20 +182,20 @@ class DistributedModel(LocalParts):
             hook(*(self, optimizer)[: _num_arguments(hook)])
 
     def when_partitioned(self, work: Callable[[], None]) -> None:
-        """Do `work` once the model is partitioned, or now."""
+        """Run `work` now if the model is partitioned, else right after partitioning."""
         if self.partitioned:
             work()
         else:
             self._waiting.append(work)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call `hook` after the partition and before the first forward pass.
+        """Call `hook` after partitioning and before the first forward pass.
 
         Args:
-            hook: takes nothing, the model, or the model and the optimizer.
+            hook: a function of nothing, of the model, or of the model and the optimizer.
 
         Raises:
-            ArgumentError: it cannot be called, or the model is partitioned already.
+            ArgumentError: `hook` is not callable, or the model is partitioned already.
         """
         if not callable(hook):
             raise ArgumentError(f"register_post_partition_hook was given {shown(hook)}; give a function")
@@ -206,25 +206,25 @@ class DistributedModel(LocalParts):
         return handle
 
     def register_post_step_hook(self, hook: Callable[..., Any]) -> None:
-        """Call `hook` once states of the optimizer can be loaded: after the partition, or now where that has been.
+        """Call `hook` once optimizer states can be loaded: after partitioning, or now if that is done.
 
-        The original called it after the first step, whose loss was not scaled as the state says that comes then.
+        The original calls it after the first step, which then ran without the loss scale of the loaded state.
 
         Args:
-            hook: takes nothing, the model, or the model and the optimizer.
+            hook: a function of nothing, of the model, or of the model and the optimizer.
 
         Raises:
-            ArgumentError: it cannot be called.
+            ArgumentError: `hook` is not callable.
         """
         if not callable(hook):
             raise ArgumentError(f"register_post_step_hook was given {shown(hook)}; give a function")
         self.when_partitioned(lambda: hook(*(self, session().optimizer)[: _num_arguments(hook)]))
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Average gradients by `hook(state, bucket)`, as of DistributedDataParallel, which it may be made for.
+        """Average gradients by `hook(state, bucket)`; communication hooks of DistributedDataParallel work.
 
         Raises:
-            ArgumentError: there is one.
+            ArgumentError: a hook is registered already, or `hook` is not callable.
         """
         if self.comm_hook is not None:
             raise ArgumentError("register_comm_hook was called before; there is one communication hook")
@@ -234,13 +234,13 @@ class DistributedModel(LocalParts):
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
-        """Inside, replicas may take different numbers of steps: who is through adds zeros to the others' gradients.
+        """Let replicas run different numbers of steps; a finished one adds zeros to the others' gradients.
 
         Args:
-            divide_by_initial_world_size: average over all replicas, not over those that still have batches.
+            divide_by_initial_world_size: average over all replicas, not only over those that still have batches.
 
         Raises:
-            ArgumentError: inside of another, or under sharded data parallelism.
+            ArgumentError: it is nested, or sharded data parallelism is on.
         """
         check_bools("model.join", divide_by_initial_world_size=divide_by_initial_world_size, enable=enable)
         if enable and session().config.sharded_data_parallel_degree > 1:
@@ -259,17 +259,17 @@ class DistributedModel(LocalParts):
             self.joins = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down where the norm of all of the model's exceeds `max_norm`; returns the norm before.
+        """Scale gradients down if the norm of the whole model's exceeds `max_norm`; returns the norm before.
 
-        The norm is the one that plain training would see, over all stages, tensor ranks and shards, without the loss
-        scale. All processes of a model call it together, after a training step.
+        The norm equals that of plain training: over all stages, tensor ranks and shards, without the loss scale.
+        All processes of a model call it together, after a training step.
 
         Args:
-            max_norm: above 0; infinity to have the norm and leave the gradients.
+            max_norm: above 0; infinity leaves the gradients unchanged.
             norm_type: p > 0, or infinity (also "inf") for the largest absolute value.
 
         Raises:
-            ArgumentError: the model is not partitioned yet, or an argument does not hold.
+            ArgumentError: the model is not partitioned yet, or an argument is invalid.
         """
         from atorch.smp.norms import clip
 
@@ -281,10 +281,10 @@ class DistributedModel(LocalParts):
     def local_state_dict(self) -> dict[str, Any]:
         """The state of the partition of this process, with the key `_smp_is_partial`.
 
-        No communication, but under sharded data parallelism: then all processes call it together.
+        It communicates only under sharded data parallelism, where all processes call it together.
 
         Raises:
-            ArgumentError: some of these did not call it, and are named; the model is not partitioned yet.
+            ArgumentError: some of them did not call it, which the error lists; or the model is not partitioned yet.
         """
         self._need_partition("local_state_dict")
         meet_replicas("model.local_state_dict()", states=False)
@@ -292,13 +292,13 @@ class DistributedModel(LocalParts):
         return {**state, PARTIAL: True, CUTS: self.split.told(state)}
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
-        """The state of the whole model, as the module's own: on all processes that hold parts of one replica.
+        """The state dict of the whole model, on all processes that hold parts of one replica.
 
         Args:
-            gather_to_rank0: accepted: rank 0 has it in any case.
+            gather_to_rank0: accepted without effect: rank 0 always has the state.
 
         Raises:
-            ArgumentError: some of these did not call it, and are named; `gather_to_rank0` is no bool.
+            ArgumentError: some of them did not call it, which the error lists; or `gather_to_rank0` is not a bool.
         """
         check_bools("model.state_dict", gather_to_rank0=gather_to_rank0)
         if not self.partitioned:
@@ -313,14 +313,14 @@ class DistributedModel(LocalParts):
         assign: bool = False,
         same_partition_load: bool = False,
     ) -> Any:
-        """Take a whole state, or the partial ones of all processes, after the partition, or now where that has been.
+        """Load a whole state, or the partial ones of all processes, now or right after partitioning.
 
         Args:
-            same_partition_load: accepted: partial states are put together, whatever partition they are of.
+            same_partition_load: accepted without effect: partial states of any partition are merged.
 
         Raises:
-            ArgumentError: it is no dict, or a flag neither True nor False.
-            RuntimeError: names or shapes differ, as of any module; at once for a whole state, before the partition too.
+            ArgumentError: the state is not a dict, or a flag is not a bool.
+            RuntimeError: names or shapes differ. Wrong names are reported at once, also before partitioning.
         """
         check_bools("model.load_state_dict", strict=strict, assign=assign, same_partition_load=same_partition_load)
         if not isinstance(state_dict, Mapping):
@@ -332,7 +332,7 @@ class DistributedModel(LocalParts):
         self.when_partitioned(lambda: self._load(state, strict, assign))
 
     def cpu(self) -> Any:
-        """The whole model in host memory, on all processes that hold parts of one replica; steps are over then."""
+        """Gather the whole model in host memory on all processes of one replica; no more steps can run."""
         if not self.partitioned:
             self.module.cpu()
             return self
@@ -350,16 +350,16 @@ class DistributedModel(LocalParts):
     def _check_state(self, state: Mapping[str, Any], strict: bool) -> None:
         unknown, missing = sorted(state.keys() - set(self.names)), sorted(set(self.names) - state.keys())
         if strict and (unknown or missing):
-            named = {"unexpected": unknown, "missing": missing}
-            told = "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)
-            raise RuntimeError(f"the state does not fit {type(self.module).__name__} ({told})")
+            by_kind = {"unexpected": unknown, "missing": missing}
+            faults = "; ".join(f"{what}: {', '.join(names)}" for what, names in by_kind.items() if names)
+            raise RuntimeError(f"the state does not fit {type(self.module).__name__} ({faults})")
 
     def _load(self, state: Mapping[str, Any], strict: bool, assign: bool) -> None:
         for part in (self.module, *self._others):
-            now = part.state_dict()
-            own = self.split.own_state({name: state[name] for name in now if name in state})
-            own = {name: shards_like(now[name], {name: value})[name] for name, value in own.items()}
-            part.load_state_dict(own, strict=strict, assign=assign)
+            current = part.state_dict()
+            local = self.split.own_state({name: state[name] for name in current if name in state})
+            local = {name: shards_like(current[name], {name: value})[name] for name, value in local.items()}
+            part.load_state_dict(local, strict=strict, assign=assign)
 
 
 def _check_module(module: Any, owner: Session) -> None:
@@ -379,11 +379,11 @@ def _check_module(module: Any, owner: Session) -> None:
 
 
 def _num_arguments(hook: Callable[..., Any]) -> int:
-    """The number of (model, optimizer) that a hook takes."""
+    """The number of arguments out of (model, optimizer) that a hook takes."""
     try:
         parameters = inspect.signature(hook).parameters.values()
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         return 2
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 2
-    return min(2, sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters))
+    return min(2, sum(slot.kind in (slot.POSITIONAL_ONLY, slot.POSITIONAL_OR_KEYWORD) for slot in parameters))

@@ -1,8 +1,8 @@
-"""Models whose parameters have no memory until the first step, and the one context that scripts make models in.
+"""Models whose parameters have no memory until the first step, and the context in which scripts create models.
 
-A parameter that a module registers goes to the meta device; what a constructor has put into it is let go of. Its
-value is the one that `model.apply` of the modules' own initialization draws (`runtime.initial_values`), once it is
-known which process holds it. Buffers keep what they were made with.
+A parameter that a module registers goes to the meta device, and the constructor's values are dropped. After
+partitioning the modules' own initialization draws its value (`model.deferred_init`) on the process that holds it.
+Buffers keep their values.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _delaying: ContextVar[bool] = ContextVar("atorch_smp_delaying", default=False)
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """A context whose modules, those that are made inside, have parameters without memory until the first step.
+    """A context in which modules are created with parameters that have no memory until the first step.
 
-    A parameter that is put in the place of one which its module has already, as loading does, keeps its value; so does
-    what is tied to such. Nested contexts: the innermost wins, and with `enabled` False parameters are made as ever.
+    A parameter that replaces an existing one of its module, as loading does, keeps its value; so does a parameter tied
+    to it. The innermost of nested contexts wins; `enabled` False creates ordinary parameters.
 
     Raises:
-        ArgumentError: `enabled` is no bool.
+        ArgumentError: `enabled` is not a bool.
     """
     check_bools("delay_param_initialization", enabled=enabled)
     token = _delaying.set(enabled)
@@ -53,15 +53,15 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 def _delayer() -> Callable[[nn.Module, str, Any], nn.Parameter | None]:
-    known: Any = WeakIdKeyDictionary()  # one that several modules register stays one
+    replaced: Any = WeakIdKeyDictionary()  # keeps tied parameters tied
 
     def delayed(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
         is_new = module._parameters.get(name) is None
         if not _delaying.get() or parameter is None or is_lazy(parameter) or is_meta(parameter) or not is_new:
             return None
-        if parameter not in known:
-            known[parameter] = like(parameter, torch.empty_like(parameter, device="meta"))
-        return known[parameter]  # type: ignore[no-any-return]
+        if parameter not in replaced:
+            replaced[parameter] = like(parameter, torch.empty_like(parameter, device="meta"))
+        return replaced[parameter]  # type: ignore[no-any-return]
 
     return delayed
 
@@ -70,17 +70,17 @@ def _delayer() -> Callable[[nn.Module, str, Any], nn.Parameter | None]:
 def model_creation(
     tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **tensor_parallel_config: Any
 ) -> Iterator[None]:
-    """The context to make a model in: with its dtype, marked for tensor parallelism, delayed where the session says so.
+    """The context to create a model in: sets the dtype, marks for tensor parallelism, and delays initialization.
 
     Args:
-        tensor_parallelism: mark modules that are made inside, as `smp.tensor_parallelism` does.
-        dtype: of floating-point parameters that are made inside; None for torch's default.
-        tensor_parallel_config: for `smp.tensor_parallelism`; not read without it.
+        tensor_parallelism: mark modules that are created inside, as `smp.tensor_parallelism` does.
+        dtype: dtype of floating-point parameters that are created inside; None for torch's default.
+        tensor_parallel_config: for `smp.tensor_parallelism`; ignored without it.
 
-    `delayed_parameter_initialization` in `smp.init`'s configuration delays parameters' values.
+    It delays initialization if `delayed_parameter_initialization` is set in `smp.init`'s configuration.
 
     Raises:
-        ArgumentError: a dtype that no parameter can be trained in, or what `smp.tensor_parallelism` refuses.
+        ArgumentError: the dtype is not a floating-point one, or `smp.tensor_parallelism` refuses its arguments.
     """
     check_bools("model_creation", tensor_parallelism=tensor_parallelism)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -97,29 +97,29 @@ def model_creation(
 
 
 def delayed_values(model: nn.Module, init: Callable[[nn.Module], Any] | None = None) -> InitialValues | None:
-    """Values of the parameters that were delayed; None where none was. Ask while the model is whole.
+    """Initial values of the delayed parameters; None if there are none. Call it while the model is whole.
 
-    init: writes a module's own parameters; None for the model's `_init_weights`, as models of transformers have it, or
-        else the modules' own `reset_parameters`.
+    init: initializes a module's own parameters; None for the model's `_init_weights`, as in transformers, or else the
+        modules' own `reset_parameters`.
 
     Raises:
-        ArgumentError: nothing writes to some of them.
+        ArgumentError: some of them would not be initialized.
     """
     if not has_meta([model]):
         return None
-    own = getattr(model, "_init_weights", None)
-    return InitialValues(model, init or (own if callable(own) else None), ADVICE)
+    default = getattr(model, "_init_weights", None)
+    return InitialValues(model, init or (default if callable(default) else None), ADVICE)
 
 
 def fill(parts: Iterable[nn.Module], device: torch.device, values: InitialValues | None) -> dict[Tensor, Tensor]:
-    """Give what has become of a model here the values of `delayed_values`; returns parameters by those before.
+    """Materialize a model's local parts with the values of `delayed_values`; returns new parameters by the old ones.
 
-    One parameter is whole at a time, and those of other processes are let go of at once. All processes call this
-    together; the numbers are those that rank 0 would draw for the whole model.
+    Only one parameter is whole at a time, and those of other processes are freed at once. All processes call this
+    together. The values are those that rank 0 would draw for the whole model.
     """
-    held = list(parts)
+    modules = list(parts)
     if values is None:
         return {}
-    made = give_memory(held, lambda each: unfilled(each, device))
-    give_values(values, held, device)
-    return made
+    replaced = give_memory(modules, lambda tensor: unfilled(tensor, device))
+    give_values(values, modules, device)
+    return replaced

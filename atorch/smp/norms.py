@@ -19,12 +19,12 @@ from atorch.smp.session import session
 
 
 def spread_of(model: DistributedModel) -> Spread:
-    """The parts of a partitioned model on other processes: other stages, and other parts of what tensor ranks split."""
+    """The distribution of a partitioned model over processes: pipeline stages, and parts on tensor ranks."""
     runner, split = model.runner, model.split
-    own = dict(model.named_parameters(remove_duplicate=False))
+    local = dict(model.named_parameters(remove_duplicate=False))
     parts: dict[Tensor, Key] = {}
     if split.group is not None:
-        parts = {own[name]: (split.group,) for name in split.cuts if name in own}
+        parts = {local[name]: (split.group,) for name in split.cuts if name in local}
     if runner is None or runner.ties is None:
         return Spread(parts=parts)
     stages = (session().mesh.group("pipeline"),)
@@ -34,9 +34,9 @@ def spread_of(model: DistributedModel) -> Spread:
 def clip(
     model: DistributedModel, parameters: Iterable[Tensor], call: str, max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Scale the gradients of `parameters`, which are this process's, as `DistributedModel.clip_grad_norm_` does.
+    """Clip the gradients of this process's `parameters`, as `DistributedModel.clip_grad_norm_` does.
 
-    call: what the script calls this.
+    call: name of the script's call, for errors.
 
     Raises:
         ArgumentError: the model is not partitioned yet, or `max_norm` or `norm_type` is not above 0.
@@ -45,21 +45,21 @@ def clip(
     if runner is None:
         raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
-    for name, given in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
-            raise ArgumentError(f"{call} was given {shown(given)} as {name}; give a number above 0")
-    if not model.joins:  # else replicas may be through with their batches
-        agreed(call, dict, lambda: None, is_frequent=True)  # or who has gone on would meet another exchange
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+            raise ArgumentError(f"{call} was given {shown(value)} as {name}; give a number above 0")
+    if not model.joins:  # inside `join` some replicas may have no batches left
+        agreed(call, dict, lambda: None, is_frequent=True)  # detects processes that skip this call
     spread, scale = spread_of(model), runner.loss_scale
     norm = clip_grads(parameters, max_norm * scale, norm_type, spread.over, spread.parts, spread.counted_elsewhere)
     return norm / scale
 
 
 class ScaledApart:
-    """Notices that a script has scaled gradients by itself, as torch's `clip_grad_norm_` does.
+    """Detects that a script has scaled gradients itself, as torch's `clip_grad_norm_` does.
 
-    That takes the norm of what it is given: of this process's part of the model, where the norm of all is meant, and
-    the parts are then scaled by different factors. It is told once; nothing of torch's is replaced to prevent it.
+    That function takes the norm of this process's part of the model only, so that parts are scaled by different
+    factors. A warning is logged once; torch is not patched to prevent it.
     """
 
     def __init__(self) -> None:
@@ -68,18 +68,18 @@ class ScaledApart:
 
     @torch.no_grad()
     def look(self, model: DistributedModel) -> None:
-        """Gradients are as they have to be now. No communication."""
+        """Record the current, correct gradients, by a copy of the smallest one. No communication."""
         self._seen = None
         spread = spread_of(model)
         if self._was_told or not (spread.over or spread.parts):
             return
-        gradients = [each.grad for each in model.parameters() if each.grad is not None and not each.grad.is_sparse]
+        gradients = [leaf.grad for leaf in model.parameters() if leaf.grad is not None and not leaf.grad.is_sparse]
         if gradients:
             smallest = min(gradients, key=Tensor.numel)
             self._seen = smallest, smallest._version, smallest.clone()
 
     def tell(self) -> None:
-        """Say so, where they were changed since, and stay gradients."""
+        """Warn if the recorded gradient has changed since `look`."""
         if self._seen is None:
             return
         gradient, version, before = self._seen

@@ -1,4 +1,4 @@
-"""The optimizer of a model that is spread over processes: `smp.DistributedOptimizer`."""
+"""`smp.DistributedOptimizer`: the optimizer of a model that is partitioned over processes."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ OptimizerState = dict[str, Any]
 
 
 class DistributedOptimizer(WrappedOptimizer):
-    """An optimizer that steps the parameters of this process's part of the model, once that is known.
+    """An optimizer that steps the parameters of this process's part of the model, once it is partitioned.
 
-    Its states are known by the names of parameters: of one process's part, or of the whole model, whatever the number
-    of processes. Learning-rate schedulers take it for the optimizer that it is given.
+    State dicts are keyed by parameter names: of one process's part, or of the whole model, for any number of processes.
+    Learning-rate schedulers accept it as an optimizer.
 
-    Under `fp16` and `bf16` it steps fp32 masters; under `fp16` the loss that `model.backward` is given is multiplied by
-    a scale, and a step is skipped, on all processes, where a gradient is not finite.
+    Under `fp16` and `bf16` it steps fp32 masters. Under `fp16` it scales the loss of `model.backward`, and skips a step
+    on all processes if a gradient is not finite.
 
     Args:
-        optimizer: any of torch's kind, over parameters of the `DistributedModel`.
-        static_loss_scale: under `fp16`, what the loss is multiplied by; None is 1.
-        dynamic_loss_scale: under `fp16`, let the scale fall where a step is skipped, and grow after many good ones.
-        dynamic_loss_args: how: `init_scale`, `scale_factor`, `scale_window`, `min_scale`, `delayed_shift` and
-            `consecutive_hysteresis`, as `precision.DynamicScale` says; also one by one.
+        optimizer: any torch optimizer over parameters of the `DistributedModel`.
+        static_loss_scale: under `fp16`, the constant loss scale; None for 1.
+        dynamic_loss_scale: under `fp16`, shrink the scale after skipped steps, and grow it after many good ones.
+        dynamic_loss_args: settings of the dynamic scale: `init_scale`, `scale_factor`, `scale_window`, `min_scale`,
+            `delayed_shift` and `consecutive_hysteresis`, as in `precision.DynamicScale`; also as keyword arguments.
 
     Raises:
-        ArgumentError: it is none, or has parameters that are not the model's; a setting that does not hold.
+        ArgumentError: `optimizer` is not one, has parameters that are not the model's, or a setting is invalid.
     """
 
     def __init__(
@@ -70,28 +70,28 @@ class DistributedOptimizer(WrappedOptimizer):
         super().__init__(optimizer)
         self._model = owner.model
         self.optimizer = optimizer
-        """The optimizer that was given, for schedulers that are made of it."""
+        """The wrapped optimizer; schedulers may be constructed from it."""
         self._scaled_apart = ScaledApart()
         self._scale = scale if owner.config.fp16 else None
         if self._scale is None and (dynamic_loss_scale or static_loss_scale not in (None, 1.0)):
             logger.info("the loss is not scaled: fp16 is not set in the configuration")
-        names = {id(each): name for name, each in self._model.named_parameters()}
-        self._names = [[_name(names, each) for each in group["params"]] for group in self.param_groups]
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._names = [[_name(names, parameter) for parameter in group["params"]] for group in self.param_groups]
         owner.optimizer = self
         if self._model.partitioned:
             self.follow(self._model)
 
     def follow(self, model: DistributedModel, values: WeakTensorKeyDictionary | None = None) -> None:
-        """Step the parameters that the partitioned model has here. All processes call this together.
+        """Step the partitioned model's local parameters from now on. All processes call this together.
 
-        values: what those in 16 bits were before they were rounded, by parameter.
+        values: values of the 16-bit parameters before rounding, by parameter.
 
         Raises:
-            StrategyError: the optimizer does not bear that what it steps is spread over processes.
+            StrategyError: the optimizer steps differently if its parameters are spread over processes.
         """
-        owner, own = session(), dict(model.named_parameters())
+        owner, local = session(), dict(model.named_parameters())
         for group, names in zip(self.param_groups, self._names, strict=True):
-            group["params"][:] = [own[name] for name in names if name in own]
+            group["params"][:] = [local[name] for name in names if name in local]
         replicas = owner.mesh.group("data", "zero")
         self.inner = stepping(
             self.optimizer,
@@ -107,40 +107,40 @@ class DistributedOptimizer(WrappedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss, and of gradients until they are stepped; 1 but under `fp16`."""
+        """The factor of the loss, and of gradients until the step; 1 unless under `fp16`."""
         return 1.0 if self._scale is None else self._scale()
 
     @property
     def overflow(self) -> bool:
-        """True if the last step was skipped, or `update_master_grads` found that the next one has to be."""
+        """True if the last step was skipped, or `update_master_grads` found a non-finite gradient."""
         return isinstance(self.inner, ScaledOptimizer) and self.inner.step_was_skipped
 
     def update_master_grads(self) -> None:
-        """Find, with all processes, whether all gradients are finite: `overflow`. `step` does so in any case."""
+        """Check on all processes that all gradients are finite, and set `overflow`. `step` always does so, too."""
         self._need_partition("update_master_grads")
         if isinstance(self.inner, ScaledOptimizer):
             self.inner.step_was_skipped = self.inner.overflows()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down where the norm of all of the model's exceeds `max_norm`; returns the norm before.
+        """Scale gradients down if the norm of the whole model's exceeds `max_norm`; returns the norm before.
 
-        The norm is the one that plain training would see, without the loss scale. All processes of a model call it
-        together, after a training step.
+        The norm equals that of plain training, without the loss scale. All processes of a model call it together, after
+        a training step.
 
         Raises:
             ArgumentError: the model is not partitioned yet, or `max_norm` or `norm_type` is not above 0.
         """
-        parameters = [each for group in self.param_groups for each in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         norm = clip(self._model, parameters, "clip_master_grads", max_norm, norm_type)
         self.trust_gradients()
         return norm
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`clip_master_grads`, by the name under which Hugging Face's Trainer of transformers 4 looks for it."""
+        """`clip_master_grads`, under the name that the Trainer of transformers 4 calls."""
         return self.clip_master_grads(max_norm, norm_type)
 
     def trust_gradients(self) -> None:
-        """Gradients are now as they have to be: what a script changes of them after this is told, once."""
+        """Take the current gradients as correct; a later change by the script is reported, once."""
         self._scaled_apart.look(self._model)
 
     def _need_partition(self, call: str) -> None:
@@ -148,18 +148,18 @@ class DistributedOptimizer(WrappedOptimizer):
             raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give it one more group, of parameters of the model."""
-        known = len(self.inner.param_groups)
+        """Add a group of parameters of the model."""
+        previous = len(self.inner.param_groups)
         super().add_param_group(param_group)
-        for group in self.inner.param_groups[known:]:
-            names = {id(each): name for name, each in self._model.named_parameters()}
-            self._names.append([_name(names, each) for each in group["params"]])
+        for group in self.inner.param_groups[previous:]:
+            names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+            self._names.append([_name(names, parameter) for parameter in group["params"]])
 
     def step(self, closure: Any = None) -> Any:
-        """One step of the parameters that are here.
+        """Step the local parameters.
 
         Raises:
-            ArgumentError: a closure is given, which could not run the parts of the model on other processes.
+            ArgumentError: a closure is given, which cannot run the parts of the model on other processes.
         """
         self._refuse(closure)
         self._scaled_apart.tell()
@@ -169,16 +169,16 @@ class DistributedOptimizer(WrappedOptimizer):
         return self.inner.step()
 
     def local_state_dict(self, gather_if_shard: bool = True) -> OptimizerState:
-        """The state of the parameters that are here, by name, with the key `_smp_is_partial`.
+        """The state of the local parameters, by name, with the key `_smp_is_partial`.
 
-        No communication, but for what replicas share out: then all of these call it together, and each has the whole.
+        It communicates only if replicas shard states: all replicas then call it together and get whole tensors.
 
         Args:
-            gather_if_shard: accepted: False, which asks for this replica's share alone, gives the whole as well, so
-                that one replica's files are the checkpoint, and load where there are more replicas or fewer.
+            gather_if_shard: accepted without effect: the state is always gathered. So one replica's files are the
+                checkpoint, which loads with any number of replicas.
 
         Raises:
-            ArgumentError: some of these did not call it, and are named.
+            ArgumentError: some replicas did not call it; the error lists them.
         """
         check_bools("optimizer.local_state_dict", gather_if_shard=gather_if_shard)
         if self._model.partitioned:
@@ -186,12 +186,12 @@ class DistributedOptimizer(WrappedOptimizer):
         return self._partial_state()
 
     def state_dict(self) -> OptimizerState:
-        """The state of the whole model's parameters, as the optimizer given would have it, which can load it, too.
+        """The state of the whole model's parameters, in the format of the wrapped optimizer, which can load it.
 
-        On all processes that hold parts of one replica.
+        All processes that hold parts of one replica get it.
 
         Raises:
-            ArgumentError: some of these did not call it, and are named.
+            ArgumentError: some of them did not call it; the error lists them.
         """
         if not self._model.partitioned:
             return self.inner.state_dict()
@@ -201,7 +201,7 @@ class DistributedOptimizer(WrappedOptimizer):
         named = merged(of_all(self._partial_state()), "the optimizer's state")
         order = [name for group in self._names for name in group]
         number = {name: index for index, name in enumerate(order)}
-        state = {number[name]: held for name, held in named["state"].items()}
+        state = {number[name]: entry for name, entry in named["state"].items()}
         groups = [
             {**group, "params": [number[name] for name in names]}
             for group, names in zip(named["param_groups"], self._names, strict=True)
@@ -209,15 +209,15 @@ class DistributedOptimizer(WrappedOptimizer):
         return {**named, "state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a whole state, or the partial ones of all processes, after the partition, or now where that has been.
+        """Load a whole state, or the partial ones of all processes, now or right after partitioning.
 
         Raises:
-            ArgumentError: it is no state of this optimizer's groups.
+            ArgumentError: the state does not match this optimizer's groups.
         """
-        given = dict(state_dict)
-        if given.get(PARTIAL):
-            given = merged(of_all(given), "the optimizer's state")
-        named = self._by_name({key: value for key, value in given.items() if key not in MARKS})
+        state = dict(state_dict)
+        if state.get(PARTIAL):
+            state = merged(of_all(state), "the optimizer's state")
+        named = self._by_name({key: value for key, value in state.items() if key not in MARKS})
         self._model.when_partitioned(lambda: self._load(named))
 
     def _partial_state(self) -> OptimizerState:
@@ -225,11 +225,11 @@ class DistributedOptimizer(WrappedOptimizer):
         return {**named, PARTIAL: True, CUTS: self._model.split.told(named["state"])}
 
     def _named_state(self) -> OptimizerState:
-        """The state that is here, by the names of parameters."""
-        own = dict(self._model.named_parameters())
-        here = [name for names in self._names for name in names if name in own]
+        """The local state, by parameter names."""
+        local = dict(self._model.named_parameters())
+        local_names = [name for names in self._names for name in names if name in local]
         saved = self.inner.state_dict()
-        state = {here[number]: whole_over_shards(held) for number, held in saved["state"].items()}
+        state = {local_names[number]: whole_over_shards(entry) for number, entry in saved["state"].items()}
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
             for group, names in zip(saved["param_groups"], self._names, strict=True)
@@ -237,7 +237,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return {**saved, "state": state, "param_groups": groups}
 
     def _by_name(self, given: OptimizerState) -> OptimizerState:
-        """A state of torch's form, which numbers parameters, by names."""
+        """A state of torch's format, which numbers parameters, keyed by names."""
         groups = given.get("param_groups")
         if not isinstance(groups, list) or "state" not in given or len(groups) != len(self._names):
             raise ArgumentError(
@@ -254,31 +254,31 @@ class DistributedOptimizer(WrappedOptimizer):
             name_of.update(
                 {key: key if isinstance(key, str) else name for key, name in zip(group["params"], names, strict=True)}
             )
-        state = {name_of.get(key, key): held for key, held in given["state"].items()}
+        state = {name_of.get(key, key): entry for key, entry in given["state"].items()}
         return {**given, "state": state}
 
     def _load(self, named: OptimizerState) -> None:
-        own = dict(self._model.named_parameters())
+        local = dict(self._model.named_parameters())
         numbers: dict[str, int] = {}
         groups = []
         for group, names in zip(named["param_groups"], self._names, strict=True):
-            mine = [name for name in names if name in own]
-            for name in mine:
+            present = [name for name in names if name in local]
+            for name in present:
                 numbers[name] = len(numbers)
-            groups.append({**group, "params": [numbers[name] for name in mine]})
+            groups.append({**group, "params": [numbers[name] for name in present]})
         split = self._model.split
         state = {
-            numbers[name]: shards_like(own[name], _own(split, name, held))
-            for name, held in named["state"].items()
+            numbers[name]: shards_like(local[name], _local_part(split, name, entry))
+            for name, entry in named["state"].items()
             if name in numbers
         }
         self.inner.load_state_dict({**named, "state": state, "param_groups": groups})
         self._share()
-        self.optimizer.param_groups = self.param_groups  # a scheduler may have been made of it
+        self.optimizer.param_groups = self.param_groups  # a scheduler may hold it
 
 
-def _own(split: TensorSplit, name: str, held: Mapping[str, Any]) -> OptimizerState:
-    return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in held.items()}
+def _local_part(split: TensorSplit, name: str, entry: Mapping[str, Any]) -> OptimizerState:
+    return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in entry.items()}
 
 
 def _name(names: Mapping[int, str], parameter: Tensor) -> str:

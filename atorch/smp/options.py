@@ -1,4 +1,4 @@
-"""Tracing and gradient averaging of a distributed model: the arguments of `smp.DistributedModel`."""
+"""Options of tracing and gradient averaging: the arguments of `smp.DistributedModel`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ModelOptions:
     gradient_as_bucket_view: bool = False
 
     def checked(self) -> ModelOptions:
-        """Itself.
+        """Validate the options; returns them.
 
         Raises:
-            ArgumentError: a value does not hold.
+            ArgumentError: a value is invalid.
         """
-        bools = {each.name: getattr(self, each.name) for each in fields(self) if each.type == "bool"}
+        bools = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "bool"}
         check_bools("smp.DistributedModel", **bools)
         if self.trace_device not in ("cpu", "gpu"):
             raise ArgumentError(f'trace_device is {self.trace_device!r}; give "cpu" or "gpu"')

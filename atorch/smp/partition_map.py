@@ -1,4 +1,4 @@
-"""Places of the modules of a partitioned model, for those that have to know while they run."""
+"""The partitions of a partitioned model's modules, for queries at run time."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.session import is_initialized, session
 
 PLACE = "_smp_place"
-"""The attribute in which a module knows its place, once the model is partitioned."""
+"""The module attribute with its `PartitionMap`, once the model is partitioned."""
 
 
 class PartitionMap(NamedTuple):
-    """The partition of a module, and whether it runs here: in this stage of this process."""
+    """The partition of a module; `is_here` if it runs in this stage of this process."""
 
     partition: int
     is_here: bool
 
 
 def tell_places(part: nn.Module, partition_of: Mapping[str, int]) -> None:
-    """Let the modules of a stage's model, as `cut` made it, know the partitions of their units, given by name."""
+    """Record in the modules of a stage's model, made by `cut`, the partitions of their units, given by name."""
     for name, partition in partition_of.items():
         unit = part.get_submodule(name)
         stage, _ = vars(unit)[STAGE]
         is_here = any(call.unit == name for call in stage.route.calls[stage.start : stage.stop])
-        for each in unit.modules():
-            vars(each)[PLACE] = PartitionMap(partition, is_here)
+        for module in unit.modules():
+            vars(module)[PLACE] = PartitionMap(partition, is_here)
 
 
 def place_of(module: nn.Module) -> PartitionMap | None:
-    """The place of a module with all that is in it; None before the model is partitioned.
+    """The place of a module and its submodules; None before the model is partitioned.
 
-    What is split over several partitions runs nowhere as a whole: it is said once, and is not `is_here`.
+    A module that is split over several partitions is nowhere `is_here`, which is logged once.
 
     Raises:
-        ArgumentError: it is split, by the contexts of `smp.partition`.
+        ArgumentError: the contexts of `smp.partition` split it.
     """
-    places: set[PartitionMap] = {vars(each)[PLACE] for each in module.modules() if PLACE in vars(each)}
+    places: set[PartitionMap] = {vars(inner)[PLACE] for inner in module.modules() if PLACE in vars(inner)}
     if not places:
         return PartitionMap(0, True) if not is_initialized() or session().config.partitions == 1 else None
     if len(places) == 1:
@@ -57,6 +57,6 @@ def place_of(module: nn.Module) -> PartitionMap | None:
 
 
 def partition_of(module: nn.Module) -> int | None:
-    """The partition on which a module lies with all that is in it; None before it is known."""
+    """The partition of a module and its submodules; None before the model is partitioned."""
     place = place_of(module)
     return None if place is None else place.partition

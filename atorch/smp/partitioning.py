@@ -1,9 +1,9 @@
-"""Partitions of modules: by the contexts in which modules were made, or by what they cost.
+"""Partitions of modules: by the contexts in which modules were created, or by cost.
 
 A model is cut between calls of its *units*. By hand a unit is the outermost module whose parameters are all on one
-partition; automatically it is a repeated block, or outside of them the outermost module with parameters. Units that
-share a parameter, and the calls of one unit, are together. Stages are the runs of calls on one partition: a partition
-to which the model comes back has several.
+partition. Automatically it is a repeated block, or outside the blocks the outermost module with parameters. Units that
+share a parameter, and all calls of one unit, are on one partition. A stage is a run of calls on one partition; a
+partition to which execution returns has several stages.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from atorch.units import format_bytes
 TracedCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 MARK = "_smp_partition"
-"""The attribute in which a module has the number of the partition in whose context it was made."""
+"""The module attribute with the index of the partition in whose context the module was created."""
 
 
 @contextmanager
 def partition(index: int) -> Iterator[None]:
-    """Modules that are made inside are on partition `index`; the innermost context decides.
+    """Put modules that are created inside on partition `index`; the innermost context decides.
 
-    Without effect where `auto_partition` is set. Modules that are made outside of all are on `default_partition`.
+    It has no effect with `auto_partition`. Modules created outside all contexts are on `default_partition`.
 
     Raises:
         ArgumentError: there is no such partition, or `smp.init` has not been called.
@@ -58,7 +58,7 @@ def partition(index: int) -> Iterator[None]:
         if marking[-1] is mark:
             vars(module).setdefault(MARK, index)
 
-    # Every module that can be on a partition registers a parameter when it is made: torch tells all hooks of each.
+    # A module with parameters registers them when it is created, and torch calls all hooks for each.
     marking = session().partition_contexts
     marking.append(mark)
     try:
@@ -69,18 +69,18 @@ def partition(index: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Put a module that exists, with all that is in it, on partition `index`, as if it had been made in that context.
+    """Put an existing module and its submodules on partition `index`, as if created in that context.
 
     Raises:
-        ArgumentError: there is no such partition, no module is given, or the model is partitioned already.
+        ArgumentError: there is no such partition, `module` is not a module, or the model is partitioned already.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"smp.set_partition was given {shown(module)}; give a torch.nn.Module")
-    if any(STAGE in vars(each) for each in module.modules()):
+    if any(STAGE in vars(inner) for inner in module.modules()):
         raise ArgumentError("smp.set_partition was called after the first smp.step, which partitions; call it before")
     _check_index(index, "smp.set_partition")
-    for each in module.modules():
-        vars(each)[MARK] = index
+    for inner in module.modules():
+        vars(inner)[MARK] = index
 
 
 def _check_index(index: Any, call: str) -> None:
@@ -95,13 +95,13 @@ def _check_index(index: Any, call: str) -> None:
 @dataclass(frozen=True)
 class Division:
     partition_of: Mapping[str, int]
-    """By the name of the unit."""
+    """The partition of each unit, by the unit's name."""
     starts: tuple[int, ...]
     """The first call of each stage."""
     places: tuple[int, ...]
     """The partition of each stage."""
     figures: Mapping[str, tuple[float, float]]
-    """Seconds and bytes by which units were weighed, where they were."""
+    """Seconds and bytes of the units that were weighed, by name."""
 
     def __str__(self) -> str:
         lines = []
@@ -111,12 +111,12 @@ class Division:
         return "\n".join(lines)
 
     def _weights(self, names: Sequence[str]) -> str:
-        known = [self.figures[name] for name in names if name in self.figures]
+        weighed = [self.figures[name] for name in names if name in self.figures]
         total = sum(seconds for seconds, _ in self.figures.values())
-        if not known or not total:
+        if not weighed or not total:
             return ""
-        share = sum(seconds for seconds, _ in known) / total
-        return f" ({share:.0%} of the time, {format_bytes(sum(size for _, size in known))})"
+        share = sum(seconds for seconds, _ in weighed) / total
+        return f" ({share:.0%} of the time, {format_bytes(sum(size for _, size in weighed))})"
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -124,81 +124,81 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def units_by_hand(model: nn.Module, default: int) -> dict[str, nn.Module]:
-    """The outermost called modules whose parameters are all on one partition."""
-    found: dict[str, nn.Module] = {}
+    """The outermost callable modules whose parameters are all on one partition, by name."""
+    units: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
-            places = {place_by_hand(each, default) for each in child.modules() if each._parameters}
+            places = {place_by_hand(inner, default) for inner in child.modules() if inner._parameters}
             below = f"{path}{name}"
             if child in seen or not places:
                 continue
             if len(places) == 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 seen.add(child)
-                found[below] = child
+                units[below] = child
             else:
                 visit(child, f"{below}.")
 
     visit(model, "")
-    return found
+    return units
 
 
 def place_by_hand(module: nn.Module, default: int) -> int:
-    """The partition in whose context a module was made."""
+    """The partition in whose context a module was created; `default` outside all contexts."""
     index = vars(module).get(MARK)
     return default if index is None else int(index)
 
 
 def divided_by_hand(route: Route, units: Mapping[str, nn.Module], count: int, default: int) -> Division:
-    """The partitions that the contexts say.
+    """The division by the contexts of `partition`.
 
     Raises:
-        StrategyError: one has no module that is called.
+        StrategyError: a partition has no module that the model calls.
     """
     placed = {}
     for name in dict.fromkeys(call.unit for call in route.calls):
-        places = {place_by_hand(each, default) for each in units[name].modules() if each._parameters}
+        places = {place_by_hand(inner, default) for inner in units[name].modules() if inner._parameters}
         placed[name] = places.pop()
     return _division(route, placed, count, {})
 
 
 def auto_units(model: nn.Module, count: int) -> dict[str, nn.Module]:
-    """Units of which there are at least `count`, where the model has so many modules with parameters."""
+    """At least `count` units, if the model has so many modules with parameters; the largest are split first."""
     units = units_of(model)
     while len(units) < count:
         below = {name: _children(unit, name) for name, unit in units.items()}
         divisible = [name for name, inner in below.items() if len(inner) > 1]
         if not divisible:
             break
-        largest = max(divisible, key=lambda name: sum(each.numel() for each in units[name].parameters()))
+        largest = max(divisible, key=lambda name: sum(parameter.numel() for parameter in units[name].parameters()))
         units = {
-            inner: unit
-            for name, own in units.items()
-            for inner, unit in (below[name].items() if name == largest else [(name, own)])
+            path: unit
+            for name, current in units.items()
+            for path, unit in (below[name].items() if name == largest else [(name, current)])
         }
     return units
 
 
 def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
+    inner: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         if next(child.parameters(), None) is None:
             continue
         path = f"{prefix}.{name}"
-        found.update(_children(child, path) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else {path: child})
-    return found
+        inner.update(_children(child, path) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else {path: child})
+    return inner
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """The weighing of units. `memory_weight` 0 is time alone, 1 is memory alone."""
+    """Options for weighing units. `memory_weight` 0 counts time only, 1 memory only."""
 
     memory_weight: float
-    in_flight: int  # micro-batches whose activations are held at once
+    in_flight: int  # micro-batches whose activations are alive at once
     times: bool = False  # measured, not estimated
-    memory: bool = False  # activations as traced, not as large as what modules return
-    traces: bool = True  # else by the number of parameters
+    memory: bool = False  # traced activations, not the sizes of outputs
+    traces: bool = True  # else weigh by the number of parameters
 
 
 def divided_by_cost(
@@ -210,17 +210,17 @@ def divided_by_cost(
     count: int,
     weighing: Weighing,
 ) -> Division:
-    """The partitions of which the heaviest is lightest.
+    """The division that minimizes the cost of the most expensive partition.
 
     Args:
-        call: with what the model is called in a micro-batch.
+        call: the arguments of the model's call in a micro-batch.
 
     Raises:
         StrategyError: the model has fewer groups of units than partitions.
     """
-    called = [each.unit for each in route.calls]
+    called = [invocation.unit for invocation in route.calls]
     figures = _figures(units, called, model, call, device, weighing)
-    groups = _together(units, called)
+    groups = _tied_groups(units, called)
     names = list(dict.fromkeys(groups[name] for name in called))
     if len(names) < count:
         raise StrategyError(
@@ -235,23 +235,23 @@ def divided_by_cost(
     all_s, all_bytes = sum(seconds.values()) or 1.0, sum(sizes.values()) or 1.0
     costs = [weight * sizes[name] / all_bytes + (1 - weight) * seconds[name] / all_s for name in names]
     starts = least_largest(costs, count, names=names)
-    place = {name: sum(start <= at for start in starts) - 1 for at, name in enumerate(names)}
+    place = {name: sum(start <= at for start in starts) - 1 for at, name in enumerate(names)}  # the last start ≤ at
     return _division(route, {name: place[groups[name]] for name in dict.fromkeys(called)}, count, figures)
 
 
-def _together(units: Mapping[str, nn.Module], called: Sequence[str]) -> dict[str, str]:
-    """The first unit of each called unit's group: units that share a parameter."""
+def _tied_groups(units: Mapping[str, nn.Module], called: Sequence[str]) -> dict[str, str]:
+    """The first unit of each called unit's group; units that share a parameter form a group."""
     group: dict[str, str] = {}
     holder: dict[int, str] = {}
     for name in dict.fromkeys(called):
-        found = [group[holder[id(each)]] for each in units[name].parameters() if id(each) in holder]
-        first = min(found, key=called.index, default=name)
+        shared = [group[holder[id(parameter)]] for parameter in units[name].parameters() if id(parameter) in holder]
+        first = min(shared, key=called.index, default=name)
         group[name] = first
-        for other, own in list(group.items()):
-            if own in found:
+        for other, leader in list(group.items()):
+            if leader in shared:
                 group[other] = first
-        for each in units[name].parameters():
-            holder.setdefault(id(each), name)
+        for parameter in units[name].parameters():
+            holder.setdefault(id(parameter), name)
     return group
 
 
@@ -263,7 +263,7 @@ def _figures(
     device: DeviceSpec,
     weighing: Weighing,
 ) -> dict[str, tuple[float, float]]:
-    """Seconds and bytes of each unit, over all of its calls."""
+    """Seconds and bytes of each unit, summed over its calls."""
     weights = {name: float(sum(map(tensor_bytes, units[name].parameters()))) for name in dict.fromkeys(called)}
     if not weighing.traces:
         return {name: (weights[name], weights[name]) for name in weights}
@@ -271,10 +271,10 @@ def _figures(
     seconds: dict[str, float] = defaultdict(float)
     held: dict[str, float] = {}
     kept: dict[str, float] = defaultdict(float)
-    for each in costs:
-        seconds[each.name] += each.seconds
-        held[each.name] = each.held_bytes
-        kept[each.name] += each.kept_bytes
+    for cost in costs:
+        seconds[cost.name] += cost.seconds
+        held[cost.name] = cost.held_bytes
+        kept[cost.name] += cost.kept_bytes
     if has_meta([model]):
         if weighing.times:
             logger.warning("trace_execution_times: parameters are delayed, so that times are estimated, not measured")
@@ -291,17 +291,17 @@ def _looked_at(
 ) -> tuple[dict[str, float], dict[str, float]]:
     if not times:
         try:
-            return _watched(units, model, call, for_real=False)
-        except Exception as error:  # a forward may fail on fakes in any way; a real run shows faults of its own
+            return _measured(units, model, call, for_real=False)
+        except Exception as error:  # a forward may fail on fakes in any way; a real run raises real faults
             logger.info("what modules return is seen in a real run, the model does not run on fakes: %s", error)
-    _watched(units, model, call, for_real=True)  # what the first pass alone does takes no part
-    return _watched(units, model, call, for_real=True)
+    _measured(units, model, call, for_real=True)  # warm-up: excludes one-time work from the times
+    return _measured(units, model, call, for_real=True)
 
 
-def _watched(
+def _measured(
     units: Mapping[str, nn.Module], model: nn.Module, call: TracedCall, *, for_real: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds that a forward pass spends in each unit, and bytes of what it returns; on fake tensors but `for_real`."""
+    """Seconds of each unit in a forward pass, and bytes of its outputs; on fake tensors unless `for_real`."""
     seconds: dict[str, float] = defaultdict(float)
     returned: dict[str, float] = defaultdict(float)
     begun: dict[str, float] = {}

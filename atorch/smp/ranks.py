@@ -1,8 +1,8 @@
 """Ranks and groups of this process, by their documented names.
 
-A model is held by an `mp` group, pipeline × tensor. Along `pp` its stages differ, along `tp` the slices of its tensors.
-`dp` is everyone who sees other samples, data × tensor, and `rdp` who holds the same parameters, data alone. A group
-numbers its processes by rank.
+An `mp` group, pipeline × tensor, holds a model: `pp` ranks hold its stages, `tp` ranks the slices of its tensors.
+`dp` ranks see different samples (data × tensor), and `rdp` ranks hold the same parameters (data only). A group numbers
+its processes by global rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class CommGroup(Enum):
-    """The groups that objects are sent in; each process is in one of each kind."""
+    """The kinds of groups for communication; each process is in one group of each kind."""
 
     WORLD = "world"
     MP_GROUP = "mp"
@@ -32,7 +32,7 @@ class CommGroup(Enum):
 
 
 class RankType(Enum):
-    """The kind of a rank's number: among all processes, or in this process's group of a kind."""
+    """The kind of a rank: among all processes, or in this process's group of a kind."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"
@@ -51,16 +51,16 @@ RDP_GROUP = CommGroup.RDP_GROUP
 
 
 def ranks_of(kind: CommGroup | RankType) -> list[int]:
-    """The ranks, among all processes, of this process's group of a kind, ascending.
+    """The global ranks of this process's group of a kind, ascending.
 
     Raises:
-        ArgumentError: `kind` is neither enum's, or `smp.init` has not been called.
+        ArgumentError: `kind` is of neither enum, or `smp.init` has not been called.
     """
     return session().mesh.ranks(*_axes(kind))
 
 
 def process_group(kind: CommGroup | RankType) -> dist.ProcessGroup:
-    """This process's group of a kind, which `torch.distributed` takes.
+    """This process's group of a kind, for `torch.distributed`.
 
     Raises:
         ArgumentError: as `ranks_of`.
@@ -85,7 +85,7 @@ def _size(kind: CommGroup) -> int:
 
 
 def rank() -> int:
-    """This process's number among all processes."""
+    """This process's global rank."""
     return session().here.rank
 
 
@@ -95,18 +95,18 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its machine."""
+    """This process's rank on its machine."""
     return session().here.local_rank
 
 
 def local_size() -> int:
-    """The number of processes on its machine; all of them, where no launcher says so."""
-    held = world.variable("LOCAL_WORLD_SIZE")
-    return size() if held is None else int(held[1])
+    """The number of processes on its machine; of all processes if no launcher sets it."""
+    variable = world.variable("LOCAL_WORLD_SIZE")
+    return size() if variable is None else int(variable[1])
 
 
 def _door(name: str, asks: Callable[[CommGroup], T], kind: CommGroup, doc: str) -> Callable[[], T]:
-    """The documented function `name`, which asks one thing of this process's group of a kind."""
+    """The documented function `name`: `asks` for one kind of group."""
 
     def door() -> T:
         return asks(kind)
@@ -119,7 +119,7 @@ def _door(name: str, asks: Callable[[CommGroup], T], kind: CommGroup, doc: str) 
 def _doors(
     kind: CommGroup, who: str
 ) -> tuple[Callable[[], int], Callable[[], int], Callable[[], list[int]], Callable[[], dist.ProcessGroup]]:
-    """A kind's documented functions: this process's number in the group, its size, its ranks, and the group itself."""
+    """A kind's documented functions: this process's rank in the group, its size, its ranks, and the process group."""
     of = kind.value
     return (
         _door(f"{of}_rank", _rank, kind, f"This process's number among those that {who}."),

@@ -1,7 +1,7 @@
-"""The session of `smp.init`: one configuration, and one arrangement of the processes, for a whole script.
+"""The session of `smp.init`: one configuration and one mesh of processes for a whole script.
 
 The documented functions (`smp.rank()`, `smp.step`, `smp.barrier()`) take no object that could carry these, so the
-session is what a script has begun and not ended.
+session is module state between `smp.init` and `smp.shutdown`.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ AXES_OF: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor",),
     "rdp": ("data", "zero"),
 }
-"""The axes of the mesh that each of the documented groups lies along. The world is all of them."""
+"""The mesh axes of each documented group. The world spans all axes."""
 
 
 @dataclass(eq=False)
 class Session:
     """The session of `smp.init`, until `smp.shutdown`.
 
-    `mesh` has the axes data, pipeline and tensor, in the order that `placement_strategy` says; with
-    `sharded_data_parallel_degree` above 1 also zero, the replicas that share one copy, inside of data.
+    `mesh` has the axes data, pipeline and tensor, in the order of `placement_strategy`. With
+    `sharded_data_parallel_degree` above 1 it also has zero, inside data: the replicas that share one copy.
     """
 
     config: Config
     mesh: Mesh
     here: World
-    model: nn.Module | None = None  # the one of the script
-    optimizer: Any = None  # the one of the script, too
+    model: nn.Module | None = None  # the script's DistributedModel
+    optimizer: Any = None  # the script's DistributedOptimizer
     messages: Messages = field(default_factory=Messages)
-    name: str = ""  # of this session, on all processes
-    saves: Counter[str] = field(default_factory=Counter)  # how often `smp.save` has written parts, by path
-    is_tracing: bool = False  # a step's function runs to be looked at
+    name: str = ""  # of this session, equal on all processes
+    saves: Counter[str] = field(default_factory=Counter)  # number of partial saves of `smp.save`, by path
+    is_tracing: bool = False  # a step's function runs as a trace
     partition_contexts: list[Any] = field(default_factory=list)  # `smp.partition`, the innermost last
 
     @property
@@ -62,44 +62,44 @@ class Session:
         return self.here.device
 
 
-LAST_CALL = timedelta(seconds=5)  # how long a process that ends waits for others to take what it sent
+LAST_CALL = timedelta(seconds=5)  # wait of an ending process for the receivers of its messages
 
 _sessions: list[Session] = []  # the current one, or none
 
 
 def init(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
-    """Begin model parallelism on all processes of the job, which call it together.
+    """Begin model parallelism; all processes of the job call this together.
 
-    Joins the process group where a launcher such as torchrun started several. Alone, it is one process, of degrees 1.
+    It joins the process group if a launcher such as torchrun started several processes. A single process has degrees 1.
 
     Args:
         config: a dict of documented keys, the path of a JSON file, or None for the launcher's variable, `SMP_CONFIG`
-            or `SM_HP_MP_PARAMETERS`; where that is not set, the defaults.
+            or `SM_HP_MP_PARAMETERS`; without it, the defaults.
 
     Raises:
-        ArgumentError: a second call; a configuration that does not hold; degrees that do not divide the number of
-            processes; several replicas without `ddp`; or the processes were given different configurations.
+        ArgumentError: a second call; an invalid configuration; degrees that do not divide the number of processes;
+            several replicas without `ddp`; or processes with different configurations.
     """
     if _sessions:
         raise ArgumentError("smp.init has been called before; a script has one configuration, until smp.shutdown()")
     here = world.init()
 
     def read() -> tuple[Config, Mesh]:
-        made = Config.read(config)
-        return made, Mesh(slices(made, here.size), None, here.device.type, here.timeout)
+        parsed = Config.read(config)
+        return parsed, Mesh(slices(parsed, here.size), None, here.device.type, here.timeout)
 
-    found, mesh = agreed("smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())})
-    session = Session(found, mesh, here, name=from_rank_zero(secrets.token_hex(8)))
-    for axes in AXES_OF.values():  # all together, and in one order
+    chosen, mesh = agreed("smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())})
+    session = Session(chosen, mesh, here, name=from_rank_zero(secrets.token_hex(8)))
+    for axes in AXES_OF.values():  # a collective: all processes create them in one order
         mesh.group(*axes)
     _sessions.append(session)
     atexit.register(session.messages.deliver, LAST_CALL)
 
 
 def shutdown() -> None:
-    """End what `init` began, and its groups, on all processes. A script may then call `init` again.
+    """End the session and its process groups, on all processes. A script may then call `init` again.
 
-    Objects that were sent and not yet received are waited for.
+    It first waits until all sent objects are received.
     """
     ending = session()
     ending.messages.deliver(ending.here.timeout)
@@ -108,10 +108,10 @@ def shutdown() -> None:
 
 
 def session() -> Session:
-    """The session made by `init`.
+    """The current session.
 
     Raises:
-        ArgumentError: it has not been called.
+        ArgumentError: `init` has not been called.
     """
     if not _sessions:
         raise ArgumentError("smp.init() has not been called in this process; call it before everything else of smp")
@@ -119,12 +119,12 @@ def session() -> Session:
 
 
 def is_initialized() -> bool:
-    """True if `init` has been called in this process."""
+    """True between `init` and `shutdown` in this process."""
     return bool(_sessions)
 
 
 def is_tracing() -> bool:
-    """True if the function of a step runs to be looked at, before its first real run: it computes nothing of worth."""
+    """True while a step's function is traced, before its first real run; its results are then meaningless."""
     return session().is_tracing
 
 
@@ -139,7 +139,7 @@ def tracing() -> Iterator[None]:
 
 
 def slices(config: Config, num_ranks: int) -> tuple[tuple[str, int], ...]:
-    """The axes of the mesh and their sizes, the fastest-varying first.
+    """The axes of the mesh with their sizes, the fastest-varying first.
 
     Raises:
         ArgumentError: the degrees do not divide the number of processes, or there are several replicas without `ddp`.
@@ -147,9 +147,9 @@ def slices(config: Config, num_ranks: int) -> tuple[tuple[str, int], ...]:
     pipeline, tensor, sharded = (
         config.pipeline_parallel_degree, config.tensor_parallel_degree, config.sharded_data_parallel_degree,
     )  # fmt: skip
-    replicas, left = divmod(num_ranks, pipeline * tensor)
+    replicas, remainder = divmod(num_ranks, pipeline * tensor)
     degrees = f"pipeline_parallel_degree {pipeline} × tensor_parallel_degree {tensor}"
-    if left or not replicas:
+    if remainder or not replicas:
         raise ArgumentError(
             f"{degrees} = {pipeline * tensor} processes hold a model, but there are {num_ranks}; start a multiple of "
             f"{pipeline * tensor}, or choose degrees whose product divides {num_ranks}"

@@ -1,7 +1,7 @@
-"""`smp.state`: what scripts read of a session. `cfg` is the configuration, `model` and `optimizer` are the script's.
+"""`smp.state`: attributes of the session that scripts read: `cfg`, the configuration, `model` and `optimizer`.
 
-`module_manager.translate_functions` are the pairs of functions that translate the model's state to Hugging Face's names
-and back, which `save_pretrained` asks for: none, since a model keeps its own names.
+`module_manager.translate_functions`, which `save_pretrained` reads, are pairs of functions that translate the model's
+state to Hugging Face's names and back. It is empty, since a model keeps its own names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`smp.step`: a function of a training script that runs once for every micro-batch, around one call of the model."""
+"""`smp.step`: runs a function of a training script once for every micro-batch, around one call of the model."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> Any:
-    """Let a function run in micro-batches on the model, which it calls once, and by `model.backward` trains.
+    """Run a function in micro-batches; it calls the model once and, to train, `model.backward`.
 
-    Every tensor of its arguments, in whatever nesting, is cut along its first axis into as many micro-batches as the
-    configuration says; objects with a method `smp_slice(num_microbatches, microbatch, axis)` cut themselves. Every
-    tensor that the function returns becomes a `StepOutput`, the same on all processes of a pipeline. The function runs
-    whole where the model's last part is, and elsewhere as far as its call of the model.
+    Every tensor in its arguments, at any depth, is cut along its first axis into the configured number of
+    micro-batches. Objects with a method `smp_slice(num_microbatches, microbatch, axis)` cut themselves. Every returned
+    tensor becomes a `StepOutput`, the same on all processes of a pipeline. The function runs whole on the last stage of
+    the model, elsewhere up to its call of the model.
 
     Args:
         non_split_inputs: names of arguments that every micro-batch gets whole.
         input_split_axes: the axis along which tensors of an argument are cut, by its name.
-        detach_outputs: return tensors without their graphs. Only where a process has the whole model can they be kept.
+        detach_outputs: return tensors without their graphs, which only a process with the whole model can keep.
 
     Raises:
-        ArgumentError, StrategyError: arguments that do not hold; when it is called, also what any of the processes
-            raised in the function, with the process named.
+        ArgumentError, StrategyError: an argument is invalid; on a call, also an exception that the function raised on
+            any process, which the error names.
     """
     if function is None:
         return functools.partial(
@@ -97,10 +97,10 @@ def _run(
         return leaf.to(owner.device, non_blocking=True)
 
     def cut() -> list[StepArguments]:
-        given = arguments
+        batch = arguments
         if owner.mesh.size("tensor") > 1 and not owner.config.prescaled_batch:
-            given = slicing.gathered(given, owner.mesh.group("tensor"))
-        return [map_tensors(on_device, each) for each in slicing.cut(given, count)]
+            batch = slicing.gathered(batch, owner.mesh.group("tensor"))
+        return [map_tensors(on_device, piece) for piece in slicing.cut(batch, count)]
 
     start = starts_together(owner, cut, _name(function), model.training)
     if not start.is_alike:

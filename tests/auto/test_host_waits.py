@@ -23,11 +23,15 @@ from tests.pool import Pool
 LOOKS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
 FEATURES, STEPS = 4, 4
 
-COMPARED = {"runtime.collective_order._compare": 5}  # between hosts; more layers do not make more
-IN_CHUNKS = {**COMPARED, "runtime.chunk.courses.next": 1, "runtime.collective_order.any_of": 1}  # between hosts
-LABELS = {"runtime.loss_weight._counts": 1, "runtime.loss_weight.sums": 1}  # on the device; between hosts
-SCALED = {"runtime.amp._unscaled_overflow": 1}  # on the device
-MERGED = {"runtime.deferred._multiply": 1}  # only where the loss is on the host
+COMPARED = {"runtime.data_parallel.collective_order._compare": 5}  # between hosts; more layers do not make more
+IN_CHUNKS = {
+    **COMPARED,
+    "runtime.chunk.schedule.schedule_cache.next": 1,
+    "runtime.data_parallel.collective_order.any_of": 1,
+}  # between hosts
+LABELS = {"runtime.loss.reduction._counts": 1, "runtime.loss.reduction.sums": 1}  # on the device; between hosts
+SCALED = {"runtime.precision.amp._unscaled_overflow": 1}  # on the device
+MERGED = {"runtime.memory.deferred_output._multiply": 1}  # only where the loss is on the host
 EXPECTED: dict[str, tuple[list[Any], dict[str, int]]] = {
     "ddp": (["ddp"], {}),
     "zero1": (["zero1"], {}),
@@ -128,4 +132,4 @@ def test_a_mean_over_labels_is_counted_once(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("layers", [2, 12])
 def test_more_layers_are_not_compared_more_often(pool: Pool, layers: int) -> None:
-    assert pool.run(looks, ["fsdp"], False, layers)[0].get("runtime.collective_order._compare", 0) <= 5
+    assert pool.run(looks, ["fsdp"], False, layers)[0].get("runtime.data_parallel.collective_order._compare", 0) <= 5

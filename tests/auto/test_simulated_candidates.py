@@ -91,7 +91,7 @@ def test_what_does_not_fit_by_its_simulation_is_not_chosen():
     blind = plan_for(subject, cluster, global_batch=16, host_memory=False, verify=0)
     plan = plan_for(subject, cluster, global_batch=16, host_memory=False, verify=1)
     assert blind.simulated == ()
-    assert blind.notes == ()
+    assert not [note for note in blind.notes if "fused kernel" not in note]
     assert plan.strategy != blind.strategy
     assert plan.simulated[0]["fits"]
     assert plan.simulated[0]["needed_bytes"] <= plan.usable_bytes == blind.usable_bytes

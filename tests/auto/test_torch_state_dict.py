@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from atorch import auto_accelerate, whole_state
+from atorch.errors import ArgumentError
 from tests.auto.opt_lib.sharing_job import accelerated
 from tests.pool import Pool
 from tests.runtime.sharing import make
@@ -107,3 +110,51 @@ MORE = [(strategy, options) for strategy in (["ddp"], ["zero1"], ["zero2"]) for 
 def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, strategy: list[Any], options: dict[str, bool]) -> None:
     for expected, got in pool.run(resumed, strategy, options):
         assert got == expected
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (torch.arange(6) * (index + 1)) % 32
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: str) -> tuple[str, float, float]:
+    """(the error without a state, the loss of the model, that of the one read back)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    _, result, _ = auto_accelerate(
+        GPT2LMHeadModel(config), torch.optim.SGD, Tokens(), lambda batch, output: output.loss, load_strategy=strategy,
+        model_input_format="unpack_dict", optim_args={"lr": 0.1}, dataloader_args={"batch_size": 4},
+    )  # fmt: skip
+    assert result is not None
+    with pytest.raises(ArgumentError) as refusal:
+        result.model.save_pretrained(folder)
+    state = whole_state(result.model)
+    if rank == 0:
+        result.model.save_pretrained(folder, state_dict=state)
+    batch = {
+        name: torch.stack([sample[name] for sample in map(Tokens().__getitem__, range(4))])
+        for name in ("input_ids", "labels")
+    }
+    with torch.no_grad():
+        loss = float(result.model(**batch).loss)
+        read = float(GPT2LMHeadModel.from_pretrained(folder)(**batch).loss) if rank == 0 else loss
+    return str(refusal.value), loss, read
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [["fsdp"], [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]],
+    ids=["fsdp", "tensor_parallel"],
+)
+def test_hugging_faces_files_have_the_whole_model(pool: Pool, strategy: list[Any], tmp_path: Path) -> None:
+    refusal, loss, read = pool.run(saved_for_hugging_face, strategy, str(tmp_path))[0]
+    assert "state = atorch.whole_state(result.model)" in refusal
+    assert read == pytest.approx(loss, rel=1e-6)

@@ -20,7 +20,7 @@ from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.planner import dry_run
-from atorch.auto.planner.dry_run.trial_context import Feed
+from atorch.auto.planner.dry_runs.trial_context import Feed
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, StrategyError
@@ -401,6 +401,25 @@ def test_where_plain_training_tells_nothing_that_is_said(
         accelerate(Net(), [CHECKPOINT], **more)
     assert "cannot be held to plain training's first pass" in caplog.text
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"loss_func": lambda batch, output: output}, r"returned a tensor of shape \(8, 3\)"),
+        (
+            {"loss_func": lambda output, batch: nn.functional.cross_entropy(output, batch[1])},
+            r"let it take \(batch, output\)",
+        ),
+        ({"model_input_format": "unpack_dict"}, "model_input_format is 'unpack_dict'"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(more: dict[str, Any], message: str) -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ArgumentError, match=message):
+        accelerate(model, [CHECKPOINT], **more)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_model_that_does_not_fit_plainly_is_not_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atorch.auto.planner.dry_run.calibration import Calibration
+from atorch.auto.planner.dry_runs.calibration import Calibration
 from atorch.auto.strategy import Strategy
 from atorch.cli.config import job_of
 from atorch.cluster.spec import ClusterSpec

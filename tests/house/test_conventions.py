@@ -24,21 +24,21 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/opt_lib/pipeline_parallel/stages.py:split": "raised again, once the model is as it was",
     "atorch/auto/verification.py:as_strategy_errors": "what a user's model raises under a strategy names that",
     "atorch/auto/reference_step.py:tried": "what a user's model, data and loss raise is the reason that is told",
-    "atorch/auto/planner/dry_run/step_timing.py:_why_not": (
+    "atorch/auto/planner/dry_runs/step_timing.py:_why_not": (
         "what a user's method, model or optimizer raises is the reason"
     ),
-    "atorch/runtime/pipeline/engine.py:Piece.forward": "raised once the pass has ended, for which other stages wait",
-    "atorch/auto/planner/dry_run/fault_barrier.py:Crew.led": (
+    "atorch/runtime/pipeline/engine.py:LocalStage.forward": "raised when the pass has ended, for which others wait",
+    "atorch/auto/planner/dry_runs/fault_barrier.py:Coordinator.led": (
         "raised again on rank 0, and told to the others, who would wait for ever"
     ),
-    "atorch/auto/planner/dry_run/fault_barrier.py:Guard.together": (
+    "atorch/auto/planner/dry_runs/fault_barrier.py:FaultBarrier.together": (
         "a candidate that raises is rejected, on all ranks together"
     ),
     "atorch/auto/simulated_candidates.py:_outcome": (
         "a model may fail on fake tensors in any way; the plan stands, and says why not"
     ),
     "atorch/cli/sources.py:_of_config.subject": "a library's model may fail in any way; the error names a remedy",
-    "atorch/cli/samples.py:Form._num_features": "a model may fail in any way on an image; the error names a remedy",
+    "atorch/cli/samples.py:SampleForm._num_features": "a model may fail in any way on an image; there is a remedy",
     "atorch/distributed/collectives.py:agreed": "raised again here, and told to the others, who would wait for ever",
     "atorch/distributed/collectives.py:together": "raised again here, and told to the others, who would wait for ever",
     "atorch/distributed/fingerprints.py:described_dataset": (
@@ -78,7 +78,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/smp/partitioning.py:_looked_at": "a forward may fail on fakes in any way; a real run shows its own faults",
     "atorch/smp/steps/runner.py:Runner.run": "raised on all processes at the end of the step",
     "atorch/smp/steps/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
-    "atorch/smp/training/sharding.py:Passes.step": "raised again, once the others know that they have to stop",
+    "atorch/smp/training/sharding.py:ShardedPasses.step": "raised again, once the others know that they have to stop",
 }
 
 # Module-level objects that change while the program runs.
@@ -338,6 +338,42 @@ def test_every_file_says_what_it_is():
     assert not [path for path, header in headers.items() if not header], "a file opens with a docstring"
     long = [path for path, header in headers.items() if header and header.count("\n") >= MAX_HEADER_LINES]
     assert not long, f"a header has at most {MAX_HEADER_LINES} lines"
+
+
+def test_a_public_class_name_means_one_thing():
+    """Aliases of types count as classes."""
+    places: dict[str, list[str]] = {}
+    for module in PACKAGE:
+        for node in module.tree.body:
+            name = node.name if isinstance(node, ast.ClassDef) else ""
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                target = dotted(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+                name = target if target[:1].isupper() and not target.isupper() else ""
+            if name and not name.startswith("_"):
+                places.setdefault(name, []).append(module.at(node))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_docstrings_open_with_a_noun_or_a_verb():
+    riddle = re.compile(r"(What|Which|Whether|How|Where|When|Why|Who|Whoever|Whose)\b")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        module.at(node)
+        for module in PACKAGE
+        for node in ast.walk(module.tree)
+        if isinstance(node, kinds) and riddle.match(ast.get_docstring(node) or "")
+    ]
+    assert not found, "say what it is, or what it does"
+
+
+def test_no_loop_variable_is_called_each():
+    found = [
+        module.at(node)
+        for module in PACKAGE
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Name) and node.id == "each" and isinstance(node.ctx, ast.Store)
+    ]
+    assert not found, "name the thing"
 
 
 def test_names_say_something():

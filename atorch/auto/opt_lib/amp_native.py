@@ -1,8 +1,8 @@
 """amp_native: automatic mixed precision. Matmuls in 16 bits, weights and reductions in fp32.
 
-Memory: what autocast saves for backward of matmuls halves; weights, gradients and optimizer states stay fp32.
-fp16 scales the loss and skips, on all processes together, the steps whose gradients are not finite.
-Communication: gradients as they are; fp16, and bf16 with `skip_if_nonfinite`, one flag a step.
+Memory: activations that matmuls save for backward halve; weights, gradients and optimizer states stay fp32.
+fp16 scales the loss, and skips steps with gradients that are not finite, on all processes together.
+Communication: gradients in fp32, as without it; one flag a step for fp16, and for bf16 with `skip_if_nonfinite`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class AmpNative(Precision):
         )
 
     def cost(self, cost: Cost) -> Cost:
-        """Matmuls in 16 bits: what they save halves, and every weight is cast once a micro-batch.
+        """Matmuls in 16 bits: their saved activations halve, and every weight is cast once a micro-batch.
 
-        What was traced in fp32 alone keeps and moves two thirds, and calls a quarter more: so do transformers.
+        A profile that was traced only in fp32 gets typical factors of transformers: 2/3 of the bytes, 5/4 of the calls.
         """
         agreed = self.agree(cost) if self.dtype == "fp16" or self.skip_if_nonfinite else cost
-        moved, called = (1.0, 1.0) if cost.in_autocast else (2 / 3, 5 / 4)
+        byte_factor, call_factor = (1.0, 1.0) if cost.in_autocast else (2 / 3, 5 / 4)
         return agreed.but(
             segments=cost.in_autocast or cost.segments,
             in_half=(),
             in_autocast=(),
             dtype=NAMES[self.dtype],
-            activation_scale=cost.activation_scale * moved,
-            traffic_scale=cost.traffic_scale * moved,
-            ops_scale=cost.ops_scale * called,
+            activation_scale=cost.activation_scale * byte_factor,
+            traffic_scale=cost.traffic_scale * byte_factor,
+            ops_scale=cost.ops_scale * call_factor,
             cast_itemsize=cost.cast_itemsize + 2.0,
             cast_traffic_bytes=cost.cast_traffic_bytes + 1.5 * cost.param_itemsize,
         )
@@ -68,7 +68,7 @@ class AmpNative(Precision):
             yield in_fp16
 
     def check_optimizer(self, ctx: Context) -> None:
-        """No closure where gradients are looked at or un-scaled before the step."""
+        """Refuse a closure if gradients are checked or unscaled before the step."""
         if self.dtype == "fp16" or self.skip_if_nonfinite:
             need_no_closure(ctx, f"{self.name} with fp16 or skip_if_nonfinite")
 
@@ -81,7 +81,7 @@ class AmpNative(Precision):
         ctx = replace(ctx, compute_dtype=dtype, loss_func=loss_func)
         is_fp16 = self.dtype == "fp16"
         if ctx.make_optimizer is None or not (is_fp16 or self.skip_if_nonfinite):
-            return ctx  # without an optimizer of ours nobody would un-scale
+            return ctx  # without an optimizer of ours nothing would unscale
         scale = self.make_scale()
         if is_fp16 and loss_func is not None:
             ctx = replace(ctx, loss_func=scale_loss(loss_func, scale), loss_scale=scale)

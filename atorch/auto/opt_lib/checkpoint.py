@@ -1,8 +1,8 @@
-"""checkpoint: keep a block's inputs, and compute the rest again when backward needs it.
+"""checkpoint: keeps a block's inputs, and recomputes the rest when backward needs it.
 
 Memory: the activations inside the blocks shrink to the blocks' inputs, plus one block's activations while it is
 recomputed. Work: one more forward pass of the blocks (Chen et al. 2016, arXiv 1604.06174). With `selective`, results of
-products and attention stay, and only what lies between is computed again (Korthikanti et al. 2022, arXiv 2205.05198).
+products and attention are kept, and only the rest is recomputed (Korthikanti et al. 2022, arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Checkpoint(Method):
     """Classes or names of the modules to checkpoint; None for the model's repeated blocks, or its
     largest children where nothing repeats."""
     no_reentrant: bool = True
-    """False takes torch's reentrant implementation, for models that the other cannot serve."""
+    """False selects torch's reentrant implementation, for models that the default does not support."""
     offload_to_cpu: bool = False
     """Keep the checkpointed inputs in (pinned) CPU memory."""
     selective: bool = False
-    """Keep the results of matrix products and attention as well, and recompute only what lies between."""
+    """Keep the results of matrix products and attention as well, and recompute only the operations between them."""
     max_checkpoint_module_num: Annotated[int, Field(ge=1)] | None = None
     """Checkpoint at most this many modules, the first ones; None for all."""
 
@@ -53,7 +53,7 @@ class Checkpoint(Method):
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Also takes a module class, a name, or several of either."""
+        """Accept a module class, a name, or several of either, too."""
         if config is None or isinstance(config, cls):
             return super().of(config)
         if not isinstance(config, Mapping):
@@ -68,9 +68,9 @@ class Checkpoint(Method):
         return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
-        """The blocks' inputs instead of their activations, one block's while it is recomputed, and its forward again.
+        """The blocks' inputs instead of their activations, those of the block being recomputed, and its forward again.
 
-        Selective recomputation keeps the results of all products and of attention as well, and runs the rest again.
+        Selective recompute keeps the results of all products and of attention as well, and repeats only the rest.
         """
         most = self.max_checkpoint_module_num
         share = 1.0 if most is None or not cost.num_blocks else min(1.0, most / cost.num_blocks)
@@ -79,14 +79,14 @@ class Checkpoint(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """All repeated blocks, where the model has some; selectively, where that leaves something to recompute."""
+        """All repeated blocks, if there are any; also selectively, if that leaves something to recompute."""
         if profile.blocks:
             yield cls()
             if any(0 < _kept(block) < block.saved_bytes for block in profile.blocks):
                 yield cls(selective=True)
 
     def check(self, ctx: Context) -> None:
-        """There are modules to checkpoint, unless methods before this one make them."""
+        """Check that there are modules to checkpoint, unless earlier methods make them."""
         for part in ctx.parts if self.wrap_class is None or not changes_modules(ctx) else ():
             self._chosen(part)
 

@@ -1,7 +1,7 @@
 """compile: torch.compile of the model's repeated blocks, in place.
 
-Work: fewer kernels and less memory traffic, for compile time at the first step. Memory and communication: as without,
-but for activations that fused kernels need not save.
+Work: fewer kernels and less memory traffic, at the cost of compile time in the first step. Memory: fused kernels save
+fewer activations. Communication: unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Compile(Method):
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Also takes module classes in `wrap_class`."""
+        """Accept module classes in `wrap_class`, too."""
         if isinstance(config, Mapping) and config.get("wrap_class") is not None:
             config = {**config, "wrap_class": module_names(config["wrap_class"], "compile wrap_class")}
         return super().of(config)
@@ -48,9 +48,9 @@ class Compile(Method):
         return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
-        """Fused operations inside the blocks: traffic with products alone, a third of the launches.
+        """Fused operations inside the blocks: only traffic of products, and a third of the launches.
 
-        Launches and activations are empirical, of PyTorch 2 on transformers; a dry run corrects all of it.
+        Factors of launches and activations are empirical, from PyTorch 2 on transformers; a dry run corrects them.
         """
         left, inside = _fused(cost.segments)
         return cost.but(
@@ -62,12 +62,12 @@ class Compile(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """As it is, for a model that can be traced: one that cannot would be cut to pieces."""
+        """The defaults, for a model that can be traced: any other would fall into many graphs."""
         if profile.traced:
             yield cls()
 
     def check(self, ctx: Context) -> None:
-        """There are modules of the names that were given, unless methods before this one make them."""
+        """Check that the named modules exist, unless earlier methods make them."""
         for part in () if changes_modules(ctx) else ctx.parts:
             self.chosen(part)
 
@@ -85,20 +85,20 @@ class Compile(Method):
 
 @lru_cache(maxsize=4096)
 def _fused(segments: tuple[Segment, ...]) -> tuple[float, float]:
-    """The share of all traffic that is left where blocks are fused, and the blocks' share of the forward FLOPs.
+    """The share of all traffic that remains if blocks are fused, and the blocks' share of the forward FLOPs.
 
-    Between two products everything is fused into one kernel: it reads results of products, writes as much for the next
-    ones, and reads and writes the residual stream, twice a block. So it does with scores, of at most 4 bytes, where
-    attention writes them: two products of 2 FLOPs for each feature of a head. A model without blocks is one.
+    All operations between two products form one kernel. It reads results of products, writes as much for the next ones,
+    and reads and writes the residual stream, twice a block. Attention scores that are written count as results: at most
+    4 bytes each, one for 4 FLOPs per feature of a head. A model without blocks counts as one block.
     """
-    blocks = [each for each in segments if each.is_block] or segments
+    blocks = [segment for segment in segments if segment.is_block] or segments
     saved = 0.0
-    for each in blocks:
-        results = each.inside.selective_bytes + each.outside.selective_bytes
-        if each.writes_scores:
-            results += 4.0 * each.attention_flops / 4.0 / (each.head_dim or 1.0)
-        saved += each.count * max(0.0, each.traffic_bytes - 2.0 * results - 4.0 * each.input_bytes)
-    whole, of_blocks = sum(each.count * each.traffic_bytes for each in segments), sum(map(_flops, blocks))
+    for block in blocks:
+        results = block.inside.selective_bytes + block.outside.selective_bytes
+        if block.writes_scores:
+            results += 4.0 * block.attention_flops / 4.0 / (block.head_dim or 1.0)
+        saved += block.count * max(0.0, block.traffic_bytes - 2.0 * results - 4.0 * block.input_bytes)
+    whole, of_blocks = sum(segment.count * segment.traffic_bytes for segment in segments), sum(map(_flops, blocks))
     return 1.0 - saved / whole if whole else 1.0, of_blocks / sum(map(_flops, segments)) if of_blocks else 1.0
 
 

@@ -1,9 +1,9 @@
-"""context_parallel: each process has a part of every sequence, and keys and values go round a ring.
+"""context_parallel: each process holds a part of every sequence, and keys and values pass around a ring.
 
-Memory: activations / context; parameters stay whole. Communication per block: context − 1 hops of keys and values in
-forward, twice that in backward with their gradients, behind the attention that they are needed for (Liu et al. 2023,
-arXiv 2310.01889): (3 + recomputed) · (context − 1) sends, each of 2 · batch · tokens / context · width of the keys
-elements. For sequences longer than heads can share out.
+Memory: activations / context; parameters stay full. Communication per block: context − 1 hops of keys and values in
+forward, and twice as many in backward with their gradients, overlapped with attention (Liu et al. 2023,
+arXiv 2310.01889). That is (3 + recomputed) · (context − 1) sends of 2 · batch · tokens / context · key width elements.
+It suits sequences that need more processes than sequence_parallel has heads for.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ class ContextParallel(Method):
     needs_sample: ClassVar[bool] = True
 
     load_balance: bool = True
-    """Give each process a piece from the front of the sequence and one from its back: a causal mask then leaves all of
-    them the same work. Off, pieces are in order, and the last process has almost twice its share."""
+    """Give each process one piece from the front of the sequence and one from its back. A causal mask then leaves all
+    of them equal work. If False, pieces are in order, and the last process has almost twice its share."""
 
     @property
     def splits(self) -> tuple[str, ...]:
         return ("context",)
 
     def unfit(self, cost: Cost) -> str | None:
-        """Sequences are cut into one piece a process, two with load balance, ulysses cuts these again; and attention is
-        fused."""
+        """Require fused attention, and sequences that divide into one piece a rank, two with load balance."""
         if cost.fp8 is not None:
             return fp8_beside(self.name)
         pieces = cost.size("context", "sequence") * (2 if self.load_balance else 1)
@@ -56,7 +55,7 @@ class ContextParallel(Method):
         return reason or uncuttable(cost.segments, pieces, self.name)
 
     def cost(self, cost: Cost) -> Cost:
-        """The split. Out of order, the last of c processes has (2 c - 1) / c² of a causal triangle for its 1 / c."""
+        """The split. Without load balance, the last of c ranks has (2 c - 1) / c² of a causal triangle, not 1 / c."""
         cost = whole_outside(split_context(cost))
         return cost if self.load_balance else cost.but(attention_load=2.0 - 1.0 / cost.context)
 
@@ -66,24 +65,24 @@ class ContextParallel(Method):
             yield cls()
 
     def check(self, ctx: Context) -> None:
-        """Nothing beside it looks at all tokens at once, and the ranks along sequence are neighbours."""
+        """Check that no other method needs all tokens at once, and that ranks along sequence are neighbours."""
         strategy, mode = ctx.strategy or Strategy(), (ctx.strategy or Strategy()).get(ParallelMode)
         if size_of(ctx, "context") == 1:
             return
         need_parts_of_tokens(strategy, self.name)
-        by_sequence = size_of(ctx, "sequence") > 1 and any("sequence" in each.splits for each in strategy)
+        by_sequence = size_of(ctx, "sequence") > 1 and any("sequence" in other.splits for other in strategy)
         if by_sequence and mode is not None:
             _need_neighbours(Mesh(mode.slices, mode.rank_order, ctx.device.type))
 
     def apply(self, ctx: Context) -> Context:
-        """Split the stream through the model's blocks in place, and let their attention go around a ring.
+        """Split activations through the model's blocks in place, with ring attention.
 
-        Beside sequence_parallel (ulysses) this splits over both axes.
+        Combined with sequence_parallel (ulysses), it splits over both axes.
 
         Raises:
-            StrategyError: a block cannot be split, or a ring cannot honour its attention, or the axis sequence does not
-                come before context. Nothing was changed then.
-            ArgumentError: there is no batch to watch the model on.
+            StrategyError: a block cannot be split, a ring does not support its attention, or the axis sequence does not
+                come before context. The model is unchanged.
+            ArgumentError: there is no sample batch.
         """
         mesh = ctx.need_mesh()
         if mesh.size("context") == 1:
@@ -91,7 +90,7 @@ class ContextParallel(Method):
         (model,) = ctx.parts  # stages are cut later
         group = mesh.group("context")
         exchange: Exchange = RingExchange(group, load_balance=self.load_balance)
-        if mesh.size("sequence") > 1 and any("sequence" in each.splits for each in ctx.strategy or ()):
+        if mesh.size("sequence") > 1 and any("sequence" in other.splits for other in ctx.strategy or ()):
             together(lambda: _need_neighbours(mesh))
             exchange = UlyssesRing(mesh.group("sequence"), group, load_balance=self.load_balance)
             group = mesh.group("context", "sequence")
@@ -103,7 +102,7 @@ class ContextParallel(Method):
 
 
 def _need_neighbours(mesh: Mesh) -> None:
-    """Raise where the ranks that exchange tokens for heads are not neighbours among those of the ring."""
+    """Raise if ranks along sequence are not neighbours in the product of context and sequence."""
     inner = mesh.size("sequence")
     if mesh.rank("context", "sequence") != mesh.rank("context") * inner + mesh.rank("sequence"):
         names = ", ".join(name for name, size in mesh.slices if size > 1)

@@ -1,7 +1,7 @@
-"""cross_entropy: losses of a language model's logits by chunks of tokens, so that all logits never exist together.
+"""cross_entropy: the loss of a language model by chunks of tokens, so that all logits never exist together.
 
-Memory: of logits, what a loss keeps of them and their gradients a chunk's alone; the gradient of the head's weight
-exists from the loss on. Work: as without where a loss is one number of all tokens, with a product more where it is not.
+Memory: logits, what the loss saves of them, and their gradients exist for one chunk; the gradient of the head's weight
+exists from the loss on. Work: unchanged if the loss is one number for all tokens; otherwise one more product.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from atorch.model.structure import repeated_blocks
 from atorch.runtime.loss.lazy_logits import LEAST, SHARES, chunk_logits
 
 MANY = 4096
-"""Classes of a head that the search tries it for,"""
+"""The fewest classes of a head for which the search tries the method."""
 WORTH = 0.02
-"""where its logits take so much of a device."""
+"""The smallest share of device memory, taken by logits, for which the search tries it."""
 
 
 @method("cross_entropy", phase=Phase.RECOMPUTE)
@@ -39,7 +39,7 @@ class CrossEntropy(Method):
     head: tuple[str, ...] | None = None
     """Names of the linear layers that give logits; None for the one with the most outputs outside of blocks."""
     chunk_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens whose logits exist at once; None for a sixteenth of a pass's, 128 at least."""
+    """Tokens whose logits exist at once; None for a sixteenth of a pass's tokens, at least 128."""
 
     @field_validator("head", mode="before")
     @classmethod
@@ -47,14 +47,14 @@ class CrossEntropy(Method):
         return (value,) if isinstance(value, str) else value
 
     def unfit(self, cost: Cost) -> str | None:
-        """All tokens and classes of a head are in one place."""
+        """Require all tokens and classes of a head on one process."""
         split = {"tensor_parallel": cost.tensor, "sequence_parallel": cost.sequence, "context_parallel": cost.context}
-        return next((_beside(name) for name, size in split.items() if size > 1), None)
+        return next((_exclusion(name) for name, size in split.items() if size > 1), None)
 
     def cost(self, cost: Cost) -> Cost:
-        """Logits and their loss by chunks: a chunk's at once, none kept, and the head's gradient made early."""
+        """Logits of one chunk at a time, none of them saved, and the head's gradient from the loss on."""
         tokens = cost.batch_size / cost.traced_batch
-        return cost.but(segments=tuple(self._of_chunks(each, tokens) for each in cost.segments))
+        return cost.but(segments=tuple(self._of_chunks(segment, tokens) for segment in cost.segments))
 
     def _of_chunks(self, segment: Segment, share: float) -> Segment:
         product = _product(segment)
@@ -75,20 +75,20 @@ class CrossEntropy(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """As it is, where there are many classes and logits take a good part of a device."""
+        """The defaults, if there are many classes and logits take a good part of device memory."""
         for segment in profile.segments:
             product = _product(segment)
             if product is not None and product.columns >= MANY:
-                taken = segment.inside.saved_bytes + segment.working_bytes
-                if taken >= WORTH * cluster.device.memory_bytes:
+                logits_bytes = segment.inside.saved_bytes + segment.working_bytes
+                if logits_bytes >= WORTH * cluster.device.memory_bytes:
                     yield cls()
                     return
 
     def check(self, ctx: Context) -> None:
-        """There is a head, whose logits nothing splits, moves or compiles."""
+        """Check that there is a head, and that no other method splits, moves or compiles its logits."""
         for other in ctx.strategy or ():
             if other.name in _REFUSED:
-                raise StrategyError(_beside(other.name))
+                raise StrategyError(_exclusion(other.name))
             if isinstance(other, Fsdp) and other.reshard_after_forward not in (None, False):
                 raise StrategyError(
                     f"cross_entropy computes logits after forward, and {other.name} was given reshard_after_forward="
@@ -100,7 +100,7 @@ class CrossEntropy(Method):
             self._heads(ctx)
 
     def apply(self, ctx: Context) -> Context:
-        """Let the heads give lazy logits, in place."""
+        """Make the heads return lazy logits, in place."""
         lasting = ctx.strategy is None or ctx.strategy.get(Fsdp) is None
         for name, head in self._heads(ctx).items():
             chunk_logits(head, self.chunk_tokens, without_gradients=lasting)
@@ -108,34 +108,34 @@ class CrossEntropy(Method):
         return ctx
 
     def _heads(self, ctx: Context) -> dict[str, nn.Linear]:
-        found: dict[str, nn.Linear] = {}
+        heads: dict[str, nn.Linear] = {}
         for part in ctx.parts:
-            inside = {each for module in _compiled(ctx, part) for each in module.modules()}
+            inside = {submodule for module in _compiled(ctx, part) for submodule in module.modules()}
             for name, head in self._of_part(part).items():
                 reason = "its forward was replaced on the instance" if "forward" in vars(head) else None
                 reason = "compile has it in a graph" if head in inside else reason
                 if reason is not None:
                     raise StrategyError(f"cross_entropy cannot take {name} by chunks: {reason}; leave one of them out")
-                found[name] = head
-        if not found and len(ctx.parts) == 1 and (ctx.mesh is None or ctx.mesh.size("pipeline") == 1):
+                heads[name] = head
+        if not heads and len(ctx.parts) == 1 and (ctx.mesh is None or ctx.mesh.size("pipeline") == 1):
             raise StrategyError(
                 "cross_entropy finds no linear layer outside of the model's blocks with more outputs than inputs; name "
                 'the one that gives logits, e.g. ("cross_entropy", {"head": "lm_head"})'
             )
-        return found
+        return heads
 
     def _of_part(self, part: nn.Module) -> dict[str, nn.Linear]:
-        linears = {name: each for name, each in part.named_modules() if type(each) is nn.Linear and name}
+        linears = {name: linear for name, linear in part.named_modules() if type(linear) is nn.Linear and name}
         if self.head is not None:
-            return {name: each for name, each in linears.items() if name in self.head}
-        inside = {each for block in repeated_blocks(part).values() for each in block.modules()}
+            return {name: linear for name, linear in linears.items() if name in self.head}
+        inside = {module for block in repeated_blocks(part).values() for module in block.modules()}
         wide = {k: v for k, v in linears.items() if v not in inside and v.out_features > v.in_features}
-        name = max(wide, key=lambda each: wide[each].out_features, default=None)
+        name = max(wide, key=lambda path: wide[path].out_features, default=None)
         return {} if name is None else {name: wide[name]}
 
 
 def _compiled(ctx: Context, part: nn.Module) -> Iterable[nn.Module]:
-    """The modules that `compile` takes, as far as their names are known."""
+    """The modules that `compile` will compile, if they exist already."""
     other = ctx.strategy.get(Compile) if ctx.strategy is not None else None
     is_known = other is not None and not (other.wrap_class and changes_modules(ctx))
     return other.chosen(part).values() if other is not None and is_known else ()
@@ -148,13 +148,13 @@ _REFUSED: Mapping[str, str] = {
 }
 
 
-def _beside(name: str) -> str:
+def _exclusion(name: str) -> str:
     return f"cross_entropy and {name} exclude each other: {name} {_REFUSED[name]}; leave one of them out"
 
 
 def _product(segment: Segment) -> Matmul | None:
-    """The product of a segment that gives logits, of which it takes a cross entropy."""
+    """The product of a segment that computes logits for its cross entropy, or None."""
     if segment.is_block or not segment.num_losses:
         return None
-    split = (each for each in segment.matmuls if each.split == "columns" and each.columns > each.inner)
-    return max(split, key=lambda each: each.columns, default=None)
+    split = (matmul for matmul in segment.matmuls if matmul.split == "columns" and matmul.columns > matmul.inner)
+    return max(split, key=lambda matmul: matmul.columns, default=None)

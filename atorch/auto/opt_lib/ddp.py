@@ -1,7 +1,7 @@
-"""ddp: every process holds the whole model and sees other samples; gradients are averaged while backward runs.
+"""ddp: every process holds the full model and sees different samples; gradients are averaged while backward runs.
 
-Memory: parameters, gradients and optimizer states are whole everywhere. Communication per step: an all-reduce of the
-gradients over the processes that hold the same parameters, all but the last bucket hidden behind backward.
+Memory: parameters, gradients and optimizer states are full everywhere. Communication per step: an all-reduce of the
+gradients over the processes that hold the same parameters, all but the last bucket overlapped with backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ddp(Method):
     """Size of the buckets that are reduced at once, in MiB."""
 
     def cost(self, cost: Cost) -> Cost:
-        """An all-reduce of the gradients by bucket, of which the last one is not hidden; the first rank's buffers."""
+        """An all-reduce of the gradients by bucket, with only the last one exposed; a broadcast of buffers."""
         cost = in_buckets(share_buffers(cost), cost.size(*REPLICA_AXES))
         return replica_cost(cost, bucket_bytes=self.bucket_cap_mb * MiB)
 
@@ -66,12 +66,12 @@ class Ddp(Method):
 
 
 def looks_for_unused(ctx: Context, is_asked: bool = False) -> bool:
-    """True if torch is to look; False where losses hand gradients over later, which it would take for a pass's."""
+    """True if DDP should look for unused parameters; never if the loss function runs backward in parts, later."""
     names = () if ctx.strategy is None else ctx.strategy.names()
     return (is_asked or ctx.find_unused_parameters) and {"micro_batch", "pipeline_parallel"}.isdisjoint(names)
 
 
 def averages_before_steps(built: Built) -> Built:
-    """Let the optimizer find gradients averaged that were assigned by hand."""
+    """Average gradients that were assigned by hand before the optimizer steps."""
     average_before_steps(built.optim, built.parts)
     return built

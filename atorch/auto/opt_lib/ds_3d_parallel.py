@@ -1,8 +1,8 @@
 """ds_3d_parallel: tensor, pipeline and data parallelism under DeepSpeed's pipeline engine; a recipe for their methods.
 
-The mesh is ([("tensor", …), ("data", …), ("pipeline", …)], None), in this order, which is DeepSpeed's. Its engine
-trains whole batches alone: `result.step(batch)` takes the place of the loop. What the original asked the user to write
-for each model (how its layers are split, what is tied) is worked out from the model.
+The mesh is ([("tensor", …), ("data", …), ("pipeline", …)], None), in DeepSpeed's order. The engine trains only whole
+batches: `result.step(batch)` replaces the loop. The original ATorch asked users to describe each model (how its layers
+are split, what is tied); here the model itself shows that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEEDLESS: Mapping[str, str] = {
     "batch_fn": "every process has the batch of the loader; shape it in prepare_input",
     "base_seed": "the layers are built when the model is; seed before you make it",
 }
-"""Arguments of the original that nothing is left to do for."""
+"""Arguments of the original ATorch that are not needed here, with the reason."""
 _KNOWN = ("ds_config", *_NEEDLESS)
 
 
@@ -36,10 +36,10 @@ class Ds3dParallel(Recipe):
 
     @classmethod
     def expand(cls, config: Any, others: tuple[Method, ...]) -> tuple[Method, ...]:
-        """The methods for the mesh among `others`; `config` takes ds_config, DeepSpeed's own configuration.
+        """The methods for the mesh in `others`; `config` may hold ds_config, DeepSpeed's own configuration.
 
         Raises:
-            StrategyError: there is no mesh with a pipeline, or an argument has nothing to do here.
+            StrategyError: there is no mesh with a pipeline, or an argument is unknown or not needed.
         """
         config = {} if config is None else config
         if not isinstance(config, Mapping):
@@ -49,7 +49,7 @@ class Ds3dParallel(Recipe):
                 raise StrategyError(f"ds_3d_parallel needs no {name}: {_NEEDLESS[name]}. Leave it out", (name,))
             if name not in _KNOWN:
                 raise StrategyError(f"ds_3d_parallel has no argument {shown(name)}; {near_miss(str(name), _KNOWN)}")
-        mode = next((each for each in others if isinstance(each, ParallelMode)), None)
+        mode = next((other for other in others if isinstance(other, ParallelMode)), None)
         if mode is None or mode.size("pipeline") == 1:
             raise StrategyError(
                 "ds_3d_parallel runs a pipeline; give it a mesh with one, as "
@@ -58,8 +58,8 @@ class Ds3dParallel(Recipe):
         methods: list[Method] = [PipelineParallel.of({"backend": "deepspeed", **config}), Zero1(backend="deepspeed")]
         if mode.size("tensor") > 1:
             methods.append(TensorParallel())
-        taken = {type(each) for each in others}
-        return tuple(each for each in methods if type(each) not in taken)
+        taken = {type(other) for other in others}
+        return tuple(method for method in methods if type(method) not in taken)
 
 
 RECIPES.add(Ds3dParallel.name, Ds3dParallel)

@@ -1,8 +1,8 @@
 """fp8: Linear layers multiply in 8-bit floats, by transformer-engine or torchao.
 
-Memory and communication stay (parameters and activations keep their dtypes); the products of the converted layers take
-little more than half the time of bf16 ones on hardware that has fp8, and casting what they multiply takes some of that
-again. Attention stays as it is. The output layer does not stand it: {"exclude": ("lm_head",)}.
+Memory and communication do not change: parameters and activations keep their dtypes. On hardware with fp8, products of
+converted layers take little more than half the time of bf16; casts of their inputs cost a part of the gain. Attention
+does not change. The output layer loses too much accuracy: {"exclude": ("lm_head",)}.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Fp8(Method):
     interval: int = Field(default=1, ge=1)
     """Delayed scaling: steps between new scales."""
     fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
-    """HYBRID has gradients in e5m2, E4M3 all in e4m3."""
+    """HYBRID has gradients in e5m2 and the rest in e4m3, E4M3 all in e4m3."""
     amax_history_len: int = Field(default=1024, ge=1)
-    """Delayed scaling: steps whose largest values are kept."""
+    """Delayed scaling: number of steps whose largest values are kept."""
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     """Delayed scaling: the largest of the kept values, or the last one."""
     reduce_amax: bool = True
     """Delayed scaling: ranks that hold the same layers share their largest values."""
     backend: Literal["auto", "te", "torchao"] = "auto"
-    """te (delayed scaling), torchao (scales of the tensor at hand); auto is te where it is installed, on CUDA, and no
-    activations are checkpointed."""
+    """te (delayed scaling) or torchao (current scaling); auto is te if it is installed, on CUDA, and no activations are
+    checkpointed."""
     emulate: bool | None = None
-    """torchao: quantize, and multiply in the dtype of before. The only way without fp8 hardware; never faster."""
+    """torchao: quantize, but multiply in the original dtype. The only way without fp8 hardware; never faster."""
 
     @field_validator("include", "exclude", mode="before")
     @classmethod
@@ -75,7 +75,7 @@ class Fp8(Method):
         return "the products of the converted Linear layers are of numbers rounded to 8 bits, under scales"
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Hardware without fp8 matmuls, unless emulation was asked for."""
+        """Require hardware with fp8 matmuls, unless `emulate` is set."""
         device = cluster.device
         if not self.emulate:
             if device.type != "cuda":
@@ -87,7 +87,7 @@ class Fp8(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """The products of converted layers in 8 bits, and the casts before them; emulation multiplies as before."""
+        """Products of converted layers in 8 bits, and the casts before them; emulation changes no cost."""
         if self.emulate:
             return cost
         is_delayed = self.backend == "te" or self.backend == "auto" and bool(self._recipe().delayed())
@@ -96,15 +96,15 @@ class Fp8(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """The Linear layers of the repeated blocks, where the hardware multiplies in fp8; the head stands it badly."""
+        """The Linear layers of the repeated blocks; the head would lose too much accuracy."""
         if "Linear" in (profile.block_classes if profile.blocks else profile.module_classes):
             lists = sorted({block.name.rpartition(".")[0] for block in profile.blocks} - {""})
-            by_shape = bool(profile.blocks) and not lists  # of a shape, modules have no names
+            by_shape = bool(profile.blocks) and not lists  # a profile from a shape has no module names
             yield cls(include=tuple(lists) or None, exclude=("head",) if by_shape else None)
 
     def check(self, ctx: Context) -> None:
-        """Check that its backend runs here beside the others, and a layer can be converted."""
-        choose_backend(self._backend_beside(ctx), self._recipe(), self.emulate, ctx.device.type)
+        """Check that the backend runs here with the other methods, and that a layer can be converted."""
+        choose_backend(self._suitable_backend(ctx), self._recipe(), self.emulate, ctx.device.type)
         for part in ctx.parts:
             if not changes_modules(ctx, self.name) and not any(True for _ in self._chosen(part)):
                 raise StrategyError(
@@ -114,10 +114,10 @@ class Fp8(Method):
                 )
 
     def _chosen(self, part: nn.Module) -> Iterable[str]:
-        """Names of the layers that may be converted, as far as names tell."""
+        """Names of the nn.Linear layers that `include` and `exclude` select."""
         for name, module in part.named_modules():
-            included = self.include is None or any(each in name for each in self.include)
-            excluded = self.exclude is not None and any(each in name for each in self.exclude)
+            included = self.include is None or any(substring in name for substring in self.include)
+            excluded = self.exclude is not None and any(substring in name for substring in self.exclude)
             if name and type(module) is nn.Linear and included and not excluded:
                 yield name
 
@@ -130,7 +130,7 @@ class Fp8(Method):
                 part,
                 include=self.include,
                 exclude=self.exclude,
-                backend=self._backend_beside(ctx),
+                backend=self._suitable_backend(ctx),
                 recipe=self._recipe(),
                 emulate=self.emulate,
                 device=ctx.device,
@@ -139,8 +139,8 @@ class Fp8(Method):
             self._tell(type(part).__name__, report)
         return ctx
 
-    def _backend_beside(self, ctx: Context) -> Backend:
-        """The backend among the strategy's other methods: a recompute would run outside of te's autocast region."""
+    def _suitable_backend(self, ctx: Context) -> Backend:
+        """The backend that suits the other methods: recompute would run outside of te's fp8 region."""
         if ctx.strategy is None or "checkpoint" not in ctx.strategy.names():
             return self.backend
         if self.backend == "te":

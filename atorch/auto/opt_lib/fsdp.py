@@ -1,9 +1,9 @@
-"""fsdp: parameters, gradients and optimizer states spread over the processes, gathered block by block as they are used.
+"""fsdp: parameters, gradients and optimizer states sharded over the processes, and gathered block by block for use.
 
 Memory: (parameters + gradients + optimizer states) / shards, plus about two gathered blocks, embeddings and head.
-Communication per step: the parameters all-gathered in forward and again in backward, the gradients reduce-scattered;
-where `parallel_mode` has both zero and data, shards over zero, and an all-reduce of the gradient shards over data.
-On `fully_shard` (FSDP2); FSDP1's constructor arguments are taken as `runtime/fsdp1_arguments.py` says.
+Communication per step: parameters are all-gathered in forward and again in backward, gradients reduce-scattered. If
+`parallel_mode` has both zero and data, shards are over zero, and gradient shards are all-reduced over data.
+It uses `fully_shard` (FSDP2); `compat/fsdp1_arguments.py` translates FSDP1's constructor arguments.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_as_name)]
 
 
 class MixedPrecision(BaseModel):
-    """Types by what they are for; None leaves the parameters' own."""
+    """Types by purpose; None keeps the parameters' own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     param_dtype: Dtype | None = None
-    """Of gathered parameters, so of forward and backward."""
+    """The type of gathered parameters, and so of forward and backward."""
     reduce_dtype: Dtype | None = None
-    """Of the gradients' reduction; None: param_dtype."""
+    """The type of the gradients' reduction; None: param_dtype."""
     output_dtype: Dtype | None = None
     """The type of the outputs of gathered modules."""
     buffer_dtype: Dtype | None = None
@@ -90,25 +90,25 @@ class MixedPrecision(BaseModel):
 
     @staticmethod
     def from_torch(value: Any) -> Any:
-        """torch's MixedPrecision and MixedPrecisionPolicy as dicts of what they say; anything else as it is.
+        """torch's MixedPrecision and MixedPrecisionPolicy as dicts of their settings; any other value unchanged.
 
         Raises:
             ValueError: a setting of FSDP1's that FSDP2 cannot follow.
         """
         if not is_dataclass(value) or isinstance(value, type):
             return value
-        said = {each.name: getattr(value, each.name) for each in fields(value)}
-        if said.pop("keep_low_precision_grads", False):
+        settings = {field.name: getattr(value, field.name) for field in fields(value)}
+        if settings.pop("keep_low_precision_grads", False):
             raise ValueError("keep_low_precision_grads: FSDP2 keeps gradients in the parameters' type; leave it out")
-        classes = said.pop("_module_classes_to_ignore", ())
+        classes = settings.pop("_module_classes_to_ignore", ())
         if any(cls is not nn.modules.batchnorm._BatchNorm for cls in classes):
             raise ValueError("_module_classes_to_ignore: FSDP2 has one precision for all; use atorch_ignored_cls")
-        # Settings that are not known here, as newer versions of torch have them, say nothing as long as they are unset.
-        unset = {each.name for each in fields(value) if said.get(each.name) == each.default}
-        return {name: what for name, what in said.items() if name in MixedPrecision.model_fields or name not in unset}
+        # Settings of newer torch versions are unknown here, and ignored as long as they have their defaults.
+        unset = {field.name for field in fields(value) if settings.get(field.name) == field.default}
+        return {k: v for k, v in settings.items() if k in MixedPrecision.model_fields or k not in unset}
 
     def policy(self, *, root: bool = False) -> MixedPrecisionPolicy:
-        """torch's policy, of the root or of all others."""
+        """torch's policy for the root, or for all other modules."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         return MixedPrecisionPolicy(
@@ -119,7 +119,7 @@ class MixedPrecision(BaseModel):
         )
 
     def cast_buffers(self, model: nn.Module) -> None:
-        """Cast the floating-point buffers to buffer_dtype, where that is given."""
+        """Cast the floating-point buffers to buffer_dtype, if that is given."""
         if self.buffer_dtype is None:
             return
         for module in model.modules():
@@ -135,22 +135,22 @@ class Fsdp(Method):
     needs_replicas: ClassVar[bool] = True
 
     atorch_wrap_cls: tuple[str, ...] = ()
-    """Classes or names of the modules that are gathered as one, exactly these; none: the repeated blocks, the
-    embeddings and the head."""
+    """Classes or names of the modules to gather as one, exactly these. Empty: the repeated blocks, the embeddings and
+    the head."""
     atorch_size_based_min_num_params: int | None = Field(default=None, ge=1)
-    """Gather as one the smallest modules with at least this many parameters, instead."""
+    """Instead, gather as one the smallest modules with at least this many parameters."""
     atorch_ignored_cls: tuple[str, ...] = ()
-    """Classes or names of modules, or names of parameters, that stay whole on every process."""
+    """Classes or names of modules, or names of parameters, that stay full on every process."""
     wrap_trainable_outmost: bool = False
-    """Gather all that trains as one group, once a step, and only what is frozen block by block: for LoRA."""
+    """Gather all trainable parameters as one group, once a step, and frozen ones block by block: for LoRA."""
     sharding_strategy: (
         Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"] | None
     ) = None
-    """FSDP1's name for what is freed after forward; the HYBRID ones insist on the axes zero and data, and under
-    NO_SHARD all stays whole."""
+    """FSDP1's name for what is freed after forward. The HYBRID ones require the axes zero and data; NO_SHARD shards
+    nothing."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered parameters after forward, keep them for backward, or keep them over this many processes. None:
-    free blocks, keep embeddings, head and root."""
+    """True: free gathered parameters after forward. False: keep them for backward. A number: keep them over so many
+    processes. None: free blocks; keep embeddings, head and root."""
     mixed_precision: MixedPrecision | None = None
     """Types of gathered parameters and of the reduction; None: the precision method's, reducing in fp32."""
     cpu_offload: bool = False
@@ -158,17 +158,17 @@ class Fsdp(Method):
     forward_prefetch: bool = False
     """Issue each group's all-gather before the forward pass of the group before it."""
     sync_module_states: bool = False
-    """Broadcast rank 0's parameters and buffers group by group; auto_accelerate has compared them all before that."""
+    """Broadcast rank 0's parameters and buffers group by group; auto_accelerate compares them all beforehand."""
     auto_wrap_policy: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
-    """A function or policy of FSDP1's, asked on the model: the names of what it wraps become atorch_wrap_cls."""
+    """A policy or function of FSDP1, evaluated on the model: names of the modules it wraps become atorch_wrap_cls."""
     ignored_modules: SkipJsonSchema[tuple[Any, ...]] = Field(default=(), exclude=True, repr=False)
     """Modules and parameters of the model; their names are added to atorch_ignored_cls."""
     param_init_fn: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
-    """Fills modules on the meta device, as `auto_accelerate`'s argument of this name does; no file can hold it."""
+    """Fills modules on the meta device, like `auto_accelerate`'s argument of this name; not saved in strategy files."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Also takes FSDP1's constructor arguments, and `fsdp_wrap_params_outmost` for `wrap_trainable_outmost`."""
+        """Accept FSDP1's constructor arguments, too, and `fsdp_wrap_params_outmost` for `wrap_trainable_outmost`."""
         if isinstance(config, Mapping):
             config = knobs_of(config, cls.name)
             if "fsdp_wrap_params_outmost" in config:
@@ -198,7 +198,7 @@ class Fsdp(Method):
         return self
 
     def settled(self, model: nn.Module) -> Self:
-        """With names of the model's modules in place of a policy, modules and parameters."""
+        """The method with names of the model's modules in place of a policy, modules and parameters."""
         if self.auto_wrap_policy is None and not self.ignored_modules:
             return self
         ignored = (*self.atorch_ignored_cls, *names_within(model, self.ignored_modules))
@@ -222,17 +222,17 @@ class Fsdp(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis zero, in which the shards stay where the mesh has data, too."""
+        """The axis zero; shards stay within it if the mesh has data, too."""
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:
         return against_pipeline(self, cost.stages, cost.schedule)
 
     def cost(self, cost: Cost) -> Cost:
-        """Shards of everything, and the gathered parameters that are whole at one moment.
+        """Shards of everything, and the parameters that are gathered at one moment.
 
-        Those are all of them where they are kept for backward, else two blocks (one is prefetched) and what is outside
-        of blocks; the gradients of a block are whole until they are reduced, in fp32.
+        These are all parameters if they are kept for backward, else two blocks (one is prefetched) and those outside
+        of blocks. Gradients of a block are full, in fp32, until they are reduced.
         """
         is_hybrid = cost.size("data") > 1 and cost.size("zero") > 1
         replicas: tuple[str, ...] = ("data",) if is_hybrid else ()
@@ -252,7 +252,7 @@ class Fsdp(Method):
         return reduce_once(cost)
 
     def _itemsizes(self, cost: Cost) -> tuple[float, float]:
-        """Bytes of a gathered and of a reduced element: the precision method's and fp32, unless they are given."""
+        """Bytes of a gathered and of a reduced element; by default, those of the precision method and of fp32."""
         precision = self.mixed_precision or MixedPrecision()
         gathered = cost.param_itemsize if cost.dtype == "float32" else 2.0
         if precision.param_dtype is not None:
@@ -262,16 +262,16 @@ class Fsdp(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """As it is: wrapped at the model's repeated blocks."""
+        """The defaults: wrapped at the model's repeated blocks."""
         if cluster.world_size > 1:
             yield cls()
 
     def check_optimizer(self, ctx: Context) -> None:
-        """The optimizer computes on DTensors what it does on plain parameters."""
+        """Check that the optimizer computes the same on DTensors as on plain parameters."""
         need_same(ctx, self.name, "sharded")
 
     def check(self, ctx: Context) -> None:
-        """The mesh has the axes and the model the modules that were named; gradients are dense."""
+        """Check that the named axes and modules exist, and that gradients are dense."""
         settled = self.settled(ctx.root)
         if settled is not self:
             settled.check(ctx)
@@ -282,18 +282,18 @@ class Fsdp(Method):
                 f"{self.name} was given {self.sharding_strategy}, but parallel_mode has no two axes to share out; "
                 'name both: ("parallel_mode", ([("zero", shards), ("data", replicas)], None))'
             )
-        asked = self.reshard_after_forward
+        group = self.reshard_after_forward
         shards = size_of(ctx, *(axis for axis in REPLICA_AXES if axis != "data" or not is_hybrid))
         shards = 1 if self.sharding_strategy == "NO_SHARD" else shards
-        if not isinstance(asked, bool) and asked is not None and (not 1 < asked < shards or shards % asked):
+        if not isinstance(group, bool) and group is not None and (not 1 < group < shards or shards % group):
             raise StrategyError(
-                f"{self.name}.reshard_after_forward was given {asked}; parameters are spread over {shards} processes, "
+                f"{self.name}.reshard_after_forward was given {group}; parameters are spread over {shards} processes, "
                 "and it must be a divisor of that other than 1 and itself, or True or False"
             )
-        named = ctx.strategy is not None and (changes_modules(ctx) or "pipeline_parallel" in ctx.strategy.names())
-        for part in () if named else ctx.parts:  # else names may mean what is not there yet, or is of another stage
+        may_change = ctx.strategy is not None and (changes_modules(ctx) or "pipeline_parallel" in ctx.strategy.names())
+        for part in () if may_change else ctx.parts:  # else names may refer to later modules or another stage
             self._groups(part)
-        ignored = () if named else [each for part in ctx.parts for each in self._ignored(part)]
+        ignored = () if may_change else [parameter for part in ctx.parts for parameter in self._ignored(part)]
         need_own_code(ctx, self.name)
         need_dense_gradients(ctx, self.name, ignored)
         need_real_parameters(ctx, self.name, "of which it makes no shards", ignored)
@@ -309,13 +309,13 @@ class Fsdp(Method):
         if precision is None and ctx.compute_dtype is not None:
             precision = MixedPrecision.of_compute(ctx.compute_dtype)
         precision = precision or MixedPrecision()
-        waiting: list[nn.Parameter] = []
+        on_host: list[nn.Parameter] = []
         offloaded = max(float(self.cpu_offload), parameters_on_host(ctx.strategy))
         if offloaded and not is_simulated(ctx.parts):
             _need_host(ctx, offloaded, mesh.size(mesh.ndim - 1))
         for part in ctx.parts:
             precision.cast_buffers(part)
-            waiting += shard(
+            on_host += shard(
                 part,
                 mesh,
                 arrange(part, self._groups(part)),
@@ -334,17 +334,17 @@ class Fsdp(Method):
             ctx = replace(ctx, compute_dtype=DTYPES[precision.param_dtype])
         if (make := ctx.make_optimizer) is not None:
             ctx = replace(ctx, make_optimizer=lambda groups: step_as_ordinary(make(groups)))
-        return replace(ctx, on_host=(*ctx.on_host, *waiting))
+        return replace(ctx, on_host=(*ctx.on_host, *on_host))
 
     def _mesh(self, ctx: Context) -> DeviceMesh:
         mesh = ctx.need_mesh()
         if self.sharding_strategy == "NO_SHARD":
-            alone = next((axis for axis in ("zero", "tensor", "pipeline", "context") if mesh.size(axis) == 1), None)
-            if alone is None:
+            unit_axis = next((axis for axis in ("zero", "tensor", "pipeline", "context") if mesh.size(axis) == 1), None)
+            if unit_axis is None:
                 raise StrategyError(
                     f"{self.name} was given NO_SHARD, and parallel_mode splits over every axis; use ddp"
                 )
-            return mesh.joined_mesh([axis for axis in REPLICA_AXES if axis != alone], (alone,))
+            return mesh.joined_mesh([axis for axis in REPLICA_AXES if axis != unit_axis], (unit_axis,))
         if mesh.size("data") > 1 and mesh.size("zero") > 1:
             return mesh.joined_mesh(("data",), [axis for axis in REPLICA_AXES if axis != "data"])
         return mesh.joined_mesh(REPLICA_AXES)
@@ -368,13 +368,13 @@ class Fsdp(Method):
 
 def _need_host(ctx: Context, share: float, num_shards: int) -> None:
     """Check that host memory has room for shards of parameters, their gradients and optimizer states."""
-    parameters = [each for part in ctx.parts for each in part.parameters()]
-    released = sum(each.nbytes for each in parameters if each.device.type == "cpu")
+    parameters = [parameter for part in ctx.parts for parameter in part.parameters()]
+    released = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
     states = state_bytes(ctx)
-    beside = [each.itemsize + states if each.requires_grad else 0.0 for each in parameters]
-    taken = sum(each.numel() * (each.itemsize + more) for each, more in zip(parameters, beside, strict=True))
+    training_bytes = [parameter.itemsize + states if parameter.requires_grad else 0.0 for parameter in parameters]
+    needed = sum(p.numel() * (p.itemsize + more) for p, more in zip(parameters, training_bytes, strict=True))
     need_host_memory(
-        share * taken / num_shards - released,
+        share * needed / num_shards - released,
         "what fsdp keeps there (shards of parameters, gradients and optimizer states)",
         "Leave cpu_offload out, use more processes, or take chunk, which keeps to a budget and has disk",
     )

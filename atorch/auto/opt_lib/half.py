@@ -1,7 +1,7 @@
 """half: the whole model in 16 bits, with fp32 master weights in the optimizer, so that small updates are not lost.
 
 Memory, bytes per parameter: 2 weight, 2 gradient, 4 master, and the optimizer's states in fp32; activations halve.
-Communication: gradients and weights travel in 16 bits, half of fp32's bytes; fp16 also agrees on one flag a step.
+Communication: gradients and weights are sent in 16 bits, half of fp32's bytes; fp16 adds one flag a step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Half(Precision):
     def cost(self, cost: Cost) -> Cost:
         """Everything in 16 bits but the optimizer, which steps fp32 masters and casts them back.
 
-        Norms and losses that a model computes in fp32 stay there, as far as its trace in 16 bits tells.
+        Norms and losses that a model computes in fp32 stay in fp32, if there is a trace in 16 bits.
         """
         agreed = self.agree(cost) if self.dtype == "fp16" else cost
-        moved = 1.0 if cost.in_half else 0.5  # of what was traced in fp32 alone
+        byte_factor = 1.0 if cost.in_half else 0.5  # of a profile that was traced only in fp32
         return agreed.but(
             segments=cost.in_half or cost.segments,
             in_half=(),
@@ -51,26 +51,26 @@ class Half(Precision):
             grad_itemsize=cost.grad_itemsize / 2,
             buffer_bytes=cost.buffer_bytes / 2,
             master_itemsize=cost.master_itemsize + 4.0,
-            activation_scale=cost.activation_scale * moved,
-            traffic_scale=cost.traffic_scale * moved,
+            activation_scale=cost.activation_scale * byte_factor,
+            traffic_scale=cost.traffic_scale * byte_factor,
         )
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """bf16, where the device has it: its masters keep training close to fp32. fp16 is never chosen unasked."""
+        """bf16, if the device has it: masters keep training close to fp32. A search never chooses fp16."""
         in_bf16 = cls(dtype="bf16")
         if is_fp32(profile) and in_bf16.unmet(cluster) is None:
             yield in_bf16
 
     def check_optimizer(self, ctx: Context) -> None:
-        """No closure: masters have their gradients from the parameters."""
+        """Refuse a closure: masters get their gradients from the parameters."""
         need_no_closure(ctx, self.name)
 
     def apply(self, ctx: Context) -> Context:
-        """Cast every part, the inputs and, to fp32, what the optimizer steps on; with fp16, scale the loss."""
+        """Cast every part and the inputs, and let the optimizer step fp32 masters; with fp16, scale the loss."""
         dtype, device = DTYPES[self.dtype], ctx.device
         scale = self.make_scale()
-        # Before rounding, since masters start from what is here.
+        # Before rounding, since masters start from these values.
         synchronise([tensor for part in ctx.parts for tensor in (*part.parameters(), *part.buffers())])
         values = to_half(ctx.parts, dtype)
         for part in ctx.parts:
@@ -92,10 +92,10 @@ class Half(Precision):
         )
 
         def finish(built: Built) -> Built:
-            values.clear()  # of parameters that other processes step on
+            values.clear()  # frees values of parameters that other processes step
             if self.dtype == "bf16" or built.optim is None:
                 return built
-            optim = ScaledOptimizer(built.optim, scale, unscale=False, device=device)  # the masters' gradients are
+            optim = ScaledOptimizer(built.optim, scale, unscale=False, device=device)  # masters unscale theirs
             return replace(built, optim=optim, loss_scale=scale)
 
         return ctx.with_finish(finish)

@@ -1,8 +1,8 @@
-"""micro_batch: forward and backward of a part of the batch at a time, gradients added up, one reduction.
+"""micro_batch: forward and backward of one part of the batch at a time, with gradients accumulated and reduced once.
 
-Memory: activations of one micro-batch instead of the batch; gradients exist as without. Under fsdp the gradients are
-kept whole until the last micro-batch. Communication: the reduction once a step, as without; fsdp gathers its
-parameters for each micro-batch.
+Memory: activations of one micro-batch instead of the batch; gradients as without it. Under fsdp, gradients stay full
+until the last micro-batch. Communication: one reduction a step, as without it; fsdp gathers its parameters for each
+micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from atorch.runtime.memory.micro_batch import MicroBatched
 LARGEST = 256
 """Rows of the largest micro-batch that the search tries."""
 AMPLE, FEW_PARTS = 4.0, 4
-"""Where the whole batch takes less than a device's memory by this factor, more parts than these only cost time."""
+"""Ratio of device memory to that of the whole batch from which more than FEW_PARTS parts only cost time."""
 
 
 @method("micro_batch", phase=Phase.STEP)
@@ -42,11 +42,11 @@ class MicroBatch(Method):
     count: Annotated[int, Field(ge=1)] | None = None
     """The number of micro-batches, instead of their size."""
     loss_weight: str = "auto"
-    """The rule for micro-batches' losses to make the batch's: "rows", "labels", "shifted_labels", "sum", the name of an
-    entry of the batch that is a mask or holds labels, or "auto" to find out which of the four."""
+    """The rule that combines the losses of micro-batches: "rows", "labels", "shifted_labels", "sum", the name of an
+    entry of the batch (a mask or labels), or "auto" to detect one of the first four."""
     reduce: Literal["once", "each"] = "once"
-    """Sharded gradients: whole until they are reduced once, or reduced with "each" micro-batch, so that shards are all
-    that is kept."""
+    """Sharded gradients: kept full and reduced "once" a step, or reduced with "each" micro-batch, so that only shards
+    are kept."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -55,7 +55,7 @@ class MicroBatch(Method):
         return self
 
     def unfit(self, cost: Cost) -> str | None:
-        """Equal parts of the batch of a process, and more than one; interleaved pipelines take them in rounds."""
+        """Require several equal parts of a process's batch; interleaved pipelines take them in rounds."""
         if self.reduce == "each" and (not cost.gathered_itemsize or cost.grads_persist):
             return f"{self} has no sharded gradients to reduce"
         reason = against_pipeline(self, cost.stages, cost.schedule)
@@ -74,7 +74,7 @@ class MicroBatch(Method):
         return uneven(cost.stages, cost.schedule, parts)
 
     def cost(self, cost: Cost) -> Cost:
-        """Activations of the largest micro-batch; launches, casts of weights, and fsdp's gathers for each of them."""
+        """Activations of the largest micro-batch; launches, weight casts and fsdp's gathers for each micro-batch."""
         rows: float  # of the largest micro-batch
         if self.count is not None:
             rows = math.ceil(cost.batch_size / self.count)
@@ -84,31 +84,31 @@ class MicroBatch(Method):
             return cost
         count = float(math.ceil(cost.batch_size / rows))
         cost = cost.but(num_micro_batches=count, batch_size=count * rows)
-        beside = cost.grads_persist and cost.grad_shards == 1 and not cost.gathered_itemsize
-        if count > 1 and cost.stages == 1 and beside:
-            # They are added up beside the buckets that ddp reduces them in.
+        in_buckets = cost.grads_persist and cost.grad_shards == 1 and not cost.gathered_itemsize
+        if count > 1 and cost.stages == 1 and in_buckets:
+            # Gradients accumulate outside of the buckets that ddp reduces, so both exist.
             cost = cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)
         return cost if self.reduce == "each" else reduce_once(cost)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Powers of two, of which a batch takes those that are parts of it; none where modules look across samples."""
+        """Powers of two, of which `unfit` leaves those that divide the batch; none for models with batch norm."""
         if not any("BatchNorm" in name for name in profile.module_classes):
             for power in range(LARGEST.bit_length()):
                 yield cls(size=2**power)
                 yield cls(size=2**power, reduce="each")
 
     def check(self, ctx: Context) -> None:
-        """There is a loss function, a backward of torch's, and what `reduce` and `size` ask for."""
+        """Check for a loss function, torch's own backward, and the methods that `reduce` and `size` require."""
         if ctx.loss_func is None:
             raise StrategyError("micro_batch runs forward and backward inside loss_func; give auto_accelerate one")
         if _in_pipeline(ctx):
             return
-        for each in ctx.strategy or ():
-            if getattr(each, "backend", None) == "deepspeed":
+        for other in ctx.strategy or ():
+            if getattr(other, "backend", None) == "deepspeed":
                 raise StrategyError(
-                    f"micro_batch needs loss.backward(), and {each.name} with the deepspeed backend has a backward of "
-                    f"its own; leave the backend of {each.name} out"
+                    f"micro_batch needs loss.backward(), and {other.name} with the deepspeed backend has a backward of "
+                    f"its own; leave the backend of {other.name} out"
                 )
         gathers = ctx.strategy is not None and not {"fsdp", "zero2"}.isdisjoint(ctx.strategy.names())
         if self.reduce == "each" and not gathers:
@@ -127,7 +127,7 @@ class MicroBatch(Method):
         """Let the model defer its output to a loss function that runs micro-batches."""
         self.check(ctx)
         if _in_pipeline(ctx):
-            return replace(ctx)  # whose schedule takes size, count and loss_weight from here
+            return replace(ctx)  # the pipeline's schedule reads size, count and loss_weight from this method
 
         def finish(built: Built) -> Built:
             if built.args["use_optim_backward"] or built.loss_func is None:
@@ -153,5 +153,5 @@ def _in_pipeline(ctx: Context) -> bool:
 
 
 def is_ample(cost: Cost) -> bool:
-    """True if memory is no concern at all; not where nothing is known of the device."""
+    """True if the whole batch needs far less than the device's memory; False if that is unknown."""
     return cost.device_bytes < math.inf and AMPLE * peak_memory(cost).total < cost.device_bytes

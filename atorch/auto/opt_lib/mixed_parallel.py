@@ -1,7 +1,7 @@
-"""mixed_parallel: tensor, pipeline and data parallelism together, as parallel_mode says; a recipe for their methods.
+"""mixed_parallel: a recipe for the methods of tensor, pipeline and data parallelism that the mesh asks for.
 
-`[("parallel_mode", ([("tensor", 8), ("pipeline", 2), ("data", 2)], None)), "mixed_parallel"]` stands for the method of
-every axis in the mesh that is larger than 1 and has none yet. Without a mesh the planner chooses the degrees.
+`[("parallel_mode", ([("tensor", 8), ("pipeline", 2), ("data", 2)], None)), "mixed_parallel"]` expands to the method of
+every axis of the mesh that is larger than 1 and has none yet. Without a mesh the planner chooses the degrees.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MixedParallel(Recipe):
 
     @classmethod
     def expand(cls, config: Any, others: tuple[Method, ...]) -> tuple[Method, ...]:
-        """One method for each large axis that none of `others` splits over; without a mesh tensor's and pipeline's.
+        """One method for each axis above 1 that none of `others` splits over; without a mesh, tensor's and pipeline's.
 
         Raises:
             StrategyError: a config was given, or the mesh has nothing to split over but data.
@@ -42,7 +42,7 @@ class MixedParallel(Recipe):
                 f"mixed_parallel was given {shown(config)}; it has no knobs: degrees stand in parallel_mode, and a "
                 'method with knobs beside it, as ("pipeline_parallel", {"schedule": "interleaved"})'
             )
-        mode = next((each for each in others if isinstance(each, ParallelMode)), None)
+        mode = next((other for other in others if isinstance(other, ParallelMode)), None)
         if mode is None:
             axes = ["tensor", "pipeline"]
         else:
@@ -52,7 +52,7 @@ class MixedParallel(Recipe):
                     f"{mode} has no axis for mixed_parallel to split over; give one of {', '.join(_OF_AXIS)} a size "
                     "above 1, or leave parallel_mode out to have the degrees chosen"
                 )
-        taken = {axis for each in others for axis in each.splits}
+        taken = {axis for other in others for axis in other.splits}
         return tuple(_OF_AXIS[axis].of() for axis in axes if axis not in taken)
 
 

@@ -1,7 +1,7 @@
 """module_replace: modules of the model replaced by faster ones that compute the same.
 
-Attention written out step by step becomes `scaled_dot_product_attention`, which keeps no (queries × keys) weights for
-backward; RMSNorm becomes one operation that keeps its input alone; users add theirs with `register_replace_pair`.
+Attention written out step by step becomes `scaled_dot_product_attention`, which saves no (queries × keys) weights for
+backward. RMSNorm becomes one operation that saves only its input. `register_replace_pair` adds users' replacements.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ModuleReplace(Method):
     """Replace modules by optimized ones."""
 
     pairs: dict[str, dict[str, Any] | None] | None = None
-    """The replacements to do, by name, each with its configuration or None; None does all that need no asking."""
+    """Replacements by name, each with its configuration or None; None: all that are enabled by default."""
     verbose: bool = False
-    """Log every module that was replaced, and every one that was not with the reason; else one line a replacement."""
+    """Log every replaced module, and every kept one with the reason; otherwise one line per replacement."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Also takes the documented `{pair_name: configuration or None, …, "verbose": bool}`."""
+        """Accept the documented `{pair_name: configuration or None, …, "verbose": bool}`, too."""
         if isinstance(config, Mapping) and "pairs" not in config:
             pairs = {name: knobs for name, knobs in config.items() if name != "verbose"}
             config = {"pairs": pairs or None, "verbose": config.get("verbose", False)}
@@ -52,7 +52,7 @@ class ModuleReplace(Method):
         return pairs
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Nothing in the hardware. A replacement that was named and whose package is missing raises."""
+        """Raise CapabilityError if the package of a named replacement is missing; all hardware is suitable."""
         for name in self.pairs or {}:
             package = REPLACEMENTS[name].package
             if package is not None and cluster.device.type == "cuda" and not _installed(package):
@@ -63,10 +63,10 @@ class ModuleReplace(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """Fewer operations, and attention weights that are not kept: a tenth of traffic and launches, empirically."""
+        """Attention weights that are not saved, and a tenth less traffic and launches (empirical)."""
         chosen = [REPLACEMENTS[name] for name in self._chosen()]
-        fuses = cost.attention == "replaceable" and any(each.fuses_attention for each in chosen)
-        may_fuse = cost.attention == "written" and any(each.takes_config for each in chosen)  # a user's pair
+        fuses = cost.attention == "replaceable" and any(replacement.fuses_attention for replacement in chosen)
+        may_fuse = cost.attention == "written" and any(replacement.takes_config for replacement in chosen)  # user pair
         return cost.but(
             traffic_scale=0.9 * cost.traffic_scale,
             ops_scale=0.9 * cost.ops_scale,
@@ -75,14 +75,14 @@ class ModuleReplace(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """All, where there is something to replace: attention that is written out, norms in Python, a user's pair."""
+        """All, if something may be replaced: attention that is written out, norms in Python, or a user's pair."""
         is_written_out = profile.attention == "replaceable"
         has_own_norm = any(name.endswith("RMSNorm") and name != "RMSNorm" for name in profile.module_classes)
         if is_written_out or has_own_norm or any(REPLACEMENTS[name].takes_config for name in REPLACEMENTS):
             yield cls()
 
     def apply(self, ctx: Context) -> Context:
-        """Replace in every part, in place, and log what came of it."""
+        """Replace modules of every part, in place, and log the result."""
         replaced = 0
         for part in ctx.parts:
             dtype = compute_dtype(ctx) or _floating_dtype(part)

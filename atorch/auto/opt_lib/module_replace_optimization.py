@@ -1,4 +1,4 @@
-"""The table of replacements, and the door through which users add theirs.
+"""The table of replacements, and the function by which users add theirs.
 
 register_replace_pair("my_norm", supported_dtypes={torch.float32}, pair_cls=(SlowNorm, FastNorm))
 
@@ -34,21 +34,21 @@ C = TypeVar("C", bound=type[nn.Module])
 
 
 class Replace(Protocol):
-    """Replaces what it finds in a model that will run on `device`; `config` is what the strategy gives it."""
+    """Replaces modules of a model that will run on `device`; `config` comes from the strategy."""
 
     def __call__(self, model: nn.Module, device: torch.device, config: Mapping[str, Any]) -> SwapReport: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """One entry: what does it, for which dtypes of computation, and whether it is done without being named."""
+    """One entry: the function, its compute dtypes, and `by_default` if it runs without being named."""
 
     replace: Replace
     supported_dtypes: frozenset[torch.dtype] = ALL_DTYPES
     by_default: bool = True
     takes_config: bool = False
     fuses_attention: bool = False
-    package: str | None = None  # without it this replaces nothing
+    package: str | None = None  # that it needs; without it nothing is replaced
 
 
 REPLACEMENTS: Registry[Replacement] = Registry("replacement")
@@ -82,24 +82,24 @@ def register_replace_pair(
 ) -> Callable[[C], C] | None:
     """Let `module_replace` replace modules of one class by another, under `pair_name`.
 
-    `pair_cls` is (class to be replaced, replacement). Without it this is a decorator on the replacement, which names
-    what it replaces as `_src_module_cls` or else by its first base class. The replacement is constructed as
-    `replacement(src_module=module, **kwargs)`; a strategy's configuration of the pair goes over `kwargs`. Parameters
-    and buffers that have the name and shape of one of the source's become the source's own objects afterwards.
+    `pair_cls` is (source class, replacement). Without it, this is a decorator on the replacement, whose source is its
+    `_src_module_cls` or else its first base class. The replacement is constructed as
+    `replacement(src_module=module, **kwargs)`; a strategy's configuration of the pair overrides `kwargs`. Parameters
+    and buffers with the name and shape of one of the source are then replaced by the source's own objects.
 
-    Modules of exactly the source's class are replaced, with `match_subclasses` those of its subclasses too, and only
-    where the model computes in one of `supported_dtypes`.
+    Only modules of exactly the source class are replaced, with `match_subclasses` those of its subclasses too. The
+    model must compute in one of `supported_dtypes`.
 
     Raises:
-        StrategyError: a pair that is none, or a replacement whose constructor takes no `src_module`.
+        StrategyError: the pair is invalid, or the replacement's constructor takes no `src_module`.
         ValueError: the name is taken.
     """
     if pair_name in ("pairs", "verbose"):
         raise StrategyError(f"module_replace uses {pair_name!r} itself; give the pair another name")
     dtypes = frozenset(supported_dtypes)
     if not dtypes or not dtypes <= ALL_DTYPES:
-        known, given = (", ".join(sorted(map(str, each))) for each in (ALL_DTYPES, dtypes))
-        raise StrategyError(f"replacement {pair_name!r} supports {given or 'no dtype'}; give some of {known}")
+        allowed, requested = (", ".join(sorted(map(str, group))) for group in (ALL_DTYPES, dtypes))
+        raise StrategyError(f"replacement {pair_name!r} supports {requested or 'no dtype'}; give some of {allowed}")
 
     def add(source: type[nn.Module], target: type[nn.Module]) -> None:
         _check_pair(pair_name, source, target)
@@ -131,7 +131,7 @@ def _check_pair(name: str, source: Any, target: Any) -> None:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise StrategyError(f"replacement {name!r} has {cls!r}, which is no module class")
     parameters = inspect.signature(target).parameters.values()
-    if not any(each.name == "src_module" or each.kind is each.VAR_KEYWORD for each in parameters):
+    if not any(parameter.name == "src_module" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise StrategyError(
             f"the constructor of {target.__name__} takes no src_module; it is called as "
             f"{target.__name__}(src_module=the {source.__name__} to replace)"

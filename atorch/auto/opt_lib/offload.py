@@ -1,8 +1,8 @@
-"""offload: shares of parameters, optimizer states and activations wait in host memory.
+"""offload: shares of parameters, optimizer states and activations stay in host memory.
 
-Memory: that share of each. Transfers over the host link, per step: of parameters, every gather of theirs and their
-gradients back; of optimizer states that are stepped on the host, gradients down and parameters up (Ren et al. 2021,
-arXiv 2101.06840); of activations, down in forward and up in backward. For who needs less than chunk, which keeps to a
+Memory: the device holds less by that share of each. Transfers over the host link, per step: for parameters, every
+gather, and gradients back; for optimizer states, which the host steps, gradients down and parameters up (Ren et al.
+2021, arXiv 2101.06840); for activations, down in forward and up in backward. The alternative is chunk, which keeps to a
 budget.
 """
 
@@ -38,13 +38,13 @@ class Offload(Method):
     keeps_on_host: ClassVar[bool] = True
 
     parameters: OffloadFraction = 0.0
-    """Of the parameters and their gradients, beside fsdp: whole groups that it gathers, blocks first, each that still
-    fits."""
+    """Share of parameters and gradients, under fsdp: whole groups that it gathers, blocks first, as long as they fit
+    the share."""
     optimizer: OffloadFraction = 1.0
-    """Of the optimizer states, and of fp32 masters; the host steps what it holds. Those of whole parameters, what waits
-    itself first, then in the optimizer's order, each that still fits."""
+    """Share of optimizer states and fp32 masters, by whole parameters; the host steps these. Offloaded parameters come
+    first, then others in the optimizer's order, as long as they fit the share."""
     activations: OffloadFraction = 0.0
-    """Of the repeated blocks, the first ones, whole: what they save for backward; the last of several keeps its own."""
+    """Share of the repeated blocks whose saved activations are offloaded: the first ones, never the last of several."""
 
     @model_validator(mode="after")
     def _hold(self) -> Self:
@@ -65,11 +65,11 @@ class Offload(Method):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Parameters wait where fsdp gathers them as they are used."""
+        """fsdp, if parameters are offloaded: it gathers them for use."""
         return ("fsdp",) if self.parameters else ()
 
     def unfit(self, cost: Cost) -> str | None:
-        """Under chunk's budget it is chunk that decides which states wait; activations are no business of it."""
+        """Refuse parameters and optimizer states under chunk, which places them itself; activations are allowed."""
         if cost.budget_bytes < math.inf and (self.parameters or self.optimizer):
             return "chunk decides which states wait in host memory; offload activations alone beside it"
         if self.activations and not _num_moved(self.activations, cost.num_blocks / cost.stages):
@@ -77,19 +77,19 @@ class Offload(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """The shares; what moves follows from them. Backward has two blocks' activations: one computes, one comes."""
+        """Set the shares, from which transfers follow. Backward holds activations of two blocks: this and the next."""
         blocks = cost.num_blocks / cost.stages
-        away = _num_moved(self.activations, blocks) if blocks > 1 else 0.0
+        moved = _num_moved(self.activations, blocks) if blocks > 1 else 0.0
         return cost.but(
             param_offload=self.parameters,
             optim_offload=self.optimizer,
-            activation_offload=away / blocks if away else 0.0,
-            activations_ahead=min(2.0, away) / blocks if away else 0.0,
+            activation_offload=moved / blocks if moved else 0.0,
+            activations_ahead=min(2.0, moved) / blocks if moved else 0.0,
         )
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Optimizer states, parameters as well, activations, and all; a CPU's memory is the host's anyway."""
+        """Optimizer states; parameters as well; only activations; all. None on a CPU, whose memory is the host's."""
         if cluster.device.type == "cpu":
             return
         yield cls()
@@ -98,11 +98,11 @@ class Offload(Method):
         yield cls(parameters=1.0, activations=1.0)
 
     def check(self, ctx: Context) -> None:
-        """Parameters need fsdp; optimizers that step themselves, or decide themselves where, cannot be stepped here."""
+        """Check that parameters have fsdp, and that no other method steps the optimizer or places its states."""
         strategy = ctx.strategy or Strategy()
         if self.optimizer and ctx.make_optimizer is None:
             raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
-        if self.activations and "pipeline_parallel" not in strategy.names():  # whose stages have fewer blocks
+        if self.activations and "pipeline_parallel" not in strategy.names():  # its stages have fewer blocks
             try:
                 num_offloaded(self.activations, sum(len(repeated_blocks(part)) for part in ctx.parts))
             except ArgumentError as error:
@@ -117,54 +117,53 @@ class Offload(Method):
                 "offload was given optimizer beside chunk, which decides itself which states wait in host memory; give "
                 'it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
             )
-        for each in strategy if self.optimizer else ():
-            backend = getattr(each, "backend", None)
+        for other in strategy if self.optimizer else ():
+            backend = getattr(other, "backend", None)
             if backend in ("deepspeed", "fairscale"):
                 raise StrategyError(
-                    f"offload was given optimizer beside {each.name} with the {backend} backend, which steps itself; "
-                    f"leave the backend of {each.name} out"
+                    f"offload was given optimizer beside {other.name} with the {backend} backend, which steps itself; "
+                    f"leave the backend of {other.name} out"
                 )
 
     def check_optimizer(self, ctx: Context) -> None:
-        """No closure where the host steps: it has its gradients from the device."""
+        """Refuse a closure if the host steps: its gradients come from the device."""
         if self.optimizer:
             need_no_closure(ctx, self.name, "leave out offload's optimizer")
 
     def apply(self, ctx: Context) -> Context:
-        """Let blocks keep what they save on the host, and the optimizer step there; parameters fsdp has placed."""
+        """Save activations of blocks on the host, and step the optimizer there; fsdp has placed the parameters."""
         self.check(ctx)
-        inner, away, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
-        if "chunk" not in (
-            () if ctx.strategy is None else ctx.strategy.names()
-        ):  # which has done it, before it foresaw what lives
+        inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
+        names = () if ctx.strategy is None else ctx.strategy.names()
+        if "chunk" not in names:  # chunk has moved them itself, before it traced live bytes
             ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:
             return replace(ctx)
 
         def make(groups: Any) -> HostOptimizer:
-            every = [materialized(each) for each in groups]
+            full_groups = [materialized(group) for group in groups]
             if not is_simulated(ctx.parts):
-                taken = host_bytes(every, self.optimizer, away, state_bytes(ctx))
+                needed = host_bytes(full_groups, self.optimizer, on_host, state_bytes(ctx))
                 need_host_memory(
-                    taken,
+                    needed,
                     "what offload keeps there (copies of parameters, masters, optimizer states, gradients of a step)",
                     "Offload a smaller share (optimizer=0.5), use more processes beside zero1 or fsdp, or take chunk, "
                     "which has disk",
                 )
-            return HostOptimizer(inner, every, self.optimizer, away=away, values=values)
+            return HostOptimizer(inner, full_groups, self.optimizer, away=on_host, values=values)
 
         return replace(ctx, make_optimizer=make)
 
     def move_activations(self, ctx: Context) -> Context:
-        """Let blocks keep what they save on the host, as many as were asked for.
+        """Save the activations of the configured share of blocks on the host.
 
         Raises:
-            StrategyError: that is no whole block.
+            StrategyError: the share is less than one block.
         """
         if not self.activations:
             return ctx
         blocks = [block for part in ctx.parts for block in repeated_blocks(part).values()]
-        # Told here, and not by each tensor: a pass on fake tensors, which are the CPU's, shall see the same.
+        # Decided here, and not by each tensor: a pass on fake CPU tensors must offload the same ones.
         small_bytes = 1 if ctx.device.type == "cpu" else SMALL_BYTES
         try:
             origin = offload_activations(blocks, self.activations, small_bytes)
@@ -174,11 +173,11 @@ class Offload(Method):
 
 
 def parameters_on_host(strategy: Strategy | None) -> float:
-    """The share of parameters that is to wait in host memory."""
+    """The share of parameters that stays in host memory."""
     offload = None if strategy is None else strategy.get(Offload)
     return 0.0 if offload is None else offload.parameters
 
 
 def _num_moved(share: float, blocks: float) -> float:
-    """Blocks whose activations go down: whole ones, and not the last but where it is the only one."""
+    """Number of blocks whose activations are offloaded: whole ones, and the last only if it is the only one."""
     return min(math.floor(share * blocks * (1 + 1e-9)), max(1.0, blocks - 1.0))

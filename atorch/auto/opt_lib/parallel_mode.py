@@ -1,7 +1,7 @@
-"""parallel_mode: how the processes are arranged into groups for each kind of parallelism.
+"""parallel_mode: the arrangement of processes into groups for each kind of parallelism.
 
 `([("tensor", 4), ("pipeline", 2), ("data", 2)], None)`: the first axis varies fastest over the ranks, and `data` is
-resized so that the product is the number of processes. Costs nothing itself; the other methods split over its axes.
+resized so that the product is the number of processes. It costs nothing; the other methods split over its axes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from atorch.distributed.mesh import AXES, AXIS_ALIASES, BATCH_AXES, Mesh, set_cu
 from atorch.errors import StrategyError, near_miss
 
 SHORTEST = 1024
-"""Tokens of a sequence that a process of the axis context has at least: fewer hide no hop of the ring."""
+"""The fewest tokens of a sequence per rank of context: attention over fewer does not hide a hop of the ring."""
 AxisSizes = tuple[tuple[str, int], ...]
 
 
@@ -39,7 +39,7 @@ class ParallelMode(Method):
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Also takes the documented `([(name, size), …], rank_order)` and a bare list of `(name, size)`."""
+        """Accept the documented `([(name, size), …], rank_order)` and a bare list of `(name, size)`, too."""
         if isinstance(config, (list, tuple)):
             config = list(config)
             is_whole = 1 <= len(config) <= 4 and isinstance(config[0], (list, tuple)) and not _is_slice(config[0])
@@ -57,7 +57,7 @@ class ParallelMode(Method):
     @field_validator("slices", mode="before")
     @classmethod
     def _renamed(cls, slices: Any) -> Any:
-        if not isinstance(slices, (list, tuple)) or not all(_is_slice(each) for each in slices):
+        if not isinstance(slices, (list, tuple)) or not all(_is_slice(item) for item in slices):
             return slices
         return tuple((AXIS_ALIASES.get(name, name), size) for name, size in slices)
 
@@ -82,7 +82,7 @@ class ParallelMode(Method):
         return f"{self.name}({', '.join(f'{name} {size}' for name, size in self.slices)}{order})"
 
     def size(self, *names: str) -> int:
-        """The product of the axes' sizes; 1 for those that are not named."""
+        """The product of the sizes of the named axes; an absent axis has size 1."""
         return math.prod(size for name, size in self.slices if name in names)
 
     def resized(self, world_size: int) -> Self:
@@ -94,9 +94,9 @@ class ParallelMode(Method):
         others = [(name, size) for name, size in self.slices if name != "data"]
         product = math.prod(size for _, size in others)
         if world_size % product:
-            shown = " × ".join(f"{name} {size}" for name, size in others)
+            terms = " × ".join(f"{name} {size}" for name, size in others)
             raise StrategyError(
-                f"parallel_mode asks for {shown} = {product}, which does not divide {world_size} processes. "
+                f"parallel_mode asks for {terms} = {product}, which does not divide {world_size} processes. "
                 f"{_advice(others, world_size)}"
             )
         data = world_size // product
@@ -111,14 +111,14 @@ class ParallelMode(Method):
         return self.model_copy(update={"slices": slices})
 
     def unfit(self, cost: Cost) -> str | None:
-        """Every process that sees samples of its own gets as many."""
+        """Require a batch that divides evenly over the ranks of data and zero."""
         ranks = self.size(*BATCH_AXES)
         if cost.batch_size % ranks:
             return f"{cost.batch_size:g} samples are not shared out evenly over {ranks} processes"
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """The axes; a device has the samples of its place along data and zero alone, and tells what counts in them."""
+        """Set the axes and a device's share of the samples; ranks exchange the counts that weight their losses."""
         cost = cost.but(axes=dict(self.slices))
         ranks = cost.size(*BATCH_AXES)
         cost = cost.but(batch_size=cost.batch_size / ranks)
@@ -128,13 +128,13 @@ class ParallelMode(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Sizes by which the model can be divided, tensor and sequence inside a node."""
+        """Meshes by whose sizes the model can be divided, with tensor and sequence inside a node."""
         if cluster.world_size > 1:
             for slices in meshes(profile, cluster):
                 yield cls(slices=slices)
 
     def apply(self, ctx: Context) -> Context:
-        """Make the mesh, and make it the current one."""
+        """Create the mesh, and make it the current one."""
         mesh = Mesh(self.slices, self.rank_order, ctx.device.type, ctx.world.timeout)
         if ctx.mesh is not None and ctx.mesh.layout() == mesh.layout():
             mesh = ctx.mesh
@@ -145,7 +145,7 @@ class ParallelMode(Method):
 
 
 def size_of(ctx: Context, *names: str) -> int:
-    """The product of the axes' sizes in the context's mesh or, before there is one, in the one that is asked for."""
+    """The product of the axes' sizes in the context's mesh or, before there is one, in the strategy's."""
     if ctx.mesh is not None:
         return ctx.mesh.size(*names)
     mode = None if ctx.strategy is None else ctx.strategy.get(ParallelMode)
@@ -161,7 +161,7 @@ def _is_slice(item: Any) -> bool:
 
 
 def _check_flags(flags: Sequence[Any]) -> None:
-    """The third and fourth entry of ATorch's configuration: several instances of the mesh, and a DeviceMesh."""
+    """Check entries three and four of ATorch's configuration: several instances of the mesh, and a DeviceMesh."""
     for flag in flags:
         if flag is not None and not isinstance(flag, bool):
             raise StrategyError(
@@ -175,7 +175,7 @@ def _check_flags(flags: Sequence[Any]) -> None:
 
 
 def _advice(others: Sequence[tuple[str, int]], world_size: int) -> str:
-    """The nearest sizes below that divide the world: every axis shrunk to its largest divisor in turn."""
+    """Advice with smaller sizes that divide the world: every axis is shrunk to its largest divisor in turn."""
     left, sizes, product = world_size, [], math.prod(size for _, size in others)
     start = f"Start {product} processes (torchrun --nproc-per-node {product}) or a multiple. Else use"
     for name, size in others:
@@ -187,27 +187,27 @@ def _advice(others: Sequence[tuple[str, int]], world_size: int) -> str:
 
 
 def meshes(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[AxisSizes]:
-    """`(name, size)` of every axis larger than 1, the fastest-varying first, for all meshes worth a look.
+    """`(name, size)` of every axis larger than 1, the fastest-varying first, for all promising meshes.
 
-    tensor and sequence talk in every block and stay inside a node; context hides behind attention, data and zero behind
-    backward, and pipeline sends little: Narayanan et al. 2021, arXiv 2104.04473, section 3.2, and Jacobs et al. 2023,
-    arXiv 2309.14509. A sequence is split over one axis at a time.
+    tensor and sequence communicate in every block and stay inside a node. context overlaps with attention, data and
+    zero with backward, and pipeline sends little: Narayanan et al. 2021, arXiv 2104.04473, section 3.2, and Jacobs et
+    al. 2023, arXiv 2309.14509. A sequence is split over one axis at most.
     """
     world = cluster.world_size
-    for tensor in _tensors(profile, cluster):
-        for sequence, context in _cuts(profile, cluster, tensor):
+    for tensor in _tensor_sizes(profile, cluster):
+        for sequence, context in _sequence_sizes(profile, cluster, tensor):
             inner = tensor * sequence * context
             for pipeline in _divisors(world // inner):
                 if pipeline > max(1, profile.num_distinct_blocks):
                     break
-                for zero in _shards(cluster, inner, world // inner // pipeline):
+                for zero in _zero_sizes(cluster, inner, world // inner // pipeline):
                     sizes = {"tensor": tensor, "sequence": sequence, "context": context, "zero": zero}
                     sizes |= {"data": world // inner // pipeline // zero, "pipeline": pipeline}
                     yield tuple((name, size) for name, size in sizes.items() if size > 1)
 
 
-def _tensors(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[int]:
-    """Sizes of tensor: inside a node, and beyond where a node's devices together cannot hold one block."""
+def _tensor_sizes(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[int]:
+    """Sizes of tensor: inside a node, and larger only if the devices of a node cannot hold one block."""
     yield 1
     if not any(block.num_heads > 1 for block in profile.blocks):
         return
@@ -221,12 +221,13 @@ def _tensors(profile: ModelProfile, cluster: ClusterSpec) -> Iterator[int]:
 
 
 def _block_bytes(profile: ModelProfile) -> float:
-    """Bytes of one block while it runs backward alone: 16-bit weights twice, fp32 gradients, one sample's results."""
-    return max((8.0 * each.num_params + each.saved_bytes / profile.batch_size for each in profile.blocks), default=0.0)
+    """Bytes of one block in backward: 16-bit weights twice, fp32 gradients, activations of one sample."""
+    blocks = profile.blocks
+    return max((8.0 * block.num_params + block.saved_bytes / profile.batch_size for block in blocks), default=0.0)
 
 
-def _cuts(profile: ModelProfile, cluster: ClusterSpec, tensor: int) -> Iterator[tuple[int, int]]:
-    """Sizes of (sequence, context) beside a size of tensor."""
+def _sequence_sizes(profile: ModelProfile, cluster: ClusterSpec, tensor: int) -> Iterator[tuple[int, int]]:
+    """Sizes of (sequence, context) for a given size of tensor."""
     yield 1, 1
     lengths = [block.sequence_length for block in profile.blocks if block.attention_flops and block.sequence_length]
     if not lengths:
@@ -241,8 +242,8 @@ def _cuts(profile: ModelProfile, cluster: ClusterSpec, tensor: int) -> Iterator[
             yield 1, size
 
 
-def _shards(cluster: ClusterSpec, inner: int, replicas: int) -> Iterator[int]:
-    """Sizes of zero: none, where all replicas are shards or copies alike; those of a node or a leaf, copied between."""
+def _zero_sizes(cluster: ClusterSpec, inner: int, replicas: int) -> Iterator[int]:
+    """Sizes of zero: 1 for no such axis, or the replicas inside a node or a leaf, with copies between these."""
     yield 1
     within = (devices // inner for devices in (cluster.devices_per_node, cluster.devices_per_leaf))
     yield from sorted({size for size in within if 1 < size < replicas and replicas % size == 0})

@@ -1,10 +1,10 @@
-"""sequence_parallel: each process has a part of every sequence, and attention sees all of it.
+"""sequence_parallel: each process holds a part of every sequence, and attention sees the full sequence.
 
-ulysses, over an axis of its own: tokens are split everywhere, and exchanged for heads around attention by four
-all-to-alls in forward and in backward (Jacobs et al. 2023, arXiv 2309.14509). Activations / sequence; whole parameters.
-megatron, over the axis of tensor_parallel: norms and residual streams, which that leaves whole, are split by tokens,
-and its all-reduces become reduce-scatters and all-gathers (Korthikanti et al. 2022, arXiv 2205.05198).
-What of a block goes along the tokens is found by watching the model at work on a few samples.
+ulysses, over its own axis: tokens are split everywhere, and exchanged for heads around attention by four all-to-alls
+in forward and in backward (Jacobs et al. 2023, arXiv 2309.14509). Memory: activations / sequence; full parameters.
+megatron, over the axis of tensor_parallel: norms and residual streams, which tensor_parallel leaves full, are split by
+tokens. Its all-reduces become reduce-scatters and all-gathers (Korthikanti et al. 2022, arXiv 2205.05198).
+A run on a few samples shows which tensors of a block have a token dim.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SequenceParallel(Method):
     needs_sample: ClassVar[bool] = True
 
     mode: Literal["ulysses", "megatron"] = "ulysses"
-    """ulysses splits over the axis sequence, for any model; megatron over tensor, what tensor_parallel leaves whole."""
+    """ulysses splits any model over the axis sequence; megatron, over tensor, what tensor_parallel leaves full."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ class SequenceParallel(Method):
         return () if self.mode == "ulysses" else ("tensor_parallel",)
 
     def unfit(self, cost: Cost) -> str | None:
-        """Tokens are shared out evenly, under ulysses heads as well, beside those of tensor; and attention is fused."""
+        """Require tokens that divide evenly; for ulysses also heads, over tensor × sequence, and fused attention."""
         if self.mode == "megatron":
             return uncuttable(cost.segments, cost.size("tensor", "context"), str(self))
         if cost.fp8 is not None:
@@ -67,13 +67,13 @@ class SequenceParallel(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Both, where the model has heads to exchange or to split and several devices share it."""
+        """Both modes, if there are several devices and the model has several heads."""
         if cluster.world_size > 1 and any(block.num_heads > 1 for block in profile.blocks):
             yield cls(mode="ulysses")
             yield cls(mode="megatron")
 
     def check(self, ctx: Context) -> None:
-        """Companions are there, and nothing beside it looks at all tokens at once."""
+        """Check that megatron has tensor_parallel, and that no other method needs all tokens at once."""
         strategy = ctx.strategy or Strategy()
         if self.mode == "megatron":
             self._need_companions(strategy)
@@ -81,11 +81,11 @@ class SequenceParallel(Method):
             need_parts_of_tokens(strategy, self.name)
 
     def apply(self, ctx: Context) -> Context:
-        """Split the stream through the model's blocks in place; megatron waits for tensor_parallel, and `complete`.
+        """Split activations through the model's blocks in place; megatron does so later, in `complete`.
 
         Raises:
-            StrategyError: a block cannot be split, with the module that stands against it. Nothing was changed then.
-            ArgumentError: there is no batch to watch the model on.
+            StrategyError: a block cannot be split; names the module that prevents it. The model is unchanged.
+            ArgumentError: there is no sample batch.
         """
         mesh = ctx.need_mesh()
         self.check(ctx)
@@ -94,8 +94,8 @@ class SequenceParallel(Method):
                 group = mesh.group("tensor")
                 together(lambda: check_tokens(ctx.parts[0], on_samples(ctx, self.name), group))
             return ctx
-        is_split = mesh.size("context") > 1 and any("context" in each.splits for each in ctx.strategy or ())
-        if mesh.size("sequence") == 1 or is_split:  # over both axes, by context_parallel
+        is_split = mesh.size("context") > 1 and any("context" in other.splits for other in ctx.strategy or ())
+        if mesh.size("sequence") == 1 or is_split:  # context_parallel splits over both axes
             return ctx
         (model,) = ctx.parts  # stages are cut later
         group = mesh.group("sequence")
@@ -105,7 +105,7 @@ class SequenceParallel(Method):
         return replace(ctx, parts=ctx.parts)
 
     def complete(self, ctx: Context, layout: ModelLayout) -> None:
-        """Split by tokens what `layout` has left whole of the context's model, where the mode is megatron.
+        """Split by tokens what `layout` leaves full of the context's model, if the mode is megatron.
 
         Raises:
             StrategyError: a block does not compute the same.

@@ -1,9 +1,9 @@
-"""tensor_parallel: each process has a part of every matrix product, and the results are summed.
+"""tensor_parallel: each process computes a part of every matrix product, and the results are summed.
 
-Memory: what lies between a product split by columns and one split by rows / tensor: parameters, gradients, optimizer
-states, activations; norms and residual streams stay whole. Communication per block: two all-reduces of its activations
-in forward and two in backward (Shoeybi et al. 2019, arXiv 1909.08053, section 3), so the axis belongs inside a node.
-Which products these are is derived from the model at work on a few samples, once: a saved strategy keeps it.
+Memory: (parameters + gradients + optimizer states + activations) / tensor, from a column split to the next row split.
+Norms and residual streams stay full. Communication per block: two all-reduces of its activations in forward and two in
+backward (Shoeybi et al. 2019, arXiv 1909.08053, section 3), so the axis belongs inside a node. The layout of the split
+is derived once, from a run of the model on a few samples; a saved strategy keeps it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_p
 from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout, why_not_of
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
-FEW = 2  # blocks, the fewest that are seen to repeat
+FEW = 2  # blocks, the fewest that show repetition
 LAYOUT_KEY = "tensor_layout"
-"""The key under which a strategy's metadata has the layout, which is then not derived again."""
+"""The key of the layout in a strategy's metadata; a saved layout is not derived again."""
 BESIDE_FP8 = "fp8 hides the products that tensor_parallel would split; leave one of them out, or take amp_native"
 
 
@@ -55,14 +55,14 @@ class TensorParallel(Method):
     needs_sample: ClassVar[bool] = True
 
     plan: dict[str, Literal["column", "row"]] | None = None
-    """The split of layers, by patterns of their names: {"layers.*.attn.q_proj": "column", …}; None: as the model
-    itself tells."""
+    """The split of layers, by patterns of their names: {"layers.*.attn.q_proj": "column", …}; None: derived
+    from the model."""
     parameter_bytes: Annotated[float, Field(gt=0)] | None = None
-    """The most bytes of parameters that a process holds; the layout that sends least for that is taken. None: as little
-    as can be."""
+    """The most bytes of parameters that a process may hold; the layout within it that sends least is taken. None: the
+    fewest bytes possible."""
     loss_parallel: bool = True
-    """Logits stay split over their vocabulary for a cross entropy, and are gathered once something else reads them;
-    False: they are gathered where they are made."""
+    """Keep logits split over the vocabulary for cross entropy, and gather them only for other uses. False: gather
+    them in the head."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -75,15 +75,15 @@ class TensorParallel(Method):
         return ("tensor",)
 
     def unfit(self, cost: Cost) -> str | None:
-        """Heads, groups of keys and values, and experts are shared out whole."""
+        """Require heads, key/value groups and experts that divide evenly."""
         if cost.fp8 is not None:
             return BESIDE_FP8
-        if all(each.split == "none" for segment in cost.segments for each in segment.matmuls):
+        if all(matmul.split == "none" for segment in cost.segments for matmul in segment.matmuls):
             return "no matrix product of the model can be split over tensor"
         return indivisible(cost.segments, cost.size("tensor"), "tensor", experts=True)
 
     def cost(self, cost: Cost) -> Cost:
-        """The split; what it sends follows from the products. Blocks get whole embeddings."""
+        """Split the products, from which messages follow. Blocks get full embeddings."""
         split = split_tensor(cost, splits_norms=cost.splits_norms)
         return split.but(whole_outside=True, gathers_logits=not self.loss_parallel)
 
@@ -93,7 +93,7 @@ class TensorParallel(Method):
             yield cls()
 
     def check_optimizer(self, ctx: Context) -> None:
-        """The optimizer of some rows or columns of the parameters computes what that of all does."""
+        """Check that an optimizer of some rows or columns of parameters computes the same as one of all."""
         if size_of(ctx, "tensor") > 1:
             need_same(ctx, self.name, "rows", "columns")
 
@@ -105,10 +105,9 @@ class TensorParallel(Method):
         """Split the model in place.
 
         Raises:
-            StrategyError: a neighbour that it cannot stand beside, heads that the axis does not divide, a plan that
-                the model contradicts, fewer bytes than can be reached, or a model of which nothing can be split.
-                Nothing has been cut then.
-            ArgumentError: there is no batch to watch the model on.
+            StrategyError: another method excludes it, the axis does not divide the heads, the model contradicts the
+                plan, parameter_bytes is too small, or nothing can be split. The model is unchanged.
+            ArgumentError: there is no sample batch.
         """
         mesh, strategy = ctx.need_mesh(), ctx.strategy or Strategy()
         if mesh.size("tensor") == 1:
@@ -117,33 +116,32 @@ class TensorParallel(Method):
         (model,) = ctx.parts  # stages are cut later
         tensor, spreads = mesh.device_mesh("tensor"), has_fsdp(strategy)
         splits = self.loss_parallel and not has_compiled_loss(ctx)
-        layout = self._known(model, from_rank_zero(strategy.metadata.get(LAYOUT_KEY)), mesh.size("tensor"))
+        layout = self._saved_layout(model, from_rank_zero(strategy.metadata.get(LAYOUT_KEY)), mesh.size("tensor"))
         how: Any = {"as_dtensors": spreads, "loss_parallel": splits}
         if layout is not None:
             apply_layout(model, layout, tensor, **how)
         else:
             run = on_few_tokens(ctx, self.name)
-            seen = self._few_blocks_of(model, ctx.device) if has_meta([model]) else model
-            layout = tensor_parallel(seen, run, tensor, **self._asked, **how, is_agreed=True)
-            if seen is not model:
-                layout = self._of_all_blocks(layout, seen, model)
+            watched = self._few_blocks_of(model, ctx.device) if has_meta([model]) else model
+            layout = tensor_parallel(watched, run, tensor, **self._plan_knobs, **how, is_agreed=True)
+            if watched is not model:
+                layout = self._of_all_blocks(layout, watched, model)
                 apply_layout(model, layout, tensor, **how)
-            _tell(model, layout)
+            _log_kept(model, layout)
         if spreads:
-            _tell_order(ctx, layout)
-        for each in strategy:
-            if isinstance(each, SequenceParallel):
-                each.complete(ctx, layout)
+            _warn_of_order(ctx, layout)
+        for other in strategy:
+            if isinstance(other, SequenceParallel):
+                other.complete(ctx, layout)
         share_random_state(mesh.group("tensor"), ctx.device)
         return replace(
-            ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, LAYOUT_KEY: written(layout, self._asked)}
+            ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, LAYOUT_KEY: written(layout, self._plan_knobs)}
         )
 
     def _few_blocks_of(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """A copy of a model without values that has some, the same on all processes, and the first of its blocks.
+        """A copy of the first blocks of a meta model, with values that are the same on all processes.
 
-        How few bytes a process can hold depends on all blocks: where that is asked for, or blocks are of several kinds,
-        the copy has all.
+        It has all blocks if they are of several kinds, or if `parameter_bytes` is set, which concerns all of them.
         """
         copied = copy_structure(model, lambda tensor: tensor)
         if self.parameter_bytes is None and (num_repeats(copied) or 0) > FEW:
@@ -153,69 +151,69 @@ class TensorParallel(Method):
             return lazy_copy(copied, device)
 
     def _of_all_blocks(self, layout: ModelLayout, few: nn.Module, model: nn.Module) -> ModelLayout:
-        kept = told_of_all(written(layout, self._asked), list(repeated_blocks(few)), list(repeated_blocks(model)))
-        found = read_layout(kept, model, layout.degree, self._asked)
-        if isinstance(found, str):
-            raise StrategyError(f"tensor_parallel cannot tell all blocks of {type(model).__name__} from two: {found}")
-        return found
+        kept = told_of_all(written(layout, self._plan_knobs), list(repeated_blocks(few)), list(repeated_blocks(model)))
+        full = read_layout(kept, model, layout.degree, self._plan_knobs)
+        if isinstance(full, str):
+            raise StrategyError(f"tensor_parallel cannot tell all blocks of {type(model).__name__} from two: {full}")
+        return full
 
     @property
-    def _asked(self) -> dict[str, Any]:
+    def _plan_knobs(self) -> dict[str, Any]:
         return {"plan": self.plan, "parameter_bytes": self.parameter_bytes}
 
-    def _known(self, model: nn.Module, kept: Any, degree: int) -> ModelLayout | None:
-        """The layout that a saved strategy keeps, where it is this model's, as is asked, on so many processes."""
+    def _saved_layout(self, model: nn.Module, kept: Any, degree: int) -> ModelLayout | None:
+        """The layout of a saved strategy, if it fits the model, the knobs and the number of processes; else None."""
         if kept is None:
             return None
-        found = read_layout(kept, model, degree, self._asked)
-        if isinstance(found, str):
-            logger.warning("the layout that the strategy keeps is not used, and another derived: %s", found)
+        layout = read_layout(kept, model, degree, self._plan_knobs)
+        if isinstance(layout, str):
+            logger.warning("the layout that the strategy keeps is not used, and another derived: %s", layout)
             return None
-        return found
+        return layout
 
     def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
         degree = axes.get("tensor", 1)
         if degree == 1:
             return {}
         (model,) = ctx.parts
-        layout = derive_layout(model, on_few_tokens(ctx, self.name), degree, **self._asked)
-        return {LAYOUT_KEY: written(layout, self._asked)}
+        layout = derive_layout(model, on_few_tokens(ctx, self.name), degree, **self._plan_knobs)
+        return {LAYOUT_KEY: written(layout, self._plan_knobs)}
 
 
-def _tell_order(ctx: Context, layout: ModelLayout) -> None:
-    """Say which DTensors' rows stand in another order than the whole model's."""
-    turned = [name for name, rows in layout.rows.items() if not rows.is_in_order]
-    if turned and ctx.world.rank == 0 and "order of rows" not in ctx.told:
+def _warn_of_order(ctx: Context, layout: ModelLayout) -> None:
+    """Warn of DTensors whose rows are in another order than those of the full model."""
+    reordered = [name for name, rows in layout.rows.items() if not rows.is_in_order]
+    if reordered and ctx.world.rank == 0 and "order of rows" not in ctx.told:
         ctx.told.add("order of rows")
-        more = f" and {len(turned) - 1} more" if len(turned) > 1 else ""
+        more = f" and {len(reordered) - 1} more" if len(reordered) > 1 else ""
         logger.warning(
             "under tensor_parallel rows of %s%s stand in the order of the processes, also in what "
             "torch.distributed.checkpoint takes for the whole tensor; save and load it by atorch.whole_state and "
-            "atorch.load_whole_state", turned[0], more,
+            "atorch.load_whole_state", reordered[0], more,
         )  # fmt: skip
 
 
 def _check_neighbours(strategy: Strategy) -> None:
-    for each in strategy:
-        backend = getattr(each, "backend", None)
-        if each.slot == "data_parallel" and backend in ("fairscale", "deepspeed") and not in_pipeline(strategy):
+    for other in strategy:
+        backend = getattr(other, "backend", None)
+        if other.slot == "data_parallel" and backend in ("fairscale", "deepspeed") and not in_pipeline(strategy):
             raise StrategyError(
-                f"{each.name} was given backend {backend!r} beside tensor_parallel, and {backend} would take each "
+                f"{other.name} was given backend {backend!r} beside tensor_parallel, and {backend} would take each "
                 "process's part of a parameter for the whole; leave backend out"
             )
-        if each.name == "fp8":
+        if other.name == "fp8":
             raise StrategyError(BESIDE_FP8)
 
 
-def _tell(model: nn.Module, layout: ModelLayout) -> None:
-    """Say what stays whole, by reason; raise where that is all."""
+def _log_kept(model: nn.Module, layout: ModelLayout) -> None:
+    """Log what stays full, by reason; raise if nothing is split."""
     reasons: dict[str, list[str]] = {}
-    for each in layout.kept:
-        reasons.setdefault(each.reason, []).append(each.name)
+    for kept in layout.kept:
+        reasons.setdefault(kept.reason, []).append(kept.name)
     if not layout.rows:
-        told = "; ".join(f"{', '.join(names[:3])}: {reason}" for reason, names in list(reasons.items())[:3])
+        examples = "; ".join(f"{', '.join(names[:3])}: {reason}" for reason, names in list(reasons.items())[:3])
         raise StrategyError(
-            f"nothing of {type(model).__name__} can be split over tensor ({told or 'it has no products'}); leave "
+            f"nothing of {type(model).__name__} can be split over tensor ({examples or 'it has no products'}); leave "
             "tensor_parallel out"
         )
     for reason, names in reasons.items():
@@ -224,12 +222,12 @@ def _tell(model: nn.Module, layout: ModelLayout) -> None:
 
 
 def written(layout: ModelLayout, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The layout, and what was asked of it, by the names of the knobs, as JSON data."""
+    """The layout, and the knobs that it was derived for, as JSON data."""
     return {**asked, **_adapter().dump_python(layout, mode="json")}
 
 
 def read_layout(kept: Any, model: nn.Module, degree: int, asked: Mapping[str, Any]) -> ModelLayout | str:
-    """The layout in `kept`, or why it is not this model's, as is asked, on so many processes."""
+    """The layout in `kept`, or the reason why it does not fit the model, the knobs or the number of processes."""
     if not isinstance(kept, Mapping) or any(kept.get(name) != value for name, value in asked.items()):
         return f"it was derived by another {' or '.join(asked)}"
     try:

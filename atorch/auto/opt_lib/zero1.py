@@ -1,9 +1,9 @@
-"""zero1: ddp, and each process keeps the optimizer states of its own share of the parameters alone.
+"""zero1: ddp, but each process keeps only the optimizer states of its own share of the parameters.
 
-Memory: optimizer states (and fp32 masters) / (data × zero × sequence × context); of an optimizer that does not step
-every element by itself, as evenly as whole parameters can be dealt out.
-Communication per step: ddp's all-reduce of the gradients, then every updated parameter once, gathered from all, or
-broadcast by who has the whole.
+Memory: optimizer states (and fp32 masters) / (data × zero × sequence × context). An optimizer that is not element-wise
+gets full parameters, distributed as evenly as possible.
+Communication per step: ddp's all-reduce of the gradients, then every updated parameter once: all-gathered from its
+shards, or broadcast by its owner.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Zero1(Method):
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Also takes the documented `{"use_ds_zero": True}`, which means `{"backend": "deepspeed"}`."""
+        """Accept the documented `{"use_ds_zero": True}`, too, which means `{"backend": "deepspeed"}`."""
         return super().of(named(cls.name, config, {"use_ds_zero": "deepspeed"}))
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
@@ -46,19 +46,19 @@ class Zero1(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """The optimizer's share of this device; ddp's all-reduce, and every parameter once from who has stepped it."""
+        """This device's share of the optimizer states; ddp's all-reduce, and every parameter once from its owner."""
         cost = in_buckets(share_buffers(cost), cost.size(*REPLICA_AXES))
         is_cut = cost.optim_is_elementwise and self.backend == "torch"
         return shard_optimizer(cost, reduces="all_reduce", gathers="sliced" if is_cut else "broadcast")
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """This package's own, where the optimizer keeps state to be sharded."""
+        """The backend torch, if the optimizer keeps states."""
         if cluster.world_size > 1 and profile.optim_state_per_param > 0:
             yield cls()
 
     def check_optimizer(self, ctx: Context) -> None:
-        """The optimizer of some of the parameters computes what that of all of them does."""
+        """Check that an optimizer of some parameters computes the same as one of all parameters."""
         if replicas(ctx) > 1:
             need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 
@@ -66,11 +66,11 @@ class Zero1(Method):
         check(ctx, self.name, self.backend)
 
     def apply(self, ctx: Context) -> Context:
-        """Wrap every part as ddp does, and the optimizer; DeepSpeed takes both when they are built."""
+        """Wrap every part as ddp does, and the optimizer; DeepSpeed wraps both once they are built."""
         self.check(ctx)
         if self.backend == "deepspeed":
             if in_pipeline(ctx.strategy):
-                return replace(ctx)  # the pipeline's engine shares the states out
+                return replace(ctx)  # the pipeline's engine shards the states
             return deepspeed(ctx, self.name, stage=1)
         group = ctx.need_mesh().group(*REPLICA_AXES)
         ctx.give_memory()

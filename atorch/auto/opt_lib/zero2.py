@@ -1,8 +1,8 @@
-"""zero2: gradients and optimizer states spread over the processes; parameters gathered from forward to backward's end.
+"""zero2: gradients and optimizer states sharded over the processes; parameters stay gathered until backward ends.
 
-Memory: (gradients + optimizer states) / shards; parameters are whole during a step, and spread between steps.
-Communication per step: one all-gather of the parameters and one reduce-scatter of the gradients. The default is fsdp
-that does not free parameters after forward; the FairScale backend keeps whole parameters and reduces each gradient to
+Memory: (gradients + optimizer states) / shards; parameters are full during a step, and sharded between steps.
+Communication per step: one all-gather of the parameters and one reduce-scatter of the gradients. The default backend
+is fsdp that keeps parameters after forward. The FairScale backend keeps full parameters and reduces each gradient to
 one process.
 """
 
@@ -35,7 +35,7 @@ class Zero2(Fsdp):
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Also takes `{"not_use_fsdp": True}` (FairScale) and `{"use_ds_zero": True}` (DeepSpeed)."""
+        """Accept `{"not_use_fsdp": True}` (FairScale) and `{"use_ds_zero": True}` (DeepSpeed), too."""
         flags = {"not_use_fsdp": "fairscale", "use_ds_zero": "deepspeed"}
         return super().of(named(cls.name, config, flags))
 
@@ -53,14 +53,14 @@ class Zero2(Fsdp):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """fsdp's with kept parameters; other backends keep whole ones, and reduce each gradient to its owner."""
+        """The cost of fsdp with kept parameters; other backends have full ones and reduce a gradient to its owner."""
         if self.backend == "fsdp":
             return super().cost(cost)
         cost = shard_optimizer(cost, gathers="broadcast" if self.backend == "fairscale" else "all_gather")
         return cost.but(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
 
     def check_optimizer(self, ctx: Context) -> None:
-        """As fsdp's; the other backends deal parameters or elements out."""
+        """Check as fsdp does; FairScale distributes full parameters, and DeepSpeed elements."""
         if self.backend == "fsdp":
             super().check_optimizer(ctx)
         elif replicas(ctx) > 1:

@@ -1,4 +1,4 @@
-"""Chooses a strategy: scores every composition, runs the most promising, keeps the fastest."""
+"""Chooses a strategy: scores compositions, dry-runs the most promising, keeps the fastest."""
 
 from atorch.auto.planner.plan import Estimate, Measurement, Plan, Rejected
 from atorch.auto.planner.planner import dry_run, search

@@ -1,4 +1,4 @@
-"""A plan for a cluster that need not be here: the choice, what came near, what else there is, what was in the way."""
+"""A plan for a cluster that need not be present: the choice, near ties, counterfactuals and rejected compositions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from atorch.auto.planner.plan import Estimate, Plan, estimate_data, strategy_dat
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 
-DIGITS = 5  # of the figures of candidates
+DIGITS = 5  # significant digits of the figures of candidates
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A composition with what arithmetic says of it."""
+    """A composition with its estimate."""
 
     strategy: Strategy
     estimate: Estimate
-    chance: float | None = None  # that it is faster than the chosen one
+    chance: float | None = None  # probability that it is faster than the chosen one
 
     def to_json_data(self) -> dict[str, Any]:
         data = {"strategy": strategy_data(self.strategy), "estimate": estimate_data(self.estimate)}
@@ -29,11 +29,11 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """The value of one measurement before the choice is believed."""
+    """The expected value of one measurement for the choice: of a strategy, or of a kind of work."""
 
-    saves: float  # of a step, on average: as often as it tells that another composition is faster, and by how much
-    strategy: Strategy | None = None  # five steps of it and of the chosen one
-    kind: str = ""  # or a kind of work (`cost.uncertainty`), by a calibration of the machine
+    saves: float  # expected saving, as a share of a step: it may reveal that another composition is faster
+    strategy: Strategy | None = None  # the measurement: five steps of this and of the chosen one
+    kind: str = ""  # or a calibration of the machine for this kind of work (`cost.uncertainty`)
 
     def to_json_data(self) -> dict[str, Any]:
         strategy = None if self.strategy is None else strategy_data(self.strategy)
@@ -45,8 +45,8 @@ class Counterfactual:
     """The effect of one other choice."""
 
     change: str  # "tensor 4", "zero1 instead of fsdp", "without checkpoint"
-    what: str  # the axis that has another size, or the method that comes or goes
-    ratio: float | None  # of the step's seconds to the chosen one's; None where it does not fit
+    what: str  # the axis with another size, or the method that is added or removed
+    ratio: float | None  # of the step's seconds to the chosen one's; None if it does not fit
     reason: str
 
     def to_json_data(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Counterfactual:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan(Plan):
-    """A plan by arithmetic alone. Nothing was run; `simulated` is for who simulates the best of the ranking."""
+    """A plan by arithmetic alone, without runs; `simulated` has the results if the best were simulated."""
 
     estimate: Estimate
     cluster: ClusterSpec
@@ -63,19 +63,19 @@ class ClusterPlan(Plan):
     objective: str
     usable_bytes: float  # of a device, without the reserve
     ranking: tuple[Ranked, ...]  # the best that fit, the chosen one first
-    near_ties: tuple[Ranked, ...]  # whose chance of being faster is too large to tell them apart, the simplest first
-    decisive: tuple[Measuring, ...]  # what would decide between them, what saves most first
+    near_ties: tuple[Ranked, ...]  # compositions too likely to be faster to distinguish, the simplest first
+    decisive: tuple[Measuring, ...]  # measurements that would decide between them, the largest saving first
     counterfactuals: tuple[Counterfactual, ...]
     counts_by_axis: Mapping[str, Mapping[str, int]]  # axis or slot → value → scored compositions that have it
     candidates: CandidateTable  # all that were scored
-    num_unopened: Mapping[str, int]  # branches in which, by their bounds, nothing is among the best, or nothing fits
-    gap: float = 0.0  # of a step, what something that was not scored might save; 0 where the choice is proven the best
-    num_legal: int | None = None  # compositions that the choice is the best of, scored or ruled out; None: not counted
+    num_unopened: Mapping[str, int]  # branches whose bounds exclude that anything is among the best, or fits
+    gap: float = 0.0  # share of a step that an unscored composition might save; 0 if the choice is proven the best
+    num_legal: int | None = None  # compositions that the choice is the best of, scored or excluded; None: not counted
     simulated: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def fits_narrowly(self) -> bool:
-        """True if the choice fits by less than its memory may be off: some such runs go out of memory."""
+        """True if the choice fits by less than the uncertainty of its memory; some such runs go out of memory."""
         return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
 
     def to_json_data(self) -> dict[str, Any]:
@@ -85,31 +85,31 @@ class ClusterPlan(Plan):
             "global_batch": self.global_batch,
             "objective": self.objective,
             "usable_bytes": self.usable_bytes,
-            "ranking": [each.to_json_data() for each in self.ranking],
-            "near_ties": [each.to_json_data() for each in self.near_ties],
-            "decisive": [each.to_json_data() for each in self.decisive],
-            "counterfactuals": [each.to_json_data() for each in self.counterfactuals],
+            "ranking": [ranked.to_json_data() for ranked in self.ranking],
+            "near_ties": [tie.to_json_data() for tie in self.near_ties],
+            "decisive": [measuring.to_json_data() for measuring in self.decisive],
+            "counterfactuals": [counterfactual.to_json_data() for counterfactual in self.counterfactuals],
             "counts_by_axis": {axis: dict(counts) for axis, counts in self.counts_by_axis.items()},
             "pareto": [self._point(row) for row in self.candidates.pareto()],
             "candidates": candidate_data(self.candidates),
             "num_unopened": dict(self.num_unopened),
             "gap": self.gap,
             "num_legal": self.num_legal,
-            "simulated": [dict(each) for each in self.simulated],
+            "simulated": [dict(outcome) for outcome in self.simulated],
             "nearest_miss": None,
         }
 
     def _point(self, row: int) -> dict[str, Any]:
-        found = self.candidates
+        table = self.candidates
         return {
-            "strategy": [str(each) for each in found.methods[row]],
-            "step_s": float(found.step_s[row]),
-            "peak_bytes": float(found.peak_bytes[row]),
+            "strategy": [str(method) for method in table.methods[row]],
+            "step_s": float(table.step_s[row]),
+            "peak_bytes": float(table.peak_bytes[row]),
         }
 
 
 def candidate_data(columns: CandidateTable) -> dict[str, Any]:
-    """All scored compositions column by column, as plain JSON data."""
+    """All scored compositions by column, as plain JSON data."""
     return {
         "step_s": _rounded(columns.step_s),
         "peak_bytes": _rounded(columns.peak_bytes),

@@ -1,7 +1,7 @@
-"""The best composition for a model on a cluster that need not be here, by arithmetic alone, and why.
+"""Finds the best composition for a model on a cluster that need not be present, by arithmetic alone, with reasons.
 
-The best under the estimate is found, or how far from it the answer may be is told (`best_first`); what is nearer to it
-than the estimate is right is shown beside it, with what other choices would have done, and what binds the others.
+The search finds the best by estimate, or states the remaining gap (`best_first`). The plan lists compositions that the
+estimate cannot distinguish from the choice, counterfactuals, and the limits that reject others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from atorch.auto.planner.estimate.uncertainty import EstimateUncertainty
 from atorch.auto.planner.explain.counterfactuals import Room, counterfactuals
 from atorch.auto.planner.explain.fit_suggestions import UnfitJob, remedies
 from atorch.auto.planner.plan import Estimate, Rejected
-from atorch.auto.planner.search.best_first import BestFound, best_first, uncollected
-from atorch.auto.planner.search.feasible_count import num_legal
-from atorch.auto.planner.search.space import MESH, Space, names_in, plannable
+from atorch.auto.planner.search_space.best_first import BestFound, best_first, uncollected
+from atorch.auto.planner.search_space.feasible_count import num_legal
+from atorch.auto.planner.search_space.method_names import names_in
+from atorch.auto.planner.search_space.space import MESH, Space, plannable
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, StepTimes, plain_cost
@@ -36,9 +37,9 @@ from atorch.units import format_bytes
 
 Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
-MOST = 50_000  # compositions that are scored without proof that the best is among them
-EXAMPLES = 3  # of what each constraint rejects
-WORTH = 0.2  # of a step, what waiting on the host must save: so wrong may estimates of it be, which no run was held to
+MOST = 50_000  # limit of scored compositions without proof that the best is among them
+EXAMPLES = 3  # compositions that are listed for each limit that rejects some
+WORTH = 0.2  # share of a step that host memory must save, as no runs confirm its estimates
 
 
 @uncollected()
@@ -50,6 +51,7 @@ def answer(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
+    extend: Strategy | None = None,
     precision: Exactness = "half",
     host_memory: bool | None = None,
     reserve: float = RESERVE,
@@ -63,24 +65,24 @@ def answer(
 
     Args:
         global_batch: samples of a step, of all devices together.
-        excluded, included, fixed: see `space.plannable`.
-        precision: the least exact numbers that methods may train in which are neither included nor fixed: "fp32",
-            "autocast", "half" (16 bits, with fp32 masters) or "fp8".
-        host_memory: whether something may wait in host memory; None: where nothing fits without.
+        excluded, included, fixed, extend: see `space.plannable`.
+        precision: the least exact numbers for methods that are neither included nor fixed: "fp32", "autocast", "half"
+            (16 bits, with fp32 masters) or "fp8".
+        host_memory: True allows methods that use host memory if they save enough; None: only if nothing fits without.
         reserve: share of a device's memory that nothing may use.
-        objective: "step_time" and "throughput" take the fastest step, which at a given batch is the same; "cost" the
-            least device-seconds a step, on all of the cluster or a part of it; "fewest_devices" the smallest part that
+        objective: "step_time" and "throughput" choose the fastest step, which is the same at a given batch. "cost":
+            the least device-seconds a step, on the cluster or a part of it. "fewest_devices": the smallest part that
             fits, and the fastest there.
         keep: compositions in the ranking.
-        prove: search until the best under the estimate is proven, however long it takes; else the search ends with
-            50,000 compositions, and `gap` says what one that was not scored might save.
-        advise: where nothing fits, look for the nearest miss and for what would make it fit.
-        count: tell how many legal compositions the choice was made from, too; takes a while beside a small search.
+        prove: search until the best by estimate is proven, without a limit; else the search ends after 50,000
+            compositions, and `gap` is the share of a step that an unscored one might save.
+        advise: if nothing fits, look for the nearest miss and for remedies.
+        count: also count the legal compositions, which takes long in comparison with a small search.
 
     Raises:
-        ArgumentError: an objective that there is not.
-        NoFeasiblePlanError: nothing fits; the nearest miss is named, with what would make it fit.
-        StrategyError: nothing legal is left, or an argument does not hold.
+        ArgumentError: an unknown objective.
+        NoFeasiblePlanError: nothing fits; the nearest miss is named, with remedies.
+        StrategyError: no composition is legal, or an argument is invalid.
     """
     if objective not in OBJECTIVES:
         raise ArgumentError(f"objective is {objective!r}; {near_miss(objective, OBJECTIVES)}")
@@ -91,9 +93,9 @@ def answer(
             f"host_memory is {host_memory!r}; it is True, False, or None for where nothing fits without"
         )
     began = time.monotonic()
-    listed = None if included is None or isinstance(included, str) else tuple(included)
+    included_names = None if included is None or isinstance(included, str) else tuple(included)
     job = UnfitJob(profile, cluster, global_batch, names_in(excluded, "excluded"), precision, bool(host_memory))
-    question = _Question(job, included if listed is None else listed, fixed, reserve)
+    question = _Question(job, included if included_names is None else included_names, fixed, extend, reserve)
     question, space, found = _searched(
         question, host_memory, objective, breadth=keep, most=math.inf if prove else MOST, nearest=advise
     )
@@ -111,6 +113,7 @@ class _Question:
     job: UnfitJob
     included: Iterable[str] | None
     fixed: Strategy | None
+    extend: Strategy | None
     reserve: float
 
     def fits(self) -> bool:
@@ -136,6 +139,7 @@ class _Question:
             excluded=self.job.excluded,
             included=self.included,
             fixed=self.fixed,
+            extend=self.extend,
             precision=self.job.precision,
             host_memory=self.job.host_memory,
         )
@@ -176,7 +180,7 @@ _Search = tuple[_Question, Space, BestFound]
 
 
 def _searched(question: _Question, host_memory: bool | None, objective: str, **wanted: Any) -> _Search:
-    """Search, in a space with host memory where nothing fits without, or it is allowed and saves enough."""
+    """Search, with host memory only if nothing fits without, or if it is allowed and saves enough."""
     plain = _without_host(question, objective, wanted) if host_memory is None else None
     if plain is not None:
         return plain
@@ -208,11 +212,11 @@ def _plan(
     chosen, note = columns.methods[first], doubt.note(columns, first)
     best = question.ranked(chosen)
 
-    def beside(row: int) -> Ranked:
+    def ranked(row: int) -> Ranked:
         return question.ranked(columns.methods[row], doubt.chance(columns, row, first))
 
-    ranking = (best, *(beside(row) for row in rows if row != first))
-    near_ties = tuple(beside(row) for row in doubt.ties(columns, first))
+    ranking = (best, *(ranked(row) for row in rows if row != first))
+    near_ties = tuple(ranked(row) for row in doubt.ties(columns, first))
     decisive = doubt.decisive(columns, first)
     neighbours = counterfactuals(space, chosen, question.start, room, columns, question.times)
     return ClusterPlan(
@@ -241,37 +245,37 @@ def _plan(
 
 
 def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen: int) -> Iterator[Rejected]:
-    """The fastest that each constraint rejects; the fastest with each method that the chosen one lacks; the unmet."""
+    """The fastest compositions that each limit rejects, the fastest with each unchosen method, and unmet methods."""
     why, shown = columns.why(), Counter[str]()
-    lacking = {each.name for each in columns.methods[chosen]}
+    covered = {method.name for method in columns.methods[chosen]}
     for row in columns.step_s.argsort(kind="stable").tolist():
-        names = {each.name for each in columns.methods[row]}
+        names = {method.name for method in columns.methods[row]}
         if why[row] and shown[why[row]] < EXAMPLES:
             shown[why[row]] += 1
             estimate = question.estimate(columns.methods[row])
             reason = question.room.short(estimate) or why[row]
             strategy = Strategy(columns.methods[row])
             yield Rejected(strategy=strategy, why="memory", reason=reason, estimate=estimate)
-        elif not why[row] and row != chosen and not names <= lacking:
-            lacking |= names
+        elif not why[row] and row != chosen and not names <= covered:
+            covered |= names
             ratio = columns.step_s[row] / columns.step_s[chosen] - 1
             estimate = question.estimate(columns.methods[row])
             strategy = Strategy(columns.methods[row])
-            told = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
+            speed = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
             less = "less simple" if is_simpler(columns, chosen, row) else "known less well"
-            reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{told} and {less}"
+            reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{speed} and {less}"
             yield Rejected(strategy=strategy, why="slower", reason=reason, estimate=estimate)
     for method, reason in space.unmet:
         yield Rejected(strategy=Strategy((method,)), why="hardware", reason=reason)
 
 
 def _counts(columns: CandidateTable, space: Space) -> dict[str, dict[str, int]]:
-    """Numbers of scored compositions by size of each axis, and by method or none in each slot."""
-    sets = Counter(map(id, chain.from_iterable(columns.methods)))
-    held = {id(each): each for each in chain.from_iterable(columns.methods)}
+    """Numbers of scored compositions by the size of each axis, and by the method in each slot."""
+    uses = Counter(map(id, chain.from_iterable(columns.methods)))  # by id: hashing a method is slow
+    by_id = {id(method): method for method in chain.from_iterable(columns.methods)}
     counts: dict[str, Counter[str]] = {axis: Counter() for axis in AXES}
-    for key, number in sets.items():
-        method = held[key]
+    for key, number in uses.items():
+        method = by_id[key]
         if method.slot == MESH:
             sizes = dict(method.slices) if hasattr(method, "slices") else {}
             for axis in AXES:
@@ -296,15 +300,15 @@ _MEASURES: Mapping[str, Callable[[float, int], float]] = {
 
 
 def _best_part(question: _Question, measure: Callable[[float, int], float]) -> UnfitJob:
-    """The job on the part of the cluster with the least of a measure of (seconds of a step, devices)."""
+    """The job on the part of the cluster with the smallest value of a measure of (seconds of a step, devices)."""
     least, best = float("inf"), question.job
     for part in _parts(question.job.cluster):
         job = replace(question.job, cluster=part)
         if measure(0.0, part.world_size) >= least:
             break
         try:
-            asked = replace(question, job=job)
-            columns = asked.found(asked.space(), nearest=False).columns
+            question_here = replace(question, job=job)
+            columns = question_here.found(question_here.space(), nearest=False).columns
         except StrategyError:
             continue
         rows = columns.fastest(1)
@@ -314,7 +318,7 @@ def _best_part(question: _Question, measure: Callable[[float, int], float]) -> U
 
 
 def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
-    """Powers of two of a node's devices, then of nodes, then all."""
+    """Parts of the cluster: powers of two of a node's devices, then of nodes, then all."""
     size = 1
     while size < cluster.devices_per_node:
         yield replace(cluster, num_nodes=1, devices_per_node=size)
@@ -327,7 +331,7 @@ def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 
 def _nothing_fits(question: _Question, space: Space, found: BestFound) -> StrategyError | NoFeasiblePlanError:
-    """The nearest miss, and what would help."""
+    """The error with the nearest miss and remedies."""
     columns = found.columns
     if not len(columns):
         reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))

@@ -1,6 +1,7 @@
-"""The mesh for a strategy that splits the model and does not say into how many parts: the fastest by the estimate.
+"""Finds the mesh that is estimated fastest for a strategy that splits the model and gives no mesh.
 
-A method of the strategy whose axes the mesh does not have is left out of it: a model that is best not split is not.
+At least one of the methods that split the model has an axis larger than 1. Methods without one are left out, with a
+warning.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from atorch.units import format_bytes
 @dataclass(frozen=True)
 class _Tried:
     mode: ParallelMode
-    cost: Cost | None  # None where it is not legal
+    cost: Cost | None  # None if the strategy is not legal on this mesh
     reason: str = ""
 
 
 def lacks_degrees(strategy: Strategy) -> bool:
-    """True if a strategy splits the model over axes of a mesh that it does not give; shards lie along any mesh."""
-    return strategy.get(ParallelMode) is None and any(each.splits and each.slot != SLOT for each in strategy)
+    """True if a strategy splits the model and gives no mesh; data-parallel shards fit any mesh and do not count."""
+    return strategy.get(ParallelMode) is None and any(method.splits and method.slot != SLOT for method in strategy)
 
 
 def fastest_mesh(strategy: Strategy, profile: ModelProfile, start: Cost, cluster: ClusterSpec) -> ParallelMode:
     """The mesh on which the strategy is estimated fastest, among those where it fits in memory.
 
     Raises:
-        StrategyError: it is legal on no mesh of so many processes, or fits on none.
+        StrategyError: the strategy is legal on no mesh of this many processes, or fits on none.
     """
     tried = [_on(strategy, mode, start, cluster) for mode in ParallelMode.choices(profile, cluster)]
-    legal = [(each, estimate_of(each.cost, cluster)) for each in tried if each.cost is not None]
-    fitting = [each for each in legal if each[1].needed_bytes <= usable_bytes(cluster)]
+    legal = [(entry, estimate_of(entry.cost, cluster)) for entry in tried if entry.cost is not None]
+    fitting = [pair for pair in legal if pair[1].needed_bytes <= usable_bytes(cluster)]
     if fitting:
-        return min(fitting, key=lambda each: each[1].step_s)[0].mode
+        return min(fitting, key=lambda pair: pair[1].step_s)[0].mode
     if legal:
-        nearest, estimate = min(legal, key=lambda each: each[1].needed_bytes)
+        nearest, estimate = min(legal, key=lambda pair: pair[1].needed_bytes)
         raise StrategyError(
             f"{strategy} fits on no mesh of {cluster.world_size} processes; the nearest is {nearest.mode}, which "
             f"needs {format_bytes(estimate.needed_bytes)} of {format_bytes(usable_bytes(cluster))} a device. "
@@ -55,24 +56,27 @@ def fastest_mesh(strategy: Strategy, profile: ModelProfile, start: Cost, cluster
 
 
 def on_mesh(strategy: Strategy, mode: ParallelMode, world_size: int) -> Strategy:
-    """The strategy on a mesh, complete, without the methods that would split over axes which the mesh has not."""
+    """The complete strategy on a mesh, without methods that split over axes that the mesh lacks."""
     large = {name for name, size in mode.slices if size > 1}
-    kept = tuple(each for each in strategy if not each.splits or large.intersection(each.splits))
+    kept = tuple(method for method in strategy if not method.splits or large.intersection(method.splits))
     return complete(Strategy((*kept, mode), strategy.metadata), world_size)
 
 
 def _on(strategy: Strategy, mode: ParallelMode, start: Cost, cluster: ClusterSpec) -> _Tried:
-    """The strategy on one mesh, with its cost, or why it cannot be."""
+    """The strategy's cost on one mesh, or the reason why it is not legal there."""
+    splitting = [method for method in strategy if method.splits and method.slot != SLOT]
+    if not any(mode.size(*method.splits) > 1 for method in splitting):
+        return _Tried(mode, None, f"{mode} splits no model by {' or '.join(method.name for method in splitting)}")
     here = on_mesh(strategy, mode, cluster.world_size)
     reason = disagreement(here.methods, dict(mode.slices))
     cost = start
-    for each in here:
-        reason = reason or each.unfit(cost)
+    for method in here:
+        reason = reason or method.unfit(cost)
         if reason:
             return _Tried(mode, None, reason)
-        cost = each.cost(cost)
+        cost = method.cost(cost)
     return _Tried(mode, cost)
 
 
 def _reasons(tried: Iterable[_Tried]) -> str:
-    return "; ".join(list(dict.fromkeys(each.reason for each in tried))[:3])
+    return "; ".join(list(dict.fromkeys(entry.reason for entry in tried))[:3])

@@ -1,4 +1,4 @@
-"""The result of a search: the strategy, its estimate and measurement, and why each of the others was not taken."""
+"""The result of a search: the strategy, its estimate and measurement, and the reason against each of the others."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Why = Literal["hardware", "memory", "refused", "failed", "time", "slower", "not 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The estimate of a strategy by arithmetic, on one device."""
+    """The estimate of one step of a strategy by arithmetic, for one device."""
 
     step_s: float
     peak_bytes: float
     memory: Mapping[str, float]  # category → bytes, the largest first
-    stage: int = 0  # of the pipeline, whose device needs the most
-    reserve_bytes: float = 0.0  # beside the peak, what the allocator cannot use: it must have both
-    on_host_bytes: float = 0.0  # beside them, in host memory for that device
+    stage: int = 0  # pipeline stage with the highest peak, for which the figures are
+    reserve_bytes: float = 0.0  # memory that the allocator cannot use, needed in addition to the peak
+    on_host_bytes: float = 0.0  # host memory for that device
     time: Mapping[str, float] = field(default_factory=dict)  # category → seconds, which add up to the step's
     samples_per_s: float | None = None
-    tokens_per_s: float | None = None  # where samples are sequences
-    flops_per_s: float | None = None  # of a device, of what the model needs: nothing that runs again counts
-    mfu: float | None = None  # the share of the device's 16-bit peak that this is
-    low_s: float | None = None  # between which the step is expected, where it is known how far estimates are off
+    tokens_per_s: float | None = None  # if samples are sequences
+    flops_per_s: float | None = None  # useful FLOP/s of a device, without recomputation
+    mfu: float | None = None  # the same as a share of the device's 16-bit peak
+    low_s: float | None = None  # lower end of the interval of step_s, if known
     high_s: float | None = None
-    low_bytes: float | None = None  # between which the peak is expected, where that is known
+    low_bytes: float | None = None  # lower end of the interval of peak_bytes, if known
     high_bytes: float | None = None
-    high_needed_bytes: float | None = None  # the same of what fits or not: nine of ten need less
+    high_needed_bytes: float | None = None  # upper end for needed_bytes: nine of ten need less
 
     @property
     def needed_bytes(self) -> float:
@@ -46,9 +46,9 @@ class Measurement:
 
     step_s: float  # the median
     num_steps: int
-    startup_s: float  # until the first step was done
+    startup_s: float  # to the end of the first step
     peak_bytes: float
-    memory_kind: str  # how the peak was measured
+    memory_kind: str  # the kind of measurement of the peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,12 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The simplest composition, and what a choice gains on it by what is known of both, measured or expected."""
+    """The simplest composition, and the gain of the choice over it, measured or expected."""
 
     strategy: Strategy
     measured: Measurement | None
-    expected_s: float  # a step, as measured where it was
-    gain: float = 0.0  # of its step, what the choice takes less
+    expected_s: float  # of a step; the measured seconds if there are any
+    gain: float = 0.0  # share of its step that the choice saves
 
     def to_json_data(self) -> dict[str, Any]:
         measured = estimate_data(self.measured)
@@ -88,34 +88,34 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The outcome of a search. `measured` is None where no dry run of the choice was worth its time, or possible."""
+    """The result of a search. `measured` is None if no dry run of the choice was possible or worth its time."""
 
     strategy: Strategy
-    estimate: Estimate | None  # None where there was no time for it
+    estimate: Estimate | None  # None if there was no time for it
     measured: Measurement | None
     rejected: tuple[Rejected, ...]
     num_compositions: int
     num_dry_runs: int
     seconds: float
-    memory_bytes: float  # what a device has
-    baseline: Baseline | None = None  # what a choice had to beat, where it did not fail
-    notes: tuple[str, ...] = ()  # what of the search its reader should know
-    plain_pass: ReferenceStep | None = field(default=None, repr=False, compare=False)  # what the choice is held to
-    # The plan where the choice failed when it was applied, and why: the next best.
+    memory_bytes: float  # of a device
+    baseline: Baseline | None = None  # the composition that the choice had to beat, unless it failed
+    notes: tuple[str, ...] = ()  # remarks on the search for the user
+    plain_pass: ReferenceStep | None = field(default=None, repr=False, compare=False)  # to compare the choice with
+    # (reason of the choice's failure when it was applied) → the plan with the next best.
     instead: Callable[[str], Plan] | None = field(default=None, repr=False, compare=False)
 
     @property
     def numbers(self) -> str:
-        """The effect of the choice on the numbers that are trained with."""
-        said = [each.numbers for each in self.strategy if each.numbers]
-        return "; ".join(said) or "as in plain training, but that sums may be taken in another order"
+        """The effect of the choice on the numbers of training."""
+        effects = [method.numbers for method in self.strategy if method.numbers]
+        return "; ".join(effects) or "as in plain training, but that sums may be taken in another order"
 
     def to_json_data(self) -> dict[str, Any]:
         return {
             "strategy": strategy_data(self.strategy),
             "estimate": estimate_data(self.estimate),
             "measured": estimate_data(self.measured),
-            "rejected": [each.to_json_data() for each in self.rejected],
+            "rejected": [rejected.to_json_data() for rejected in self.rejected],
             "num_compositions": self.num_compositions,
             "num_dry_runs": self.num_dry_runs,
             "seconds": self.seconds,
@@ -131,4 +131,4 @@ def estimate_data(value: Estimate | Measurement | None) -> dict[str, Any] | None
 
 
 def strategy_data(strategy: Strategy) -> list[str]:
-    return [str(each) for each in strategy]
+    return [str(method) for method in strategy]

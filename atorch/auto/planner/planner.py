@@ -1,9 +1,9 @@
-"""The search: trace, score every composition, drop what cannot fit, run the most promising for real, take the fastest.
+"""The search: traces the model, scores compositions, drops those that cannot fit, dry-runs some, takes the fastest.
 
-Rank 0 decides what is tried and what is taken, and the others follow. What is run is what is worth most (`explore`),
-and every measurement corrects the estimates of all others (`guide`). What then cannot be told from the best is
-measured again in turns (`comparison`). What was measured is kept for the next search on the machine (`calibration`).
-Nothing is interrupted: the clock is looked at between runs and their phases.
+Rank 0 decides on trials and the choice, and broadcasts its decisions. The trial with the largest expected gain is next
+(`dry_run_loop`), and every measurement corrects all estimates (`surrogate_model`). Compositions that are then close to
+the best are measured again in turns (`paired_benchmark`). Measurements are kept for the next search on the machine
+(`calibration`). Nothing is interrupted: the clock is checked between trials and their phases.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
-from atorch.auto.planner.dry_run.calibration import Calibration, Past, job_of
-from atorch.auto.planner.dry_run.dry_run_loop import DryRunLoop, Progress, SearchJob
-from atorch.auto.planner.dry_run.fault_barrier import Coordinator, forget_compiled, quick_collections
-from atorch.auto.planner.dry_run.start_times import Starts
-from atorch.auto.planner.dry_run.step_timing import DryRuns, Failure, measure
-from atorch.auto.planner.dry_run.time_budget import DEFAULT_STEPS, TimeBudget
-from atorch.auto.planner.dry_run.trial_context import Feed, aside
+from atorch.auto.planner.dry_runs.calibration import Calibration, Past, job_of
+from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, Progress, SearchJob
+from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compiled, quick_collections
+from atorch.auto.planner.dry_runs.start_times import Starts
+from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
+from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, TimeBudget
+from atorch.auto.planner.dry_runs.trial_context import Feed, aside
 from atorch.auto.planner.estimate.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
 from atorch.auto.planner.estimate.score import Scored, usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan
-from atorch.auto.planner.search.space import MESH, compositions, names_in
+from atorch.auto.planner.search_space.method_names import names_in
+from atorch.auto.planner.search_space.space import MESH, compositions
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -64,19 +65,19 @@ def search(
 
     Args:
         excluded, included, fixed: see `space.compositions`.
-        precision: the least exact numbers that it may train in; None for "autocast", and for less exact ones only where
+        precision: the least exact numbers that it may train in; None for "autocast", and for less exact ones only if
             nothing else fits.
-        time_limit: seconds for everything, within what one start takes. None for a minute and a half, or 60 steps of
-            what is chosen where these take longer; infinity for no limit. What is not worth its time is not run.
-        verbose: show a line for every dry run also where there is a progress bar.
-        progress: called on rank 0 after every dry run; None shows a progress bar, or lines where there is no terminal.
-        calibration: where what was measured before comes from, and what is measured is kept; None for neither.
-        verify: whether candidates are held to plain training's first pass (`first_pass`).
-        clock: one that runs already, instead of `time_limit`.
+        time_limit: seconds for the search, exceeded by one start at most. None for a minute and a half, or 60 steps of
+            the choice if these take longer; infinity for no limit. Trials that are not worth their time are not run.
+        verbose: show a line for every dry run even with a progress bar.
+        progress: called on rank 0 after every dry run; None shows a progress bar, or lines without a terminal.
+        calibration: the file of earlier measurements, to read and extend; None for neither.
+        verify: compare candidates with plain training's first pass (`reference_step`).
+        clock: a running clock, instead of `time_limit`.
 
     Raises:
         NoFeasiblePlanError: nothing fits in memory, or nothing ran; the nearest miss is named.
-        StrategyError, ArgumentError: whatever does not hold in the arguments.
+        StrategyError, ArgumentError: an invalid argument.
     """
     clock = TimeBudget(time_limit) if clock is None else clock
     if clock.limit is None and ctx.world.rank == 0:
@@ -121,37 +122,37 @@ def search(
 
 
 def _ranked(crew: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
-    """The compositions that fit, as rank 0 works them out.
+    """The compositions that fit, computed on rank 0 and broadcast.
 
     Raises:
-        StrategyError: some process does not have a method that rank 0 has.
+        StrategyError: some process lacks a method that rank 0 has.
     """
-    mine: list[Ranking] = []
+    rankings: list[Ranking] = []
 
     def work() -> Told:
-        mine.append(best_level(profile, start, cluster, wanted))
-        return Told.of(mine[0])
+        rankings.append(best_level(profile, start, cluster, wanted))
+        return Told.of(rankings[0])
 
-    told = crew.led(work)
-    methods = {} if mine else methods_of(wanted.space(profile, cluster, wanted.levels[-1]))
-    for rank, unknown in enumerate(crew.gather([] if mine else told.unknown(methods))):
+    broadcast = crew.led(work)
+    methods = {} if rankings else methods_of(wanted.space(profile, cluster, wanted.levels[-1]))
+    for rank, unknown in enumerate(crew.gather([] if rankings else broadcast.unknown(methods))):
         if unknown:
             raise StrategyError(
                 f"rank 0 may choose {unknown[0]}, which rank {rank} does not have; import the methods of other "
                 "packages on all processes, or exclude them"
             )
-    return mine[0] if mine else told.ranking(methods)
+    return rankings[0] if rankings else broadcast.ranking(methods)
 
 
 def compiled_ops(profile: ModelProfile) -> float:
-    """Operations that a compiler sees: those of one copy of the repeated blocks, or of a model that has none."""
-    blocks = [each for each in profile.segments if each.is_block]
-    return float(sum(each.num_ops for each in blocks or profile.segments))
+    """Operations that a compiler sees: those of one repeated block, or of the whole model if there are none."""
+    blocks = [segment for segment in profile.segments if segment.is_block]
+    return float(sum(segment.num_ops for segment in blocks or profile.segments))
 
 
 def _traced(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost, ClusterSpec, Any]:
-    """The model in numbers, and what rank 0 knows of the machine."""
-    # Numbers travel; strategies do not, since a user's method may be of a class that cannot be pickled.
+    """The model's profile and plain cost, rank 0's cluster, and the sample batch."""
+    # Only numbers are broadcast, no strategies: a user's method may be of a class that cannot be pickled.
     return *starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed)
 
 
@@ -165,10 +166,10 @@ def _shown(ctx: Context, progress: Show | None, verbose: bool) -> Iterator[Show 
 
 
 def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
-    """Real steps of one strategy on a copy of the model, on this job's own processes. All of them call this together.
+    """Measure real steps of one strategy on a copy of the model. All processes of the job call this together.
 
     Raises:
-        StrategyError: it fails on some rank; the rank and its error are named.
+        StrategyError: the strategy fails on some rank; the rank and its error are named.
     """
     with preserved_rng(), quick_collections():
         crew = Coordinator(ctx.world)
@@ -188,7 +189,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
 
 
 def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
-    """The model in numbers, and the cost of training it plainly on the global batch."""
+    """The model's profile, and the cost of plain training on the global batch."""
     size = ctx.world.size
     batch = sample_of(ctx, feed)
     profile = ctx.profile
@@ -207,21 +208,21 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
 
 
 def sample_of(ctx: Context, feed: Feed) -> Any:
-    """The batch that the model is watched on: the one that was given for that, or rank 0's first."""
+    """The batch for observing the model: the user's `sample_batch`, or rank 0's first."""
     return feed.batches(0, ctx.world.size)[0] if ctx.sample_batch is None else ctx.sample_batch
 
 
 def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, wanted: Wanted) -> None:
     if ranking.fitting:
         return
-    rejected = [each.to_json_data() for each in ranking.rejected]
-    missed = [each for each in ranking.rejected if each.estimate is not None]
-    if not missed:
-        told = obstacles(profile, ctx.cluster, wanted.excluded, wanted.included, wanted.fixed, wanted.levels[-1])
-        raise NoFeasiblePlanError(f"no composition is left to try: {told}", rejected)
-    nearest = min(missed, key=lambda each: each.estimate.needed_bytes if each.estimate else 0.0)
+    rejected = [entry.to_json_data() for entry in ranking.rejected]
+    misses = [entry for entry in ranking.rejected if entry.estimate is not None]
+    if not misses:
+        obstacle = obstacles(profile, ctx.cluster, wanted.excluded, wanted.included, wanted.fixed, wanted.levels[-1])
+        raise NoFeasiblePlanError(f"no composition is left to try: {obstacle}", rejected)
+    nearest = min(misses, key=lambda entry: entry.estimate.needed_bytes if entry.estimate else 0.0)
     raise NoFeasiblePlanError(
-        f"none of {len(missed)} compositions fits in {format_bytes(usable_bytes(ctx.cluster))} a device. The nearest, "
+        f"none of {len(misses)} compositions fits in {format_bytes(usable_bytes(ctx.cluster))} a device. The nearest, "
         f"{nearest.strategy}, {nearest.reason}. {_remedy(wanted)}",
         rejected,
     )
@@ -235,7 +236,7 @@ def _remedy(wanted: Wanted) -> str:
         more.append(f"search other methods than {', '.join(wanted.fixed.names()) or 'none'}, without finetune_strategy")
     if wanted.precision not in (None, EXACTNESS[-1]):
         more.append(f"allow less exact numbers than precision={wanted.precision!r}")
-    return "; ".join(["Use a smaller batch or model, or more devices", *(f"or {each}" for each in more)])
+    return "; ".join(["Use a smaller batch or model, or more devices", *(f"or {way}" for way in more)])
 
 
 def _plan(
@@ -247,7 +248,7 @@ def _plan(
     more: Callable[[Scored], Iterator[str]],
     fallen: tuple[str, ...] = (),
 ) -> Plan:
-    """The choice, measured or not, and the next should it fail; `fallen` tells of what did, `more` about what is taken.
+    """The plan with the choice, measured or not. `more` gives notes on the choice, `fallen` on choices that failed.
 
     Raises:
         NoFeasiblePlanError: all failed or are refused.
@@ -259,8 +260,8 @@ def _plan(
 
     def instead(reason: str) -> Plan:
         explorer.reject(chosen, Failure("failed", reason))
-        told = f"{taken.strategy} was chosen, and failed when it was applied: {reason}. This is the next best"
-        return _plan(ranking, explorer, wanted, seconds, expected, more, (*fallen, told))
+        note = f"{taken.strategy} was chosen, and failed when it was applied: {reason}. This is the next best"
+        return _plan(ranking, explorer, wanted, seconds, expected, more, (*fallen, note))
 
     others = [
         explorer.failures.get(index) or explorer.why_not(index, chosen)
@@ -294,7 +295,7 @@ def _plan(
 def _notes(explorer: DryRunLoop, chosen: int, wanted: Wanted) -> Iterator[str]:
     job = explorer.job
     if chosen not in explorer.measured:
-        expected, low, high = (format_seconds(explorer.step_s(chosen, each)) for each in (0.0, -1.28, 1.28))
+        expected, low, high = (format_seconds(explorer.step_s(chosen, deviations)) for deviations in (0.0, -1.28, 1.28))
         yield (
             f"the choice is unmeasured, as a dry run of it was not worth its time, or there was none: a step is "
             f"expected to take {expected} ({low} to {high} in four of five cases)"
@@ -302,20 +303,20 @@ def _notes(explorer: DryRunLoop, chosen: int, wanted: Wanted) -> Iterator[str]:
         logger.warning("%s is unmeasured: a step is expected to take %s", job.candidates[chosen].strategy, expected)
     if job.clock.limit is None:
         yield f"no time_limit was given; the search had {format_seconds(job.clock.whole)}"
-    level = max((EXACTNESS.index(each.exactness) for each in job.candidates[chosen].strategy), default=0)
+    level = max((EXACTNESS.index(method.exactness) for method in job.candidates[chosen].strategy), default=0)
     if wanted.precision is None and wanted.fixed is None and level > EXACTNESS.index("autocast"):
-        named = {name for name in wanted.included or () if METHODS[name].exactness == EXACTNESS[level]}
-        if not named:
+        included = {name for name in wanted.included or () if METHODS[name].exactness == EXACTNESS[level]}
+        if not included:
             yield f"nothing more exact than {EXACTNESS[level]} fits in memory"
 
 
 def _nothing_ran(ranking: Ranking, explorer: DryRunLoop) -> NoFeasiblePlanError:
-    ran = [index for index, each in explorer.failures.items() if each.why == "failed"]
+    ran = [index for index, failure in explorer.failures.items() if failure.why == "failed"]
     first = min(ran or explorer.failures)
     return NoFeasiblePlanError(
         f"none of {explorer.num_runs} dry runs succeeded. "
         f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}",
-        [each.to_json_data() for each in (*explorer.failures.values(), *ranking.rejected)],
+        [entry.to_json_data() for entry in (*explorer.failures.values(), *ranking.rejected)],
     )
 
 
@@ -327,7 +328,7 @@ def obstacles(
     fixed: Strategy | None,
     precision: Exactness,
 ) -> str:
-    """Remedies where no composition is legal: each name that alone leaves some when it is not given."""
+    """Remedies if no composition is legal: each excluded or included name whose removal alone leaves some."""
     barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
     start = plain_cost(profile, profile.batch_size * cluster.world_size)
 
@@ -343,10 +344,10 @@ def obstacles(
     why = "; ".join(reason for reason, _ in space.refused.most_common(2))
     if fixed is not None:
         return f"{fixed} cannot be here: {why or 'its methods do not agree'}. Give another strategy"
-    alone = [name for name in needed if opens(barred, [each for each in needed if each != name])]
-    ways = [f"leave {name} out of included: {_idle(name, cluster) or why or 'it has nothing to do'}" for name in alone]
+    extra = [name for name in needed if opens(barred, [other for other in needed if other != name])]
+    ways = [f"leave {name} out of included: {_idle(name, cluster) or why or 'it has nothing to do'}" for name in extra]
     ways += [
-        f"take {name} out of excluded" for name in barred if opens([each for each in barred if each != name], needed)
+        f"take {name} out of excluded" for name in barred if opens([other for other in barred if other != name], needed)
     ]
     if not ways and needed:
         ways = [f"include fewer methods than {', '.join(needed)}: {why or 'they do not agree'}"]
@@ -354,7 +355,7 @@ def obstacles(
 
 
 def _idle(name: str, cluster: ClusterSpec) -> str:
-    """Why a method has nothing to do on one process, where it has not."""
+    """The reason why a method has no effect on a single process; empty if it has one."""
     kind = METHODS[name]
     if cluster.world_size > 1 or not (kind.needs_replicas or kind.slot == MESH or kind.of().splits):
         return ""

@@ -1,4 +1,4 @@
-"""Strategies: what they are made of, how they are checked, how they are kept."""
+"""Strategies: their methods, their checks and their files."""
 
 from atorch.auto.strategy.method import EXACTNESS, METHODS, RECIPES, Exactness, Method, Phase, Recipe, method
 from atorch.auto.strategy.strategy import Strategy

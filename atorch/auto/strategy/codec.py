@@ -1,6 +1,4 @@
-"""Strategies as JSON: read, written, and kept in files.
-
-A file is versioned JSON that people can read and edit:
+"""Reads and writes strategies as versioned JSON that people can edit:
 
     {
       "atorch_strategy": 1,
@@ -11,8 +9,8 @@ A file is versioned JSON that people can read and edit:
       "metadata": {"atorch": "0.1.0", "world_size": 8}
     }
 
-Reading one runs nothing that it names: methods are looked up in the registry, layer classes stay names until they are
-looked up in the user's model, and nothing is ever unpickled.
+Reading a file runs no code from it. Methods are looked up in the registry, and layer classes stay names until they are
+looked up in the user's model. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ FORMAT = Format("strategy file", StrategyError)
 VERSION = 1
 LINE = 120  # characters
 _FIELDS = ("atorch_strategy", "methods", "metadata")
-_PICKLE_OPENINGS = b"()]}cNSUVX"  # of protocols 0 and 1, which have no mark of their own; JSON never ends in a point
+_PICKLE_OPENINGS = b"()]}cNSUVX"  # of protocols 0 and 1, which have no magic number; JSON never ends in a period
 
 
 def read(source: str | bytes | os.PathLike[str]) -> Strategy:
-    """The strategy in JSON (bytes, or a string that starts with `[` or `{`) or in the file of that path.
+    """The strategy in JSON (bytes, or a string that starts with `[` or `{`), or in the file at that path.
 
     Raises:
-        StrategyError: whatever does not hold, with the file's name and the JSON path or line and column.
+        StrategyError: invalid content, with the file's name and the JSON path or the line and column.
     """
     if isinstance(source, bytes) or (isinstance(source, str) and source.lstrip()[:1] in ("[", "{")):
         return _from_json(source)
@@ -51,27 +49,27 @@ def read(source: str | bytes | os.PathLike[str]) -> Strategy:
 
 
 def to_json(strategy: Strategy) -> str:
-    """The text of the strategy's file: one method a line, with the knobs that were set, then the metadata by key.
+    """The text of the strategy's file: one method per line with the knobs that were set, then the sorted metadata.
 
     Raises:
-        StrategyError: a knob or the metadata holds what JSON does not, or more than a file may hold.
+        StrategyError: a knob or the metadata is not valid JSON, or exceeds the limits of a file.
     """
     methods = [
-        json.dumps({"name": each.name, "config": _config_of(each, step("$.methods", index))}, ensure_ascii=False)
-        for index, each in enumerate(strategy)
+        json.dumps({"name": method.name, "config": _config_of(method, step("$.methods", index))}, ensure_ascii=False)
+        for index, method in enumerate(strategy)
     ]
     listed = "[\n    " + ",\n    ".join(methods) + "\n  ]" if methods else "[]"
     metadata = check(strategy.metadata, "$.metadata", FORMAT)
-    noted = json.dumps(metadata, ensure_ascii=False, sort_keys=True)
-    if len(noted) > LINE:
-        noted = json.dumps(metadata, ensure_ascii=False, sort_keys=True, indent=2).replace("\n", "\n  ")
-    text = f'{{\n  "atorch_strategy": {VERSION},\n  "methods": {listed},\n  "metadata": {noted}\n}}\n'
-    parse(text.encode(), FORMAT)  # what is written can be read: the limits on the whole hold too
+    metadata_text = json.dumps(metadata, ensure_ascii=False, sort_keys=True)
+    if len(metadata_text) > LINE:
+        metadata_text = json.dumps(metadata, ensure_ascii=False, sort_keys=True, indent=2).replace("\n", "\n  ")
+    text = f'{{\n  "atorch_strategy": {VERSION},\n  "methods": {listed},\n  "metadata": {metadata_text}\n}}\n'
+    parse(text.encode(), FORMAT)  # checks the limits on the whole file too
     return text
 
 
 def save(strategy: Strategy, path: str | os.PathLike[str]) -> None:
-    """Write the strategy's file in one piece: a reader sees the old file or the new one. One rank calls this.
+    """Write the strategy's file atomically: a reader sees the old file or the new one. One rank calls this.
 
     Raises:
         StrategyError: the strategy cannot be written as JSON, or the path cannot be written to.
@@ -97,7 +95,7 @@ def _from_json(text: str | bytes) -> Strategy:
 
 
 def _check_fields(document: dict[str, Json]) -> None:
-    """Version first: a later one may have fields that this one does not know."""
+    """Check the version before the fields: a later version may have other fields."""
     if _FIELDS[0] not in document:
         near = f"; it has {shown(sorted(document))}" if document else ""
         raise StrategyError(f'$: no "atorch_strategy": {VERSION}, so this is no strategy file{near}')
@@ -132,20 +130,20 @@ def _read_file(path: str | os.PathLike[str]) -> bytes:
         if path in METHODS or path in RECIPES:
             raise StrategyError(f"{error}; to name a method, give a list: [{shown(path)}]") from None
         if isinstance(path, str) and re.fullmatch(r"[\w-]{1,40}", path) and not os.path.lexists(path):
-            told = "leave load_strategy out to search" if path == "auto" else meant_by(path)
-            raise StrategyError(f"{error}, and no method, which is named in a list, as ['fsdp']: {told}") from None
+            remedy = "leave load_strategy out to search" if path == "auto" else meant_by(path)
+            raise StrategyError(f"{error}, and no method, which is named in a list, as ['fsdp']: {remedy}") from None
         raise
 
 
-def _config_of(each: Method, place: str) -> Json:
-    unkept = [name for name, knob in type(each).model_fields.items() if knob.exclude and getattr(each, name)]
-    if unkept:
+def _config_of(method: Method, place: str) -> Json:
+    local = [name for name, knob in type(method).model_fields.items() if knob.exclude and getattr(method, name)]
+    if local:
         raise StrategyError(
-            f"{place}: {each.name} has {' and '.join(unkept)}, objects of this process, which no file can hold; save "
+            f"{place}: {method.name} has {' and '.join(local)}, objects of this process, which no file can hold; save "
             "the strategy that auto_accelerate returns, which has names in their place, and leave param_init_fn out"
         )
     try:
-        config = each.model_dump(mode="json", exclude_unset=True)
-    except ValueError as error:  # pydantic's, for a type without a JSON form or a value that holds itself
-        raise StrategyError(f"{place}: {each.name} has a knob that no file can hold: {error}") from None
+        config = method.model_dump(mode="json", exclude_unset=True)
+    except ValueError as error:  # pydantic's, for a type without a JSON form or a value that contains itself
+        raise StrategyError(f"{place}: {method.name} has a knob that no file can hold: {error}") from None
     return check(config, step(place, "config"), FORMAT)

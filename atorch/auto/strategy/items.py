@@ -1,6 +1,6 @@
-"""Parses a list of methods, and names the place of each item that does not hold.
+"""Parses a list of methods. An error names the place of the invalid item.
 
-Names resolve in the registries alone; nothing is imported.
+Names are looked up only in the registries; nothing is imported.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ OTHER_NAMES: Mapping[str, str] = {
     r"cpu_offload": "'offload'",
     r"3d(_parallel)?|megatron": "'mixed_parallel'",
 }
-"""Names of methods elsewhere, and how they are written here."""
+"""Patterns of other libraries' names for methods → the item to write here."""
 ITEM_FORMS = 'a method is written "name" or ("name", config)'
 
 
 def strategy_of(items: Sequence[Any], metadata: Mapping[str, Any] | None = None, place: str = "strategy") -> Strategy:
     """The strategy of a list of names, `(name, config)` pairs, `{"name": …, "config": …}` and Methods.
 
-    A recipe gives the methods that it stands for, beside the others of the list.
+    A recipe expands to its methods, which join the others of the list.
 
     Raises:
-        StrategyError: whatever does not hold; the message starts with its place, such as `strategy[2][1].dtype`.
+        StrategyError: an invalid item; the message starts with its place, such as `strategy[2][1].dtype`.
     """
     try:
         placed = _placed_methods(items, place)
@@ -56,7 +56,7 @@ def strategy_of(items: Sequence[Any], metadata: Mapping[str, Any] | None = None,
             ) from None
         raise
     try:
-        return Strategy(tuple(each for _, each in placed), metadata or {})
+        return Strategy(tuple(method for _, method in placed), metadata or {})
     except StrategyError as error:
         index = error.place[0] if error.place else None
         at = placed[index][0] if isinstance(index, int) else place
@@ -64,13 +64,13 @@ def strategy_of(items: Sequence[Any], metadata: Mapping[str, Any] | None = None,
 
 
 def _is_one_pair(items: Sequence[Any]) -> bool:
-    """True if a list is a method's name and its configuration, perhaps tunable, where a list of such items stands."""
+    """True if a list is one `(name, config)` or `(name, config, tunable)` item instead of a list of such items."""
     is_triple = len(items) == 3 and isinstance(items[2], bool)
     if not (len(items) == 2 or is_triple) or not _is_name(items[0]) or isinstance(items[1], Method):
         return False
-    given = items[1]
-    name = given[0] if isinstance(given, (list, tuple)) and given else given
-    return not _is_name(name) and not (isinstance(given, Mapping) and "name" in given)
+    second = items[1]
+    name = second[0] if isinstance(second, (list, tuple)) and second else second
+    return not _is_name(name) and not (isinstance(second, Mapping) and "name" in second)
 
 
 def _is_name(given: object) -> bool:
@@ -78,7 +78,7 @@ def _is_name(given: object) -> bool:
 
 
 def meant_by(name: str) -> str:
-    """The end of an error about a method's name that there is not: how the method is called here, or the nearest."""
+    """The end of an error about an unknown method name: the name to write instead, or the nearest one."""
     plain = name.lower().replace("-", "_")
     if _is_name(plain):
         return f"write {plain!r}"
@@ -89,7 +89,7 @@ def meant_by(name: str) -> str:
 
 
 def _placed_methods(items: Sequence[Any], place: str) -> list[tuple[str, Method]]:
-    """The methods with the place where each was given; a recipe's come last."""
+    """The methods, each with its place in the list; those of recipes come last."""
     if len(items) > MAX_METHODS:
         raise StrategyError(f"{place}: {len(items)} methods; a strategy has at most {MAX_METHODS}")
     placed: list[tuple[str, Method]] = []
@@ -108,15 +108,15 @@ def _placed_methods(items: Sequence[Any], place: str) -> list[tuple[str, Method]
             raise StrategyError(
                 f"{item.name_place}: there is no method named {shown(item.name)}; {meant_by(item.name)}"
             )
-    others = tuple(each for _, each in placed)
+    others = tuple(method for _, method in placed)
     for item, recipe in recipes:
         expand = partial(recipe.expand, others=others)
-        placed += [(item.place, each) for each in item.make(expand)]
+        placed += [(item.place, method) for method in item.make(expand)]
     return placed
 
 
 class _Item(NamedTuple):
-    """One item of a list of methods, taken apart, with the places of its pieces."""
+    """One item of a list of methods, with the places of its name and configuration."""
 
     place: str
     name: str
@@ -125,7 +125,7 @@ class _Item(NamedTuple):
     config_place: str
 
     def make(self, of: Callable[[Any], T]) -> T:
-        """`of(config)`, whose error says where in the list the fault is."""
+        """Return `of(config)`; an error names the item's place in the list."""
         if isinstance(self.config, bool):
             write = f"write {self.name!r} alone" if self.config else f"leave {self.name} out"
             raise StrategyError(f"{self.config_place}: {self.name} is given {self.config}, no configuration; {write}")
@@ -156,10 +156,10 @@ def _item(given: Any, place: str) -> _Item:
         if given[2]:
             logger.info("%s: tunable has no effect; finetune_strategy=True searches the knobs that are unset", place)
         return _Item(place, given[0], step(place, 0), given[1], step(place, 1))
-    meant = ""
+    hint = ""
     if isinstance(given, (set, frozenset)):
-        meant = "; a set has no order: write a tuple"
-    raise StrategyError(f"{place}: {shown(given)} is no method; {ITEM_FORMS}{meant}")
+        hint = "; a set has no order: write a tuple"
+    raise StrategyError(f"{place}: {shown(given)} is no method; {ITEM_FORMS}{hint}")
 
 
 def _item_of_object(given: Mapping[Any, Any], place: str) -> _Item:
@@ -174,11 +174,11 @@ def _item_of_object(given: Mapping[Any, Any], place: str) -> _Item:
 
 
 def _located(error: StrategyError, place: str, given: Any) -> StrategyError:
-    """The error with its place in the list: `place`, and as far into `given` as the error knows and `given` goes."""
+    """The error with its place in the list: `place`, followed by the error's own path as far as `given` contains it."""
     for part in error.place:
         is_list = isinstance(given, (list, tuple))
-        known = range(len(given)) if is_list else given if isinstance(given, Mapping) else ()
-        if part not in known:
+        keys = range(len(given)) if is_list else given if isinstance(given, Mapping) else ()
+        if part not in keys:
             break
         place, given = step(place, part), given[part]
     return StrategyError(f"{place}: {error}")

@@ -1,8 +1,8 @@
-"""A method: one optimization as a frozen value. Its fields are the knobs, its type is the choice.
+"""A method: one optimization as a frozen value. Its type is the optimization, its fields are the knobs.
 
-A method knows what it costs (`cost`), how it is applied (`apply`), what the search may try (`choices`), and why it
-cannot run on a machine (`unmet`) or with a model and a mesh (`unfit`). `Phase` is the whole composition order; methods
-that share a slot exclude each other.
+A method defines its cost (`cost`), its application (`apply`) and the settings that the search may try (`choices`). It
+gives the reasons why it cannot run on a machine (`unmet`) or with a model and a mesh (`unfit`). `Phase` is the
+composition order; methods of one slot exclude each other.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 Exactness = Literal["fp32", "autocast", "half", "fp8"]
 EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
-"""Numbers that a method trains in, the most exact first: the model's own, autocast ones, 16-bit or 8-bit parameters."""
+"""Number formats of training, the most exact first: the model's own, autocast, 16-bit parameters, fp8."""
 
 
 class Phase(IntEnum):
-    """When a method acts. Methods apply in this order, whatever order the user gave."""
+    """The point at which a method is applied: methods apply in this order, whatever order the user gave."""
 
     MESH = 0
     MODULE = 1
@@ -59,22 +59,22 @@ class Method(BaseModel):
     phase: ClassVar[Phase]
     slot: ClassVar[str]
     needs_replicas: ClassVar[bool] = False
-    """True if it has nothing to do where one process holds the parameters."""
+    """True if it has no effect when a single process holds the parameters."""
     keeps_masters: ClassVar[bool] = False
     """True if it keeps fp32 masters of 16-bit parameters itself, and divides gradients by the loss scale."""
     needs_sample: ClassVar[bool] = False
-    """True if it watches the model at work on a batch, `ctx.sample_batch`, before it changes anything."""
+    """True if it runs the model on `ctx.sample_batch` and observes it before it changes anything."""
 
-    keeps_on_host: ClassVar[bool] = False  # what a step needs waits in host memory, which a plan asks for
+    keeps_on_host: ClassVar[bool] = False  # keeps data of a step in host memory, which a plan has to allow
     exactness: ClassVar[Exactness] = "fp32"
-    """The numbers it trains in; a search takes nothing less exact than the user allows."""
+    """The number format it trains in; a search takes none that is less exact than the user allows."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """The method from a configuration: `None` for the defaults, a mapping of knobs, or a short form of its own.
+        """The method from a configuration: `None` for the defaults, a mapping of knobs, or the method's short form.
 
         Raises:
-            StrategyError: an unknown knob (the nearest is named) or a value that does not hold.
+            StrategyError: an unknown knob (the nearest is named) or an invalid value.
         """
         if config is None:
             config = {}
@@ -86,8 +86,8 @@ class Method(BaseModel):
             raise StrategyError(f"{cls.name} was given {shown(config)}; it takes a dict of {cls._knobs() or 'nothing'}")
         for knob in config:
             if knob not in cls.model_fields:
-                known = near_miss(str(knob), cls.model_fields) if cls.model_fields else "it has none"
-                raise StrategyError(f"{cls.name} has no knob {shown(knob)}; {known}", (str(knob),))
+                hint = near_miss(str(knob), cls.model_fields) if cls.model_fields else "it has none"
+                raise StrategyError(f"{cls.name} has no knob {shown(knob)}; {hint}", (str(knob),))
         try:
             return cls(**config)
         except ValidationError as error:
@@ -95,7 +95,7 @@ class Method(BaseModel):
 
     @classmethod
     def _dict_for(cls, pair: set[Any] | frozenset[Any]) -> str:
-        """The dict that was meant by a set such as `{"use_ds_zero", True}`."""
+        """The dict to write instead of a set such as `{"use_ds_zero", True}`."""
         names = [item for item in pair if isinstance(item, str)]
         knobs = [name for name in names if name in cls.model_fields] or names
         if len(pair) != 2 or len(knobs) != 1:
@@ -110,17 +110,17 @@ class Method(BaseModel):
     @classmethod
     def _explained(cls, error: ValidationError) -> StrategyError:
         faults = error.errors()
-        told = []
+        messages = []
         for fault in faults:
             place = ".".join(str(part) for part in (cls.name, *fault["loc"]))
-            told.append(f"{place} was given {shown(fault['input'])}: {fault['msg'].removeprefix('Value error, ')}")
-        return StrategyError("; ".join(told), faults[0]["loc"])
+            messages.append(f"{place} was given {shown(fault['input'])}: {fault['msg'].removeprefix('Value error, ')}")
+        return StrategyError("; ".join(messages), faults[0]["loc"])
 
     def __str__(self) -> str:
         """The name with the knobs that are not at their defaults: `amp_native(bf16)`, `micro_batch(count=2)`."""
         knobs = self.model_dump(mode="json", exclude_defaults=True)
-        said = [value if isinstance(value, str) else f"{knob}={_short(value)}" for knob, value in knobs.items()]
-        return f"{self.name}({', '.join(said)})" if said else self.name
+        parts = [value if isinstance(value, str) else f"{knob}={_short(value)}" for knob, value in knobs.items()]
+        return f"{self.name}({', '.join(parts)})" if parts else self.name
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -129,16 +129,16 @@ class Method(BaseModel):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the methods beside which alone it does anything."""
+        """Names of the methods without which this one has no effect."""
         return ()
 
     @property
     def numbers(self) -> str:
-        """The effect on the numbers that are trained with, as a clause; nothing where they stay the model's own."""
+        """The effect on the numbers of training, as a clause; empty if they stay the model's own."""
         return ""
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Why the hardware cannot run this method, or None where it can.
+        """The reason why the hardware cannot run this method; None if it can.
 
         Raises:
             CapabilityError: a package is missing; the message names the extra that brings it.
@@ -146,52 +146,52 @@ class Method(BaseModel):
         return None
 
     def unfit(self, cost: Cost) -> str | None:
-        """Why this model, batch and mesh cannot have this method, or None; `cost` is of the methods before this one."""
+        """The reason against this method for a model, batch and mesh, or None; `cost` includes the methods before."""
         return None
 
     def settled(self, model: nn.Module) -> Self:
-        """The same method for `model`, with names in place of what only an object of this process could say.
+        """The same method for `model`, with names in place of objects of this process such as classes and modules.
 
         Raises:
-            StrategyError: it cannot be meant for this model.
+            StrategyError: the method does not fit this model.
         """
         return self
 
     def check(self, ctx: Context) -> None:
-        """Raise StrategyError where it cannot be applied, as far as that is known before any method is.
+        """Raise StrategyError if the method cannot be applied, as far as that is known before any method is applied.
 
-        That is what follows from its knobs, the others in `ctx.strategy`, the mesh that these ask for, and the model's
-        structure, device and types. Nothing is changed, and nothing there of what methods before this one will make.
+        The check uses the method's knobs, the other methods in `ctx.strategy` with their mesh, and the model's
+        structure, device and types. It changes nothing, and cannot use results of earlier methods.
         """
 
     def check_at_work(self, ctx: Context) -> None:
-        """As `check`, for what shows when the user's model is watched on `ctx.sample_batch`, before any is applied.
+        """As `check`, for faults that show only when the user's model runs on `ctx.sample_batch`.
 
-        A search asks it before a dry run. Nothing is changed; what was seen goes to `ctx.seen`, for all candidates.
+        A search calls it before a dry run. It changes nothing; observations go to `ctx.seen`, for all candidates.
         """
 
     def check_optimizer(self, ctx: Context) -> None:
-        """Raise StrategyError where the user's optimizer would compute something else; asked before any is applied."""
+        """Raise StrategyError if the user's optimizer would compute something else; called before any is applied."""
 
     def cost(self, cost: Cost) -> Cost:
-        """The step's cost once this method is on."""
+        """The step's cost with this method."""
         return cost
 
     def apply(self, ctx: Context) -> Context:
-        """The context once this method is on. May transform `ctx.parts` in place, returns a new Context."""
+        """A new context with this method applied. May transform `ctx.parts` in place."""
         raise NotImplementedError(f"{type(self).__name__} does not define apply")
 
     def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
-        """Foresee what `apply` would learn by watching the model, for a mesh that is not there: a strategy's metadata.
+        """Observe the model as `apply` would, for a mesh that does not exist here, and return a strategy's metadata.
 
-        With it, `apply` does without values. The model of `ctx`, which methods before this one were applied to, is real
-        and stays as it is. axes: sizes by name.
+        With this metadata `apply` needs no values. The model of `ctx` is real, has the earlier methods applied, and is
+        not changed. axes: sizes by name.
         """
         return {}
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """The settings that the search may try for this model and machine; none unless a method says so."""
+        """The settings that the search may try for this model and machine; none by default."""
         return ()
 
 
@@ -205,7 +205,7 @@ M = TypeVar("M", bound=type[Method])
 
 
 def method(name: str, *, phase: Phase, slot: str | None = None) -> Callable[[M], M]:
-    """Register a Method under `name`. At most one method of a `slot` (default: its own name) is in a strategy."""
+    """Register a Method under `name`. A strategy has at most one method of a `slot` (default: the name)."""
 
     def register(cls: M) -> M:
         cls.name, cls.phase, cls.slot = name, phase, slot or name
@@ -222,7 +222,7 @@ class Recipe:
 
     @classmethod
     def expand(cls, config: Any, others: tuple[Method, ...]) -> tuple[Method, ...]:
-        """The methods that the recipe stands for, beside the strategy's `others`."""
+        """The methods of the recipe, given the strategy's `others`."""
         raise NotImplementedError(f"{cls.__name__} does not say what it expands to")
 
 

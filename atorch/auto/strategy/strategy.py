@@ -1,4 +1,4 @@
-"""A strategy: an ordered, valid set of methods. Building one is what checks it."""
+"""A strategy: an ordered set of methods, checked when it is built."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ M = TypeVar("M", bound=Method)
 
 @dataclass(frozen=True)
 class Strategy(Sequence[Method]):
-    """Methods in phase order, at most one a slot. Two strategies are equal where their methods are.
+    """Methods in phase order, at most one per slot. Two strategies are equal if their methods are.
 
-    `metadata` says where the strategy comes from: versions, world size, cluster, model fingerprint, and the
-    figures it was chosen by, as plain JSON data.
+    `metadata` records the strategy's origin as plain JSON data: versions, world size, cluster, model fingerprint, and
+    the figures of the search.
     """
 
     methods: tuple[Method, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        held: dict[str, str] = {}
-        for index, each in enumerate(self.methods):
-            if not isinstance(each, Method):
+        name_of_slot: dict[str, str] = {}
+        for index, method in enumerate(self.methods):
+            if not isinstance(method, Method):
                 raise StrategyError(
-                    f"a strategy holds methods; {shown(each)} is none. Build one with Strategy.of([...])", (index,)
+                    f"a strategy holds methods; {shown(method)} is none. Build one with Strategy.of([...])", (index,)
                 )
-            if not each.name:
-                name = type(each).__name__
+            if not method.name:
+                name = type(method).__name__
                 raise StrategyError(f"{name} is not registered; decorate it with @method(...)", (index,))
-            if each.slot in held:
-                other = held[each.slot]
+            if method.slot in name_of_slot:
+                other = name_of_slot[method.slot]
                 twice = (
-                    f"{each.name} is given twice"
-                    if other == each.name
-                    else f"{other} and {each.name} exclude each other"
+                    f"{method.name} is given twice"
+                    if other == method.name
+                    else f"{other} and {method.name} exclude each other"
                 )
-                raise StrategyError(f"{twice}: a strategy has one {each.slot}. Leave one out", (index,))
-            held[each.slot] = each.name
-        object.__setattr__(self, "methods", tuple(sorted(self.methods, key=lambda each: (each.phase, each.name))))
+                raise StrategyError(f"{twice}: a strategy has one {method.slot}. Leave one out", (index,))
+            name_of_slot[method.slot] = method.name
+        object.__setattr__(self, "methods", tuple(sorted(self.methods, key=lambda method: (method.phase, method.name))))
 
     @classmethod
     def of(cls, source: Any) -> Strategy:
-        """A strategy from what users write.
+        """A strategy from any form that users write.
 
         Takes a Strategy; a list of names, `(name, config)` pairs and Methods; JSON as bytes or as a string that
-        starts with `[` or `{`; any other string (or a path) names a strategy file.
+        starts with `[` or `{`. Any other string or path names a strategy file.
 
         Raises:
-            StrategyError: whatever does not hold, with its place.
+            StrategyError: an invalid item, with its place.
         """
         from atorch.auto.strategy import codec, items
 
@@ -72,8 +72,8 @@ class Strategy(Sequence[Method]):
         if isinstance(source, Iterable) and not isinstance(source, (Mapping, bytearray, memoryview)):
             return items.strategy_of(list(source))
         if isinstance(source, Mapping):
-            meant = "its path, or json.dumps of it" if "methods" in source else f"a list: {shown([*source.items()])}"
-            raise StrategyError(f"a strategy cannot be made of {type(source).__name__} {shown(source)}; give {meant}")
+            remedy = "its path, or json.dumps of it" if "methods" in source else f"a list: {shown([*source.items()])}"
+            raise StrategyError(f"a strategy cannot be made of {type(source).__name__} {shown(source)}; give {remedy}")
         raise StrategyError(
             f"a strategy cannot be made of {type(source).__name__} {shown(source)}; give a list of method names and "
             "(name, config) pairs, JSON, the path of a strategy file, or a Strategy"
@@ -83,14 +83,14 @@ class Strategy(Sequence[Method]):
         """The text of the strategy's file; `Strategy.of` reads it back.
 
         Raises:
-            StrategyError: a knob or the metadata holds what JSON does not.
+            StrategyError: a knob or the metadata is not valid JSON.
         """
         from atorch.auto.strategy import codec
 
         return codec.to_json(self)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the strategy's file, all of it or none; of several processes, one calls this.
+        """Write the strategy's file atomically; of several processes, one calls this.
 
         Raises:
             StrategyError: as `to_json`, or the path cannot be written to.
@@ -101,7 +101,7 @@ class Strategy(Sequence[Method]):
 
     @property
     def report(self) -> Any:
-        """The search's account of why this strategy, as plain data; None where no search was made."""
+        """The search's report on this strategy as plain data; None if no search was made."""
         return self.metadata.get("report")
 
     @overload
@@ -115,7 +115,7 @@ class Strategy(Sequence[Method]):
         return len(self.methods)
 
     def __bool__(self) -> bool:
-        """True: plain training, of no methods, is a strategy too."""
+        """True: plain training, which has no methods, is a strategy too."""
         return True
 
     def __iter__(self) -> Iterator[Method]:
@@ -127,79 +127,78 @@ class Strategy(Sequence[Method]):
 
     def names(self) -> tuple[str, ...]:
         """The methods' names, in order."""
-        return tuple(each.name for each in self.methods)
+        return tuple(method.name for method in self.methods)
 
     def get(self, kind: type[M]) -> M | None:
         """The strategy's method of class `kind`."""
-        return next((each for each in self.methods if isinstance(each, kind)), None)
+        return next((method for method in self.methods if isinstance(method, kind)), None)
 
     def with_method(self, new: Any) -> Strategy:
-        """This strategy with `new`, a method or whatever a list may hold for one, in its slot.
+        """This strategy with `new`, a method or any item for one, in its slot.
 
         Raises:
-            StrategyError: it is no method.
+            StrategyError: `new` is no method.
         """
         added = Strategy.of([new]).methods
-        slots = {each.slot for each in added}
-        return Strategy((*(each for each in self.methods if each.slot not in slots), *added), self.metadata)
+        slots = {method.slot for method in added}
+        return Strategy((*(method for method in self.methods if method.slot not in slots), *added), self.metadata)
 
     def without(self, name: str) -> Strategy:
         """This strategy without the method `name`."""
         METHODS[name]
-        return Strategy(tuple(each for each in self.methods if each.name != name), self.metadata)
+        return Strategy(tuple(method for method in self.methods if method.name != name), self.metadata)
 
     def settled(self, model: nn.Module) -> Strategy:
-        """This strategy for `model`: names in place of functions and modules, so that a file can hold it.
+        """This strategy for `model`: names in place of functions and modules, so that it can be saved.
 
         Raises:
-            StrategyError: a method cannot be meant for this model.
+            StrategyError: a method does not fit this model.
         """
-        methods = tuple(each.settled(model) for each in self.methods)
+        methods = tuple(method.settled(model) for method in self.methods)
         unchanged = all(one is other for one, other in zip(methods, self.methods, strict=True))
         return self if unchanged else Strategy(methods, self.metadata)
 
     def cost(self, cost: Cost) -> Cost:
-        """Fold the methods' costs."""
-        return reduce(lambda folded, each: each.cost(folded), self.methods, cost)
+        """The cost with all methods, applied in order."""
+        return reduce(lambda folded, method: method.cost(folded), self.methods, cost)
 
     def apply(self, ctx: Context) -> Context:
-        """Fold the methods' application: the context they make of `ctx`. All processes call it together.
+        """The context with all methods applied in order. All processes call this together.
 
         Raises:
-            ArgumentError: the processes have different strategies, or models; nothing was touched.
-            StrategyError: a method that cannot be applied; nothing was touched where `check` knows of it, and that is
-                whatever does not come out only when the model is watched at work.
+            ArgumentError: the processes have different strategies or models; nothing was changed.
+            StrategyError: a method cannot be applied. Nothing was changed unless the fault shows only when the model
+                runs.
         """
         from atorch.distributed.collectives import agreed
 
         agreed("Strategy.apply", lambda: self._facts(ctx), lambda: self.check(ctx))
         self.check_optimizer(ctx)
-        return reduce(lambda folded, each: each.apply(folded), self.methods, replace(ctx, strategy=self))
+        return reduce(lambda folded, method: method.apply(folded), self.methods, replace(ctx, strategy=self))
 
     def _facts(self, ctx: Context) -> Mapping[str, Facts]:
-        """Facts that must be equal on all processes."""
         from atorch.distributed.fingerprints import Fact, described_model
 
         return {"strategy": {"the strategy": Fact(f"[{self}]")}, **described_model(ctx.root)}
 
     def check(self, ctx: Context) -> None:
-        """Raise what `apply` would, as far as that is known before anything is touched: see `Method.check`."""
+        """Raise the errors of `apply` that are known before anything is changed: see `Method.check`."""
         ctx = replace(ctx, strategy=self)
-        for each in self.methods:
-            each.check(ctx)
+        for method in self.methods:
+            method.check(ctx)
 
     def check_at_work(self, ctx: Context) -> None:
-        """As `check`, and besides for what shows when the model is watched on `ctx.sample_batch`."""
+        """As `check`, and also for faults that show only when the model runs on `ctx.sample_batch`."""
         self.check(ctx)
         ctx = replace(ctx, strategy=self)
-        for each in self.methods:
-            each.check_at_work(ctx)
+        for method in self.methods:
+            method.check_at_work(ctx)
 
     def check_optimizer(self, ctx: Context) -> None:
-        """As `check`, for what the user's optimizer would compute; all processes call it, for they try it together."""
+        """As `check`, for the computation of the user's optimizer. All processes call this together."""
         ctx = replace(ctx, strategy=self)
-        for each in self.methods:
-            each.check_optimizer(ctx)
+        for method in self.methods:
+            method.check_optimizer(ctx)
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.methods)) or "plain"

@@ -1,1 +1,1 @@
-"""Costs of communication: collectives, bucketed exchanges, model splits and transfers to the host."""
+"""Costs of communication: collectives, buckets, model splits and transfers to the host."""

@@ -1,7 +1,7 @@
-"""The number of calls that exchange parameters in buckets, from the shapes that a profile has.
+"""The number of calls that exchange parameters in buckets, from the shapes in a profile.
 
-A bucket is closed by the parameter that fills it (Li et al. 2020, arXiv 2006.15704, section 3.2.3), and a parameter is
-in one of them, so that the number of calls is not bytes over the size of a bucket where weights are as large as one.
+The parameter that fills a bucket closes it (Li et al. 2020, arXiv 2006.15704, section 3.2.3), and no parameter is split
+over buckets. So for weights as large as a bucket the number of calls is not bytes over bucket size.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
 FLAT_BYTES = 32 * 2**20
-"""Of buckets in which parameters are sent by their owners, or gathered (runtime/buckets.py, sliced_buckets.py)."""
+"""Size of buckets of parameters to broadcast or gather (runtime/buckets.py, sliced_buckets.py)."""
 MOST_VECTORS = 1024
-"""Of a copy of a segment, that are told apart: more would be no vectors, but weights that no product tells of."""
+"""Limit of vectors in a copy of a segment: more elements would belong to weights without a product, not to vectors."""
 
 
 class Reductions(NamedTuple):
-    """Calls that reduce all gradients, and of all elements the share of the last one's, which no backward is left for.
+    """Calls that reduce all gradients, and the last call's share of all elements, which no backward can hide.
 
-    A table of embeddings is the first parameter, so that its gradient is the last one.
+    The embedding table is the first parameter, so its gradient comes last.
     """
 
     calls: int
@@ -31,28 +31,28 @@ class Reductions(NamedTuple):
 
 
 def reductions(cost: Cost, itemsize: float, bucket_bytes: float) -> Reductions:
-    """Buckets that the gradients fill, from the last parameter to the first."""
+    """Buckets of gradients, filled from the last parameter to the first."""
     return _filled(_sizes(cost.segments, cost.tensor, cost.expert_divisor), bucket_bytes / itemsize)
 
 
 def deal_out(cost: Cost, shards: int) -> tuple[int, float]:
-    """Whole parameters dealt to `shards` owners, the largest first, each to who has the least (runtime/zero.py).
+    """Assign whole parameters to `shards` owners, the largest first, each to the least loaded (runtime/zero.py).
 
-    Returns the buckets in which they send them, and the share of all elements that the most loaded owner has.
+    Returns the number of buckets that owners send, and the most loaded owner's share of all elements.
     """
     sizes = _sizes(cost.segments, cost.tensor, cost.expert_divisor)
     return _dealt(sizes, shards, FLAT_BYTES / cost.param_itemsize)
 
 
 def num_sliced_buckets(cost: Cost) -> int:
-    """Gathers of parameters that all ranks have slices of: a large one alone, small ones side by side."""
+    """The number of gathers of sliced parameters: a large one alone, small ones together in a bucket."""
     sizes = _sizes(cost.segments, cost.tensor, cost.expert_divisor)
     return _in_order(sizes, FLAT_BYTES / cost.param_itemsize)
 
 
 @lru_cache(maxsize=256)
 def _in_order(sizes: tuple[float, ...], most: float) -> int:
-    """The number of buckets, first to last: a bucket is closed by the first parameter that does not fit."""
+    """The number of buckets in order: the first parameter that does not fit closes a bucket."""
     num, held = 0, 0.0
     for size in reversed(sizes):
         if size >= most:
@@ -77,7 +77,7 @@ def _filled(sizes: tuple[float, ...], most: float) -> Reductions:
 
 @lru_cache(maxsize=256)
 def _dealt(sizes: tuple[float, ...], shards: int, most: float) -> tuple[int, float]:
-    """A parameter as large as a bucket goes alone; the others until the next one does not fit."""
+    """A parameter as large as a bucket gets its own; smaller ones share a bucket until the next does not fit."""
     owners = [(0.0, rank) for rank in range(shards)]
     open_buckets = [0.0] * shards
     num = 0
@@ -95,15 +95,14 @@ def _dealt(sizes: tuple[float, ...], shards: int, most: float) -> tuple[int, flo
 
 @lru_cache(maxsize=256)
 def _sizes(segments: tuple[Segment, ...], tensor: int, experts: float) -> tuple[float, ...]:
-    """Elements of every trainable parameter on a device, in the order in which backward comes to them."""
-    return tuple(
-        size for each in reversed(segments) for _ in range(each.count) for size in _of_copy(each, tensor, experts)
-    )
+    """Elements of every trainable parameter on a device, in backward order."""
+    copies = (segment for segment in reversed(segments) for _ in range(segment.count))
+    return tuple(size for segment in copies for size in _of_copy(segment, tensor, experts))
 
 
 def _of_copy(segment: Segment, tensor: int, experts: float) -> list[float]:
-    """Parameters as they are. Of a shape, and of what is split, weights of products are known, and of the rest, norms
-    and biases, the sum: vectors of the model's width. Without products it is a table.
+    """Elements of each parameter of a copy. If sizes are unknown, or split, the products give the weights; the rest
+    (norms and biases) counts as vectors of the model's width. A segment without products is a table.
     """
     if segment.trainable_sizes and tensor == experts == 1:
         return list(segment.trainable_sizes)
@@ -112,7 +111,7 @@ def _of_copy(segment: Segment, tensor: int, experts: float) -> list[float]:
         weight = float(product.inner * product.columns)
         width = width or (product.columns if segment.is_block else product.inner)
         for _ in range(round(product.count) if product.trainable else 0):
-            if weight <= left:  # else it is tied to a parameter of another segment
+            if weight <= left:  # a larger one is tied to a parameter of another segment
                 left -= weight
                 divisor = experts if product.of_experts else 1 if product.split == "none" else tensor
                 sizes.append(weight / divisor)

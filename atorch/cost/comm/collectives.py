@@ -1,12 +1,12 @@
 """Seconds of a collective by the α–β model: a latency for every hop, and the bytes over the slowest link.
 
-That the ranks of a ring over several nodes go in step is what all-gathers and reduce-scatters show that were published
-by the number of nodes: 32 MB to 2 GB on 2 to 32 nodes of 8 H100s over EFA, 9 µs a rank
-(crazyguitar/aws-gpu-communication-benchmark at fd167f9, data/nccl_all_gather.csv), 7.5 % off in the mean; 256 MB on 1
-to 64 of them with older software, 37 µs a rank (Ultra-Scale Playbook, nanotron), within 21 %; 2 GB on 32 nodes over
-InfiniBand (NVIDIA/nccl issue 1218), 19 µs a rank, where NCCL's own model has 14 µs for its network.
+Ranks of a ring over several nodes proceed in lockstep. Published all-gathers and reduce-scatters by number of nodes
+show it: 32 MB to 2 GB on 2 to 32 nodes of 8 H100s over EFA, 9 µs a rank (crazyguitar/aws-gpu-communication-benchmark at
+fd167f9, data/nccl_all_gather.csv), mean error 7.5 %; 256 MB on 1 to 64 such nodes with older software, 37 µs a rank
+(Ultra-Scale Playbook, nanotron), within 21 %; 2 GB on 32 nodes over InfiniBand (NVIDIA/nccl issue 1218), 19 µs a rank,
+where NCCL's own model has 14 µs for its network.
 
-Rings, and trees where these answer sooner: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
+Collectives use rings, or trees if those are faster: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH"; Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
 reduction and scan".
 """
@@ -23,8 +23,7 @@ from atorch.cost.state import Collective
 from atorch.units import MiB
 
 TREE_PIECE = 4 * MiB
-"""Bytes of an all-reduce that a hop of a tree hands on at once, NCCL's buffer: the figures that `TREE_EFFICIENCY` is
-from make it 4.5 MB."""
+"""Bytes of an all-reduce that a tree hop forwards at once: NCCL's buffer. The data of `TREE_EFFICIENCY` give 4.5 MB."""
 
 
 class Link(NamedTuple):
@@ -36,7 +35,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinkGroup:
-    """Ranks that communicate, by what lies between them."""
+    """Ranks that communicate, described by their links."""
 
     size: int
     num_nodes: int
@@ -51,11 +50,11 @@ class LinkGroup:
     def seconds(self, kind: Collective, count: float, num_bytes: float) -> float:
         """The time of `count` calls that carry `num_bytes` together.
 
-        Of n ranks, a ring hands pieces on n - 1 times, twice in an all-reduce, and every link carries (n - 1) / n of
-        the payload as often. The ranks go in step, so that over several nodes every time takes as long as a hop between
-        them. A double tree reduces and broadcasts over all nodes in twice their number's logarithm: small payloads go
-        by trees, large ones by rings. A send is one hop with the whole payload, through one rank's slowest link. In an
-        all-to-all every rank keeps one n-th of what it has, and sends as much to each other through its own links.
+        A ring of n ranks makes n - 1 steps, and each link carries (n - 1) / n of the payload; an all-reduce does this
+        twice. Ranks proceed in lockstep, so over several nodes every step takes as long as a hop between nodes. A
+        double tree reduces and broadcasts over all nodes in twice the logarithm of their number: small payloads use
+        trees, large ones rings. A send is one hop with the full payload, through one rank's slowest link. In an
+        all-to-all every rank keeps 1 / n of its payload, and sends as much to each other rank through its own links.
         """
         far = self.leaf_latency_s if self.num_leaves > 1 else self.outer_latency_s
         if kind == "send":
@@ -64,7 +63,7 @@ class LinkGroup:
         inner, outer, across = self.size - self.num_nodes, self.num_nodes - self.num_leaves, self.num_leaves - 1
         if self.num_nodes == 1:
             latency = self.inner_latency_s * inner
-        elif kind in ("broadcast", "all_to_all"):  # a chain, and messages that need no others
+        elif kind in ("broadcast", "all_to_all"):  # a chain, and independent messages
             latency = self.inner_latency_s * inner + self.outer_latency_s * outer + self.leaf_latency_s * across
         else:
             latency = max(self.inner_latency_s, far) * (self.size - 1)
@@ -72,9 +71,9 @@ class LinkGroup:
         return min(ring_s, self._tree_s(count, num_bytes)) if kind == "all_reduce" and self.num_nodes > 1 else ring_s
 
     def _tree_s(self, count: float, num_bytes: float) -> float:
-        """An all-reduce's time by a double tree over the nodes, inside of which a chain reduces and broadcasts.
+        """An all-reduce's time by a double tree over the nodes, with a chain inside each node.
 
-        It is filled hop by hop with pieces of `TREE_PIECE`, or of small payloads as many as there are hops.
+        The pipeline of hops fills with pieces of `TREE_PIECE`, or with smaller ones if the payload is small.
         """
         latency = (
             self.inner_latency_s * (self.size - self.num_nodes) / self.num_nodes
@@ -87,7 +86,7 @@ class LinkGroup:
         return 2.0 * (count * latency + (filling + num_bytes) / min(self.bandwidth, inside))
 
     def carrying_s(self, kind: Collective, num_bytes: float) -> float:
-        """The part of these seconds in which the slowest link carries bytes."""
+        """The part of `seconds` in which the slowest link carries bytes."""
         if kind == "send":
             return num_bytes / min((link.bandwidth for link in self.links), default=self.bandwidth)
         if kind == "all_to_all" and self.links:
@@ -96,7 +95,7 @@ class LinkGroup:
 
 
 def rounds_of(kind: Collective) -> float:
-    """The number of rounds of a ring."""
+    """The number of passes around a ring."""
     return 2.0 if kind == "all_reduce" else 1.0
 
 
@@ -104,8 +103,8 @@ def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSp
     """The groups over some axes of the mesh.
 
     Ranks number the first axis fastest, and consecutive ranks share a node. A group with k members on each of several
-    nodes is bound by the k devices' links out of a node, where these are slower than the links inside; so it is by the
-    links out of a leaf of those that it has there.
+    nodes is bound by these k devices' links out of a node, if they are slower than the links inside. The same holds for
+    links out of a leaf.
     """
     size, in_node, in_leaf, stride = 1, 1, 1, 1
     for name, length in axes.items():
@@ -140,7 +139,7 @@ def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> LinkG
         return LinkGroup(size, num_nodes, bandwidth, *latencies, tree_bandwidth=trees, links=tuple(links))
     links.append(Link(size - in_leaf, across.bandwidth * across.efficiency))
     bandwidth = min(bandwidth, in_leaf * links[-1].bandwidth)
-    latency = max(outside.latency_s, across.latency_s)  # what leaves a leaf leaves its node, too
+    latency = max(outside.latency_s, across.latency_s)  # messages that leave a leaf also leave their node
     return LinkGroup(
         size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency, trees, tuple(links)
     )

@@ -1,1 +1,1 @@
-"""Costs of kernels: matrix products, attention, 8-bit products and what else a device computes."""
+"""Costs of kernels: matrix products, attention, 8-bit products and other operations."""

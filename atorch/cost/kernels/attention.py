@@ -1,14 +1,14 @@
-"""Seconds of attention by the kernel that computes it, the heads' size, the mask and the direction.
+"""Seconds of attention by kernel, head size, mask and direction.
 
-Kernels are described by what they reach of the device's 16-bit peak with heads of 128 features, long sequences and no
-mask (`DeviceSpec.attention`). From there:
+A kernel is described by the share of the device's 16-bit peak that it reaches with heads of 128 features, long
+sequences and no mask (`DeviceSpec.attention`). Corrections:
 
-- an exponential is taken of every score, whatever the features of a head, so that a kernel's rate falls with them as
-  d / (d + c): Shah et al. 2024, arXiv 2407.08608, section 3; c from the kernels' published tables;
-- a causal kernel computes half of the scores, whole tiles of 128 keys along the diagonal, and its last tiles alone;
-- queries, keys, values and results are read and written, which is what short sequences wait for.
+- Every score needs one exponential, whatever the head size, so the rate of d features falls as d / (d + c): Shah et al.
+  2024, arXiv 2407.08608, section 3; c from the kernels' published tables.
+- A causal kernel computes half of the scores, full tiles of 128 keys along the diagonal, and a tail of last tiles.
+- Queries, keys, values and results are read and written, which bounds short sequences.
 
-Attention that writes its scores out is products of activations, two forward and four backward, and traffic between.
+Attention that writes its scores is two products of activations forward, four backward, and traffic between them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Mapping
 from atorch.cost.kernels.gemm import GemmShape, ProductTimes, peak_flops
 from atorch.cost.profile import Segment
 
-_HEAD = 128.0  # features that kernels' figures are of
-_STEP = 32.0  # kernels are made for multiples of so many
+_HEAD = 128.0  # features of a head in kernels' figures
+_STEP = 32.0  # kernels pad heads to multiples of this
 _SOFTMAX: Mapping[str, float] = {"flash2": 22.0, "efficient": 22.0, "flash3": 56.0, "cudnn": 56.0}
-"""Features that a score's exponential takes as long as, where the kernel does not hide it: from 176 and 203 TFLOP/s
-with heads of 64 and 128 on an A100, 296 and 338 on an H100 (flash2: Dao 2023, arXiv 2307.08691, figures 4 and 7), 497
-and 648 (flash3 forward: arXiv 2407.08608, figure 5). The kernels before are no slower with small heads."""
+"""Time of a score's exponential, in features, if the kernel does not hide it: from 176 and 203 TFLOP/s with heads of 64
+and 128 on an A100, 296 and 338 on an H100 (flash2: Dao 2023, arXiv 2307.08691, figures 4 and 7), 497 and 648 (flash3
+forward: arXiv 2407.08608, figure 5). Earlier kernels are no slower with small heads."""
 _TILE = 128.0  # queries, or keys
-_TAIL = 1.03  # a causal kernel's last tiles leave part of the device idle: 203 and 189 TFLOP/s at 16,384 tokens
+_TAIL = 1.03  # a causal kernel's last tiles leave devices partly idle: 203 and 189 TFLOP/s at 16,384 tokens
 _PASSES = 3.5  # Dao et al. 2022, arXiv 2205.14135: backward computes five products where forward does two
 _TENSORS = 4.0  # queries, keys, values, results; backward moves them, and the gradients of each
 
@@ -34,8 +34,8 @@ _TENSORS = 4.0  # queries, keys, values, results; backward moves them, and the g
 def fused_seconds(
     segment: Segment, kernel: str, flops: float, again: float, dtype: str, products: ProductTimes
 ) -> float:
-    """Forward, backward, and `again` times forward, of `flops` forward; scores are recomputed in backward."""
-    kernel = _taken(kernel, products)
+    """Seconds of forward, backward, and `again` more forwards, of `flops` each; backward recomputes scores."""
+    kernel = _listed_kernel(kernel, products)
     forward, backward = _shares(kernel, products)
     peak = peak_flops(products.device, dtype)
     per_flop = _slower(segment, kernel) * ((1.0 + again) / forward + (_PASSES - 1.0) / backward) / peak
@@ -44,7 +44,7 @@ def fused_seconds(
 
 
 def written_seconds(segment: Segment, flops: float, again: float, dtype: str, products: ProductTimes) -> float:
-    """The same where scores are written out: every product has two in backward; what is moved between is traffic."""
+    """The same for attention that writes its scores; the memory traffic between products counts elsewhere."""
     tokens, head = float(segment.sequence_length), float(segment.head_dim or _HEAD)
     if not tokens:
         return (3.0 + again) * flops / (peak_flops(products.device, dtype) * products.device.efficiency.matmul)
@@ -64,10 +64,10 @@ def written_seconds(segment: Segment, flops: float, again: float, dtype: str, pr
     return seconds * flops / (count * of_one)
 
 
-def _taken(kernel: str, products: ProductTimes) -> str:
-    """The kernel, or the first that the device lists, which is what PyTorch takes there, where it does not list it."""
-    known = products.device.attention
-    return kernel if kernel in known else next(iter(known), "flash2")
+def _listed_kernel(kernel: str, products: ProductTimes) -> str:
+    """The kernel if the device lists it, else the first listed one: PyTorch's choice on that device."""
+    listed = products.device.attention
+    return kernel if kernel in listed else next(iter(listed), "flash2")
 
 
 def _shares(kernel: str, products: ProductTimes) -> tuple[float, float]:
@@ -77,7 +77,7 @@ def _shares(kernel: str, products: ProductTimes) -> tuple[float, float]:
 
 
 def _slower(segment: Segment, kernel: str) -> float:
-    """Seconds of a FLOP against those of heads of 128 features and long sequences without a mask."""
+    """Seconds of a FLOP, relative to heads of 128 features and long sequences without a mask."""
     slower = 1.0
     if segment.head_dim:
         padded = _STEP * math.ceil(segment.head_dim / _STEP)
@@ -89,7 +89,7 @@ def _slower(segment: Segment, kernel: str) -> float:
 
 
 def _least_flops(segment: Segment, products: ProductTimes) -> float:
-    """FLOPs of one tile of queries on every multiprocessor, forward, where there are no more tiles than those."""
+    """Lower bound of forward FLOPs: one tile of queries on every multiprocessor."""
     if not (segment.head_dim and segment.sequence_length):
         return 0.0
     keys = segment.sequence_length / 2.0 if segment.is_causal else float(segment.sequence_length)
@@ -98,7 +98,7 @@ def _least_flops(segment: Segment, products: ProductTimes) -> float:
 
 
 def _moving(segment: Segment) -> float:
-    """Bytes of a FLOP in a forward pass, of 16-bit numbers: of queries, keys, values and results."""
+    """Bytes per FLOP in a forward pass: queries, keys, values and results in 16 bits."""
     if not segment.sequence_length:
         return 0.0
     keys = segment.sequence_length / 2.0 if segment.is_causal else float(segment.sequence_length)

@@ -1,8 +1,8 @@
-"""The cost of 8-bit products: which products they replace, and the casts of their operands.
+"""The cost of 8-bit products: the products that they replace, and the casts of their operands.
 
-Operands are cast where they are used, forward and backward, from 16 bits; attention, routers and the embedding stay.
-The bytes of a cast are those of torchao's roofline (pytorch/ao, torchao/testing/training/roofline_utils.py): read once
-for the largest value and once to be scaled, written in the layouts that the products want.
+Operands are cast from 16 bits for each use, forward and backward; attention, routers and the embedding stay in 16 bits.
+The bytes of a cast are those of torchao's roofline (pytorch/ao, torchao/testing/training/roofline_utils.py): one read
+for the largest value, one read for scaling, and writes in the layouts that the products need.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.state import Cost, Fp8Scaling
 
-MULTIPLE = 16  # of both dimensions of a weight, which 8-bit products ask for
+MULTIPLE = 16  # 8-bit products need both dimensions of a weight divisible by this
 
 
 class _Cast(NamedTuple):
-    """Bytes moved for an element of an input or a gradient, and of a weight: in forward, and in backward."""
+    """Bytes moved per element of an input, a gradient and a weight, in forward and backward."""
 
     input_forward: float
     input_backward: float
@@ -27,26 +27,25 @@ class _Cast(NamedTuple):
 
 
 _CASTS: Mapping[Fp8Scaling, _Cast] = {
-    # A compiler fuses the first read of an input or a gradient with what computes it.
-    "delayed": _Cast(4.0, 0.0, 4.0, 4.0, 0.0),  # read once, written in both layouts; scales are known before
+    # A compiler fuses the first read of an input or a gradient into its producer.
+    "delayed": _Cast(4.0, 0.0, 4.0, 4.0, 0.0),  # one read, writes in both layouts; scales are known in advance
     "tensorwise": _Cast(4.0, 0.0, 4.0, 5.0, 3.0),
     "rowwise": _Cast(3.0, 3.0, 6.0, 3.0, 7.0),
     "rowwise_gw_hp": _Cast(1.0, 0.0, 1.0, 3.0, 3.0),
     "blockwise": _Cast(1.0, 3.0, 4.0, 3.0, 3.0),
 }
 _EAGER = 6.0
-"""Times the bytes where no compiler fuses a cast: absolute values, their largest, a product in fp32, a clamp and a cast
-are operations of their own."""
+"""Factor on the bytes of an unfused cast: absolute value, maximum, product in fp32, clamp and cast run separately."""
 _ROWWISE = 1.17
-"""Times the seconds of a product whose rows have scales: 374, 362, 161 and 159 µs for cuBLAS's 310, 330, 132 and 139
-with one scale, pytorch/FBGEMM #2764."""
+"""Factor on the seconds of a product with row scales: 374, 362, 161 and 159 µs instead of cuBLAS's 310, 330, 132 and
+139 with one scale, pytorch/FBGEMM #2764."""
 
 
 def takes_fp8(cost: Cost, segment: Segment, product: Matmul) -> bool:
-    """True if some products of a segment are multiplied in 8 bits."""
+    """True if this product of a segment runs in 8 bits."""
     if cost.fp8 is None or not (segment.is_block or cost.fp8_outside):
         return False
-    is_whole = not product.stored_itemsize  # a quantized weight has its own numbers
+    is_whole = not product.stored_itemsize  # a quantized weight has a dtype of its own
     return is_whole and product.inner % MULTIPLE == 0 and product.columns % MULTIPLE == 0
 
 
@@ -55,19 +54,19 @@ def gradient_dtype(cost: Cost) -> str:
 
 
 def cast_bytes(cost: Cost, shape: tuple[float, float, float, float], again: float) -> float:
-    """Bytes that casts move for every pass over products of a shape: rows, inner, columns and count."""
+    """Bytes that casts move in all passes over products of a shape (rows, inner, columns, count)."""
     assert cost.fp8 is not None
     rows, inner, columns, count = shape
     cast = _CASTS[cost.fp8]
     activations = rows * inner * ((1.0 + again) * cast.input_forward + cast.input_backward)
     activations += rows * columns * cast.gradient
     weights = inner * columns * ((1.0 + again) * cast.weight_forward + cast.weight_backward)
-    fused = cost.compiled or cost.fp8 == "delayed"  # whose kernels are its own
+    fused = cost.compiled or cost.fp8 == "delayed"  # delayed scaling has fused kernels of its own
     if cost.fp8_once:
         weights = inner * columns * (cast.weight_forward + cast.weight_backward) / cost.num_micro_batches
     return count * (activations + weights) * (1.0 if fused else _EAGER)
 
 
 def slower(cost: Cost) -> float:
-    """Times the seconds of an 8-bit product with one scale for each operand."""
+    """Factor on the seconds of an 8-bit product with one scale per operand."""
     return _ROWWISE if cost.fp8 in ("rowwise", "rowwise_gw_hp") else 1.0

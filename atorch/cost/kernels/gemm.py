@@ -1,9 +1,9 @@
 """Seconds of matrix products by their shape and dtype on one device.
 
-A GPU computes a product in tiles of its result, a wave of them at a time, one for each multiprocessor: rows and columns
-that do not fill tiles, and tiles that do not fill waves, cost as if they did (NVIDIA, Matrix Multiplication Background
-User's Guide, section 3; Anthony et al. 2024, arXiv 2401.14489, section III). Smaller tiles waste less and run slower;
-where tiles are too few, the inner dimension is split instead. A start-up comes beside that, and what the product moves.
+A GPU computes a product in tiles of its result, a wave of one tile per multiprocessor at a time. Partial tiles and
+partial waves cost as much as full ones (NVIDIA, Matrix Multiplication Background User's Guide, section 3; Anthony et
+al. 2024, arXiv 2401.14489, section III). Smaller tiles waste less and run slower. With too few tiles, the inner
+dimension is split as well. Start-up time and memory traffic are added.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 from atorch.cluster.spec import DeviceSpec
 
-_DEFAULT_PEAK = 1e11  # FLOP/s of a device that says nothing of itself
+_DEFAULT_PEAK = 1e11  # FLOP/s of a device without a description
 _TILES = ((128.0, 128.0, 1.0), (128.0, 64.0, 0.9), (64.0, 128.0, 0.9), (64.0, 64.0, 0.7))
-"""Rows and columns of a result's tiles, and how fast they run beside the largest. Fitted to the seconds of 72 products
-on an H100 in OpenXLA's xla/service/gpu/model/matmul_interpolator_data.h, which they tell to 5 % on average."""
-_DEEP = 4096.0  # of the inner dimension; what is deeper is shared out over the wave, as none of those 72 is
-_ALIGNED_BYTES = 16.0  # a thread loads as much at once; rows in memory should start at multiples of it
-_UNALIGNED = 1.6  # times the seconds where they do not: 99 for 61 µs, pytorch/pytorch #196992
+"""Rows and columns of a result's tiles, and their speed relative to the largest. Fitted to 72 products on an H100 in
+OpenXLA's xla/service/gpu/model/matmul_interpolator_data.h, with a mean error of 5 %."""
+_DEEP = 4096.0  # inner dimension above which it is split over the wave; none of those 72 is deeper
+_ALIGNED_BYTES = 16.0  # a thread's load; rows in memory should start at multiples of it
+_UNALIGNED = 1.6  # factor on the seconds if they do not: 99 instead of 61 µs, pytorch/pytorch #196992
 _UNALIGNED_ON_HOPPER: Mapping[float, float] = {4.0: 2.4, 2.0: 5.2}
-"""The same from Hopper on, whose own kernels need aligned rows, by the bytes that rows start at multiples of: 281 and
-97 to 154 TFLOP/s for 668, products of 4,096 on an H200 with rows of 4,098 and 4,097 numbers (`docs/accuracy.md`)."""
-_SCALAR = 0.75  # of the fp32 peak, where neither operand is a weight: see `how_the_planner_chooses.md`
+"""The same from Hopper on, whose kernels need aligned rows, by alignment in bytes: 281 and 97 to 154 TFLOP/s instead of
+668, for products of 4,096 on an H200 with rows of 4,098 and 4,097 numbers (`docs/accuracy.md`)."""
+_SCALAR = 0.75  # of the fp32 peak, if neither operand is a weight: see `how_the_planner_chooses.md`
 _FP8_SHARE = 0.96  # of the share that 16 bits reach: 8192³ on an H100, 1,126 and 585 TFLOP/s, pytorch/FBGEMM #2546
 
 
@@ -38,28 +38,28 @@ class GemmShape(NamedTuple):
     itemsize: float
     result_itemsize: float
     number: float = 1.0
-    pitch: float = 0.0  # elements by which rows of memory start apart, their greatest common divisor; 0: not known
-    of_activations: bool = False  # both operands, as of attention's scores; else one is a weight
+    pitch: float = 0.0  # greatest common divisor of row strides, in elements; 0: unknown
+    of_activations: bool = False  # both operands are activations, as in attention; else one is a weight
 
 
 class ProductTimes:
-    """Seconds of products on one device; a shape that came before is not worked out again."""
+    """Seconds of products on one device, cached by shape."""
 
     def __init__(self, device: DeviceSpec) -> None:
         self.device = device
-        self.bandwidth = device.memory_bandwidth * device.efficiency.traffic  # bytes/s that are reached
-        self._found: dict[GemmShape, float] = {}
+        self.bandwidth = device.memory_bandwidth * device.efficiency.traffic  # bytes/s in practice
+        self._cache: dict[GemmShape, float] = {}
 
     def seconds(self, shape: GemmShape) -> float:
-        found = self._found.get(shape)
-        if found is None:
-            found = self._found[shape] = self._seconds(shape)
-        return found
+        seconds = self._cache.get(shape)
+        if seconds is None:
+            seconds = self._cache[shape] = self._seconds(shape)
+        return seconds
 
     def _seconds(self, shape: GemmShape) -> float:
-        """A start-up, and the longer of computing and moving: Williams, Waterman and Patterson 2009.
+        """A start-up plus the longer of computing and memory traffic: Williams, Waterman and Patterson 2009.
 
-        Products of activations, one for each head, are launched together.
+        Products of activations, one for each head, share one launch.
         """
         flops = 2.0 * shape.rows * shape.inner * shape.columns
         if not flops:
@@ -74,7 +74,7 @@ class ProductTimes:
         return (1.0 if shape.of_activations else shape.number) * start + shape.number * max(computing, moving)
 
     def _slower(self, shape: GemmShape, peak: float) -> float:
-        """Times the seconds of a product whose rows do not start where a GPU's threads load from."""
+        """Factor on the seconds of a product whose rows are not aligned to a GPU thread's loads."""
         starts = shape.pitch * shape.itemsize
         if self.device.type != "cuda" or starts % _ALIGNED_BYTES == 0 or shape.dtype == "float32":
             return 1.0
@@ -84,7 +84,7 @@ class ProductTimes:
         return max(1.0, peak / (_SCALAR * peak_flops(self.device, "float32")))
 
     def _padded(self, shape: GemmShape) -> float:
-        """The FLOPs of one product that the whole device could do meanwhile, with the best of the usual tiles."""
+        """FLOPs of one product including padding of tiles and idle multiprocessors, with the best tile size."""
         least, at_once = math.inf, self.device.multiprocessors
         for height, width, speed in _TILES:
             tiles = shape.number * math.ceil(shape.rows / height) * math.ceil(shape.columns / width)
@@ -94,5 +94,5 @@ class ProductTimes:
 
 
 def peak_flops(device: DeviceSpec, dtype: str) -> float:
-    """FLOP/s of a dtype; one that the device does not list runs as fp32 does."""
+    """Peak FLOP/s of a dtype; one that the device does not list runs like fp32."""
     return device.peak_flops.get(dtype) or device.peak_flops.get("float32") or _DEFAULT_PEAK

@@ -1,4 +1,4 @@
-"""Seconds that one copy of a segment computes for a micro-batch, by kind of operation."""
+"""Seconds of computing for one copy of a segment and a micro-batch, by kind of operation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from atorch.cost.memory_timeline import is_gathered
 from atorch.cost.profile import Matmul, Segment
 from atorch.cost.state import Cost
 
-_SCORES_TRAFFIC = 3.0  # bytes that move between attention's products for each byte of scores that is kept
+_SCORES_TRAFFIC = 3.0  # bytes moved between attention's products per saved byte of scores
 
-_ADDED = 2.0  # passes over a weight's gradient for each chunk of rows: it is read, and written
-_OF_CHUNK = 30.0  # operations of a chunk of logits, its loss and its gradients
+_ADDED = 2.0  # passes over a weight's gradient per chunk of rows: a read and a write
+_OF_CHUNK = 30.0  # operations per chunk of logits: its loss and its gradients
 
-_Local = tuple[float, float, float, float]  # rows, inner, columns and count of products as one device has them
+_Local = tuple[float, float, float, float]  # rows, inner, columns and count of products on one device
 
 
 class Computed(NamedTuple):
-    """Forward, backward, and forward again where it is recomputed."""
+    """Seconds of forward, backward and recomputed forward."""
 
     matmul_s: float
     traffic_s: float
@@ -32,22 +32,22 @@ class Computed(NamedTuple):
 def seconds_of_copy(cost: Cost, segment: Segment, products: ProductTimes) -> Computed:
     """A roofline by operation: Williams, Waterman and Patterson 2009, "Roofline".
 
-    Products and attention run at what their shape and kernel reach of the dtype's peak, everything else at what it
-    reaches of the memory's bandwidth; every operation is launched.
+    Products and attention run at the share of the dtype's peak that their shape and kernel reach, other operations at
+    the reached memory bandwidth. Every operation also costs a launch.
     """
     again = cost.recompute if segment.is_block else 0.0
     share = tokens_share(cost, segment)
     load = expert_load(cost, segment)
     multiplying, casting, place = _attention_seconds(cost, segment, share, again, products), 0.0, 0.0
-    for each in segment.matmuls:
-        in_fp8, shape = takes_fp8(cost, segment, each), _local_shape(cost, each, share, load)
-        repeats = again * _recomputed(cost, each, place)
-        multiplying += _product_seconds(cost, each, shape, repeats, in_fp8, products)
+    for product in segment.matmuls:
+        in_fp8, shape = takes_fp8(cost, segment, product), _local_shape(cost, product, share, load)
+        repeats = again * _recomputed(cost, product, place)
+        multiplying += _product_seconds(cost, product, shape, repeats, in_fp8, products)
         if in_fp8:
             casting += cast_bytes(cost, shape, repeats)
-        if each.stored_itemsize:
-            casting += _dequantized_bytes(cost, each, shape, repeats)
-        place += each.count
+        if product.stored_itemsize:
+            casting += _dequantized_bytes(cost, product, shape, repeats)
+        place += product.count
     traffic = share * _traffic_bytes(cost, segment, again) + casting
     traffic += _ADDED * segment.early_gradient_bytes * segment.loss_chunks
     return Computed(
@@ -60,7 +60,7 @@ def seconds_of_copy(cost: Cost, segment: Segment, products: ProductTimes) -> Com
 
 
 def _recomputed(cost: Cost, product: Matmul, place: float) -> float:
-    """The share of some products that run again where blocks are recomputed; `place` others come before them."""
+    """The share of these products that recomputation repeats; `place` products come before them."""
     if cost.recompute_keeps in ("inputs", "nothing"):
         return 1.0
     if cost.recompute_keeps == "every second":
@@ -70,11 +70,11 @@ def _recomputed(cost: Cost, product: Matmul, place: float) -> float:
 
 
 def _local_shape(cost: Cost, product: Matmul, share: float, load: float = 1.0) -> _Local:
-    """Rows, inner, columns and count of some products as one device has them; of experts, so many times the mean."""
+    """Rows, inner, columns and count of products on one device; experts have `load` times the mean rows."""
     rows, inner, columns, count = product.rows * share, float(product.inner), float(product.columns), product.count
     rows *= load if product.of_experts else 1.0
     if product.of_experts and cost.expert > 1:
-        count, rows = count / cost.expert, rows * cost.expert  # fewer experts here, and tokens of more ranks for each
+        count, rows = count / cost.expert, rows * cost.expert  # fewer experts here, each with tokens of more ranks
     elif product.split == "columns":
         columns /= cost.tensor
     elif product.split == "rows":
@@ -85,11 +85,10 @@ def _local_shape(cost: Cost, product: Matmul, share: float, load: float = 1.0) -
 def _product_seconds(
     cost: Cost, product: Matmul, shape: _Local, again: float, in_fp8: bool, products: ProductTimes
 ) -> float:
-    """Every pass over some products of one shape.
+    """Seconds of all passes over products of one shape.
 
-    Backward multiplies every matrix twice where forward did once, for the gradients of its input and of its weight;
-    frozen weights need the first alone (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). All three move the same
-    three matrices.
+    Backward has two products for each forward product, for the gradients of its input and of its weight; frozen weights
+    need the first alone (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). All three move the same three matrices.
     """
     rows, inner, columns, count = shape
     pitch, wide = _pitch(inner, columns), itemsize(cost)
@@ -103,41 +102,41 @@ def _product_seconds(
     seconds = (1.0 + again) * one(rows, inner, columns, dtype) + one(rows, columns, inner, dtype)
     if not product.trainable:
         return seconds
-    result = 2.0 * cost.grad_itemsize if cost.adds_in_products else wide  # read, and written
+    result = 2.0 * cost.grad_itemsize if cost.adds_in_products else wide  # a read and a write
     return seconds + one(inner, rows, columns, of_gradient, result)
 
 
 def added_elements(cost: Cost, segment: Segment) -> float:
-    """Elements of one copy whose gradients are added to earlier micro-batches' by operations of their own."""
+    """Elements of one copy whose gradients separate operations add to those of earlier micro-batches."""
     trained = cost.local_trainable(segment)
     if not cost.adds_in_products:
         return trained
-    shapes = [_local_shape(cost, each, 1.0) for each in segment.matmuls if each.trainable]
+    shapes = [_local_shape(cost, product, 1.0) for product in segment.matmuls if product.trainable]
     return max(0.0, trained - sum(inner * columns * count for _, inner, columns, count in shapes))
 
 
 def micro_batch_bytes(cost: Cost, params: float, added: float) -> float:
-    """Moved in a micro-batch by weights that are cast, and gradients that are added to those of earlier ones."""
-    first = 1.0 / cost.num_micro_batches  # of whose gradients none is a sum; where they have a place, they are copied
+    """Bytes moved in a micro-batch by casts of weights and accumulation of gradients."""
+    first = 1.0 / cost.num_micro_batches  # the first micro-batch adds nothing, but copies if gradients persist
     accumulated = added * cost.grad_itemsize * (3.0 * (1.0 - first) + (2.0 * first if cost.grads_persist else 0.0))
     return params * cost.cast_traffic_bytes + accumulated
 
 
 def optimizer_bytes(cost: Cost) -> float:
-    """Moved by the optimizer for one element: it reads and writes parameters and state, and reads gradients."""
+    """Bytes moved by the optimizer per element: reads and writes of parameters and state, reads of gradients."""
     moved = 2.0 * (cost.param_itemsize + cost.optim_itemsize + cost.master_itemsize) + cost.grad_itemsize
-    return moved * cost.optim_traffic * (1.0 - cost.optim_offload)  # the host's step is counted with the transfers
+    return moved * cost.optim_traffic * (1.0 - cost.optim_offload)  # `offload` counts the host's step
 
 
 def _dequantized_bytes(cost: Cost, product: Matmul, shape: _Local, again: float) -> float:
-    """A quantized weight is read, and written whole, before it is multiplied with."""
+    """Bytes moved to dequantize a weight before each product: a read, and a write in full precision."""
     _, inner, columns, count = shape
     passes = (3.0 if product.trainable else 2.0) + again
     return count * passes * (product.stored_itemsize + itemsize(cost)) * inner * columns
 
 
 def _pitch(inner: float, columns: float) -> float:
-    """The pitch of rows in memory: inputs and weights have `inner` elements in a row, results `columns`."""
+    """The common divisor of row strides: inputs and weights have `inner` elements in a row, results `columns`."""
     if inner != int(inner) or columns != int(columns):
         return 0.0
     return float(math.gcd(int(inner), int(columns)))
@@ -154,7 +153,7 @@ def _attention_seconds(cost: Cost, segment: Segment, share: float, again: float,
 
 
 def _traffic_bytes(cost: Cost, segment: Segment, again: float) -> float:
-    """Bytes that one copy's other operations move for the traced tokens; backward moves half as much again as forward.
+    """Bytes that one copy's other operations move for the traced tokens; backward moves 1.5 times as much as forward.
 
     A norm or an activation reads one tensor and writes one, and in backward reads two and writes one.
     """

@@ -1,4 +1,4 @@
-"""`initialize_engine`: a model and its optimizer, in chunks."""
+"""`initialize_engine`: a model and its optimizer in chunked memory."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def initialize_engine(
     config: Mapping[str, Any] | None = None,
     client: PatrickStarClient | None = None,
 ) -> tuple[PatrickStarEngine, FP16Adam]:
-    """The model that `model_func` makes, as an engine that trains it in fp16 from chunks, and its optimizer.
+    """Create the model of `model_func` as an engine that trains it in fp16 from chunks, and its optimizer.
 
     Args:
-        model_func: a function without arguments that makes the model; beside a `client`, it may be the model itself.
+        model_func: a function without arguments that creates the model; with a `client`, it may be the model itself.
         local_rank: this process's number on its machine.
         config: as in docs/patrickstar.md; None for the defaults.
-        client: for a model that cannot be made in a `model_func`.
+        client: for a model that cannot be created in a `model_func`.
 
     Raises:
-        ArgumentError: the configuration does not hold, or `model_func` is or returns a model that was made before.
+        ArgumentError: the configuration is invalid, or `model_func` is or returns a model that was created before.
     """
     init()
 
     def made() -> tuple[nn.Module, PatrickStarClient, EngineConfig]:
         read = EngineConfig.of(config)
         if client is None:
-            own = PatrickStarClient(local_rank, read.chunk_size, read.client)
-            return built(model_func), own, read
+            default = PatrickStarClient(local_rank, read.chunk_size, read.client)
+            return built(model_func), default, read
         if not isinstance(client, PatrickStarClient):
             raise ArgumentError(f"client is {shown(client)}; give a PatrickStarClient, or leave it out")
         return model_func if isinstance(model_func, nn.Module) else built(model_func), client, read
 
-    given = {"model_func": described("model_func", model_func), "client": described("client", client)}
-    engine = PatrickStarEngine(*agreed("initialize_engine", lambda: given, made))
+    facts = {"model_func": described("model_func", model_func), "client": described("client", client)}
+    engine = PatrickStarEngine(*agreed("initialize_engine", lambda: facts, made))
     return engine, engine.optimizer

@@ -1,8 +1,8 @@
-"""The engine: a model that computes in fp16 from chunks, and is trained by `backward` and its optimizer.
+"""The engine: a model that computes in fp16 from chunks, trained by `backward` and its optimizer.
 
-Until its first batch the model is a plain one on the host: state dicts are loaded into it as into any. The batch says
-what a pass needs; then the parameters move into chunks, in fp16 with fp32 masters, or it is said by how much the budget
-is too small. Inputs are cast; nothing runs under autocast.
+Until its first batch the model is an ordinary one on the host, which loads state dicts as usual. A trace of a pass on
+that batch determines the memory needs. Then the parameters move into chunks, in fp16 with fp32 masters, or an error
+reports the missing bytes of the budget. Inputs are cast; nothing runs under autocast.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from atorch.runtime.gradients.clip import ClipsItself
 from atorch.units import format_bytes
 
 DTYPE = torch.float16
-MOMENT_BYTES = 8.0  # of Adam's moments, for a parameter
-BYTES_TRAINED = 16  # a parameter: 2 for itself, 2 for its gradient, 4 for its master, and its moments
+MOMENT_BYTES = 8.0  # Adam's two fp32 moments of a parameter
+BYTES_TRAINED = 16  # a parameter: 2 for fp16, 2 for its gradient, 4 for its master, 8 for its moments
 
 
 def _shared_settings(config: EngineConfig) -> Mapping[str, Facts]:
-    """Facts that must be equal on all processes; what each may use of its own machine need not be."""
+    """Facts that must be equal on all processes; memory limits of each machine may differ."""
     shared = config.model_dump()
     shared["client"].pop("mem_tracer", None)
     return {"config": described("config", shared)}
@@ -55,8 +55,8 @@ class PatrickStarEngine(ClipsItself, Wrapper):
 
     Args:
         model: on the host, in fp32. The engine takes it over.
-        client: what may be used of which device.
-        config: the rest of the configuration; `client` in it is the client's own business.
+        client: the device and its memory budgets.
+        config: the rest of the configuration; its section `client` is ignored.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class PatrickStarEngine(ClipsItself, Wrapper):
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """The scale of the loss; None where there is no such thing."""
+        """The loss scale; None without loss scaling."""
         return self.optimizer.loss_scaler
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output; floating-point inputs are cast to fp16.
 
         Raises:
-            OutOfBudgetError: on the first batch, where no order of fetching keeps the budget.
+            OutOfBudgetError: on the first batch, if no schedule fits the budget.
         """
         passes = self._passes((args, kwargs))
         args, kwargs = self._moved((args, kwargs))
@@ -106,10 +106,10 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         return marked_output(self.module(*args, **kwargs), passes)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss` to those that are there, times the loss scale; `loss.backward()` does the same.
+        """Accumulate the gradients of `loss` times the loss scale; `loss.backward()` does the same.
 
         Raises:
-            ArgumentError: it is no loss that has come from this engine's model.
+            ArgumentError: `loss` is not a scalar computed from this engine's output.
         """
         if self._recorder is None or not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(
@@ -124,9 +124,9 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         self.optimizer.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients down where their norm, without the loss scale and over all processes, exceeds `max_norm`.
+        """Scale gradients down if their norm, without the loss scale and over all processes, exceeds `max_norm`.
 
-        The same as `atorch.clip_grad_norm(model, max_norm)`. All processes must call it; it returns the norm before.
+        It equals `atorch.clip_grad_norm(model, max_norm)`. All processes must call it; it returns the norm before.
         """
         return self.clip_gradients(max_norm, norm_type)
 
@@ -136,8 +136,8 @@ class PatrickStarEngine(ClipsItself, Wrapper):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state: fp32 masters, and buffers as they are.
 
-        Of several processes each has the parameters that lie in its shares at least in part, whole, and all buffers,
-        those of the first one; an update of a dict with all of theirs is the whole state. All must call it.
+        Each of several processes returns, whole, the parameters that overlap its shards, and the first process's
+        buffers. The union of all these dicts is the whole state. All processes must call it.
         """
         operations = self._operations
         if operations is None or operations.chunks.group is None:
@@ -145,7 +145,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         return own_part(self.module.state_dict(*args, **{**kwargs, "keep_vars": True}), operations)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a whole state or, on each of several processes, the part that one of them saved. All must call it."""
+        """Load a whole state or, on each of several processes, one process's saved part. All must call it."""
         if assign:
             raise ArgumentError("assign=True would put other tensors in the place of what lies in chunks; leave it out")
         if self.client.group is None:
@@ -157,13 +157,13 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             self._recorder.phase(name)
 
     def _passes(self, data: Any) -> list[ScaledBackward]:
-        """Passes whose loss scale the results from `data` should have; of nobody where there is none."""
-        found = [] if self.loss_scaler is None else [self._backward]
-        found += [each for _, leaf in leaves_of(data) for each in passes_of(leaf)]
-        return [self._backward, *found] if found else found
+        """The passes whose loss scale results from `data` carry; empty without loss scaling."""
+        passes = [] if self.loss_scaler is None else [self._backward]
+        passes += [origin for _, leaf in leaves_of(data) for origin in passes_of(leaf)]
+        return [self._backward, *passes] if passes else passes
 
     def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemoryRecorder:
-        """Move the parameters into chunks, for passes such as that of this batch."""
+        """Move the parameters into chunks, planned for a pass on this batch."""
         client = self.client
         for buffer in self.module.buffers():
             if buffer.is_floating_point():
@@ -198,21 +198,21 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         return recorder
 
     def _foreseen(self) -> AccessTrace:
-        """The first pass, and in it which embeddings can stay on the host."""
+        """Trace the first pass, and decide which embeddings stay on the host."""
         if self.config.use_cpu_embedding:
             self._foresight.on_host = host_embeddings(self.module)
         first = self._courses.first()
         used = {name for access in first.accesses for name in access.parameters}
         elsewhere = {name for name in self._foresight.on_host if table_of(name) in used}
-        if elsewhere:  # a head that takes the table by hand
+        if elsewhere:  # such as a head that uses the table directly
             self._foresight.on_host -= elsewhere
             first = self._courses.first()
         return first
 
     def _check_host(self) -> None:
-        """Refuse what the host has no room for, before anything moves."""
+        """Refuse a model that exceeds the host's memory, before anything moves."""
         shares = 1 if self.client.group is None else self.client.group.size()
-        sizes = (each.numel() * (BYTES_TRAINED if each.requires_grad else 2) for each in self.module.parameters())
+        sizes = (leaf.numel() * (BYTES_TRAINED if leaf.requires_grad else 2) for leaf in self.module.parameters())
         on_device = self.client.budget_bytes if self.config.optimizer.params.use_hybrid_adam else 0  # at most
         needed, room = sum(sizes) // shares - on_device, self.client.host_budget_bytes
         if needed > room:
@@ -231,14 +231,14 @@ class PatrickStarEngine(ClipsItself, Wrapper):
 
 
 class Foresight:
-    """Foresees passes of `model`, which computes in `dtype` on `device`, on `(args, kwargs)`."""
+    """Traces passes of `model` in `dtype` on `device`, for batches `(args, kwargs)`, before they run."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self._model, self._dtype, self._device = model, dtype, device
-        self.on_host: set[str] = set()  # names of embeddings that the device does not see
+        self.on_host: set[str] = set()  # names of embeddings that stay on the host
 
     def __call__(self, batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
-        """A pass on `batch`, on fake tensors, of some blocks for all where they are alike, or by a real run."""
+        """Trace a pass on `batch`: on fake tensors, by default with few of the equal blocks, or in a real run."""
 
         def loss(duplicate: nn.Module, batch: Any) -> Tensor:
             foresee_lookups(duplicate, self.on_host, self._dtype)
@@ -256,22 +256,22 @@ class Foresight:
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
-    """A loss to foresee a backward pass by: the model's own where it gives one, else one as costly as most are."""
+    """A loss to trace backward from: the model's scalar output if any, else one of typical cost."""
     args, kwargs = batch
-    found = [each for each in tensors_of(model(*args, **kwargs)) if each.requires_grad]
-    own = [each for each in found if each.numel() == 1]
-    if own:
-        return own[0]
-    if not found:
+    outputs = [tensor for tensor in tensors_of(model(*args, **kwargs)) if tensor.requires_grad]
+    scalars = [tensor for tensor in outputs if tensor.numel() == 1]
+    if scalars:
+        return scalars[0]
+    if not outputs:
         raise ArgumentError(f"{type(model).__name__} gives no tensor that gradients could come from")
-    return torch.stack([each.float().log_softmax(-1).sum() for each in found]).sum()
+    return torch.stack([tensor.float().log_softmax(-1).sum() for tensor in outputs]).sum()
 
 
 class MemoryRecorder:
-    """The observer of a `Residency`: tells the profiler what chunks do, in PatrickStar's words.
+    """The observer of a `Residency`: reports chunk moves to the profiler, in PatrickStar's terms.
 
-    A PARAM_FP16 chunk is the parameters that operations see; on the host its gradient lies beside it. PARAM_FP32,
-    MOMENTUM and VARIANCE are what the optimizer has, for every chunk that is trained.
+    A PARAM_FP16 chunk holds the fp16 parameters; on the host it includes their gradients. PARAM_FP32, MOMENTUM and
+    VARIANCE are the optimizer's states of each trained chunk.
     """
 
     def __init__(self, operations: Operations) -> None:
@@ -283,7 +283,7 @@ class MemoryRecorder:
         self._residency.observer = self
 
     def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
-        """A chunk came to the device, or left it."""
+        """Record that a chunk was fetched to the device, or evicted from it."""
         profiler.holds("PARAM_FP16", chunk, "GPU", num_bytes if on_device else 0)
         profiler.moment(self._device_bytes())
 
@@ -292,14 +292,14 @@ class MemoryRecorder:
         profiler.phase(name)
 
     def _device_bytes(self) -> int:
-        """Bytes that the device holds in all: as its allocator knows, or as it was foreseen."""
+        """Bytes in use on the device: by its allocator on CUDA, else by the schedule's estimate."""
         if self._device.type == "cuda":
             return int(torch.cuda.memory_allocated(self._device))
         return self._residency.tier.used_bytes + self._residency.course.other_bytes
 
 
 def _place(memory: ChunkMemory, tier: MemoryTier) -> None:
-    """The place of a chunk between steps."""
+    """Record the tier of a chunk between steps."""
     index, compute, trainable = memory.spec.index, memory.compute, memory.spec.trainable
     profiler.holds("PARAM_FP16", index, tier, compute.nbytes * (2 if trainable else 1))
     if trainable:

@@ -1,1 +1,1 @@
-"""Capture of a model at work: its operations, segments and equal blocks."""
+"""Capture of a running model: its operations, segments and equal blocks."""

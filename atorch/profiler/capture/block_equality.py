@@ -1,7 +1,7 @@
-"""Blocks that are equal by structure, found without running them.
+"""Detects blocks of equal structure without running them.
 
-Two blocks are alike when their modules have the same classes, parameters of the same shapes and the same attributes,
-however deep. Numbers that count up with the blocks, such as the index that a layer is given for its cache, may differ.
+Two blocks are alike if their modules have the same classes, parameters of the same shapes and the same attributes, at
+any depth. Numbers that count up with the blocks, such as a layer's cache index, may differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PLAIN = (str, bytes, float, complex, bool, type, set, frozenset, torch.Size, to
 
 
 def groups_of_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The names of blocks, those that are alike together, in the order of their first."""
+    """Names of blocks, grouped by likeness, in the order of each group's first block."""
     indices = {name: _index(name, position) for position, name in enumerate(blocks)}
     groups: list[list[str]] = []
     for name, block in blocks.items():
@@ -32,23 +32,23 @@ def groups_of_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
 
 
 def _index(name: str, position: int) -> int:
-    """A block's number among its siblings, else its position."""
+    """A block's number in its name, else its position."""
     last = name.rpartition(".")[2]
     return int(last) if last.isdigit() else position
 
 
 def are_alike(one: Any, other: Any, step: int) -> bool:
-    """True if two blocks are alike that are `step` apart among their siblings."""
+    """True if two blocks that are `step` apart among their siblings are alike."""
     return _Comparison(step).alike(one, other)
 
 
 class _Comparison:
     def __init__(self, step: int) -> None:
         self.step = step
-        self._begun: set[tuple[int, int]] = set()  # pairs being compared, so that cycles end
+        self._begun: set[tuple[int, int]] = set()  # pairs under comparison, to end cycles
 
     def alike(self, one: Any, other: Any) -> bool:
-        """True if nothing but a counting number tells the two apart."""
+        """True if the two differ in counting numbers alone."""
         if one is other:
             return True
         if type(one) is not type(other):
@@ -70,7 +70,7 @@ class _Comparison:
         if isinstance(one, partial):
             return self._all([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
         if isinstance(one, Mapping):
-            # Handles of hooks are numbers that never repeat.
+            # Hook tables have unique numbers as keys.
             same_keys = all(isinstance(key, int) for key in (*one, *other)) or list(one) == list(other)
             return same_keys and self._all(list(one.values()), list(other.values()))
         if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
@@ -84,7 +84,7 @@ class _Comparison:
 
 
 def _inputs(function: types.FunctionType) -> list[Any]:
-    """The inputs of a function beside its arguments and its code."""
+    """Objects that a function depends on besides arguments and code."""
     cells = [] if function.__closure__ is None else [_content(cell) for cell in function.__closure__]
     return [*cells, function.__defaults__, function.__kwdefaults__, vars(function)]
 
@@ -93,7 +93,7 @@ def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return None  # it is empty
+        return None  # an empty cell
 
 
 def _shape(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bool]:

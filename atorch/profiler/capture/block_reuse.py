@@ -1,7 +1,7 @@
-"""Blocks of a model are recorded each by itself, and those that are equal run once.
+"""Records each block of a model in a stretch of its own, and runs equal blocks once.
 
-A block that is equal to an earlier one, and is given inputs of the same shapes, does the same. It is not run again: it
-returns new values of the shapes that the first one returned, and its stretch refers to that one's operations.
+A block that equals an earlier one, with inputs of the same shapes, computes the same. It does not run again: it returns
+new values of the shapes that the first one returned, and its stretch refers to the first one's operations.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from atorch.profiler.capture.recording import Recorder, Stretch
 
 @dataclass(frozen=True)
 class _Run:
-    """A run of a block: its stretch, the values it was given in their order, and what it returned."""
+    """A run of a block: its stretch, its inputs in order, and its output."""
 
     stretch: Stretch
-    given: list[StorageId]
+    inputs: list[StorageId]
     output: Any
 
 
 class Blocks:
-    """Gives blocks of a copied model stretches of their own.
+    """Records blocks of a copied model in stretches of their own.
 
     Args:
-        groups: names of blocks that are equal; where there are none, every block runs.
+        groups: names of equal blocks; without groups, every block runs.
     """
 
     def __init__(self, recorder: Recorder, groups: Sequence[Sequence[str]] = ()) -> None:
@@ -40,13 +40,13 @@ class Blocks:
         self._runs: dict[Hashable, _Run] = {}
 
     def watch(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Record the blocks' runs from now on. Their `forward` is replaced."""
+        """Record the blocks' runs from now on, by replacing their `forward`."""
         for name, block in blocks.items():
             setattr(block, "forward", self._watched(name, block.forward))  # noqa: B010  (mypy: a method)
 
     def _watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._recorder.stretches[-1].block:  # a block that another one calls is a part of it
+            if self._recorder.stretches[-1].block:  # a block called by another one is a part of it
                 return forward(*args, **kwargs)
             key = (self._group_of[name], *self._signature((args, kwargs))) if name in self._group_of else None
             run = self._runs.get(key) if key else None
@@ -58,7 +58,7 @@ class Blocks:
                 stretch = self._recorder.stretches[-1]
                 output = forward(*args, **kwargs)
                 if key:
-                    self._runs[key] = _Run(stretch, [self._recorder.value(each) for each in given], output)
+                    self._runs[key] = _Run(stretch, [self._recorder.value(tensor) for tensor in given], output)
                 return output
             finally:
                 self._recorder.stretches.append(Stretch())
@@ -70,12 +70,13 @@ class Blocks:
         for tensor in given:
             value = self._recorder.value(tensor)
             stretch.inputs.setdefault(value, tensor_bytes(tensor))
-        stretch.seq_len = next((each.shape[1] for each in given if each.dim() == 3 and each.is_floating_point()), 0)
+        streams = (tensor for tensor in given if tensor.dim() == 3 and tensor.is_floating_point())
+        stretch.seq_len = next((stream.shape[1] for stream in streams), 0)
         return stretch
 
     def _repeat(self, run: _Run, given: Sequence[torch.Tensor]) -> Any:
-        """Values like those that the first run returned; what it saved of inputs and outputs is saved."""
-        recorder, new_of = self._recorder, dict(reversed(list(zip(run.given, given, strict=True))))
+        """New values like those that the first run returned; saves the inputs and outputs that it saved."""
+        recorder, new_of = self._recorder, dict(reversed(list(zip(run.inputs, given, strict=True))))
         for value, tensor in new_of.items():
             if value in run.stretch.needed:
                 recorder.save(tensor)
@@ -99,14 +100,15 @@ class Blocks:
             return map_tensors(renewed, run.output)
 
     def _signature(self, given: Any) -> Iterator[Hashable]:
-        """All that a block's work depends on: shapes, and the values of whatever is no tensor."""
+        """The properties that a block's work depends on: shapes, and values of non-tensors."""
         yield torch.is_grad_enabled()
-        order = {self._recorder.value(each): index for index, each in reversed(list(enumerate(tensors_of(given))))}
-        yield from described(given, lambda each: order[self._recorder.value(each)], lambda each: (type(each), id(each)))
+        value_of = self._recorder.value
+        order = {value_of(tensor): index for index, tensor in reversed(list(enumerate(tensors_of(given))))}
+        yield from described(given, lambda tensor: order[value_of(tensor)], lambda other: (type(other), id(other)))
 
 
 def like(before: torch.Tensor) -> torch.Tensor:
-    """A new tensor with a storage as large; one that needs a gradient is, as any result, no leaf."""
+    """A new tensor with a storage of the same size; one that requires a gradient is not a leaf, like any result."""
     num_elements = before.untyped_storage().nbytes() // before.element_size()
     whole = torch.empty(num_elements, dtype=before.dtype, device=before.device)
     if before.requires_grad:
@@ -115,7 +117,7 @@ def like(before: torch.Tensor) -> torch.Tensor:
 
 
 def described(data: Any, tensor: Callable[[torch.Tensor], int], other: Callable[[Any], Hashable]) -> Iterator[Hashable]:
-    """The parts of a call: shapes of tensors and which they are, plain values, and what `other` says of the rest."""
+    """The parts of a call: shapes and identities of tensors, plain values, and `other(value)` of the rest."""
     if isinstance(data, torch.Tensor):
         yield tuple(data.shape), data.stride(), data.dtype, data.device.type, data.requires_grad, tensor(data)
     elif isinstance(data, Mapping):

@@ -1,11 +1,10 @@
-"""Products of a block that tensor parallelism can split, derived from the data flow. Imports no torch.
+"""Derives the products of a block that tensor parallelism can split from the data flow. Imports no torch.
 
-A block's stream is what enters it and feeds its products: tokens with all their features. A product of the stream can
-be split by columns; what is computed from it element by element or by head then stays split, up to a product that
-takes it by its rows and gives sums of whole tokens again (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Where
-split values meet the stream before, are reduced over all features, or leave the block, the products they came from must
-stay whole. So products are first all taken to be splittable, and the flow is followed again until no more must be
-whole. Names play no part.
+A block's stream enters it and feeds its products: tokens with all their features. A product of the stream can be split
+by columns. Values computed from it by element or by head stay split, up to a product split by rows, which sums to
+whole tokens again (Shoeybi et al. 2019, arXiv 1909.08053, section 3). If split values meet the stream earlier, are
+reduced over all features, or leave the block, the products that made them must stay whole. The analysis starts with all
+products splittable, and repeats until no more products become whole. Names play no part.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ SplitKind = Literal["columns", "rows", "none"]
 StorageId = int  # a tensor's storage, by identity
 
 SplitState = frozenset[int] | None
-"""Of a value: None for constants, else the products it is split like; none of them for the stream."""
+"""State of a value: None for constants; else the products whose split it has, an empty set for the stream."""
 _STREAM: frozenset[int] = frozenset()
-_BOTTLENECK = 8  # an adapter's two products are so much narrower between them
+_BOTTLENECK = 8  # times an adapter's inner width is at most its output width
 
 
 @dataclass(slots=True, kw_only=True)
 class OpNode:
-    """One operation: the values it reads and writes, weights apart."""
+    """One operation: the values that it reads and writes, without weights."""
 
     kind: NodeKind
     reads: tuple[StorageId, ...]
     writes: Collection[StorageId]
     is_float: bool = True
-    # Of a product: its activations, how many rows in all, and the other two sizes.
+    # Of a product: its activations, total rows, and the other two sizes.
     data: StorageId = 0
     rows: float = 0.0
     inner: int = 0
@@ -43,22 +42,22 @@ class OpNode:
     # Of attention.
     query: StorageId = 0
     key: StorageId = 0
-    is_table: bool = False  # rows of a weight that are looked up
-    # Of a reduction: elements before, and after.
+    is_table: bool = False  # a lookup of a weight's rows
+    # Of a reduction: elements before and after.
     elements: int = 0
     left: int = 0
 
 
 @dataclass(slots=True)
 class SplitAnalysis:
-    """The layout derived of one block; nodes by their place in the order of execution."""
+    """The derived layout of one block; nodes by place in the order of execution."""
 
     splits: dict[int, SplitKind] = field(default_factory=dict)
     of_experts: set[int] = field(default_factory=set)
-    dispatched: set[StorageId] = field(default_factory=set)  # tokens as experts get them
+    dispatched: set[StorageId] = field(default_factory=set)  # tokens dispatched to experts
     inside: set[int] = field(default_factory=set)  # nodes whose results are split
     inside_values: set[StorageId] = field(default_factory=set)
-    attention: int | None = None  # the first, and the products that its queries and keys are made from
+    attention: int | None = None  # the first attention, and the products that make its queries and keys
     queries: tuple[int, ...] = ()
     keys: tuple[int, ...] = ()
 
@@ -69,10 +68,10 @@ def derive(
     """The layout of a block, or of a part between blocks.
 
     Args:
-        activations: what can be a stream: values computed from weights, or given as numbers; not masks and tables.
-        leaving: values that are used after it.
-        vocabulary: rows of the embedding; a product with as many columns whose results stay here is a head, which is
-            split without another product to follow.
+        activations: candidates for streams: values computed from weights, or float inputs; not masks and tables.
+        leaving: values that are used after the block.
+        vocabulary: rows of the embedding; a product with as many columns whose results stay in the part is a head,
+            which is split without another product after it.
     """
     flow = _Flow(nodes, activations)
     while flow.follow(leaving):
@@ -87,12 +86,12 @@ class _Flow:
         self.whole: set[int] = set()  # products that must not be split
         self.states: dict[StorageId, SplitState] = {}
         self.results: list[SplitState] = []
-        self.inputs: dict[int, frozenset[int]] = {}  # product by rows → the products by columns that feed it
-        self.sums: dict[StorageId, int] = {}  # values that are a product's by rows, scaled perhaps
+        self.inputs: dict[int, frozenset[int]] = {}  # product split by rows → the column-split products that feed it
+        self.sums: dict[StorageId, int] = {}  # value → the row-split product that it is a (scaled) result of
 
     def follow(self, leaving: Iterable[StorageId]) -> bool:
-        """Pass over the nodes once; whether more products turned out to be whole."""
-        known = len(self.whole)
+        """Pass over the nodes once; returns True if more products became whole."""
+        num_whole = len(self.whole)
         self.states, self.results, self.inputs, self.sums = {}, [], {}, {}
         for place, node in enumerate(self.nodes):
             state = self._result(place, node)
@@ -103,10 +102,10 @@ class _Flow:
                     self._remember_sum(node, value)
         for value in leaving:
             self.whole |= self._state(value) or _STREAM
-        return len(self.whole) > known
+        return len(self.whole) > num_whole
 
     def _state(self, value: StorageId) -> SplitState:
-        """The state of a value before it is read: split like some products, unless they have to be whole."""
+        """The state of a value on read, without products that must be whole."""
         state = self.states.get(value, _STREAM if value in self.streams else None)
         return state - self.whole if state else state
 
@@ -119,7 +118,7 @@ class _Flow:
         split = frozenset[int]().union(*(state for state in states if state))
         if not split:
             return _STREAM if _STREAM in states else None
-        if node.kind == "kernel":  # of all its inputs together, whatever it does with them
+        if node.kind == "kernel":  # an opaque kernel needs its inputs whole
             self.whole |= split
             return _STREAM
         if node.kind in ("attention", "join"):
@@ -152,10 +151,10 @@ class _Flow:
             self.sums[value] = sums.pop()
 
     def _meet(self, node: OpNode, split: frozenset[int]) -> SplitState:
-        """Split values meet the stream: the products that made them are whole.
+        """Handle split values that meet the stream: the products that made them become whole.
 
-        Only where the stream is what an adapter adds to a product (Hu et al. 2021, arXiv 2106.09685, section 4.1), its
-        narrow first product is whole instead, so that its second can be split as the product beside it is.
+        Exception: if the stream is an adapter's result (Hu et al. 2021, arXiv 2106.09685, section 4.1), the adapter's
+        narrow first product becomes whole instead, so its second can be split like the adapted product.
         """
         if node.kind == "sum":
             for read in node.reads:
@@ -167,14 +166,14 @@ class _Flow:
         return _STREAM
 
     def _needs_all(self, node: OpNode, split: frozenset[int]) -> bool:
-        """True if a reduction goes over everything that a token has; one over each head's features does not."""
+        """True if a reduction is over all features of a token, not over each head's features."""
         if node.left == 1:
             return False
         width = node.elements / max(self.nodes[place].rows for place in split)
         return 1 < width <= node.elements / node.left
 
     def layout(self, vocabulary: int) -> SplitAnalysis:
-        """The layout that the last pass found."""
+        """The layout after the last pass."""
         columns = frozenset[int]().union(*self.inputs.values())
         heads = {
             place
@@ -182,37 +181,37 @@ class _Flow:
             if vocabulary and node.columns == vocabulary and self.results[place] == frozenset((place,))
         }
         split = columns | heads
-        found = SplitAnalysis()
+        analysis = SplitAnalysis()
         for place, node in enumerate(self.nodes):
             if node.kind == "product":
-                found.splits[place] = "columns" if place in split else "rows" if place in self.inputs else "none"
+                analysis.splits[place] = "columns" if place in split else "rows" if place in self.inputs else "none"
             if (self.results[place] or _STREAM) & split:
-                found.inside.add(place)
-        found.inside_values = {value for value, state in self.states.items() if (state or _STREAM) & split}
-        self._find_experts(found)
-        self._find_attention(found)
-        return found
+                analysis.inside.add(place)
+        analysis.inside_values = {value for value, state in self.states.items() if (state or _STREAM) & split}
+        self._find_experts(analysis)
+        self._find_attention(analysis)
+        return analysis
 
-    def _find_attention(self, found: SplitAnalysis) -> None:
+    def _find_attention(self, analysis: SplitAnalysis) -> None:
         for place, node in enumerate(self.nodes):
             if node.kind == "attention" and self.results[place] is not None:
-                found.attention = place
-                found.queries, found.keys = (
+                analysis.attention = place
+                analysis.queries, analysis.keys = (
                     tuple(sorted(self.states.get(value) or ())) for value in (node.query, node.key)
                 )
                 return
 
-    def _find_experts(self, found: SplitAnalysis) -> None:
-        """Products of tokens that were picked by a choice made from other products' results: a router's."""
+    def _find_experts(self, analysis: SplitAnalysis) -> None:
+        """Find products of tokens selected by a choice that depends on other products' results, such as a router's."""
         chosen: set[StorageId] = set()
         routed: set[StorageId] = set()
         for place, node in enumerate(self.nodes):
             reads = set(node.reads)
             if node.kind == "product":
                 if node.stacked or node.data in routed:
-                    found.of_experts.add(place)
+                    analysis.of_experts.add(place)
                     if place not in self.inputs:
-                        found.dispatched.add(node.data)
+                        analysis.dispatched.add(node.data)
                         routed.update(node.writes)
                 continue
             is_choice = node.kind == "choice" and self.results[place] is not None
@@ -223,24 +222,24 @@ class _Flow:
 
 
 def _streams(nodes: Sequence[OpNode], activations: AbstractSet[StorageId]) -> set[StorageId]:
-    """Activations from outside that feed a product, and not by way of another product or of attention.
+    """Activations from outside that feed a product directly, not through another product or attention.
 
-    So do embeddings that are looked up here, but not biases of the expert that a token was sent to.
+    Embeddings that are looked up inside count as well, but not biases of a token's expert.
     """
     sources: dict[StorageId, frozenset[StorageId]] = {}
     streams: set[StorageId] = set()
     computed: set[StorageId] = set()  # from activations, integers as well
     for node in nodes:
-        found = frozenset[StorageId]().union(*(sources.get(value, frozenset((value,))) for value in node.reads))
+        origins = frozenset[StorageId]().union(*(sources.get(value, frozenset((value,))) for value in node.reads))
         is_computed = node.kind == "product" or any(value in activations or value in computed for value in node.reads)
         if node.kind == "product":
             streams |= sources.get(node.data, frozenset((node.data,)))
         if node.kind in ("product", "attention") or (node.is_table and is_computed):
-            found = frozenset()
+            origins = frozenset()
         elif node.is_table:
-            found = frozenset(node.writes)
+            origins = frozenset(node.writes)
         for value in node.writes:
-            sources[value] = found
+            sources[value] = origins
         if is_computed:
             computed.update(node.writes)
     return streams & activations

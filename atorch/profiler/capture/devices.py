@@ -1,9 +1,9 @@
-"""Stand-ins for the operations of another device, where these change what is kept for backward.
+"""Substitutes for operations whose saved tensors differ on another device.
 
-On CPUs, attention with dropout or with a learned bias writes its scores out, and dropout keeps a mask as large as its
-input; on GPUs attention is one kernel in either case, and a mask is a byte an element. GPUs write scores out where none
-of their kernels takes a call: with keys that heads share, in fp32, before Ampere, and with a mask on all but Hopper and
-data-center Blackwell; and with a mask of which rows do not lie in a row.
+On CPUs, attention with dropout or a learned bias writes its scores, and dropout saves a mask as large as its input. On
+GPUs both kinds of attention are one kernel, and a mask takes a byte an element. GPUs write scores if no kernel accepts
+a call: with grouped keys in fp32, before Ampere, or with a mask on devices other than Hopper and data-center Blackwell;
+and with a mask whose last dimension is not contiguous.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _IN_FP32 = (
     *("binary_cross_entropy_with_logits", "kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "exp", "log", "log1p"),
     *("pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "sum", "prod", "cumsum", "cumprod"),
 )
-"""Operations that autocast runs in fp32 on GPUs, most of them not on CPUs: https://docs.pytorch.org/docs/stable/amp.html"""
+"""Operations that autocast runs in fp32 on GPUs, but mostly not on CPUs (docs.pytorch.org/docs/stable/amp.html)."""
 
 _NARROW = (torch.float16, torch.bfloat16)
 _AMPERE = (8, 0)  # compute capability
-_CUDNN_FIRST = (9, 10)  # of Hopper and Blackwell, the only ones where PyTorch asks cuDNN before it writes scores
+_CUDNN_FIRST = (9, 10)  # Hopper and Blackwell: only there PyTorch tries cuDNN before it writes scores
 _WIDEST = 256  # features of a head
 
 
 def as_on(device_type: str, capability: tuple[int, int] | None = None) -> AbstractContextManager[Any]:
-    """Operations on tensors of the CPU are traced as they would be on a device of this type.
+    """Trace operations on CPU tensors as on a device of this type.
 
-    capability: of a CUDA device, which decides what kernels it has; None: an A100's.
+    capability: of a CUDA device, which decides its kernels; None: an A100's.
     """
     return _AsOnGpu(capability or _AMPERE) if device_type == "cuda" else nullcontext()
 
 
 class _AsOnGpu(TorchFunctionMode):
-    """Chooses the operations that CUDA devices have for dropout and attention."""
+    """Substitutes the operations of CUDA devices for dropout and attention."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """One kernel that writes no scores, where the GPU has one that takes the call."""
-    if query.dim() != 4:  # no kernel takes these, nor do those of CPUs
+    """A fused kernel that writes no scores, if the GPU has one for the call."""
+    if query.dim() != 4:  # no kernel accepts these, neither on CPUs
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -82,7 +82,7 @@ def _attention(
     if not _has_kernel(capability, query, key, value, attn_mask, dtype in _NARROW, is_grouped):
         return _written_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, dtype)
     mask = attn_mask if attn_mask is None else attn_mask.detach()
-    if query.shape[-1] != value.shape[-1] and isinstance(query, FakeTensor):  # no kernel of CPUs takes them
+    if query.shape[-1] != value.shape[-1] and isinstance(query, FakeTensor):  # no CPU kernel accepts these
         return _efficient(query, key, value, mask, is_causal, scale, dtype)
     return functional.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -94,7 +94,7 @@ def _has_kernel(
 ) -> bool:
     """True if PyTorch 2.11 finds a fused kernel: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 
-    An H200 was asked by `torch._fused_sdp_choice` (benchmarks/measured/h200.json, `attention_kernels`).
+    Checked with `torch._fused_sdp_choice` on an H200 (benchmarks/measured/h200.json, `attention_kernels`).
     """
     if (mask is not None and mask.stride(-1) != 1) or (not is_grouped and query.shape[1] != key.shape[1]):
         return False
@@ -111,7 +111,7 @@ def _has_kernel(
 def _efficient(
     query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None, dtype: torch.dtype
 ) -> Any:
-    query, key, value = (each.to(dtype) for each in (query, key, value))
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     bias = None if mask is None else _additive(mask, dtype).to(dtype).expand(*query.shape[:-1], key.shape[-2])
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     return attend(query, key, value, bias, True, is_causal=is_causal, scale=scale)[0]
@@ -133,10 +133,10 @@ def _written_attention(
     scale: float | None,
     dtype: torch.dtype,
 ) -> Any:
-    """The formula, 16 bits in fp32, as torch computes it on a GPU where no kernel takes the call."""
+    """Unfused attention, in fp32 for 16-bit inputs, as torch computes it on a GPU without a kernel for the call."""
     with torch.autocast("cpu", enabled=False):
         times, factor = query.shape[-3] // key.shape[-3], (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-        query, key, value = (_widened(each.to(dtype)) for each in (query, key, value))
+        query, key, value = (_widened(tensor.to(dtype)) for tensor in (query, key, value))
         if times > 1:
             key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
         scores = (query * factor) @ (key * factor).transpose(-2, -1)

@@ -1,7 +1,7 @@
-"""Fake tensors, and values of integers that are known all the same.
+"""Fake tensors, with real values for integers.
 
-Positions, masks and tokens do not depend on weights: they are computed for real, so that a model may look at them, as
-one does that leaves out a causal mask where no sequence is padded. Whatever meets a weight is fake, without memory.
+Positions, masks and tokens do not depend on weights. They are computed for real, so a model may inspect them, for
+example to skip the mask if no sequence is padded. Everything computed from a weight is fake and has no memory.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from atorch.errors import ArgumentError
 from atorch.model.tensors import local_part, tensors_of
 
-_MOST = 2**26  # elements that an operation on known values may make
+_MOST = 2**26  # elements that an operation on known values may create
 _aten = torch.ops.aten
 
 
 class Fakes:
     """Makes fake tensors of a device, and runs a model on them.
 
-    dtype: of what is in floating point, whatever it is in; None: that of each.
+    dtype: replaces floating-point dtypes; None: keeps each tensor's own.
     """
 
     def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> None:
         self._device, self._dtype = torch.device(device), dtype
-        # Real tensors that a model still holds, in lists or closures, become fakes where they are used.
+        # Real tensors that a model still holds, in lists or closures, become fakes on use.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape and no memory: of a DTensor, of the part that this process has.
+        """A tensor of the same shape without memory; for a DTensor, of this process's local part.
 
         Raises:
-            ArgumentError: it is sparse or ragged.
+            ArgumentError: the tensor is sparse or ragged.
         """
         tensor = local_part(tensor)
         if tensor.layout != torch.strided or tensor.is_nested:
@@ -54,7 +54,7 @@ class Fakes:
         return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     def fake_unless_known(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake, or a copy of integers that have values."""
+        """A fake, or a real copy of integers with values."""
         if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
             return self.fake(tensor)
         return tensor.detach().to(self._device, copy=True)
@@ -66,7 +66,7 @@ class Fakes:
 
 
 class _Known(TorchDispatchMode):
-    """Runs for real what has only known integers to go by, and else leaves it to the fakes."""
+    """Runs operations on known integers for real, and leaves others to the fakes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -81,17 +81,17 @@ class _Known(TorchDispatchMode):
 def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
     tensors = list(tensors_of((args, kwargs)))
     if not tensors:
-        is_small = all(abs(each) <= _MOST for each in args if isinstance(each, (int, float)))
+        is_small = all(abs(number) <= _MOST for number in args if isinstance(number, (int, float)))
         return func._overloadpacket is _aten.arange and is_small
-    if any(isinstance(each, FakeTensor) or each.is_floating_point() for each in tensors):
+    if any(isinstance(tensor, FakeTensor) or tensor.is_floating_point() for tensor in tensors):
         return False
-    if math.prod(max(1, each.numel()) for each in tensors) <= _MOST:
+    if math.prod(max(1, tensor.numel()) for tensor in tensors) <= _MOST:
         return True
     try:
-        made = func(*args, **kwargs)  # a fake: what is added element by element, or joined, makes no pairs
+        made = func(*args, **kwargs)  # on fakes, to get the real size: elementwise operations and joins create no pairs
     except (DynamicOutputShapeException, DataDependentOutputException):
         return False
-    return sum(each.numel() for each in tensors_of(made)) <= _MOST
+    return sum(tensor.numel() for tensor in tensors_of(made)) <= _MOST
 
 
 def _is_grouped(func: Any, args: Any) -> bool:
@@ -99,8 +99,8 @@ def _is_grouped(func: Any, args: Any) -> bool:
 
 
 def _grouped(args: Any, offsets: Any = None) -> torch.Tensor:
-    """Result of (tokens, inner) @ (experts, inner, columns) or (inner, tokens) @ (tokens, columns) of every expert,
-    the gradient of its weight; the fakes' own kernel refuses all but bfloat16.
+    """Result of (tokens, inner) @ (experts, inner, columns), or of the weights' gradients (inner, tokens) @ (tokens,
+    columns) for every expert; the fakes' own kernel refuses all dtypes but bfloat16.
     """
     data, weight, *others = args
     ends = others[0] if others else offsets

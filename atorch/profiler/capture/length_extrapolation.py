@@ -1,8 +1,8 @@
-"""Records of long samples, from those of short ones.
+"""Extrapolates records of long samples from those of short ones.
 
-What stands in for a fused scan goes through its tokens one by one, and takes minutes at full length. A block calls the
-same operations at any length, and what each reads, writes and computes is at most quadratic in the tokens: three short
-samples determine it, and a fourth tells whether they do. What goes through chunks is quick enough at full length.
+The unfused substitute of a scan kernel loops over tokens, and takes minutes at full length. A block calls the same
+operations at any length, and their reads, writes and FLOPs are at most quadratic in the tokens. So three short samples
+determine them, and a fourth checks the fit. Loops over chunks are fast enough at full length.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _OF_NODE = ("rows", "inner", "columns", "elements", "left")
 
 
 def foretold(record: Callable[[int], Recorder], length: int) -> Recorder | None:
-    """The record of a sample of `length` tokens; None where it has no loop over tokens, or short samples do not tell.
+    """The record of a sample of `length` tokens; None if it has no loop over tokens, or short samples do not fit.
 
     Args:
-        record: records a sample of so many tokens.
+        record: records a sample of a given number of tokens.
     """
     short: list[Recorder] = []
     for times in (*TIMES, CHECK):
@@ -34,16 +34,16 @@ def foretold(record: Callable[[int], Recorder], length: int) -> Recorder | None:
     check = short.pop()
     if not _is_alike([*short, check]):
         return None
-    seen = [_get(slot) for slot in _slots(check)]
-    found = [value for _, value in _foretold(short, CHECK)]
-    if any(abs(one - two) > _TOLERANCE * two for one, two in zip(found, seen, strict=True)):
+    recorded = [_get(slot) for slot in _slots(check)]
+    extrapolated = [value for _, value in _extrapolated(short, CHECK)]
+    if any(abs(one - two) > _TOLERANCE * two for one, two in zip(extrapolated, recorded, strict=True)):
         return None
     return at_length(short, length)
 
 
 def at_length(short: Sequence[Recorder], length: int) -> Recorder:
-    """The last of records of TIMES units of tokens, with the numbers of `length` tokens."""
-    for (home, name), value in list(_foretold(short, length / UNIT)):
+    """The last of the records of TIMES units of tokens, updated to the figures of `length` tokens."""
+    for (home, name), value in list(_extrapolated(short, length / UNIT)):
         if isinstance(home, dict):
             home[name] = value
         else:
@@ -51,21 +51,21 @@ def at_length(short: Sequence[Recorder], length: int) -> Recorder:
     return short[-1]
 
 
-def _foretold(short: Sequence[Recorder], times: float) -> Iterator[tuple[tuple[Any, Any], float]]:
-    """Each number's place in the last record, and its value at so many units, on a parabola (Lagrange's formula)."""
+def _extrapolated(short: Sequence[Recorder], times: float) -> Iterator[tuple[tuple[Any, Any], float]]:
+    """Each figure's place in the last record, and its value at `times` units on a parabola (Lagrange's formula)."""
     weights = ((times - 2) * (times - 3) / 2, -(times - 1) * (times - 3), (times - 1) * (times - 2) / 2)
     for slots in zip(*map(_slots, short), strict=True):
         values = [_get(slot) for slot in slots]
-        found = sum(weight * value for weight, value in zip(weights, values, strict=True))
-        yield slots[-1], round(found) if isinstance(values[-1], int) else found
+        extrapolated = sum(weight * value for weight, value in zip(weights, values, strict=True))
+        yield slots[-1], round(extrapolated) if isinstance(values[-1], int) else extrapolated
 
 
 def _num_calls(recorder: Recorder) -> int:
-    return sum(each.num_calls for each in recorder.stretches)
+    return sum(stretch.num_calls for stretch in recorder.stretches)
 
 
 def _slots(recorder: Recorder) -> Iterator[tuple[Any, Any]]:
-    """The places of a record's numbers, each as an object or a dict and the name there."""
+    """The places of a record's figures, each as an object or a dict, and the name in it."""
     yield recorder, "output_bytes"
     for stretch in recorder.stretches:
         yield stretch, "seq_len"
@@ -78,17 +78,17 @@ def _slots(recorder: Recorder) -> Iterator[tuple[Any, Any]]:
 
 def _get(slot: tuple[Any, Any]) -> float:
     home, name = slot
-    found: float = home[name] if isinstance(home, dict) else getattr(home, name)
-    return found
+    figure: float = home[name] if isinstance(home, dict) else getattr(home, name)
+    return figure
 
 
 def _is_alike(recorders: Sequence[Recorder]) -> bool:
-    """True if the same operations ran, on as many values."""
+    """True if the same operations ran, on equal numbers of values."""
     first, *others = (
         [
-            (each.block, len(each.saved), len(each.inputs), len(each.read), [one.node.kind for one in each.operations])
-            for each in recorder.stretches
+            (run.block, len(run.saved), len(run.inputs), len(run.read), [call.node.kind for call in run.operations])
+            for run in recorder.stretches
         ]
         for recorder in recorders
     )
-    return all(each == first for each in others)
+    return all(other == first for other in others)

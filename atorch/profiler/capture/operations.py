@@ -1,8 +1,8 @@
 """Classifies aten operations for the planner: products with a weight, attention, and a few other kinds.
 
-Operations are seen below autograd, where `nn.Linear`, `einsum`, `Conv1D` and `@` have become a handful of products, and
-scaled dot-product attention is one fused operation or products of activations (torch's own FLOP counter misses the one
-that runs on CPUs). FLOPs count a multiply-add as two.
+Operations are recorded below autograd, where `nn.Linear`, `einsum`, `Conv1D` and `@` are a few kinds of products, and
+scaled dot-product attention is one fused operation or products of activations (torch's own FLOP counter misses the CPU
+kernel). FLOPs count a multiply-add as two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FUSED_ATTENTION = frozenset(
         _aten._scaled_dot_product_fused_attention_overrideable,
     )
 )
-_PLACES: Mapping[Any, tuple[int, int]] = {  # where a product has its two matrices
+_PLACES: Mapping[Any, tuple[int, int]] = {  # positions of a product's two matrices
     _aten.mm: (0, 1),
     _aten.bmm: (0, 1),
     _aten.mv: (0, 1),
@@ -38,7 +38,7 @@ _PLACES: Mapping[Any, tuple[int, int]] = {  # where a product has its two matric
     _aten._grouped_mm: (0, 1),
 }
 _KINDS: Mapping[Any, OpKind] = {
-    # What needs all features of a token at once, if it reduces over them: norms.
+    # Reductions over all features of a token need them at once: norms.
     **dict.fromkeys(
         (
             _aten.native_layer_norm, _aten._fused_rms_norm, _aten.native_group_norm, _aten.mean, _aten.sum, _aten.var,
@@ -65,13 +65,13 @@ class MatmulOp:
     data: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-    splits: bool = True  # whether its columns or rows can be divided, as a convolution's are not
-    stacked: bool = False  # a weight for each expert
+    splits: bool = True  # False if its columns and rows cannot be split, as in a convolution
+    stacked: bool = False  # one weight for each expert
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOp:
-    """Products of activations with each other: fused attention, or its scores, or its values."""
+    """Products of activations: fused attention, its scores, or its weighted values."""
 
     flops: float
     query: torch.Tensor
@@ -79,7 +79,7 @@ class AttentionOp:
     head_dim: int
     num_heads: int = 0
     num_kv_heads: int = 0
-    batch: int = 0  # batch and heads, where they are one dimension
+    batch: int = 0  # batch times heads, if they are one dimension
     is_causal: bool = False
 
 
@@ -114,19 +114,19 @@ def product_of(packet: Any, args: tuple[Any, ...], out: Any, is_weight: IsWeight
 
 
 def _grouped(data: torch.Tensor, weight: torch.Tensor) -> MatmulOp:
-    """Tokens sorted by expert, (tokens, inner) @ (experts, inner, columns): each gets its share, evenly."""
+    """Tokens sorted by expert, (tokens, inner) @ (experts, inner, columns), assumed to be spread evenly."""
     experts = weight.shape[0]
     rows = data.numel() / data.shape[-1] / experts
     return MatmulOp(rows, data.shape[-1], weight.shape[-1], experts, data, weight, stacked=True)
 
 
 def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> MatmulOp:
-    """The matrices of its implicit product: places and samples are rows, a window of the inputs is inner."""
+    """The implicit product of a convolution: output positions are rows, a window of the input is inner."""
     data, weight, transposed, groups = args[0], args[1], args[6], args[8]
-    places = (data if transposed else out).numel() / (data if transposed else out).shape[1]
+    positions = (data if transposed else out).numel() / (data if transposed else out).shape[1]
     columns = math.prod(weight.shape[1:]) if transposed else weight.shape[0] // groups
     inner = weight.shape[0] // groups if transposed else math.prod(weight.shape[1:])
-    return MatmulOp(places, inner, columns, groups, data, weight, splits=False)
+    return MatmulOp(positions, inner, columns, groups, data, weight, splits=False)
 
 
 def attention_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionOp | None:
@@ -137,7 +137,7 @@ def attention_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if func._overloadpacket not in _FUSED_ATTENTION:
         return None
     query, key, value = args[:3]
-    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     is_causal = bool(named.get("is_causal")) and query.shape[-2] == key.shape[-2]
     share = 0.5 if is_causal else 1.0
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]

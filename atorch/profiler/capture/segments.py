@@ -1,9 +1,9 @@
-"""From the stretches of a forward pass to the segments of a profile.
+"""Converts the stretches of a forward pass to the segments of a profile.
 
-Every stretch that ran becomes a segment; equal ones that follow one another become one, with a count. What little lies
-between the copies of one run is spread over them, so that sums stay what they are. A tensor that several blocks are
-given, such as a mask or an encoder's output, is saved once, by the stretch that computed it; parameters belong to
-the stretch that uses them first.
+Every stretch becomes a segment; consecutive equal segments become one, with a count. Small parts between the copies of
+a run are spread over the copies, so sums are preserved. A tensor that several blocks read, such as a mask or an
+encoder's output, counts as saved once, by the stretch that computed it. Parameters belong to the stretch that uses them
+first.
 """
 
 from __future__ import annotations
@@ -22,26 +22,24 @@ from atorch.profiler.capture.recording import Operation, Recorder, Stretch
 
 @dataclass(frozen=True)
 class Ownership:
-    """A model's parameters by number, and which of them each block holds."""
+    """A model's parameters by number, and the parameters of each block."""
 
     parameters: Sequence[nn.Parameter]
     of_block: Mapping[str, frozenset[int]]
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Mapping[str, nn.Module]) -> Ownership:
-        """Numbers in the order of `model.parameters()`."""
+        """Number parameters in the order of `model.parameters()`."""
         parameters = list(model.parameters())
-        numbers = {id(each): number for number, each in enumerate(parameters)}
-        return cls(
-            parameters,
-            {name: frozenset(numbers[id(each)] for each in block.parameters()) for name, block in blocks.items()},
-        )
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        keys_of = {name: map(id, block.parameters()) for name, block in blocks.items()}
+        return cls(parameters, {name: frozenset(numbers[key] for key in keys) for name, keys in keys_of.items()})
 
     def elements(self, numbers: AbstractSet[int]) -> float:
         return float(sum(self.parameters[number].numel() for number in numbers))
 
     def sizes(self, numbers: AbstractSet[int]) -> tuple[float, ...]:
-        """Elements of each, the last one first."""
+        """Elements of each parameter, the last one first."""
         return tuple(float(self.parameters[number].numel()) for number in sorted(numbers, reverse=True))
 
     def trainable(self, numbers: AbstractSet[int]) -> frozenset[int]:
@@ -50,7 +48,7 @@ class Ownership:
 
 @dataclass
 class _Figures:
-    """Figures of one stretch that ran, apart from what it is given and which parameters are counted elsewhere."""
+    """Figures of one stretch, except its inputs and the parameters counted elsewhere."""
 
     segment: Segment
     split: frozenset[int]
@@ -59,23 +57,23 @@ class _Figures:
 
 @dataclass
 class _Run:
-    """Equal copies, and what lies between them."""
+    """Equal copies, and the parts between them."""
 
     segment: Segment
     between: list[Segment] = field(default_factory=list)
 
     def spread(self) -> Segment:
-        """One copy, with its share of what is between."""
+        """One copy, with its share of the parts between."""
         segment = self.segment
-        for each in self.between:
-            segment = _with_share(segment, each, 1.0 / segment.count)
+        for part in self.between:
+            segment = _with_share(segment, part, 1.0 / segment.count)
         return segment
 
 
 def segments_of(recorder: Recorder, ownership: Ownership, samples: int, *, joined: bool = True) -> tuple[Segment, ...]:
-    """The segments of a pass over so many samples, in the order of execution; a model without blocks is one.
+    """The segments of a pass over `samples`, in the order of execution; a model without blocks is one segment.
 
-    Where they are not joined, one for each stretch.
+    Without `joined`, one segment for each stretch.
     """
     segments = _Assembly(recorder, ownership, samples).segments()
     return tuple(_joined(segments) if joined else segments)
@@ -85,17 +83,17 @@ class _Assembly:
     def __init__(self, recorder: Recorder, ownership: Ownership, samples: int) -> None:
         self.stretches, self.made, self.activations = recorder.stretches, recorder.made, recorder.activations
         self.ownership, self.samples = ownership, samples
-        run = {each.block for each in self.stretches if each.block}
+        run = {stretch.block for stretch in self.stretches if stretch.block}
         self.in_blocks = frozenset[int]().union(*(ownership.of_block[name] for name in run))
         self.shared = self._shared_inputs()
         self.leaving = self._leaving()
         self.figures: dict[int, _Figures] = {}
-        tables = [ownership.parameters[number].shape[0] for each in self.stretches for number in each.tables]
+        tables = [ownership.parameters[number].shape[0] for stretch in self.stretches for number in stretch.tables]
         self.vocabulary = max(tables, default=0)
 
     def segments(self) -> Iterator[Segment]:
         counted: set[int] = set()
-        used = {number for each in self.stretches for number in each.params} | self.in_blocks
+        used = {number for stretch in self.stretches for number in stretch.params} | self.in_blocks
         unused = set(range(len(self.ownership.parameters))) - used
         elsewhere = self._saved_elsewhere()
         for place, stretch in enumerate(self.stretches):
@@ -141,7 +139,7 @@ class _Assembly:
         return value in stretch.inputs and value not in self.shared
 
     def _input_bytes(self, stretch: Stretch) -> int:
-        """Activations that enter; masks and positions can be had on every device."""
+        """Bytes of input activations, without masks and positions, which every device can compute."""
         entering = stretch.inputs if stretch.block else stretch.read
         return sum(size for value, size in entering.items() if value in self.activations)
 
@@ -154,29 +152,29 @@ class _Assembly:
         return frozenset(shared)
 
     def _saved_elsewhere(self) -> dict[int, int]:
-        """Bytes by stretch that it computed and that blocks were the first to save of what they share."""
-        found: dict[int, int] = {}
+        """Bytes by stretch of shared values that the stretch computed, but blocks saved first."""
+        sizes: dict[int, int] = {}
         for stretch in self.stretches:
             for value, size in stretch.saved.items():
                 if value in stretch.inputs and value in self.shared:
                     place = self.made.get(value, 0)
-                    found[place] = found.get(place, 0) + size
-        return found
+                    sizes[place] = sizes.get(place, 0) + size
+        return sizes
 
     def _leaving(self) -> dict[int, set[StorageId]]:
-        """Values of each stretch that later ones use."""
-        found: dict[int, set[StorageId]] = {}
+        """Values of each stretch that later stretches use."""
+        leaving: dict[int, set[StorageId]] = {}
         for place, stretch in enumerate(self.stretches):
             for value in (*stretch.inputs, *stretch.read):
                 if self.made.get(value, place) != place:
-                    found.setdefault(self.made[value], set()).add(value)
-        return found
+                    leaving.setdefault(self.made[value], set()).add(value)
+        return leaving
 
     def _figures(self, place: int, stretch: Stretch) -> _Figures:
         operations = stretch.operations
-        launched = sum(each.is_launched for each in operations)
+        launched = sum(operation.is_launched for operation in operations)
         layout = derive(
-            [each.node for each in operations],
+            [operation.node for operation in operations],
             self.activations,
             self.leaving.get(place, ()),
             0 if stretch.block else self.vocabulary,
@@ -186,7 +184,7 @@ class _Assembly:
             num_params=0.0,
             num_trainable=0.0,
             matmuls=self._matmuls(operations, layout),
-            attention_flops=sum(each.flops for each in operations),
+            attention_flops=sum(operation.flops for operation in operations),
             inside=_region(stretch, layout, is_inside=True),
             outside=_region(stretch, layout, is_inside=False),
             num_ops=float(launched + stretch.num_views if launched else 0),
@@ -198,9 +196,9 @@ class _Assembly:
             working = float(operations[largest].working_bytes)
             segment = replace(segment, working_bytes=working, split_working=largest in layout.inside)
         heads, kv_heads = _heads(operations, layout, self.samples)
-        experts = [each for each in segment.matmuls if each.of_experts]
-        by_rows = [each for each in experts if each.split == "rows"]
-        num_experts = min((each.count for each in by_rows or experts), default=0.0)
+        experts = [product for product in segment.matmuls if product.of_experts]
+        by_rows = [product for product in experts if product.split == "rows"]
+        num_experts = min((product.count for product in by_rows or experts), default=0.0)
         segment = replace(segment, num_heads=heads, num_kv_heads=kv_heads, num_experts=int(num_experts))
         segment = replace(segment, **_attention(operations))
         of_experts = frozenset(
@@ -215,20 +213,20 @@ class _Assembly:
         return frozenset(number for place in places for number in operations[place].weight)
 
     def _matmuls(self, operations: Sequence[Operation], layout: SplitAnalysis) -> tuple[Matmul, ...]:
-        """Products of one shape together; those of experts with the rows that arrive on average."""
+        """Products grouped by shape; those of experts have their mean number of rows."""
         rows: dict[Matmul, list[float]] = {}
         for place, split in layout.splits.items():
             operation, of_experts = operations[place], place in layout.of_experts
-            each = operation.node.rows / operation.count
+            num_rows = operation.node.rows / operation.count
             product = Matmul(
-                rows=0.0 if of_experts else each,
+                rows=0.0 if of_experts else num_rows,
                 inner=operation.node.inner,
                 columns=operation.node.columns,
                 split=split,
                 trainable=bool(self.ownership.trainable(frozenset(operation.weight))),
                 of_experts=of_experts,
             )
-            rows.setdefault(product, []).extend([each] * operation.count)
+            rows.setdefault(product, []).extend([num_rows] * operation.count)
         return tuple(
             replace(product, rows=sum(found) / len(found), count=float(len(found))) for product, found in rows.items()
         )
@@ -240,16 +238,16 @@ def _region(stretch: Stretch, layout: SplitAnalysis, *, is_inside: bool) -> Regi
         for value, size in stretch.saved.items()
         if value not in stretch.inputs and (value in layout.inside_values) == is_inside
     }
-    # Scores that are written out grow with the square of the sequence: they are recomputed, fused attention is not.
-    kept = (each.node for each in stretch.operations if each.node.kind == "product" or each.num_heads)
+    # Selective recomputation keeps fused attention, but not written scores, which grow with the square of the sequence.
+    kept = (call.node for call in stretch.operations if call.node.kind == "product" or call.num_heads)
     results = {value for node in kept for value in node.writes}
     return Region(
         saved_bytes=float(sum(saved.values())),
         selective_bytes=float(sum(size for value, size in saved.items() if value in results)),
         traffic_bytes=float(
             sum(
-                each.moved_bytes
-                for place, each in enumerate(stretch.operations)
+                operation.moved_bytes
+                for place, operation in enumerate(stretch.operations)
                 if (place in layout.inside) == is_inside
             )
         ),
@@ -257,26 +255,27 @@ def _region(stretch: Stretch, layout: SplitAnalysis, *, is_inside: bool) -> Regi
 
 
 def _attention(operations: Sequence[Operation]) -> dict[str, Any]:
-    """The fields of a segment that say how it attends; heads are what the first of its products sums over."""
-    found = [each for each in operations if each.flops and each.node.kind != "kernel"]
-    fused = [each for each in found if each.num_heads]
+    """A segment's fields about attention; the first product sums over a head's features."""
+    attentions = [operation for operation in operations if operation.flops and operation.node.kind != "kernel"]
+    fused = [operation for operation in attentions if operation.num_heads]
     return {
-        "head_dim": min((each.head_dim for each in fused or found), default=0),
-        "is_causal": bool(fused) and all(each.is_causal for each in fused),
-        "writes_scores": bool(found) and not fused,
+        "head_dim": min((operation.head_dim for operation in fused or attentions), default=0),
+        "is_causal": bool(fused) and all(operation.is_causal for operation in fused),
+        "writes_scores": bool(attentions) and not fused,
     }
 
 
 def _dispatched_bytes(operations: Sequence[Operation], layout: SplitAnalysis) -> float:
-    """Tokens that experts get, each product's input once."""
+    """Bytes of tokens dispatched to experts, each product's input once."""
     sizes = {operations[place].node.data: operations[place].data_bytes for place in layout.of_experts}
     return float(sum(size for value, size in sizes.items() if value in layout.dispatched))
 
 
 def _heads(operations: Sequence[Operation], layout: SplitAnalysis, samples: int) -> tuple[int, int]:
-    """Attention's heads, and those of keys and values, which may have been repeated to match.
+    """The numbers of query heads and of key heads before repetition.
 
-    The columns of the products that made queries and keys tell; one product that made both made the values as well.
+    They follow from the columns of the products that made queries and keys; one product that made both made the values
+    as well.
     """
     if layout.attention is None:
         return 0, 0
@@ -298,7 +297,7 @@ def _heads(operations: Sequence[Operation], layout: SplitAnalysis, samples: int)
 
 
 def _joined(segments: Iterator[Segment]) -> Iterator[Segment]:
-    """Equal copies in a row as one segment, and what lies between others as segments of their own."""
+    """Join consecutive equal copies to one segment; parts between different blocks stay segments."""
     done: list[Segment] = []
     run: _Run | None = None
     waiting: Segment | None = None
@@ -318,9 +317,9 @@ def _joined(segments: Iterator[Segment]) -> Iterator[Segment]:
 
 
 def _named(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """Parts between blocks named by where they are, and with as long a sequence as the blocks before or after."""
+    """Name parts between blocks by position, and give them the sequence length of neighbouring blocks."""
     last = len(segments) - 1
-    lengths = [each.sequence_length for each in segments if each.is_block]
+    lengths = [segment.sequence_length for segment in segments if segment.is_block]
     length = lengths[0] if lengths else 0
     for place, segment in enumerate(segments):
         length = segment.sequence_length or length
@@ -333,7 +332,7 @@ def _is_anything(segment: Segment) -> bool:
 
 
 def _with_share(segment: Segment, other: Segment, share: float) -> Segment:
-    """A segment with a share of what another one does and holds."""
+    """A segment with a share of another segment's figures added."""
 
     def both(name: str) -> float:
         return float(getattr(segment, name) + share * getattr(other, name))
@@ -352,7 +351,7 @@ def _with_share(segment: Segment, other: Segment, share: float) -> Segment:
         trainable_sizes=() if other.num_trainable else segment.trainable_sizes,
         split_params=both("split_params"),
         tied_params=both("tied_params"),
-        matmuls=segment.matmuls + tuple(replace(each, count=share * each.count) for each in other.matmuls),
+        matmuls=segment.matmuls + tuple(replace(product, count=share * product.count) for product in other.matmuls),
         attention_flops=both("attention_flops"),
         inside=region(segment.inside, other.inside),
         outside=region(segment.outside, other.outside),

@@ -1,7 +1,7 @@
-"""Modules outside of blocks that do not work token by token: where ranks have some tokens, they are given all.
+"""Detects modules outside of blocks that do not work token by token: ranks must give them all tokens.
 
-What is tried when a model is split (`runtime/sequence_parallel/outside.py`) is foreseen here on fake tensors: a module
-runs again on half of the tokens. What it gives must be half as long, and nothing that it makes by itself may be.
+The check of a real split (`runtime/sequence_parallel/outside.py`) is repeated here on fake tensors: a module runs again
+on half of the tokens. Its output must be half as long, and tensors that it makes by itself must not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atorch.profiler.capture.recording import Recorder
 
 
 def watch_outside(recorder: Recorder, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Note of each stretch whether a module with parameters runs in it that needs all tokens."""
+    """Mark the stretches in which a module with parameters needs all tokens."""
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         stretch = recorder.stretches[-1]
@@ -47,7 +47,7 @@ def _is_by_token(module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool
     try:
         with muted("torch._subclasses.fake_tensor"):
             made, of_few = made_alone(partial(module.forward, *few_args, **few_kwargs), [few])
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # it takes no others
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # it accepts no other length
         return False
     sizes[1] = few.shape[1]
     return output.shape[1] == tensor.shape[1] and list(made.shape) == sizes and of_few == of_all

@@ -1,9 +1,9 @@
 """The cost of each unit of a model in a step, so that a pipeline can be cut between units.
 
-One forward pass on fake tensors, or a real one where the model cannot run on fakes, is recorded unit by unit. A unit's
-seconds, forward and backward, are those that the planner expects of such operations on the device, so that what the
-planner takes for even is cut evenly; what the strategy makes of a step (precision, recomputation) goes in as it does
-there. What lies between two units counts with the later one: a stage receives what units return and goes on with it.
+One forward pass on fake tensors, or a real one if the model cannot run on fakes, is recorded unit by unit. A unit's
+seconds, forward and backward, are the planner's estimates on the device, so pipeline stages are balanced by the
+planner's own measure. The strategy's precision and recomputation are included. Operations between two units count with
+the later one, since a stage receives the output of units and continues from there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atorch.profiler.trace import trace
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """The cost of one call of a unit on a device."""
+    """Cost of one call of a unit on a device."""
 
     name: str
     seconds: float  # of a micro-batch, forward and backward
@@ -44,11 +44,11 @@ def unit_costs(
     fold: Callable[[Cost], Cost] | None = None,
     parts: Mapping[str, nn.Module] | None = None,
 ) -> tuple[UnitCost, ...]:
-    """The cost of every call of a unit, in the order of execution; a unit that is called twice is there twice.
+    """Costs of every call of a unit, in the order of execution; a unit that is called twice appears twice.
 
     Args:
-        sample_batch: what `call_model(model, batch)` and `loss_func(batch, output)` take; its tensors may be anywhere.
-        fold: what the strategy makes of the cost of plain training, its micro-batches among others; None: nothing.
+        sample_batch: the batch of `call_model(model, batch)` and `loss_func(batch, output)`, on any device.
+        fold: applies the strategy to the cost of plain training, including micro-batches; None: plain training.
         parts: the units by name; None: those of `blocks.units`.
 
     Raises:
@@ -66,18 +66,18 @@ def unit_costs(
     cost, blocks = plain_cost(profile), repeated_blocks(model)
     if fold is not None:
         cost = fold(cost)
-    found: list[UnitCost] = []
+    costs: list[UnitCost] = []
     waiting: UnitCost | None = None
     for segment in cost.segments:
-        made = _unit_cost(cost, replace(segment, is_block=segment.name in blocks), device)
+        unit = _unit_cost(cost, replace(segment, is_block=segment.name in blocks), device)
         if segment.name:
-            found.append(_with(made, waiting))
+            costs.append(_with(unit, waiting))
             waiting = None
         else:
-            waiting = made
-    if found:
-        found[-1] = _with(found[-1], waiting)
-    return tuple(found)
+            waiting = unit
+    if costs:
+        costs[-1] = _with(costs[-1], waiting)
+    return tuple(costs)
 
 
 def _with(unit: UnitCost, other: UnitCost | None) -> UnitCost:
@@ -92,7 +92,7 @@ def _with(unit: UnitCost, other: UnitCost | None) -> UnitCost:
 
 
 def _unit_cost(cost: Cost, segment: Segment, device: DeviceSpec) -> UnitCost:
-    """A unit holds parameters that it shares with others as well; an operation of a GPU hides the next one's launch."""
+    """Cost of a unit. Shared parameters count in every unit that holds them; on a GPU, running hides launches."""
     computed, share = seconds_of_copy(cost, segment, ProductTimes(device)), tokens_share(cost, segment)
     busy = computed.matmul_s + computed.traffic_s
     seconds = max(busy, computed.launch_s) if device.type == "cuda" else busy + computed.launch_s

@@ -1,8 +1,8 @@
 """A model whose parameters, gradients and optimizer states live in chunks, under a budget of device memory.
 
-PatrickStar's idea (Fang et al., arXiv 2108.05818): what is not used now waits on the host. Here the whole pass is
-known before the first one (`trace`), so that what moves when is scheduled beforehand, and the verdict comes before
-anything is moved: it fits, or by how many bytes it does not, and in which operation.
+As in PatrickStar (Fang et al., arXiv 2108.05818), chunks that are not in use wait on the host. Here the whole pass is
+traced before the first one runs (`trace`). So all transfers are scheduled beforehand. If the budget is too small, the
+error comes before anything moves, and states the missing bytes and the operation.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.data_parallel.collective_order import CollectiveOrder
 from atorch.units import format_bytes
 
-ALIGNED = 8  # elements, so that compiled code that was made for one block finds another's parameters as it does its own
-WIDENED_PARTS = 16  # of 16-bit gradients, of which the optimizer widens one at a time
-PINNED_PARTS = 16  # chunks that a model has at least, where some may have room on the device and others not
-TRANSFER_BYTES = 64 * 1024  # what a link could have moved in the time that starting one more transfer takes
+ALIGNED = 8  # elements; so code compiled for one block finds the same alignment in another block's parameters
+WIDENED_PARTS = 16  # parts of the 16-bit gradients; the optimizer widens one part at a time
+PINNED_PARTS = 16  # least number of chunks of a model where some of them may be pinned on the device
+TRANSFER_BYTES = 64 * 1024  # bytes that a link could move in the time that starting one transfer takes
 
 
 def chunk(
@@ -69,42 +69,43 @@ def chunk(
     """Put the model's parameters into chunks, in place.
 
     Args:
-        foreseen: a pass of training, from `trace`.
-        budget_bytes: of the device, for chunks and everything else that lives in forward and backward passes.
+        foreseen: the trace of a training pass, from `trace`.
+        budget_bytes: device memory for chunks and everything else that is live in forward and backward.
         dtype: of floating-point parameters as operations see them; None for their own.
-        values: what parameters were before they were rounded to 16 bits, by parameter.
-        in_place: let gradients lie in the place of 16-bit parameters that have masters; a step after every pass. None:
-            where host memory has no room for them beside.
-        group: processes that share every chunk; None for this one alone.
-        replicas: processes that keep the same share of other copies of the chunks, where `group` is not all.
+        values: the parameters' values before rounding to 16 bits, by parameter.
+        in_place: store gradients in the memory of 16-bit parameters that have masters, which needs a step after every
+            pass. None: only if host memory has no room for separate gradients.
+        group: processes that share every chunk; None for a single process.
+        replicas: processes with the same share of other copies of the chunks, if `group` does not have all processes.
         leave: names of parameters that stay as they are; no operation on the device may take them.
-        compiled: names of modules whose code will be compiled, of which the pass was told.
-        chunk_size: elements that a chunk has at most, larger parameters apart; None for what fetches least.
-        state_bytes: of the optimizer's states for an element; chunks for which the budget has room then live on the
-            device for good and are stepped there, or this process's share of them. None: the host steps all.
-        host_state_bytes: the same of what the host steps, for a check that host memory has room; None for no check.
-        prefetch: chunks that may be on their way before they are needed.
+        compiled: names of modules that will be compiled, as the trace was given them.
+        chunk_size: most elements of a chunk, except for larger parameters; None for the size that fetches least.
+        state_bytes: bytes of optimizer states per element. Chunks for which the budget has room are then pinned on the
+            device and stepped there, or this process's shares of them. None: the host steps all.
+        host_state_bytes: the same for chunks stepped on the host, to check its memory; None for no check.
+        prefetch: most chunks under way before they are needed.
 
     Raises:
-        OutOfBudgetError: no order of fetching keeps the budget, or host memory has no room; the model is as it was, on
-            all processes of `group`.
-        ArgumentError: those have other models, passes or arguments; the models are as they were.
+        OutOfBudgetError: no schedule keeps the budget, or host memory has no room. The model is unchanged on all
+            processes of `group`.
+        ArgumentError: these processes have other models, passes or arguments; the models are unchanged.
         StrategyError: the whole model will be compiled.
     """
     blocks = [model.get_submodule(name) for name in outermost(compiled)]
-    parameters = {name: each for name, each in model.named_parameters() if name not in leave}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name not in leave}
     shards = 1 if group is None else group.size()
 
     def planned() -> _Planned:
         if chunk_size is None:
-            most = None if state_bytes is None else sum(each.numel() for each in parameters.values()) // PINNED_PARTS
+            numel = sum(parameter.numel() for parameter in parameters.values())
+            most = None if state_bytes is None else numel // PINNED_PARTS
             layout = lay_out(
                 parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards, most=most
             )
         else:
             layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards, ALIGNED)
         pinned, beside_bytes = pinned_in(layout, foreseen, budget_bytes, state_bytes, shards)
-        staying = pinned if shards == 1 else frozenset()  # of what is shared a share stays, and is gathered
+        staying = pinned if shards == 1 else frozenset()  # of a shared chunk only the share stays, so it is gathered
 
         def course_of(foreseen: AccessTrace) -> PassSchedule:
             return course(layout, foreseen, budget_bytes - beside_bytes, prefetch, shards, staying)
@@ -114,9 +115,9 @@ def chunk(
     if group is None:
         plan = planned()
     else:
-        given: dict[str, Any] = {"budget_bytes": budget_bytes, "state_bytes": state_bytes, "prefetch": prefetch}
-        given |= {"dtype": dtype, "in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
-        plan = agreed("chunk", lambda: {"arguments": _facts(given)}, planned, _Planned.facts, group)
+        arguments: dict[str, Any] = {"budget_bytes": budget_bytes, "state_bytes": state_bytes, "prefetch": prefetch}
+        arguments |= {"dtype": dtype, "in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
+        plan = agreed("chunk", lambda: {"arguments": _facts(arguments)}, planned, _Planned.facts, group)
     in_place = _fit_host(plan, parameters.values(), shards, in_place, host_state_bytes)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
@@ -133,17 +134,17 @@ def chunk(
     )
     slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
-    way = transfer or transfer_for(device)
+    copies = transfer or transfer_for(device)
     rounds = Rounds(chunks, CollectiveOrder.of([group, replicas], device.type))
-    shared = None if group is None else SharedGradients(chunks, slots, way, names, replicas, rounds)
-    gradients = shared or GradientSink(chunks, slots, way)
-    residency = Residency(chunks, managed, budget_bytes, plan.first, way, plan.staying, plan.beside_bytes, rounds)
+    shared = None if group is None else SharedGradients(chunks, slots, copies, names, replicas, rounds)
+    gradients = shared or GradientSink(chunks, slots, copies)
+    residency = Residency(chunks, managed, budget_bytes, plan.first, copies, plan.staying, plan.beside_bytes, rounds)
     compiled_modules = CompiledModules.of(model, compiled)
     operations = Operations(chunks, slots, gradients, residency, plan.course_of, compiled_modules, rounds)
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
     bound = _Bound(operations)
-    for entry in ("forward", "__call__"):  # a forward that was put on the instance is found before the class's
+    for entry in ("forward", "__call__"):  # a forward set on the instance takes precedence over the class's
         override(model, entry, _in_a_pass, bound)
     override(model, "state_dict", _gathering, bound)
     for block in blocks:
@@ -153,7 +154,7 @@ def chunk(
 
 @dataclass(frozen=True)
 class _Planned:
-    """The layout of chunks, and their moves in the first pass."""
+    """The layout of chunks, and their transfers in the first pass."""
 
     layout: ChunkLayout
     pinned: Collection[int]
@@ -163,8 +164,8 @@ class _Planned:
     first: PassSchedule
 
     def facts(self) -> Mapping[str, Facts]:
-        """Facts that must be equal on processes that share the chunks."""
-        return {"chunks": _facts({f"chunk {each.index}": each for each in self.layout.chunks})}
+        """Facts that must be equal on all processes that share the chunks."""
+        return {"chunks": _facts({f"chunk {spec.index}": spec for spec in self.layout.chunks})}
 
 
 def _fit_host(
@@ -174,19 +175,20 @@ def _fit_host(
     in_place: bool | None,
     state_bytes: float | None,
 ) -> bool:
-    """True if gradients are to lie in the place of parameters, without which host memory has no room for all.
+    """Check host memory. True if gradients are to be stored in place of parameters, by request or for lack of room.
 
     Raises:
-        OutOfBudgetError: it has no room, on all processes.
+        OutOfBudgetError: host memory has no room; on all processes.
     """
     if state_bytes is None:
         return bool(in_place)
-    # The values that are there now are let go of one chunk after another.
-    released = sum(each.nbytes for each in parameters if each.device.type == "cpu" and each.untyped_storage().nbytes())
-    on_host = [each for each in plan.layout.chunks if each.index not in plan.pinned]
+    # The parameters' current host memory is released chunk by chunk.
+    on_cpu = [parameter for parameter in parameters if parameter.device.type == "cpu"]
+    released = sum(parameter.nbytes for parameter in on_cpu if parameter.untyped_storage().nbytes())
+    on_host = [spec for spec in plan.layout.chunks if spec.index not in plan.pinned]
 
     def needed(in_place: bool) -> float:
-        return sum(_on_host(each, state_bytes, in_place) for each in on_host) / shards - released
+        return sum(_host_bytes(spec, state_bytes, in_place) for spec in on_host) / shards - released
 
     if in_place is None:
         in_place = missing_bytes(needed(False)) > 0
@@ -203,8 +205,8 @@ def _fit_host(
     return in_place
 
 
-def _on_host(chunk: ChunkSpec, state_bytes: float, in_place: bool) -> float:
-    """Bytes of a chunk on the host: itself, its gradient, its masters, its states, gradients that are widened."""
+def _host_bytes(chunk: ChunkSpec, state_bytes: float, in_place: bool) -> float:
+    """Host bytes of a chunk: parameters, gradients, masters, optimizer states and widened gradients."""
     itemsize = _itemsize(chunk.dtype)
     if not chunk.trainable:
         return float(chunk.numel * itemsize)
@@ -227,9 +229,9 @@ def lay_out(
     shards: int = 1,
     most: int | None = None,
 ) -> ChunkLayout:
-    """The layout whose schedule costs least; where none keeps the budget, one that misses fewest bytes.
+    """The layout with the cheapest schedule; if none keeps the budget, the one that misses it by the fewest bytes.
 
-    most: elements that a chunk may have, larger parameters apart; None for all.
+    most: most elements of a chunk, except for larger parameters; None for no limit.
     """
 
     items = _by_first_use(parameters, foreseen.accesses, dtype)
@@ -245,7 +247,7 @@ def lay_out(
         return transfer_cost(runs, num_bytes, budget_bytes, TRANSFER_BYTES, prefetch=prefetch)
 
     def least(filling: Filling) -> float:
-        """Every chunk that is used comes once."""
+        """Lower bound: every used chunk is fetched once."""
         num_bytes = sizes(filling)
         used: set[int] = set(filling.chunk_of[uses.used].tolist())
         return sum(num_bytes[chunk] for chunk in used) + TRANSFER_BYTES * len(used)
@@ -261,31 +263,31 @@ def course(
     shards: int = 1,
     pinned: frozenset[int] = frozenset(),
 ) -> PassSchedule:
-    """The moves in a pass of these accesses; `pinned` chunks are on the device for good.
+    """The transfers in a pass with these accesses; `pinned` chunks always stay on the device.
 
     Raises:
-        OutOfBudgetError: nothing keeps the budget.
+        OutOfBudgetError: no schedule keeps the budget.
     """
     by_chunk = _moments(layout, foreseen, shards)
-    found = schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
-    if isinstance(found, Shortfall):
-        moment = found.moment
+    planned = schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
+    if isinstance(planned, Shortfall):
+        moment = planned.moment
         raise OutOfBudgetError(
-            f"the budget is {format_bytes(budget_bytes)}, and {moment.name} misses {found.missing_bytes:,} bytes: "
+            f"the budget is {format_bytes(budget_bytes)}, and {moment.name} misses {planned.missing_bytes:,} bytes: "
             f"beside its parameters, {format_bytes(moment.other_bytes)} of activations and workspace live then. Raise "
             "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
             "(tensor_parallel)"
         )
-    return PassSchedule(by_chunk, found, foreseen.varies)
+    return PassSchedule(by_chunk, planned, foreseen.varies)
 
 
 def pinned_in(
     layout: ChunkLayout, foreseen: AccessTrace, budget_bytes: int, state_bytes: float | None, shards: int = 1
 ) -> tuple[frozenset[int], int]:
-    """The chunks that are stepped on the device, and what it has of them beside the chunks themselves, in bytes."""
+    """The chunks to step on the device, and the bytes of gradients, masters and states that it holds for them."""
     if state_bytes is None:
         return frozenset(), 0
-    beside = [_beside(each, state_bytes, shards) for each in layout.chunks]
+    beside = [_pinned_state_bytes(spec, state_bytes, shards) for spec in layout.chunks]
     by_chunk = _moments(layout, foreseen, shards)
     pinned = choose_pinned(by_chunk, _sizes(layout), beside, budget_bytes, is_shared=shards > 1)
     return pinned, sum(beside[chunk] for chunk in pinned)
@@ -295,17 +297,17 @@ def _moments(layout: ChunkLayout, foreseen: AccessTrace, shards: int) -> list[Sc
     return moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else (), shards)
 
 
-def _beside(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:
-    """Bytes of a chunk's gradient, masters and optimizer states; where it is shared, of the share's, and the share."""
+def _pinned_state_bytes(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:
+    """Bytes of a chunk's gradient, masters and optimizer states; if shared, of the share with the share itself."""
     itemsize = _itemsize(chunk.dtype)
-    masters, own = 4 if itemsize == 2 else 0, itemsize if shards > 1 else 0
-    return int(chunk.numel // shards * (own + itemsize + masters + state_bytes)) if chunk.trainable else 0
+    masters, share = 4 if itemsize == 2 else 0, itemsize if shards > 1 else 0
+    return int(chunk.numel // shards * (share + itemsize + masters + state_bytes)) if chunk.trainable else 0
 
 
 def _by_first_use(
     parameters: Mapping[str, nn.Parameter], accesses: Sequence[Access], dtype: torch.dtype | None
 ) -> list[Item]:
-    """Parameters in order of their first use, those that nothing uses last."""
+    """Parameters in order of their first use, unused ones last."""
     used = dict.fromkeys(name for access in accesses for name in sorted(access.parameters))
     names = [*used, *(name for name in parameters if name not in used)]
     return [
@@ -324,12 +326,12 @@ def _sizes(layout: ChunkLayout) -> list[int]:
 
 
 def _itemsize(dtype: str) -> int:
-    named: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
-    return named.itemsize
+    torch_dtype: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
+    return torch_dtype.itemsize
 
 
 class _Bound:
-    """The operations that manage a model's parameters; a copy of the model has parameters of its own."""
+    """A reference to the operations that manage a model's parameters; copies of the model get none."""
 
     def __init__(self, operations: Operations | None = None) -> None:
         self.operations = operations
@@ -366,7 +368,7 @@ def _compiled_code(call: Callable[..., Any], bound: _Bound) -> Callable[..., Any
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if bound.operations is None:
             return call(self, *args, **kwargs)
-        if not bound.operations.in_a_pass:  # operation by operation, wherever each of them is done
+        if not bound.operations.in_a_pass:  # run eagerly, as each operation chooses its device
             with torch.compiler.set_stance("force_eager"):
                 return call(self, *args, **kwargs)
         with bound.operations.compiled_code(self):

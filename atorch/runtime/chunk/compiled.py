@@ -1,7 +1,7 @@
 """Operations that count as one: compiled code takes all its parameters when it begins, forward and backward.
 
-What order a compiler chose is its own business. So everything that takes parameters of one compiled module, and of
-nothing else between, is one operation that needs all of them: foreseen so, and run so.
+The order inside compiled code is unknown. So consecutive operations on parameters of one compiled module count as one
+operation that needs all of them, in the trace and in the run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from atorch.errors import StrategyError
 
 
 class CompiledModules:
-    """Tells which operations begin one.
+    """Finds the operations that begin a compiled module.
 
     Args:
-        groups: the parameters of each module, by name. Those of modules that share some are one.
+        groups: the parameter names of each module. Modules that share parameters count as one.
     """
 
     def __init__(self, groups: Iterable[Iterable[str]] = ()) -> None:
@@ -30,15 +30,15 @@ class CompiledModules:
 
     @classmethod
     def of(cls, model: nn.Module, names: Iterable[str]) -> CompiledModules:
-        """Those of these modules of `model`."""
-        known = {parameter: name for name, parameter in model.named_parameters()}
-        return cls([known[each] for each in model.get_submodule(name).parameters()] for name in names)
+        """The compiled modules of `model` that have these names."""
+        name_of = {parameter: name for name, parameter in model.named_parameters()}
+        return cls([name_of[parameter] for parameter in model.get_submodule(name).parameters()] for name in names)
 
     def begin(self) -> None:
         self._running = None
 
     def needs(self, names: frozenset[str]) -> frozenset[str] | None:
-        """Parameters that an operation on these needs; None where it is part of the one that runs."""
+        """The parameters that an operation on `names` needs; None if it is part of the running one."""
         whole = next((self._of[name] for name in names if name in self._of), None)
         if whole is None or not names <= whole:
             self._running = None
@@ -49,15 +49,15 @@ class CompiledModules:
         return whole
 
     def __contains__(self, name: str) -> bool:
-        """True if compiled code takes a parameter of this name."""
+        """True if compiled code takes the parameter of this name."""
         return name in self._of
 
 
 def outermost(names: Collection[str]) -> list[str]:
-    """Modules of these that are in no other of them.
+    """The modules among these that are inside no other of them.
 
     Raises:
-        StrategyError: the whole model is one.
+        StrategyError: the whole model is among them.
     """
     if "" in names:
         raise StrategyError(

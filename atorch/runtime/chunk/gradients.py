@@ -1,12 +1,12 @@
-"""Moves gradients as soon as backward has them: to the host, whole, or to every process its share of the average.
+"""Moves gradients as soon as backward has them: whole ones to the host, or to each process its share of the average.
 
-They travel beside computation where the transfer can. The memory of one is free again when the next one comes, as it
-was foreseen (`trace`, `course.moments`), and when backward returns the host has all of them.
+Copies overlap computation if the transfer supports it. A gradient's device memory is free again when the next gradient
+comes, as the trace assumes (`trace`, `moments`). When backward returns, the host has all gradients.
 
-Processes that share chunks reduce them chunk by chunk: gradients are put together on the device, and when a chunk's are
-complete each process receives the average of its share (`reduce_scatter`). Chunks are reduced in one order, that in
-which they were foreseen to be complete, so that processes meet even where a batch leaves some parameters out on some of
-them. What nobody had a gradient for has none afterwards: one small message at the end of backward tells.
+Processes that share chunks reduce gradients chunk by chunk. The device collects the gradients of a chunk. When they are
+complete, each process receives the average of its share (`reduce_scatter`). All processes reduce chunks in the same
+order, that of completion in the trace, even if a batch skips some parameters on some of them. A parameter without a
+gradient on any process has none afterwards; one small all-reduce at the end of backward finds these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atorch.runtime.data_parallel.collective_order import BACKWARD_ENDS, REDUCES
 
 
 def completion(layout: ChunkLayout, gradients: Sequence[str]) -> list[int]:
-    """Trainable chunks in the order in which their last gradient is there; those that get none come last."""
+    """Trainable chunks in the order in which their last gradient comes; chunks with missing gradients are last."""
     arrival = {name: position for position, name in enumerate(gradients)}
     last = {
         chunk.index: max(arrival.get(slot.name, len(arrival)) for slot in chunk.slots)
@@ -40,24 +40,24 @@ def completion(layout: ChunkLayout, gradients: Sequence[str]) -> list[int]:
 
 
 class GradientSink:
-    """Takes gradients to where their chunks are kept."""
+    """Copies gradients to the memory of their chunks."""
 
     def __init__(self, chunks: ChunkSet, slots: Mapping[str, ChunkSlot], transfer: Transfer) -> None:
         self._chunks, self._slots, self._transfer = chunks, slots, transfer
-        self._leaving: list[tuple[Tensor, Wait]] = []  # on their way, and until when their memory is taken
+        self._leaving: list[tuple[Tensor, Wait]] = []  # under way, with the wait until their memory is free
         self._under_way = False
-        self._missing: dict[int, set[str]] = {}  # of chunks, parameters whose gradients are still to come
+        self._missing: dict[int, set[str]] = {}  # by chunk, parameters whose gradients are still to come
         self.complete: Callable[[int, Wait], None] | None = None
-        """Is told of a chunk all of whose parameters have their gradients, and how to wait until the host has them."""
+        """Called with a chunk whose gradients are complete, and the wait until the host has them."""
 
     def begin(self) -> None:
-        """A pass begins; what a backward pass that raised has left is dropped."""
+        """Begin a pass; drop what a failed backward pass left."""
         self.settle()
         self._missing.clear()
         self._under_way = False
 
     def arrived(self, name: str, chunk: int, gradient: Tensor) -> None:
-        """Backward has the whole gradient of a parameter."""
+        """Take the full gradient of a parameter from backward."""
         if not self._under_way:
             self._under_way = True
             queue: Any = Variable._execution_engine
@@ -65,7 +65,7 @@ class GradientSink:
         self._take(name, chunk, gradient)
 
     def settle(self) -> None:
-        """Wait until all that has come may be looked at."""
+        """Wait until all gradients so far may be read."""
         self._let_go()
         self._transfer.settle()
 
@@ -97,12 +97,12 @@ class GradientSink:
 
 
 class SharedGradients(GradientSink):
-    """Takes each process its share of the average.
+    """Reduces gradients, so that each process gets its share of the average.
 
     Args:
         foreseen: names of parameters in the order in which their gradients come.
         replicas: processes that keep the same share of other copies of the chunks; None for one copy.
-        rounds: are told of reductions before they are issued.
+        rounds: puts the reductions in one order on all processes.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SharedGradients(GradientSink):
         self.begin()
 
     def begin(self) -> None:
-        """No chunk has gradients. One with a parameter that nothing was foreseen for waits for the end of backward."""
+        """Start without gradients. A chunk with a parameter that gets none waits for the end of backward."""
         super().begin()
         self._missing = {chunk: {slot.name for slot in self._chunks.chunks[chunk].spec.slots} for chunk in self._order}
         self._waiting = list(self._order)
@@ -131,7 +131,7 @@ class SharedGradients(GradientSink):
         self._had: dict[int, set[str]] = {}
 
     def _take(self, name: str, chunk: int, gradient: Tensor) -> None:
-        """Put it to its chunk's others; reduce what is complete."""
+        """Add the gradient to its chunk's buffer, and reduce complete chunks."""
         memory = self._chunks.chunks[chunk]
         if chunk not in self._open:
             self._open[chunk] = self._zeros(chunk)
@@ -145,35 +145,35 @@ class SharedGradients(GradientSink):
             self._rounds.meet()
 
     def _reduce_complete(self) -> None:
-        """In a round: reduce what all processes have."""
+        """In a round, reduce the chunks that are complete on all processes."""
         late = self._anywhere([bool(self._missing[chunk]) for chunk in self._waiting])
         while self._waiting and not late.pop(0):
             self._reduce(self._waiting.pop(0))
 
     def _finish(self) -> None:
-        """Backward is over: reduce the rest, and learn what had gradients anywhere."""
+        """End backward: reduce the other chunks, and find the parameters with a gradient on any process."""
         self._missing = {chunk: set() for chunk in self._order}
         self._rounds.drain()
         for chunk in self._waiting:
             self._reduce(chunk)
         self._rounds.come_to(BACKWARD_ENDS)
         has = self._anywhere([name in self._come for name in self._names])
-        anywhere = {name for name, each in zip(self._names, has, strict=True) if each}
+        anywhere = {name for name, is_set in zip(self._names, has, strict=True) if is_set}
         self._chunks.reduced |= anywhere
-        for chunk, had in self._had.items():
+        for chunk, names in self._had.items():
             memory = self._chunks.chunks[chunk]
-            memory.has_gradient = had | {slot.name for slot in memory.spec.slots if slot.name in anywhere}
-        self.begin()  # which waits for what is on its way
+            memory.has_gradient = names | {slot.name for slot in memory.spec.slots if slot.name in anywhere}
+        self.begin()  # also waits for copies under way
 
     def _anywhere(self, flags: list[bool]) -> list[int]:
-        """For each flag, whether any process has set it."""
+        """Flags that any process has set."""
         if self._rounds.order is not None:
-            return self._rounds.order.any_of(flags)  # on the host where it can: nobody waits for the device
-        come = torch.tensor(flags, dtype=torch.uint8, device=self._chunks.device)
-        dist.all_reduce(come, dist.ReduceOp.MAX, group=self._chunks.group)
+            return self._rounds.order.any_of(flags)  # on the host if possible, without waiting for the device
+        flagged = torch.tensor(flags, dtype=torch.uint8, device=self._chunks.device)
+        dist.all_reduce(flagged, dist.ReduceOp.MAX, group=self._chunks.group)
         if self._replicas is not None:
-            dist.all_reduce(come, dist.ReduceOp.MAX, group=self._replicas)
-        return come.tolist()
+            dist.all_reduce(flagged, dist.ReduceOp.MAX, group=self._replicas)
+        return flagged.tolist()
 
     def _reduce(self, chunk: int) -> None:
         memory = self._chunks.chunks[chunk]

@@ -1,16 +1,16 @@
-"""The memory of chunks, and what each process keeps of them between the steps.
+"""The memory of chunks, and the share of it that each process keeps between steps.
 
-A chunk is flat: parameters of one dtype side by side. It is kept up to three times, as in PatrickStar (Fang et al.,
-arXiv 2108.05818), each copy a tensor of its own: `compute`, in the dtype that operations see and the only one that
-travels; `master`, which the optimizer steps, in fp32 (the very tensor `compute` where no wider copy is kept); and
-`gradient`, in the dtype of `compute`. With n processes each keeps one n-th of every copy, its share: an equal slice of
-the flat chunk, which cuts through parameters wherever it falls (ZeRO-3, arXiv 1910.02054).
+A chunk is flat: parameters of one dtype side by side. As in PatrickStar (Fang et al., arXiv 2108.05818), it has up to
+three copies, each a separate tensor. `compute` has the dtype that operations see, and is the only copy that travels.
+`master` is the fp32 copy that the optimizer steps, or `compute` itself if there is no wider copy. `gradient` has the
+dtype of `compute`. Each of n processes keeps one n-th of every copy, its share. Shares are equal slices of the flat
+chunk, whose edges may cut through parameters (ZeRO-3, arXiv 1910.02054).
 
-Where there is a `master`, gradients may lie in the place of `compute`, as PatrickStar has them: 14 bytes a parameter
-with Adam instead of 16. A gradient comes when its parameter is not needed any more, and the optimizer's step brings the
-parameter back. There is one pass a step then, and nothing is accumulated.
+With a `master`, gradients may overwrite `compute`, as in PatrickStar: 14 bytes a parameter with Adam instead of 16. A
+gradient comes when its parameter is no longer needed, and the optimizer's step restores the parameter. Then there is
+one pass a step, without accumulation.
 
-Chunks lie on the host, or for good on the device where that one steps them itself.
+Chunks are on the host, or pinned on the device if the device steps them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class ChunkForm(NamedTuple):
-    """Shape and strides of a parameter, in elements. It fills its slot: its elements lie without gaps."""
+    """Shape and strides of a parameter, in elements, which lie without gaps."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @staticmethod
     def of(tensor: Tensor) -> ChunkForm:
-        """The form of `tensor`, or the nearest one without gaps."""
+        """The form of `tensor`, or the nearest form without gaps."""
         return ChunkForm(tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
 
     def flat(self, value: Tensor) -> Tensor:
-        """The elements of `value` in the order in which they lie in a slot; a view where that is its own order."""
+        """The elements of `value` in their order in the slot; a view if `value` has that order."""
         if value.stride() != self.stride:
             value = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device).copy_(value)
         return value.as_strided((value.numel(),), (1,))
@@ -57,15 +57,15 @@ class ChunkMemory:
     """One process's part of one chunk.
 
     Args:
-        spec: which parameters lie where in the chunk.
+        spec: the places of parameters in the chunk.
         forms: of its parameters, by name.
         dtype: of `compute` and `gradient`.
-        device: where all of it lies.
-        wide: keep an fp32 `master` beside `compute`.
-        shard: this process and the number of processes that share the chunk.
-        in_place: let gradients lie in the place of `compute`, where there is a `master`.
-        pinned: lock what travels in memory, so that copies to a CUDA device run beside computation.
-        tier: where the bytes of all copies are entered, also while there is no gradient yet; without the optimizer's.
+        device: the device of all copies.
+        wide: keep an fp32 `master` in addition to `compute`.
+        shard: this process's rank and the number of processes that share the chunk.
+        in_place: let gradients overwrite `compute`, if there is a `master`.
+        pinned: page-lock the memory that travels, so that copies to a CUDA device overlap computation.
+        tier: ledger for the bytes of all copies, with the gradient's from the start, without optimizer states.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class ChunkMemory:
         self.share = slice(rank * length, (rank + 1) * length)
         self.has_gradient: set[str] = set()
         self.gradient: Tensor | None = None
-        self.is_stepped = False  # in backward, before the loop's step: nobody may look meanwhile
-        self.writes = 0  # how often `compute` has changed: a copy that was made at another count is stale
+        self.is_stepped = False  # in backward, before the loop's step; nothing may read it until then
+        self.writes = 0  # changes of `compute`: a copy made at another count is stale
         self._in_place, self._overwritten = in_place and wide, False
         self._pinned = pinned
         self.tier = MemoryLedger("host memory") if tier is None else tier
@@ -102,28 +102,28 @@ class ChunkMemory:
         self._changed()
 
     def within(self, slot: ChunkSlot) -> slice:
-        """The elements of the slot's parameter, counted within it, that lie in this share; empty where none do."""
+        """The range of the slot's parameter, in its own elements, that lies in this share; may be empty."""
         start, stop = (max(edge - slot.offset, 0) for edge in (self.share.start, self.share.stop))
         return slice(min(start, slot.numel), min(stop, slot.numel))
 
     def part(self, flat: Tensor, slot: ChunkSlot) -> Tensor | None:
-        """The part of a slot in `flat`, a share: all, shaped like the parameter; else a 1-D piece, or None."""
+        """The part of a slot in the share `flat`: the whole parameter in its shape, a 1-D piece, or None."""
         self.need_whole()
-        held = self.within(slot)
-        offset = slot.offset + held.start - self.share.start
-        if held == slice(0, slot.numel) and 0 <= offset <= len(flat):
+        local = self.within(slot)
+        offset = slot.offset + local.start - self.share.start
+        if local == slice(0, slot.numel) and 0 <= offset <= len(flat):
             form = self.forms[slot.name]
             return flat[offset : offset + slot.numel].as_strided(form.shape, form.stride)
-        return flat[offset : offset + held.stop - held.start] if held.start < held.stop else None
+        return flat[offset : offset + local.stop - local.start] if local.start < local.stop else None
 
     def whole(self, flat: Tensor, slot: ChunkSlot) -> Tensor:
-        """The slot's parameter as a view of `flat`, all elements of the chunk."""
+        """The slot's parameter as a view of `flat`, the full chunk."""
         form = self.forms[slot.name]
         return flat[slot.offset : slot.offset + slot.numel].as_strided(form.shape, form.stride)
 
     @torch.no_grad()
     def write(self, slot: ChunkSlot, value: Tensor) -> None:
-        """Let the slot's parameter have `value`, a whole one of its shape, as far as it lies in this share."""
+        """Write `value`, of the parameter's shape, into the part of the slot in this share."""
         for flat in {id(flat): flat for flat in (self.master, self.compute)}.values():
             if flat is self.master or not self._overwritten:
                 self._put(flat, slot, value)
@@ -131,7 +131,7 @@ class ChunkMemory:
 
     @torch.no_grad()
     def updated(self) -> None:
-        """The optimizer has written `master`: round it into `compute`. Gradients in its place are gone."""
+        """Round `master` into `compute` after an optimizer step. This overwrites in-place gradients."""
         if self.master is not self.compute:
             self.compute.copy_(self.master)
         if self._overwritten:
@@ -141,12 +141,12 @@ class ChunkMemory:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Let the other copy have what somebody wrote into `master`, or else `compute`, since they were last alike.
+        """Copy writes to `master`, or else to `compute`, since they last agreed into the other one.
 
-        A master that, rounded, equals what was written keeps its value.
+        A master whose rounded value equals the written one keeps its value.
         """
         self.need_whole()
-        if self._overwritten:  # until the step, the master is all there is
+        if self._overwritten:  # until the step, only the master has the values
             return
         master, compute = self._seen
         if self.master._version != master:
@@ -157,10 +157,10 @@ class ChunkMemory:
             self._changed()
 
     def need_whole(self) -> None:
-        """Raise where the chunk is ahead of others, which the loop's step has not stepped yet.
+        """Raise if the chunk was stepped in backward, ahead of the loop's step.
 
         Raises:
-            ArgumentError: with what such a loop may not do.
+            ArgumentError: it was stepped; the message lists what such a loop may not do.
         """
         if self.is_stepped:
             raise ArgumentError(
@@ -170,10 +170,10 @@ class ChunkMemory:
             )
 
     def prepare(self) -> None:
-        """A pass begins, which reads `compute`.
+        """Prepare `compute` for a pass that reads it.
 
         Raises:
-            ArgumentError: gradients lie there, and wait for a step.
+            ArgumentError: it holds gradients that wait for a step.
         """
         self.need_whole()
         if self._overwritten and self.has_gradient:
@@ -188,10 +188,10 @@ class ChunkMemory:
 
     @torch.no_grad()
     def accumulate(self, slot: ChunkSlot, gradient: Tensor, keep: Keep = put) -> None:
-        """Keep the gradient of the slot's parameter, a whole one, or add it to the one that is kept.
+        """Store the full gradient of the slot's parameter, or add it to the stored one.
 
         Args:
-            keep: copies the second into the first, or adds it to that; until it is done, nobody may look.
+            keep: copies or adds; the stored gradient may not be read until this is done.
 
         Raises:
             ArgumentError: the gradient is sparse, or the parameter was frozen when the chunks were made.
@@ -210,43 +210,43 @@ class ChunkMemory:
 
     @torch.no_grad()
     def accumulate_part(self, slot: ChunkSlot, part: Tensor) -> None:
-        """The same with the part of the gradient that lies in this share, as `gradient_of` gave it."""
-        kept = self.part(self._gradient([slot.name]), slot)
-        if kept is None or kept.shape != part.shape:
+        """Store or add the part of the gradient that lies in this share, as `gradient_of` returns it."""
+        stored = self.part(self._gradient([slot.name]), slot)
+        if stored is None or stored.shape != part.shape:
             raise ArgumentError(f"{slot.name} was given a gradient of shape {tuple(part.shape)}, which is not its own")
-        put(kept, part, slot.name in self.has_gradient)
+        put(stored, part, slot.name in self.has_gradient)
         self.has_gradient.add(slot.name)
 
     @torch.no_grad()
     def accumulate_share(self, share: Tensor, names: Iterable[str], keep: Keep = put) -> None:
-        """The same with this process' share of the whole chunk's gradient, in which `names` have one."""
+        """Store or add this process's share of the chunk's gradient; only `names` have gradients in it."""
         fresh = set(names)
-        kept = self._gradient(fresh)
+        stored = self._gradient(fresh)
         for slot in self.spec.slots:
-            part, new = self.part(kept, slot), self.part(share, slot)
+            part, new = self.part(stored, slot), self.part(share, slot)
             if slot.name in fresh and part is not None and new is not None:
                 keep(part, new, slot.name in self.has_gradient)
         self.has_gradient |= fresh
 
     def gradient_of(self, slot: ChunkSlot) -> Tensor | None:
-        """The part of the slot's gradient that this process keeps; None where there is none."""
+        """The part of the slot's gradient on this process; None if there is none."""
         if self.gradient is None or slot.name not in self.has_gradient:
             return None
         return self.part(self.gradient, slot)
 
     def gradients(self) -> Iterator[Tensor]:
-        """The parts of all gradients that this process keeps."""
+        """The parts of all gradients on this process."""
         for slot in self.spec.slots:
             part = self.gradient_of(slot)
             if part is not None:
                 yield part
 
     def _put(self, flat: Tensor, slot: ChunkSlot, value: Tensor, add: bool = False, keep: Keep = put) -> None:
-        part, held = self.part(flat, slot), self.within(slot)
+        part, local = self.part(flat, slot), self.within(slot)
         if part is None:
             return
-        if held.stop - held.start < slot.numel:
-            value = self.forms[slot.name].flat(value)[held]
+        if local.stop - local.start < slot.numel:
+            value = self.forms[slot.name].flat(value)[local]
         keep(part, value, add)
 
     def _gradient(self, names: Iterable[str]) -> Tensor:
@@ -276,21 +276,21 @@ class ChunkMemory:
 class ChunkSet:
     """The chunks of a model.
 
-    They take the parameters' values, one after the other, and the parameters let go of theirs: at no time is there
-    more than the model and one chunk. A parameter then holds no memory, but `stand_in`.
+    They take the values of one parameter after another, which then releases its own memory. So the peak is the model
+    and one chunk. A parameter keeps a `stand_in`, which takes no memory.
 
     Args:
-        layout: which parameters lie in which chunk.
-        parameters: those that the layout names.
+        layout: the chunk of each parameter.
+        parameters: by name, all that the layout has.
         dtype: of floating-point compute copies; None for each parameter's own.
-        wide: keep fp32 masters of trainable parameters whose compute copy has 16 bits.
-        values: what parameters were before somebody rounded them to 16 bits; those taken are removed.
-        in_place: let gradients lie in the place of 16-bit compute copies that have masters.
-        group: the processes that share every chunk; None for this one alone.
-        device: the one that computes.
-        on_device: indices of the chunks that lie there for good.
-        host: where the bytes on the host are entered.
-        device_tier: where those of `on_device` are.
+        wide: keep fp32 masters of trainable parameters with a 16-bit compute copy.
+        values: the parameters' values before rounding to 16 bits; values that are used are removed.
+        in_place: let gradients overwrite 16-bit compute copies that have masters.
+        group: the processes that share every chunk; None for a single process.
+        device: the compute device.
+        on_device: indices of the chunks that are pinned on it.
+        host: ledger of host memory.
+        device_tier: ledger of the chunks in `on_device`.
     """
 
     def __init__(
@@ -313,33 +313,32 @@ class ChunkSet:
         self.host = MemoryLedger("host memory") if host is None else host
         self.device_tier = MemoryLedger("device memory") if device_tier is None else device_tier
         self.reduced: set[str] = set()
-        """Parameters whose gradient has come from all processes that share it, since the last step."""
+        """Parameters whose gradients all sharing processes have reduced since the last step."""
         self._places: dict[Tensor, tuple[ChunkMemory, ChunkSlot]] = {}
         chunks = []
         for spec in layout.chunks:
-            mine = {slot.name: parameters[slot.name] for slot in spec.slots}
-            memory = self._memory(spec, mine, dtype, wide, in_place, spec.index in on_device)
+            chunk_parameters = {slot.name: parameters[slot.name] for slot in spec.slots}
+            memory = self._memory(spec, chunk_parameters, dtype, wide, in_place, spec.index in on_device)
             for slot in spec.slots:
-                self._take(mine[slot.name], memory, slot, {} if values is None else values)
+                self._take(chunk_parameters[slot.name], memory, slot, {} if values is None else values)
             chunks.append(memory)
         self.chunks = tuple(chunks)
 
     @property
     def num_shares(self) -> int:
-        """The number of processes that share every chunk."""
         return 1 if self.group is None else self.group.size()
 
     def place(self, parameter: Tensor) -> tuple[ChunkMemory, ChunkSlot] | None:
-        """The place of a parameter; None for one that is not managed."""
+        """The chunk and slot of a parameter; None if it is not managed."""
         return self._places.get(parameter)
 
     def need_whole(self) -> None:
-        """Raise ArgumentError where some chunks are ahead of others."""
+        """Raise ArgumentError if some chunks were already stepped in backward."""
         for memory in self.chunks:
             memory.need_whole()
 
     def parameters(self) -> Iterator[tuple[Tensor, ChunkSlot]]:
-        """The managed parameters, and where they lie in their chunks."""
+        """The managed parameters with their slots."""
         return ((parameter, slot) for parameter, (_, slot) in self._places.items())
 
     def _memory(
@@ -351,8 +350,8 @@ class ChunkSet:
         in_place: bool,
         on_device: bool,
     ) -> ChunkMemory:
-        own = next(iter(parameters.values())).dtype
-        compute = own if dtype is None or not own.is_floating_point else dtype
+        parameter_dtype = next(iter(parameters.values())).dtype
+        compute = parameter_dtype if dtype is None or not parameter_dtype.is_floating_point else dtype
         return ChunkMemory(
             spec,
             {name: ChunkForm.of(parameter) for name, parameter in parameters.items()},
@@ -376,13 +375,13 @@ class ChunkSet:
             raise ArgumentError(f"{slot.name} is on the meta device and has no value; materialise the model first")
         value = values.pop(parameter, None)
         if value is None or not torch.equal(value.to(parameter.device, parameter.dtype), parameter.detach()):
-            value = parameter.detach()  # never wider, or changed since it was rounded
+            value = parameter.detach()  # there was no wider value, or it changed since rounding
         memory.write(slot, value)
         parameter.data = stand_in(parameter.shape, memory.dtype, self.device)
         self._places[parameter] = memory, slot
 
 
 def stand_in(shape: Collection[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that shape and of one element in memory: no number, so that nothing computed from it looks right."""
-    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
+    """A tensor of that shape with one element in memory: NaN, so that results computed from it are visibly wrong."""
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), fill, dtype=dtype, device=device).expand(tuple(shape))

@@ -1,11 +1,10 @@
 """Operations on managed parameters: in a pass on the device, elsewhere on the host's copy.
 
-Every operation that takes a managed parameter comes here, forward and backward (`parameter`, `saving`). In a pass, or
-where gradients are recorded, it runs on the device, and its chunks are there while it runs. Elsewhere (`p.norm()`,
-`state_dict`, `p.copy_`) it runs on what the host keeps. `p.grad` is the host's gradient.
+Every operation that takes a managed parameter comes here, forward and backward (`parameter`, `saved_tensors`). In a
+pass, or while gradients are recorded, it runs on the device, with its chunks there. Elsewhere (`p.norm()`,
+`state_dict`, `p.copy_`) it runs on the host's copy. `p.grad` is the host's gradient.
 
-Parameters are read in forward and backward and not written. Who writes one all the same, without gradients in a forward
-pass, has it written through.
+Forward and backward normally only read parameters. A write without gradients in a forward pass is written through.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ _TENSOR: Any = Tensor
 _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
 _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
 
-PASS_BEGINS = CollectiveEvent("begins a pass", is_compared=True)  # since processes then agree on its course
+PASS_BEGINS = CollectiveEvent("begins a pass", is_compared=True)  # since processes then agree on its schedule
 FORWARD_BEGINS = CollectiveEvent("begins a forward pass without gradients", is_compared=True)
 
 
 def host_values(model: nn.Module) -> dict[str, Tensor]:
-    """The values of a model's parameters, by name: of those in chunks the host's, which may be wider.
+    """The values of a model's parameters, by name; for chunked ones the host's, which may be wider.
 
-    Where processes share the chunks, all of them must ask at once.
+    All processes that share the chunks must call it together.
     """
-    chunked = [each for each in model.parameters() if isinstance(each, ChunkedParameter)]
+    chunked = [parameter for parameter in model.parameters() if isinstance(parameter, ChunkedParameter)]
     with ExitStack() as stack:
-        for operations in {each.home.operations for each in chunked}:
+        for operations in {parameter.home.operations for parameter in chunked}:
             stack.enter_context(operations.gathering())
         return {
-            name: each.home.operations.host_value(each) if isinstance(each, ChunkedParameter) else each.detach()
-            for name, each in model.named_parameters()
+            name: p.home.operations.host_value(p) if isinstance(p, ChunkedParameter) else p.detach()
+            for name, p in model.named_parameters()
         }
 
 
@@ -81,8 +80,8 @@ class Operations:
         self._nodes = Nodes()
         self._views = HeldViews()  # by chunk
         self.norms_differ = ""
-        """Why the norm of gradients is not plain training's, where that is so."""
-        self._aliases: dict[str, list[TensorWeakRef]] = {}  # by parameter: `parameter.data` that somebody holds
+        """The reason why the norm of gradients differs from plain training's; empty if it does not."""
+        self._aliases: dict[str, list[TensorWeakRef]] = {}  # by parameter, results of `parameter.data` still alive
         self._passes = 0  # forward passes under way
         self._gathered: dict[int, Tensor] | None = None
         self._foreseeing = False
@@ -90,7 +89,7 @@ class Operations:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward pass of the whole model. Its backward pass goes on until the next one begins."""
+        """A forward pass of the whole model. Its backward pass lasts until the next forward pass."""
         if self._passes == 0:
             if self.chunks.group is not None and torch.is_grad_enabled():
                 self._refuse_hooks()
@@ -103,7 +102,7 @@ class Operations:
                 finally:
                     self._foreseeing = False
             if torch.is_grad_enabled() and not any(chunk.has_gradient for chunk in self.chunks.chunks):
-                self.chunks.reduced.clear()  # by a backward pass whose gradients were cleared
+                self.chunks.reduced.clear()  # left by a backward pass whose gradients were cleared
             self._rounds.follow(self.residency.course.varies)
             self.gradients.begin()
             self.residency.begin()
@@ -115,10 +114,10 @@ class Operations:
         if self._passes == 0 and not torch.is_grad_enabled():
             self._rounds.come_to(FORWARD_ENDS)
         elif self._passes == 0:
-            self._rounds.drain()  # a loss may communicate
+            self._rounds.drain()  # before the loss, which may communicate
 
     def _refuse_hooks(self) -> None:
-        """Raise for users' hooks on gradients, which processes would call with their own."""
+        """Raise for users' hooks on gradients, which would see unreduced gradients."""
         for parameter, slot in self.chunks.parameters():
             if has_users_hooks(parameter):
                 raise ArgumentError(
@@ -128,21 +127,21 @@ class Operations:
                 )
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        """Manage a parameter whose values the chunks have taken."""
+        """Manage a parameter whose values are in the chunks."""
         manage(parameter, Home(self, name, self.chunks.layout.chunk_of[name]))
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(weakly(self._keep_gradient))
 
     def _keep_gradient(self, parameter: Any) -> None:
-        """Backward has the whole gradient of a parameter: it belongs to its chunk."""
+        """Move the full gradient of a parameter from backward to its chunk."""
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             name, chunk = parameter.home.name, parameter.home.chunk
         self.gradients.arrived(name, chunk, gradient)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], managed: Sequence[Any]) -> Any:
-        """Run an operation that takes `managed` parameters, or views of theirs."""
-        if self._foreseeing:  # shapes are all that is asked for
+        """Run an operation that takes `managed` parameters, or views of them."""
+        if self._foreseeing:  # a trace needs only shapes
             return func(*args, **kwargs)
         special = self._special(func)
         if special is not None:
@@ -151,43 +150,43 @@ class Operations:
             if func in _WITHOUT_GRADIENTS and isinstance(args[0], ChunkedParameter):
                 return self._alias(args[0])
             return self._run_on_host(func, args, kwargs)
-        self._need(getattr(func, "__name__", str(func)), frozenset(each.home.name for each in managed))
+        self._need(getattr(func, "__name__", str(func)), frozenset(tensor.home.name for tensor in managed))
         with self._saving(managed):
             result = func(*args, **kwargs)
         return self._watched(result)
 
     @contextmanager
     def compiled_code(self, module: nn.Module) -> Iterator[None]:
-        """A module's code that was compiled runs: its parameters are there, and are ordinary ones meanwhile."""
-        managed = [each for each in module.parameters() if isinstance(each, ChunkedParameter)]
-        self._need(f"{type(module).__name__}, compiled", frozenset(each.home.name for each in managed))
+        """Inside, a module's compiled code runs: its parameters are on the device, as ordinary parameters."""
+        managed = [parameter for parameter in module.parameters() if isinstance(parameter, ChunkedParameter)]
+        self._need(f"{type(module).__name__}, compiled", frozenset(parameter.home.name for parameter in managed))
         with self._saving(managed):
-            for each in managed:
-                each.__class__ = nn.Parameter  # type: ignore[assignment]
+            for parameter in managed:
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
             try:
                 yield
             finally:
-                for each in managed:
-                    each.__class__ = ChunkedParameter
+                for parameter in managed:
+                    parameter.__class__ = ChunkedParameter
 
     @contextmanager
     def _saving(self, managed: Sequence[Any]) -> Iterator[None]:
-        """Inside, save handles in place of tensors, and write through what is written into managed memory."""
+        """Inside, save handles instead of tensors. Afterwards, write changes of managed memory through."""
         with torch._C.DisableTorchFunctionSubclass():
-            versions = [each._version for each in managed]
+            versions = [tensor._version for tensor in managed]
         with saved_as_handles(self) if torch.is_grad_enabled() else nullcontext():
             yield
         with torch._C.DisableTorchFunctionSubclass():
-            for each, version in zip(managed, versions, strict=True):
-                if each._version != version:
-                    self.residency.write_back(each.home.chunk)
+            for tensor, version in zip(managed, versions, strict=True):
+                if tensor._version != version:
+                    self.residency.write_back(tensor.home.chunk)
 
     @property
     def in_a_pass(self) -> bool:
         return self._passes > 0
 
     def place_of(self, tensor: Tensor) -> str | None:
-        """The parameter in whose memory a tensor lies."""
+        """The name of the parameter in whose memory a tensor lies; None for other memory."""
         chunk = self.residency.chunk_at(tensor)
         if chunk is None:
             return None
@@ -195,7 +194,7 @@ class Operations:
         return slots[bisect_right(slots, tensor.storage_offset(), key=_offset) - 1].name
 
     def restored(self, handle: Handle) -> Tensor:
-        """A saved tensor, for the node of the backward pass that runs: what it needs stays until the next one."""
+        """A saved tensor for the running backward node; its chunk stays until the next node."""
         name: str = handle.place
         chunk = self.chunks.layout.chunk_of[name]
         self._need(f"{torch._C._current_autograd_node().name()} (backward)", frozenset((name,)))
@@ -210,7 +209,7 @@ class Operations:
             self.residency.need(operation, chunks.union(self._nodes.given(), self._views.held()))
 
     def _special(self, func: Any) -> Callable[..., Any] | None:
-        """The replacement of a function, if any."""
+        """The replacement for a function, if any."""
         if func == _GRADIENT:
             return self._gradient
         if func == _SET_GRADIENT:
@@ -218,16 +217,16 @@ class Operations:
         return self._set_data if func == _SET_DATA else None
 
     def _on_device(self, func: Any, managed: Sequence[Any]) -> bool:
-        """In a pass, or where gradients are recorded: a loss may look at weights."""
+        """True in a pass, or if gradients are recorded, since a loss may read weights."""
         if self._passes or torch._C._current_graph_task_id() != -1:
             return True
-        is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in managed)
+        is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in managed)
         return is_recorded and func not in _WITHOUT_GRADIENTS
 
     def _watched(self, result: Any) -> Any:
-        """The result of an operation, with views of managed memory as tensors whose operations come here, too."""
+        """The result of an operation, with views of managed memory as `ChunkedView`."""
         if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
-            return type(result)(self._watched(each) for each in result)
+            return type(result)(self._watched(item) for item in result)
         if not isinstance(result, Tensor) or isinstance(result, (ChunkedParameter, ChunkedView)):
             return result
         name = self.place_of(result)
@@ -241,7 +240,7 @@ class Operations:
         self._views.add(chunk, view)
         return view
 
-    # Outside of passes: the host's copies.
+    # Outside passes: the host's copies.
 
     @torch.no_grad()
     def _run_on_host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -249,9 +248,9 @@ class Operations:
 
         def on_host(value: Any) -> Any:
             if isinstance(value, ChunkedParameter):
-                mine = self._alias(value)
-                replaced[id(mine)] = value
-                return mine
+                alias = self._alias(value)
+                replaced[id(alias)] = value
+                return alias
             if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
                 return type(value)(map(on_host, value))
             return value
@@ -259,18 +258,18 @@ class Operations:
         if func is _TENSOR.copy_ and isinstance(args[0], ChunkedParameter):
             self._write(args[0], args[1])
             return args[0]
-        changed = [on_host(each) for each in args]
-        named = {name: on_host(each) for name, each in kwargs.items()}
-        result = func(*changed, **named)
+        host_args = [on_host(value) for value in args]
+        host_kwargs = {name: on_host(value) for name, value in kwargs.items()}
+        result = func(*host_args, **host_kwargs)
         for parameter in replaced.values():
             self.chunks.chunks[parameter.home.chunk].follow()
         return replaced.get(id(result), result)
 
     def host_value(self, parameter: ChunkedParameter) -> Tensor:
-        """The host's value of a parameter, as wide as it keeps it: a view, which may be written.
+        """The host's value of a parameter, in its widest copy, as a writable view.
 
         Raises:
-            ArgumentError: other processes keep some of it.
+            ArgumentError: other processes have parts of it, outside of `gathering`.
         """
         memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]
         if self.chunks.group is None:
@@ -287,33 +286,33 @@ class Operations:
         return memory.whole(self._gathered[memory.spec.index], slot)
 
     def _alias(self, parameter: ChunkedParameter) -> Tensor:
-        """The same for users, who may hold it. What is written to it counts as a version of what the host keeps."""
+        """`host_value` for users, who may keep it. Writes to it raise the version of the host's copy."""
         mine, name = self.host_value(parameter).detach(), parameter.home.name
         if self.chunks.group is None:
-            held = [alias for alias in self._aliases.get(name, ()) if alias() is not None]
-            self._aliases[name] = [*held, TensorWeakRef(mine)]
+            alive = [alias for alias in self._aliases.get(name, ()) if alias() is not None]
+            self._aliases[name] = [*alive, TensorWeakRef(mine)]
         return mine
 
     def _part_with_aliases(self, name: str) -> None:
-        """Let those who hold a parameter's data keep the values that it has: it is about to be assigned others.
+        """Give users' `parameter.data` tensors a copy of the current values, before others are assigned.
 
         Raises:
-            ArgumentError: they hold views of it, which cannot be found.
+            ArgumentError: users hold views of these tensors, which cannot be found.
         """
-        held = [alias for ref in self._aliases.get(name, ()) if (alias := ref()) is not None]
-        if any(alias._use_count() > 1 for alias in held):
+        alive = [alias for ref in self._aliases.get(name, ()) if (alias := ref()) is not None]
+        if any(alias._use_count() > 1 for alias in alive):
             raise ArgumentError(
                 f"{name}.data was assigned while a view of what it was is held (a slice, a transpose), which would "
                 "change with it: keep `parameter.data.clone()` and views of that, or `parameter.data.copy_(value)`"
             )
-        kept = held[0].clone() if held else None
-        for alias in held:
-            alias.data = kept
+        copy = alive[0].clone() if alive else None
+        for alias in alive:
+            alias.data = copy
         self._aliases.pop(name, None)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Parameters have their values outside of passes, also where processes share them. All must use the same."""
+        """Inside, shared parameters have full values outside of passes. All processes enter it together."""
         self._gathered = {}
         try:
             yield
@@ -321,15 +320,15 @@ class Operations:
             self._gathered = None
 
     def _gather(self, memory: ChunkMemory) -> Tensor:
-        mine = memory.master.to(self.chunks.device)
-        whole = torch.empty(memory.spec.numel, dtype=mine.dtype, device=mine.device)
-        all_gather_single(whole, mine, group=self.chunks.group)
+        share = memory.master.to(self.chunks.device)
+        whole = torch.empty(memory.spec.numel, dtype=share.dtype, device=share.device)
+        all_gather_single(whole, share, group=self.chunks.group)
         return whole.to(memory.device)
 
     def _gradient(self, parameter: Any) -> Tensor | None:
         if isinstance(parameter, ChunkedView):
             return None
-        gradient: Tensor | None = _GRADIENT(parameter)  # while backward adds it up
+        gradient: Tensor | None = _GRADIENT(parameter)  # set while backward accumulates it
         if gradient is not None:
             return gradient
         self.gradients.settle()  # backward may still be under way
@@ -362,7 +361,7 @@ class Operations:
                 f"chunk as {parameter.dtype} and {tuple(parameter.shape)}: cast and resize before the chunks are made"
             )
         if any(alias() is values for alias in self._aliases.get(parameter.home.name, ())):
-            return  # what it is already
+            return  # its own data
         self._part_with_aliases(parameter.home.name)
         self._write(parameter, values)
 

@@ -1,10 +1,10 @@
-"""Parameters whose values may be away, and come back when an operation takes them.
+"""Parameters whose values may be off the device, and come back when an operation takes them.
 
-`__torch_function__` sees every operation that takes a managed parameter, in forward, in backward and outside of both,
-and leaves it to `operations`, which bring the values first.
+`__torch_function__` sees every operation that takes a managed parameter, in forward, in backward and outside of both.
+It passes the operation to `operations`, which first fetch the values.
 
-While values are away, `p.data` is one NaN that has the parameter's shape: shape, type and device are true, and who gets
-around `__torch_function__` reads NaN, not the memory of somebody else.
+Meanwhile `p.data` is one NaN expanded to the parameter's shape. So shape, dtype and device are right, and code that
+bypasses `__torch_function__` reads NaN instead of foreign memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Home(NamedTuple):
-    """The home of a parameter's values."""
+    """The place of a parameter's values."""
 
     operations: Operations
     name: str
@@ -31,18 +31,18 @@ class Home(NamedTuple):
 
 
 class ChunkedParameter(nn.Parameter):
-    """A parameter whose values a `Residency` keeps."""
+    """A parameter whose values a `Residency` manages."""
 
     home: Home
 
     @property
     def shared_over(self) -> tuple[dist.ProcessGroup, ...]:
-        """The processes that have a part each of the gradient, if several have: `grad` is this one's part."""
+        """The processes that each have a part of the gradient, if several do; `grad` is this process's part."""
         group = self.home.operations.chunks.group
         return () if group is None else (group,)
 
     def guard_gradient(self, why: str) -> None:
-        """Let gradients refuse numbers: see `guarded_gradients`."""
+        """Let gradients refuse reductions to numbers; see `guard_gradients`."""
         self.home.operations.norms_differ = why
 
     @classmethod
@@ -60,12 +60,12 @@ class ChunkedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Travels as an ordinary parameter."""
+        """Pickle as an ordinary parameter."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class ChunkedView(Tensor):
-    """A view of a managed parameter: what operations do with it is seen, too."""
+    """A view of a managed parameter, whose operations are intercepted, too."""
 
     home: Home
 
@@ -77,10 +77,10 @@ class ChunkedView(Tensor):
 
 
 def manage(parameter: nn.Parameter, home: Home) -> None:
-    """Make `parameter` a managed one, the same object.
+    """Make `parameter` a managed one, in place.
 
     Raises:
-        ArgumentError: it is of a class of its own, which may mean anything by an operation.
+        ArgumentError: it has another class, whose operations may mean anything.
     """
     if type(parameter) is not nn.Parameter:
         raise ArgumentError(
@@ -92,7 +92,7 @@ def manage(parameter: nn.Parameter, home: Home) -> None:
 
 
 def point(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let the parameter's values be `values`, whatever operations see."""
+    """Set the parameter's data, bypassing `__torch_function__`."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = values
 
@@ -106,7 +106,7 @@ _METHODS = """size stride dim ndimension numel nelement element_size untyped_sto
     is_signed dim_order __len__ requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad
     new_empty new_empty_strided new_full new_ones new_tensor new_zeros"""
 _LIKE = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
-# What can be said without values.
+# Operations that need no values.
 _DESCRIPTIVE = frozenset(
     [
         *(getattr(_TENSOR, name).__get__ for name in _PROPERTIES.split()),
@@ -116,13 +116,13 @@ _DESCRIPTIVE = frozenset(
         torch.numel,
         torch.is_floating_point,
         torch.is_complex,
-        torch.ops.prim.device.default,  # what fakes ask
+        torch.ops.prim.device.default,  # called for fake tensors
     ]
 )
 
 
 def is_descriptive(func: Any) -> bool:
-    """True if an operation looks at no values."""
+    """True if an operation reads no values."""
     return func in _DESCRIPTIVE
 
 
@@ -131,7 +131,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in _DESCRIPTIVE:
             return func(*args, **kwargs)
         managed = list(_managed(args)) + list(_managed(kwargs.values()))
-        if not managed:  # in a container that nobody looks into
+        if not managed:  # they are in a container that is not searched
             return func(*args, **kwargs)
         return managed[0].home.operations.run(func, args, kwargs, managed)
 

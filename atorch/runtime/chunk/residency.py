@@ -1,9 +1,9 @@
-"""The set of chunks on the compute device, kept right while a model runs.
+"""The set of chunks on the compute device while a model runs.
 
-Before an operation runs its chunks are brought, and they stay while it does; what else stays, leaves or is brought
-early is the schedule's business (`course`). Leaving is dropping a buffer: nothing of ours refers to it, since what
-operations saved are handles, and nothing has to travel back. A weak reference tells whether somebody else holds the
-memory all the same; it counts until nobody does.
+An operation's chunks are fetched before it runs, and stay until it ends. The schedule (`course`) decides which others
+stay, leave or are prefetched. To evict a chunk, its buffer is dropped. Operations saved handles, so no reference to it
+remains, and nothing has to be copied back. If other code still holds the memory, which a weak reference shows, it
+counts as in use until it is freed.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from atorch.runtime.chunk.transfer import Transfer, Wait, nothing
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent, gather_zeros
 from atorch.units import format_bytes
 
-LETTING_GO_S = 0.5  # many times what gloo's threads were seen to take on a busy machine, 26 ms
+LETTING_GO_S = 0.5  # many times the 26 ms that gloo's threads took on a busy machine
 
 
 class Observer(Protocol):
-    """A listener to what moves."""
+    """A listener to transfers."""
 
     def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
-        """A chunk came to the device, or left it."""
+        """Note that a chunk came to the device, or left it."""
         ...
 
 
 class Residency:
-    """Brings chunks to `device` and drops them, within a budget.
+    """Fetches chunks to the device and drops them, within a budget.
 
     Args:
-        chunks: what the host keeps, and the device for good.
-        parameters: those that the chunks hold, by name.
-        budget_bytes: of the device, for chunks and everything else that lives while operations run.
-        staying: chunks that the device has for good.
-        beside_bytes: what else it has for good: gradients and states, shares of chunks.
-        rounds: of processes that share the chunks, told of what is gathered before it is.
+        chunks: the chunks on the host, and those pinned on the device.
+        parameters: the chunks' parameters, by name.
+        budget_bytes: device memory for chunks and everything else that is live while operations run.
+        staying: chunks that always stay on the device.
+        beside_bytes: other bytes that always stay there: gradients, states and shares of chunks.
+        rounds: puts the all-gathers in one order on all processes that share the chunks.
     """
 
     def __init__(
@@ -67,25 +67,24 @@ class Residency:
         self.fetched_bytes = self.peak_bytes = 0
         self.observer: Observer | None = None
         self._parameters, self._transfer, self._rounds = parameters, transfer, rounds or Rounds(chunks, None)
-        self._away = {
-            name: parameter.data for name, parameter in parameters.items()
-        }  # what shows while values are away
-        self._here: dict[int, Tensor] = {}  # by chunk, the least recently needed first: its buffer on the device
-        self._made: dict[int, int] = {}  # by chunk: at which count of the host's writes
+        # The stand-ins that parameters show while their values are off the device.
+        self._away = {name: parameter.data for name, parameter in parameters.items()}
+        self._here: dict[int, Tensor] = {}  # buffers on the device by chunk, the least recently needed first
+        self._made: dict[int, int] = {}  # by chunk, the count of the host's writes when it was fetched
         self._coming: dict[int, Wait] = {}
         self._at: dict[int, int] = {}  # the storage of a buffer → its chunk
         self._stays = frozenset(staying)
         self.tier.take(beside_bytes, "gradients and states that stay")
         for chunk in staying:
             self._keep(chunk)
-        self._held: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # dropped, and alive in other hands
+        self._held: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # dropped, but still referenced elsewhere
 
     def _keep(self, chunk: int) -> None:
         self.tier.take(self._num_bytes(chunk), f"chunk {chunk}, which stays")
         self._show(chunk, self.chunks.chunks[chunk].compute)
 
     def begin(self) -> None:
-        """A pass begins: drop what an earlier one has left, and follow what was written on the host."""
+        """Begin a pass: drop buffers of an earlier one, and take over writes on the host."""
         for chunk in list(self._here):
             self._drop(chunk)
         for memory in self.chunks.chunks:
@@ -93,10 +92,10 @@ class Residency:
         self.course.begin()
 
     def need(self, operation: str, chunks: frozenset[int]) -> None:
-        """Bring chunks, for an operation that is about to run.
+        """Fetch the chunks of an operation that is about to run.
 
         Raises:
-            OutOfBudgetError: there is no room for them, which can only be where a pass is not as it was foreseen.
+            OutOfBudgetError: there is no room for them, which happens only if a pass differs from its trace.
         """
         step = self.course.next(operation, chunks)
         for chunk in sorted(chunks):
@@ -113,17 +112,17 @@ class Residency:
         self.peak_bytes = max(self.peak_bytes, self.tier.used_bytes + self.course.other_bytes)
 
     def buffer(self, chunk: int) -> Tensor:
-        """A chunk that is here, flat."""
+        """The flat buffer of a chunk on the device."""
         return self._here[chunk]
 
     def chunk_at(self, tensor: Tensor) -> int | None:
-        """The chunk in whose buffer a tensor lies."""
+        """The chunk in whose buffer a tensor lies; None for other memory."""
         if tensor.layout != torch.strided:
             return None
         return self._at.get(tensor.untyped_storage()._cdata)
 
     def write_back(self, chunk: int) -> None:
-        """Somebody wrote into a chunk's buffer: let the host have it."""
+        """Copy writes into a chunk's buffer to the host."""
         memory = self.chunks.chunks[chunk]
         if chunk not in self._stays:
             memory.compute.copy_(self._here[chunk][memory.share])
@@ -131,7 +130,7 @@ class Residency:
         self._made[chunk] = memory.writes
 
     def _drop_stale(self, chunk: int) -> None:
-        """Drop a buffer of which the host has other values by now: a step, or somebody by hand, wrote them."""
+        """Drop a buffer if the host's values were changed since, by a step or by the user."""
         memory = self.chunks.chunks[chunk]
         memory.follow()
         if chunk in self._here and self._made[chunk] != memory.writes:
@@ -140,17 +139,17 @@ class Residency:
     def _bring_on_demand(self, chunks: frozenset[int]) -> None:
         missing = [chunk for chunk in chunks if chunk not in self._here]
         needed = sum(self._num_bytes(chunk) for chunk in missing)
-        for chunk in [each for each in self._here if each not in chunks and each not in self._stays]:
+        for chunk in [resident for resident in self._here if resident not in chunks and resident not in self._stays]:
             room = self._room()
-            # What others hold leaves at another moment on each process, and processes that share chunks drop the same:
-            # it counts as room. Look after the room was: what has gone by then is in that already.
-            others = 0 if self._rounds.order is None else sum(size for _, size in self._held)
-            if room + others >= needed:
+            # Memory held elsewhere is freed at different times on each process, yet all must drop the same chunks.
+            # So it counts as room. Sum it after `_room`, which has already credited what was freed.
+            held_elsewhere = 0 if self._rounds.order is None else sum(size for _, size in self._held)
+            if room + held_elsewhere >= needed:
                 break
             self._drop(chunk)
         for chunk in missing:
             self._fetch(chunk)
-        for chunk in chunks:  # the most recently used one is last
+        for chunk in chunks:  # the most recently used chunk is last
             if chunk in self._here:
                 self._here[chunk] = self._here.pop(chunk)
 
@@ -188,13 +187,13 @@ class Residency:
         self._rounds.come_to(step, partial(gather_zeros, *like))
 
     def _wait_for_threads(self, num_bytes: int) -> None:
-        """A thread that gathered a chunk lets go of it a little after it said that it was there."""
+        """Wait for room: a communication thread releases a chunk's memory shortly after it reports completion."""
         until = time.monotonic() + LETTING_GO_S
         while self._held and num_bytes > self._room() and time.monotonic() < until:
             time.sleep(1e-4)
 
     def _bring(self, buffer: Tensor, memory: ChunkMemory) -> Wait:
-        """Begin to fill a buffer: with what the host has, and with what other processes have."""
+        """Begin to fill a buffer from the host, and from other processes if they share the chunk."""
         if self.chunks.group is None:
             return self._transfer.start(buffer, memory.compute)
         if self._rounds.are_held:
@@ -203,14 +202,14 @@ class Residency:
         if buffer.device == memory.compute.device:
             work: Any = all_gather_single(buffer, memory.compute, group=self.chunks.group, async_op=True)
         else:
-            mine = buffer[memory.share]
-            with self._transfer.ahead(mine, memory.compute):
-                work = all_gather_single(buffer, mine, group=self.chunks.group, async_op=True)
+            share = buffer[memory.share]
+            with self._transfer.ahead(share, memory.compute):
+                work = all_gather_single(buffer, share, group=self.chunks.group, async_op=True)
         wait: Wait = work.wait
         return wait
 
     def _show(self, chunk: int, buffer: Tensor) -> None:
-        """A chunk's parameters have their values in `buffer`."""
+        """Let a chunk's parameters have their values in `buffer`."""
         memory = self.chunks.chunks[chunk]
         self._here[chunk], self._made[chunk] = buffer, memory.writes
         self._at[buffer.untyped_storage()._cdata] = chunk
@@ -238,8 +237,8 @@ class Residency:
             self.observer.moved(chunk, False, self._num_bytes(chunk))
 
     def _strike_freed(self) -> None:
-        """Give back what was dropped and nobody holds any more."""
-        for held in [each for each in self._held if each[0]() is None]:
+        """Release the bytes of dropped buffers that nothing references any more."""
+        for held in [dropped for dropped in self._held if dropped[0]() is None]:
             self._held.remove(held)
             self.tier.give(held[1])
 
@@ -249,10 +248,10 @@ class Residency:
 
     def _too_much(self, chunk: int, num_bytes: int) -> str:
         operation = self.course.seen[-1][0] if self.course.seen else "an operation"
-        clinging = sum(size for _, size in self._held)
+        held = sum(size for _, size in self._held)
         hint = (
-            f"; {format_bytes(clinging)} of chunks that should be gone are held by tensors that the model keeps"
-            if clinging
+            f"; {format_bytes(held)} of chunks that should be gone are held by tensors that the model keeps"
+            if held
             else ""
         )
         return (

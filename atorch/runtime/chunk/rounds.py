@@ -1,9 +1,9 @@
-"""Chunks that processes ask each other for, where each takes a way of its own through the model.
+"""Rounds in which processes request chunks from each other, where each may take another path through the model.
 
 All processes that share a chunk take part in gathering it. Where values decide which modules run (mixtures of experts,
-early exits), no process knows what the others need. So they meet in rounds: each says which chunk it wants, each sends
-its share to those who want it, and they reduce the gradients that all of them have. Who comes to the end of a pass
-joins the rounds of the others until all are there.
+early exits), no process knows what the others need. So they meet in rounds. In a round each process announces the
+chunk that it wants, all send it their shares, and all reduce the gradients that are complete everywhere. A process at
+the end of its pass joins further rounds until all processes are at the end.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ MEETS = CollectiveEvent("is within a pass", is_compared=True)
 
 
 class Rounds:
-    """Keeps processes that share chunks in step, by rounds where they take ways of their own.
+    """Keeps processes that share chunks in step, by rounds if their paths differ.
 
     Args:
-        order: of these processes and those that have copies of the chunks; None where there is nobody else.
+        order: of collectives on these processes and on those with copies of the chunks; None for a single process.
     """
 
     def __init__(self, chunks: ChunkSet, order: CollectiveOrder | None) -> None:
         self._chunks, self.order = chunks, order
         self.are_held = False
-        """True if processes take ways of their own; alike on all of them."""
+        """True if processes may take different paths; the same on all of them."""
         self.reduce: Callable[[], object] = int
         """Reduces the gradients that are complete on all processes."""
 
     def follow(self, varies: bool) -> None:
-        """A pass begins, in which processes may take ways of their own."""
+        """Begin a pass, in which the paths of processes differ if it `varies`."""
         self.are_held = varies and self.order is not None
 
     def come_to(self, step: CollectiveEvent, stand_in: IssueCollective = list) -> None:
-        """Return when all processes do `step` next, as `CollectiveOrder` has it; rounds are such an order already."""
+        """Return when `step` is next on all processes (see `CollectiveOrder`); rounds need no such check."""
         if self.order is None or (self.are_held and not step.is_compared):
             return
         self.drain()
         self.order.come_to(step, stand_in)
 
     def drain(self) -> None:
-        """Return when all processes have come to the end of a pass; help the others until then."""
+        """Return when all processes are at the end of the pass; take part in rounds until then."""
         while self.are_held and self.meet(is_over=True):
             pass
 
     def meet(self, chunk: int = -1, buffer: Tensor | None = None, *, is_over: bool = False) -> bool:
-        """Fill `buffer` with a chunk, if this process wants one; whether any is still within a pass."""
+        """Run a round: fill `buffer` with a chunk, if requested. True if any process is still within a pass."""
         assert self.order is not None
         if not self.order.come_to(MEETS, flag=not is_over):
             return False
@@ -60,10 +60,10 @@ class Rounds:
         assert group is not None
         wanted = torch.empty(group.size(), dtype=torch.int64, device=meeting_place())
         all_gather_single(wanted, wanted.new_tensor([chunk]), group=group)
-        for rank, each in enumerate(wanted.tolist()):
-            if each >= 0:
-                mine = self._chunks.chunks[each].compute.to(self._chunks.device)
+        for rank, index in enumerate(wanted.tolist()):
+            if index >= 0:
+                share = self._chunks.chunks[index].compute.to(self._chunks.device)
                 parts = list(buffer.chunk(group.size())) if buffer is not None and rank == group.rank() else None
-                dist.gather(mine, parts, group=group, group_dst=rank)
+                dist.gather(share, parts, group=group, group_dst=rank)
         self.reduce()
         return True

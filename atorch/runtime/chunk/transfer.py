@@ -1,4 +1,4 @@
-"""Copies between host and compute device: at once, or beside computation."""
+"""Copies between host and compute device: synchronous, or overlapped with computation."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from atorch.units import format_bytes
 Wait = Callable[[], None]
 
 PAGE = mmap.PAGESIZE
-MOST_SUMS = 2  # gradients that wait in locked memory to be added to others
+MOST_SUMS = 2  # most gradients that wait in page-locked memory to be added to others
 
 
 class Transfer(Protocol):
     def start(self, target: Tensor, source: Tensor) -> Wait:
-        """Begin to copy `source` into `target`; the function that comes back waits until computation may read it."""
+        """Begin to copy `source` into `target`; the returned function waits until computation may read it."""
         ...
 
     def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
-        """Copy `source` into `target` before what is queued inside, and computation waits for neither."""
+        """Copy `source` into `target` ahead of work queued inside; computation waits for neither."""
         ...
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait | None:
         """Begin to copy `source` into `target` on the host, or to add it there.
 
-        The function that comes back waits until computation may write where `source` lies; None: it may.
+        The returned function waits until computation may overwrite `source`; None: it may already.
         """
         ...
 
     def kept(self) -> Wait:
-        """A function that waits, on any thread, until the host has what it was to keep up to now."""
+        """A function that waits, on any thread, until all `keep` calls so far are done."""
         ...
 
     def settle(self) -> None:
-        """Wait until the host has all that it was to keep."""
+        """Wait until all `keep` calls are done."""
         ...
 
 
@@ -51,7 +51,7 @@ def put(target: Tensor, source: Tensor, add: bool) -> None:
 
 
 class AtOnce:
-    """Copies when it is asked to. Where host and device are one memory, nothing is gained by anything else."""
+    """Copies synchronously, for a device that shares the host's memory."""
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
         target.copy_(source)
@@ -68,11 +68,11 @@ class AtOnce:
         return nothing
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, since no copy is under way."""
 
 
 class OnStream:
-    """Copies between pinned and device memory on CUDA streams, one for each direction. A thread adds on the host."""
+    """Copies between pinned and device memory on one CUDA stream per direction. A thread adds sums on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -80,7 +80,7 @@ class OnStream:
         self._sums: list[Future[None]] = []
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
-        """Copy after what is queued now, which may still read what lay in the memory of `target` before."""
+        """Copy after the work queued now, which may still read the old contents of `target`."""
         computing = torch.cuda.current_stream(target.device)
         self._stream.wait_stream(computing)
         with torch.cuda.stream(self._stream):
@@ -90,14 +90,14 @@ class OnStream:
 
     @contextmanager
     def ahead(self, target: Tensor, source: Tensor) -> Iterator[None]:
-        """Copy as `start` does; what is queued inside, a collective on a stream of its own, comes after the copy."""
+        """Copy as `start` does; a collective queued inside runs after the copy."""
         self._stream.wait_stream(torch.cuda.current_stream(target.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             yield
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
-        """Copy after what is queued now, which computes `source`; of a sum the copy, and then the thread adds it."""
+        """Copy after the work queued now, which computes `source`. With `add`, the thread adds the copy to `target`."""
         while len(self._sums) >= MOST_SUMS:
             self._sums.pop(0).result()
         self._back.wait_stream(torch.cuda.current_stream(source.device))
@@ -114,8 +114,8 @@ class OnStream:
 
         def wait() -> None:
             left.synchronize()
-            for each in sums:
-                each.result()
+            for future in sums:
+                future.result()
 
         return wait
 
@@ -135,14 +135,14 @@ def _add_after(copied: torch.cuda.Event, target: Tensor, landing: Tensor) -> Non
 
 
 def nothing() -> None:
-    """Wait for what is there."""
+    """Wait for nothing."""
 
 
 def locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:
-    """A tensor on the host that is locked in memory for as long as `owner` lives.
+    """A host tensor that is page-locked for as long as `owner` lives.
 
-    torch's own allocator of locked memory rounds every size up to a power of two. Whole pages, since a page that two
-    tensors share cannot be locked twice.
+    torch's own allocator of locked memory rounds every size up to a power of two. This one takes whole pages, since a
+    page shared by two tensors cannot be locked twice.
     """
     num_bytes = numel * dtype.itemsize
     rounded = -(-num_bytes // PAGE) * PAGE

@@ -1,4 +1,4 @@
-"""Context parallelism: sequences are spread over ranks; attention sees all of them by passing keys and values on."""
+"""Context parallelism: each rank has a shard of every sequence; attention passes keys and values from rank to rank."""
 
 from atorch.runtime.context_parallel.load_balancing import Deal
 from atorch.runtime.context_parallel.ring import ring_attention

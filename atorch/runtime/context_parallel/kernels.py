@@ -1,9 +1,9 @@
-"""Attention that also says the logarithm of the sum of its exponentials, by which partial results are merged.
+"""Attention kernels that also return the log-sum-exp of each row's scores, by which partial results are merged.
 
-torch's fused kernels give it, and their backward takes it: with the whole row's, they give the gradients of a part of
-the row (Dao et al. 2022, arXiv 2205.14135, algorithm 4). Where none serves, and for dropout, the formula is used.
-Shapes: query (batch, heads, rows, dim), key and value (batch, groups of heads, columns, dim), logarithms (batch, heads,
-rows).
+torch's fused kernels return it, and their backward takes it. Given the whole row's log-sum-exp, backward computes the
+gradients of a part of the row (Dao et al. 2022, arXiv 2205.14135, algorithm 4). Without a fitting kernel, and for
+dropout, the formula is used. Shapes: query (batch, heads, rows, dim), key and value (batch, groups of heads, columns,
+dim), logs (batch, heads, rows).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-_ALIGNED = 32  # rows of the efficient kernel's logarithms: a multiple
+_ALIGNED = 32  # the efficient kernel pads the rows of its log-sum-exps to a multiple
 _HALF = (torch.float16, torch.bfloat16)
-_FLASH_FROM = (8, 0)  # compute capability: Ampere, which bfloat16 needs of either kernel
-_WIDE = ((8, 0), (9, 0), (10, 0))  # where there is shared memory for flash attention's backward beyond 192 columns
+_FLASH_FROM = (8, 0)  # compute capability (Ampere); bfloat16 needs it in either kernel
+_WIDE = ((8, 0), (9, 0), (10, 0))  # enough shared memory for flash attention's backward with dim > 192
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PartialAttention:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None = None  # True where a query sees a key, or what is added to scores; four dims
+    mask: Tensor | None = None  # four dims: True where a query sees a key, or a bias of scores
     is_causal: bool = False
     scale: float = 1.0
     dropout_p: float = 0.0
@@ -47,13 +47,13 @@ class PartialAttention:
         return bias.expand(-1, -1, self.query.shape[-2], self.key.shape[-2])
 
     def repeated(self, tensor: Tensor) -> Tensor:
-        """Heads of keys or values as many as those of queries."""
+        """Keys or values with heads repeated to match the number of query heads."""
         times = self.query.shape[1] // tensor.shape[1]
         return tensor if times == 1 else tensor.repeat_interleave(times, 1)
 
 
 class Attended(NamedTuple):
-    """Results, their logarithms, and what the kernel's backward wants of its forward."""
+    """Results, their log-sum-exps, and the kernel's other outputs that its backward takes."""
 
     out: Tensor
     logs: Tensor
@@ -71,25 +71,25 @@ class Kernel(NamedTuple):
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that parts are added up in."""
+    """The dtype in which partial results are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def attend(part: PartialAttention) -> Attended:
-    """The attention of these queries to these keys alone; a row that sees none of them is 0, its logarithm -inf."""
-    found = _kernel(part).forward(part)
+    """Attention of these queries to these keys only; a row that sees none of them gets 0 and log-sum-exp -inf."""
+    result = _kernel(part).forward(part)
     if part.mask is None:
-        return found
-    sees = part.mask if part.mask.dtype is torch.bool else part.mask > -torch.inf
-    blind = sees.any(-1).logical_not()
-    out, logs = found.out.masked_fill(blind.unsqueeze(-1), 0.0), found.logs.masked_fill(blind, -torch.inf)
-    return Attended(out, logs, found.kept)
+        return result
+    visible = part.mask if part.mask.dtype is torch.bool else part.mask > -torch.inf
+    masked = visible.any(-1).logical_not()
+    out, logs = result.out.masked_fill(masked.unsqueeze(-1), 0.0), result.logs.masked_fill(masked, -torch.inf)
+    return Attended(out, logs, result.kept)
 
 
 def gradients(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     """The contribution of these queries and keys to the gradients of query, key and value.
 
-    whole: results and logarithms of whole rows, finite, and what `attend` kept of this part.
+    whole: results and finite log-sum-exps of whole rows, and what `attend` kept for this part.
     """
     return _kernel(part).backward(part, grad, whole)
 
@@ -105,8 +105,8 @@ def _kernel(part: PartialAttention) -> Kernel:
     capability = torch.cuda.get_device_capability(query.device)
     if capability < _FLASH_FROM and query.dtype is torch.bfloat16:
         return FORMULA
-    most = 256 if capability in _WIDE else 192
-    if query.dtype in _HALF and part.mask is None and dim <= most and capability >= _FLASH_FROM:
+    max_dim = 256 if capability in _WIDE else 192
+    if query.dtype in _HALF and part.mask is None and dim <= max_dim and capability >= _FLASH_FROM:
         return FLASH
     return EFFICIENT if part.mask is None or part.key.shape[-2] % 8 == 0 else FORMULA
 
@@ -122,11 +122,11 @@ def _cpu(part: PartialAttention) -> Attended:
 
 def _cpu_backward(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     bias = part.bias(accumulated(part.query.dtype))
-    found: AttentionGradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grads: AttentionGradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, part.query, part.key, part.value, whole.out, whole.logs, 0.0, part.is_causal, attn_mask=bias,
         scale=part.scale,
     )  # fmt: skip
-    return found
+    return grads
 
 
 def _flash(part: PartialAttention) -> Attended:
@@ -138,11 +138,11 @@ def _flash(part: PartialAttention) -> Attended:
 
 def _flash_backward(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     lengths, random = whole.kept[:4], whole.kept[4:]
-    found: AttentionGradients = _aten._scaled_dot_product_flash_attention_backward(
+    grads: AttentionGradients = _aten._scaled_dot_product_flash_attention_backward(
         grad, part.query, part.key, part.value, whole.out, whole.logs, *lengths, 0.0, part.is_causal, *random,
         scale=part.scale,
     )  # fmt: skip
-    return found
+    return grads
 
 
 def _efficient(part: PartialAttention) -> Attended:
@@ -156,7 +156,7 @@ def _efficient(part: PartialAttention) -> Attended:
 def _efficient_backward(part: PartialAttention, grad: Tensor, whole: Attended) -> AttentionGradients:
     key, value, bias = part.repeated(part.key), part.repeated(part.value), _whole_bias(part)
     logs = torch.nn.functional.pad(whole.logs, (0, -part.query.shape[-2] % _ALIGNED))
-    # In 16 bits the kernel reads results as its forward lays them out, rows before heads, whatever their strides say.
+    # In 16 bits the kernel reads results as its forward lays them out, rows before heads, for any strides.
     out = whole.out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
     of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad, part.query, key, value, bias, out, logs, *whole.kept, 0.0, [True, True, True, False],
@@ -166,7 +166,7 @@ def _efficient_backward(part: PartialAttention, grad: Tensor, whole: Attended) -
 
 
 def _whole_bias(part: PartialAttention) -> Tensor | None:
-    """A bias with every batch and head, in the queries' dtype."""
+    """The bias expanded to every batch and head, in the queries' dtype."""
     bias = part.bias(part.query.dtype)
     return None if bias is None else bias.expand(*part.query.shape[:2], -1, -1)
 
@@ -205,7 +205,7 @@ def _scores(part: PartialAttention, dtype: torch.dtype) -> Tensor:
 
 
 def _dropped(part: PartialAttention, weights: Tensor) -> Tensor | float:
-    """The factor of dropout on weights: the same in forward and backward, which have the seed."""
+    """The dropout factor of weights; the seed makes it the same in forward and backward."""
     if not part.dropout_p:
         return 1.0
     generator = torch.Generator(weights.device).manual_seed(part.seed)
@@ -214,7 +214,7 @@ def _dropped(part: PartialAttention, weights: Tensor) -> Tensor | float:
 
 
 def _summed(grad: Tensor, tensor: Tensor) -> Tensor:
-    """The gradients of the heads that share keys or values, together."""
+    """Gradients summed over the query heads that share a head of keys or values."""
     return grad if grad.shape[1] == tensor.shape[1] else grad.unflatten(1, (tensor.shape[1], -1)).sum(2)
 
 

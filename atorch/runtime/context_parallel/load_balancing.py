@@ -1,8 +1,8 @@
-"""The tokens of a sequence that a rank has, and which of its queries meet which keys of another rank.
+"""The tokens of a sequence that a rank has, and the blocks of queries and keys that it computes at each hop.
 
-In order, rank r of n has the r-th of n pieces, and under a causal mask the last rank has almost twice the mean work.
-Balanced, a sequence has 2n pieces, of which rank r has r and 2n-1-r: with the keys of any other rank there is then half
-a square of scores to compute, for everybody (Brandon et al. 2023, arXiv 2311.09431; Llama 3, arXiv 2407.21783, 3.3.2).
+In order, rank r of n has the r-th of n pieces; under a causal mask the last rank then has almost twice the mean work.
+Balanced, a sequence has 2n pieces, and rank r has pieces r and 2n-1-r. Every rank then computes half a square of scores
+with the keys of any other rank (Brandon et al. 2023, arXiv 2311.09431; Llama 3, arXiv 2407.21783, 3.3.2).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Deal:
-    """The tokens of a sequence, dealt out to `size` ranks."""
+    """The assignment of a sequence's tokens to `size` ranks."""
 
     size: int
     balanced: bool
@@ -34,22 +34,22 @@ class Deal:
         return (rank, 2 * self.size - 1 - rank) if self.balanced else (rank,)
 
     def tokens(self, rank: int, length: int) -> Tensor:
-        """The places in a sequence of `length` of the tokens that a rank has, in the order in which it has them."""
-        own = torch.arange(length).reshape(self.num_pieces, -1)
-        return own[list(self.pieces(rank))].flatten()
+        """Positions of a rank's tokens in a sequence of `length` tokens, in the rank's own order."""
+        by_piece = torch.arange(length).reshape(self.num_pieces, -1)
+        return by_piece[list(self.pieces(rank))].flatten()
 
 
 @dataclass(frozen=True)
 class QueryKeyBlock:
-    """Some of a rank's queries and some of the keys that it has got, and what is masked between them."""
+    """Slices of a rank's queries and of the keys that it holds, and the mask between them."""
 
     rows: slice
     columns: slice
     is_causal: bool = False
-    of_mask: tuple[slice, slice] | None = None  # where the mask of the whole sequences has these; None: all is seen
+    of_mask: tuple[slice, slice] | None = None  # the block's slices of the full mask; None: not needed
 
     def part_of(self, mask: Tensor | None) -> Tensor | None:
-        """The part of the whole sequences' mask, with four dims, for these."""
+        """The block's part of the full sequences' mask, which has four dims; None if it needs none."""
         if mask is None or self.of_mask is None:
             return None
         rows, columns = self.of_mask
@@ -57,15 +57,15 @@ class QueryKeyBlock:
 
 
 RingOrder = Sequence[Sequence[QueryKeyBlock]]
-"""The meetings of every hop: at hop h a rank has the keys of the rank h before it."""
+"""The blocks of every hop: at hop h, rank r holds the keys of rank r - h."""
 
 
 def schedule(
     deal: Deal, rank: int, num_queries: int, num_keys: int, mask: Tensor | None = None, is_causal: bool = False
 ) -> RingOrder:
-    """The schedule of a rank with `num_queries` of its own, and as many keys as every other, by hop.
+    """The blocks of a rank, by hop; every rank has `num_queries` queries and `num_keys` keys.
 
-    mask: of the whole sequences, (…, 1 or size × num_queries, size × num_keys), in their own order.
+    mask: of the full sequences, (…, 1 or size × num_queries, size × num_keys), in sequence order.
     """
     sources = [(rank - hop) % deal.size for hop in range(deal.size)]
     if mask is not None:
@@ -76,7 +76,7 @@ def schedule(
 
 
 def _causal(deal: Deal, rank: int, source: int, length: int) -> list[QueryKeyBlock]:
-    """Pieces that come earlier in the sequence are seen, later ones are not."""
+    """Blocks in which queries see earlier pieces of the sequence, and no later ones."""
     everything = slice(0, length)
     if source == rank:
         return [QueryKeyBlock(everything, everything, is_causal=True)]
@@ -87,21 +87,21 @@ def _causal(deal: Deal, rank: int, source: int, length: int) -> list[QueryKeyBlo
 
 
 def _masked(deal: Deal, rank: int, source: int, num_queries: int, num_keys: int, mask: Tensor) -> list[QueryKeyBlock]:
-    """By pieces: where nothing may be seen there is nothing to do, and where all may be, no need of the mask."""
-    found = []
+    """Blocks by pieces: fully masked ones are skipped, and fully visible ones carry no mask."""
+    blocks = []
     for rows, mask_rows in _places(deal, rank, num_queries, mask, -2):
         for columns, mask_columns in _places(deal, source, num_keys, mask, -1):
             part = mask[..., mask_rows, mask_columns]
             is_bool = part.dtype is torch.bool
             if bool((part if is_bool else part == 0).all()):
-                found.append(QueryKeyBlock(rows, columns))
+                blocks.append(QueryKeyBlock(rows, columns))
             elif bool((part if is_bool else part > -torch.inf).any()):
-                found.append(QueryKeyBlock(rows, columns, of_mask=(mask_rows, mask_columns)))
-    return found
+                blocks.append(QueryKeyBlock(rows, columns, of_mask=(mask_rows, mask_columns)))
+    return blocks
 
 
 def _places(deal: Deal, rank: int, length: int, mask: Tensor, dim: int) -> list[tuple[slice, slice]]:
-    """Places of a rank's pieces among its own tokens, and in the mask; a mask that is one for all has one place."""
+    """Slices of a rank's pieces among its own tokens and in the mask; one pair if the mask is constant along `dim`."""
     if mask.shape[dim] == 1 or mask.stride(dim) == 0:
         return [(slice(0, length), slice(0, 1))]
     piece = length // deal.pieces_each

@@ -1,12 +1,12 @@
-"""Attention of sequences that are spread over ranks: keys and values go round a ring, queries stay.
+"""Ring attention: sequences are sharded over ranks; keys and values travel around a ring, queries stay.
 
-Liu et al. 2023, arXiv 2310.01889. At every hop a rank attends to the keys that it has and passes them on meanwhile;
-results are merged by the logarithms of their sums. Backward goes round once more: a rank adds what its queries give to
-the gradients of the keys that it has, and these travel one hop behind them, home at the end. Each way takes n - 1 hops,
-since nobody sends what it made of its own. Heads that share keys and values send them once.
+Liu et al. 2023, arXiv 2310.01889. At every hop a rank attends to the keys that it holds while it passes them on.
+Results are merged by their log-sum-exps. Backward goes around once more: a rank adds its queries' contribution to the
+gradients of the keys that it holds. These travel one hop behind the keys and end at the keys' own rank. Each direction
+takes n - 1 hops, since no rank sends results of its own keys. Heads that share keys and values send them once.
 
-Parts are added up in fp32. Gradients travel in the dtype of the keys, so that in 16 bits every hop rounds them once.
-Dropout is drawn for every part anew and again in backward: right, and not the numbers that whole attention draws.
+Parts are accumulated in fp32. Gradients travel in the dtype of the keys, so that in 16 bits every hop rounds them once.
+Dropout is drawn for each part, with the same seed in backward; its numbers differ from those of whole attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ring:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Send to the next rank, under way at once; the function waits, and returns what the one before has sent."""
+        """Start sending to the next rank; the returned function waits, and returns the previous rank's tensor."""
         arriving = torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [
@@ -41,7 +41,7 @@ class Ring:
             ]
         )
 
-        def arrived(sent: Tensor = tensor) -> Tensor:  # which has to live until it is gone
+        def arrived(sent: Tensor = tensor) -> Tensor:  # the default keeps it alive until it is sent
             for work in works:
                 work.wait()
             return arriving
@@ -61,26 +61,26 @@ def ring_attention(
     dropout_p: float = 0.0,
     load_balance: bool = False,
 ) -> Tensor:
-    """This rank's rows of the attention of whole sequences, of which every rank of the group has an equal slice.
+    """This rank's rows of attention over whole sequences, of which every rank of the group has an equal slice.
 
     Args:
-        query: (batch, heads, tokens, dim); key and value may have fewer heads, of which each serves several.
+        query: (batch, heads, tokens, dim); key and value may have fewer heads, each for several query heads.
         mask: of the whole sequence on every rank, (…, 1 or queries, keys) as in `scaled_dot_product_attention`.
-        load_balance: slices are two pieces each, as `Deal(size, balanced=True)` says.
+        load_balance: slices have two pieces each, as in `Deal(size, balanced=True)`.
 
     Raises:
-        ArgumentError: the mask is of another size, needs a gradient, or comes beside `is_causal`; or causal queries
-            and keys are not as many.
+        ArgumentError: the mask has another size, needs a gradient, or comes with `is_causal`; or the numbers of
+            causal queries and keys differ.
     """
     ring = Ring(group)
     deal = Deal(ring.size, load_balance)
     mask = checked(query, key, mask, is_causal, ring.size)
-    meetings = schedule(deal, ring.rank, query.shape[-2], key.shape[-2], mask, is_causal)
-    return attend_around(query, key, value, plan_of(ring, meetings, query, mask, scale, dropout_p))
+    order = schedule(deal, ring.rank, query.shape[-2], key.shape[-2], mask, is_causal)
+    return attend_around(query, key, value, plan_of(ring, order, query, mask, scale, dropout_p))
 
 
 def checked(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, size: int) -> Tensor | None:
-    """The mask with four dims; raises ArgumentError for what a ring of `size` cannot honour."""
+    """The mask with four dims; raises ArgumentError for arguments that a ring of `size` cannot honour."""
     rows, columns = size * query.shape[-2], size * key.shape[-2]
     if is_causal and rows != columns:
         raise ArgumentError(
@@ -106,7 +106,7 @@ def checked(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, si
 def plan_of(
     ring: Ring, meetings: RingOrder, query: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
 ) -> RingSchedule:
-    """The plan of an attention as `scaled_dot_product_attention` is asked for it; dropout takes a random number."""
+    """The plan of one attention, by the arguments of `scaled_dot_product_attention`; dropout draws a random seed."""
     seed = int(torch.randint(2**31, ())) + (ring.rank << 32) if dropout_p else 0
     return RingSchedule(ring, meetings, mask, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed)
 
@@ -123,13 +123,13 @@ class RingSchedule:
     seed: int = 0
 
     def parts(self, hop: int, query: Tensor, held: _Held) -> Iterator[tuple[QueryKeyBlock, PartialAttention]]:
-        """Parts to compute of the rank's queries and the keys that are there at a hop."""
+        """The blocks to compute at a hop, with the rank's queries and the keys that it holds then."""
         before = sum(map(len, self.meetings[:hop]))
-        for number, each in enumerate(self.meetings[hop]):
-            key, value = held.part(each.columns)
-            rows, seed = query[:, :, each.rows], self.seed + before + number
-            mask = each.part_of(self.mask)
-            yield each, PartialAttention(rows, key, value, mask, each.is_causal, self.scale, self.dropout_p, seed)
+        for number, block in enumerate(self.meetings[hop]):
+            key, value = held.part(block.columns)
+            rows, seed = query[:, :, block.rows], self.seed + before + number
+            mask = block.part_of(self.mask)
+            yield block, PartialAttention(rows, key, value, mask, block.is_causal, self.scale, self.dropout_p, seed)
 
 
 def attend_around(query: Tensor, key: Tensor, value: Tensor, plan: RingSchedule) -> Tensor:
@@ -141,64 +141,64 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: RingSchedule) -> Tensor:
         query, ring = _dense(query), plan.ring
-        own, shapes = torch.cat([key.flatten(), value.flatten()]), (key.shape, value.shape)
-        held, rows = _Held(own, shapes), _Rows(query, value)
+        packed, shapes = torch.cat([key.flatten(), value.flatten()]), (key.shape, value.shape)
+        held, rows = _Held(packed, shapes), _Rows(query, value)
         kept: list[tuple[Any, ...]] = []
         with torch.autocast(query.device.type, enabled=False):
             for hop in range(ring.size):
                 arrived = ring.pass_on(held.packed) if hop + 1 < ring.size else None
-                for meeting, part in plan.parts(hop, query, held):
-                    found = attend(part)
-                    rows.add(meeting.rows, found)
-                    kept.append(found.kept)
+                for block, part in plan.parts(hop, query, held):
+                    attended = attend(part)
+                    rows.add(block.rows, attended)
+                    kept.append(attended.kept)
                 if arrived is not None:
                     held.packed = arrived()
         out, logs = rows.results(query.dtype)
-        ctx.save_for_backward(query, own, out, logs)
+        ctx.save_for_backward(query, packed, out, logs)
         ctx.plan, ctx.shapes, ctx.kept = plan, shapes, kept
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, own, out, logs = ctx.saved_tensors
+        query, packed, out, logs = ctx.saved_tensors
         plan, kept, grad = ctx.plan, iter(ctx.kept), _dense(grad)
-        ring, held, dtype = plan.ring, _Held(own, ctx.shapes), accumulated(query.dtype)
+        ring, held, dtype = plan.ring, _Held(packed, ctx.shapes), accumulated(query.dtype)
         of_query, of_own = torch.zeros_like(query, dtype=dtype), held.zeros(dtype)
         returned: Callable[[], Tensor] | None = None
         with torch.autocast(query.device.type, enabled=False):
             for hop in range(ring.size):
                 arrived = ring.pass_on(held.packed) if hop + 1 < ring.size else None
-                found = of_own if hop == 0 else held.zeros(dtype)
-                for meeting, part in plan.parts(hop, query, held):
-                    rows = meeting.rows
+                of_held = of_own if hop == 0 else held.zeros(dtype)
+                for block, part in plan.parts(hop, query, held):
+                    rows = block.rows
                     whole = Attended(out[:, :, rows], logs[:, :, rows].contiguous(), next(kept))
-                    totals = of_query[:, :, rows], *found.part(meeting.columns)
+                    totals = of_query[:, :, rows], *of_held.part(block.columns)
                     _add(totals, gradients(part, grad[:, :, rows], whole))
                 if returned is not None:
-                    found.packed += returned()  # what the ranks between the keys' own and this one have found
+                    of_held.packed += returned()  # from the ranks that these keys visited before
                 if hop > 0:
-                    returned = ring.pass_on(found.packed.to(own.dtype))
+                    returned = ring.pass_on(of_held.packed.to(packed.dtype))
                 if arrived is not None:
                     held.packed = arrived()
         if returned is not None:
             of_own.packed += returned()
         of_key, of_value = of_own.part(slice(None))
-        return of_query.to(query.dtype), of_key.to(own.dtype), of_value.to(own.dtype), None
+        return of_query.to(query.dtype), of_key.to(packed.dtype), of_value.to(packed.dtype), None
 
 
-def _add(totals: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
-    for total, each in zip(totals, more, strict=True):
-        total += each
+def _add(totals: tuple[Tensor, ...], addends: tuple[Tensor, ...]) -> None:
+    for total, addend in zip(totals, addends, strict=True):
+        total += addend
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor with elements side by side, as kernels want them."""
+    """The tensor with a contiguous last dim and no expanded dims, as kernels require."""
     return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
 
 
 class _Held:
-    """Keys and values, or their gradients, in one piece of memory that is sent at once."""
+    """Keys and values, or their gradients, packed into one buffer that is sent at once."""
 
     def __init__(self, packed: Tensor, shapes: tuple[torch.Size, torch.Size]) -> None:
         self.packed, self._shapes = packed, shapes
@@ -214,24 +214,24 @@ class _Held:
 
 
 class _Rows:
-    """The results of a rank's queries as far as keys have come by."""
+    """Running results of a rank's queries over the keys of the hops so far."""
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
         batch, heads, rows, _ = query.shape
         dtype = accumulated(query.dtype)
-        # In memory heads come after rows, as models want them back.
+        # In memory heads come after rows, the order that models need.
         self._out = query.new_zeros((batch, rows, heads, value.shape[-1]), dtype=dtype).transpose(1, 2)
         self._logs = query.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
 
-    def add(self, rows: slice, found: Attended) -> None:
-        """Merge the results of some rows with more keys: each weighs as its sum does in that of both."""
-        before, logs = self._logs[:, :, rows], found.logs
+    def add(self, rows: slice, attended: Attended) -> None:
+        """Merge results of some rows with more keys, weighted by their sums of exponentials."""
+        before, logs = self._logs[:, :, rows], attended.logs
         both = torch.logaddexp(before, logs)
-        base = both.masked_fill(both == -torch.inf, 0.0)  # of rows that have seen nothing yet
+        base = both.masked_fill(both == -torch.inf, 0.0)  # rows that have seen no key: -inf - -inf is NaN
         old, new = (before - base).exp()[..., None], (logs - base).exp()[..., None]
-        self._out[:, :, rows] = self._out[:, :, rows] * old + found.out * new
+        self._out[:, :, rows] = self._out[:, :, rows] * old + attended.out * new
         self._logs[:, :, rows] = both
 
     def results(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The whole rows' results and logarithms, 0 for a row that saw nothing."""
+        """Final results and log-sum-exps, 0 for a row that saw no key."""
         return self._out.to(dtype), self._logs.masked_fill(self._logs == -torch.inf, 0.0)

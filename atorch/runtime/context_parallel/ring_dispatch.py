@@ -1,8 +1,7 @@
 """Ring attention in the place of a block's `scaled_dot_product_attention`.
 
-A block's call brings a rank's part of queries, keys and values, and the whole mask, which every rank has: models make
-masks before their blocks. So any mask is honoured that lies within the sequences and is not learnt; pieces of it in
-which nothing may be seen are skipped, as a causal one leaves them.
+A block's call has a rank's part of queries, keys and values, and the full mask, which models make before their blocks.
+So any mask works that spans the sequences and is not learnt. Its fully masked pieces are skipped, as in a causal mask.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from atorch.runtime.context_parallel.load_balancing import Deal, RingOrder, sche
 from atorch.runtime.context_parallel.ring import Ring, attend_around, checked, plan_of
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall
 
-_CAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts
+_CAST = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that autocast casts
 
 
 class _Last(NamedTuple):
     mask: weakref.ref[Tensor]
-    seen: tuple[int, tuple[int, int]]  # in which version, for which lengths
+    seen: tuple[int, tuple[int, int]]  # version of the mask, and (queries, keys)
     meetings: RingOrder
 
 
 class RingExchange:
-    """The exchange over the ranks of a group, each of which has the tokens that `Deal` gives it."""
+    """The ring exchange over the ranks of a group, each with the tokens that `Deal` assigns to it."""
 
     def __init__(self, group: dist.ProcessGroup, *, load_balance: bool) -> None:
         self._ring, self._deal = Ring(group), Deal(group.size(), load_balance)
         self._last: _Last | None = None
 
     def unfit(self, call: AttentionCall) -> str | None:
-        """Why a call that has all tokens cannot go around a ring, or None."""
+        """The reason why a call with all tokens cannot go around a ring, or None."""
         query, key = call.query, call.key
         if query.dim() not in (3, 4):
             return f"its queries have {query.dim()} dims; a ring takes (batch, heads, tokens, width)"
         if query.dim() == 4 and query.shape[1] % key.shape[1]:
             return f"its {query.shape[1]} heads of queries are not shared out evenly over {key.shape[1]} of keys"
-        for what, tensor in (("queries", query), ("keys", key)):
+        for name, tensor in (("queries", query), ("keys", key)):
             if tensor.shape[-2] % self._deal.num_pieces:
-                return f"its {tensor.shape[-2]} {what} cannot be cut into {self._deal.num_pieces} equal pieces"
+                return f"its {tensor.shape[-2]} {name} cannot be cut into {self._deal.num_pieces} equal pieces"
         try:
             checked(query, key, call.attn_mask, call.is_causal, 1)
         except ArgumentError as error:
@@ -52,24 +51,24 @@ class RingExchange:
         return None
 
     def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
-        """This rank's rows; nothing is left to `attend`."""
+        """This rank's rows of attention; `attend` is not called."""
         query, key, value, mask = _as_autocast(call)
         if query.dim() == 3:
             query, key, value = query[None], key[None], value[None]
         mask = checked(query, key, mask, call.is_causal, self._ring.size)
-        meetings = self._meetings(query.shape[-2], key.shape[-2], mask, call.is_causal)
-        out = attend_around(query, key, value, plan_of(self._ring, meetings, query, mask, call.scale, call.dropout_p))
+        order = self._meetings(query.shape[-2], key.shape[-2], mask, call.is_causal)
+        out = attend_around(query, key, value, plan_of(self._ring, order, query, mask, call.scale, call.dropout_p))
         return out if call.query.dim() == 4 else out[0]
 
     def _meetings(self, num_queries: int, num_keys: int, mask: Tensor | None, is_causal: bool) -> RingOrder:
-        """The schedule; of a mask that all blocks are given, values are looked at once."""
+        """The schedule; cached, so that the values of a mask that all blocks get are read once."""
         lengths = num_queries, num_keys
         if mask is None:
             return schedule(self._deal, self._ring.rank, *lengths, is_causal=is_causal)
         last = self._last
         if last is None or last.mask() is not mask or last.seen != (mask._version, lengths):
-            found = schedule(self._deal, self._ring.rank, *lengths, mask)
-            last = self._last = _Last(weakref.ref(mask), (mask._version, lengths), found)
+            order = schedule(self._deal, self._ring.rank, *lengths, mask)
+            last = self._last = _Last(weakref.ref(mask), (mask._version, lengths), order)
         return last.meetings
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingExchange:
@@ -77,10 +76,10 @@ class RingExchange:
 
 
 def _as_autocast(call: AttentionCall) -> list[Any]:
-    """Queries, keys, values and mask in the dtype that autocast would call the operation with."""
+    """Queries, keys, values and mask in the dtype to which autocast would cast them."""
     device = call.query.device.type
-    to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return [
-        each if to is None or each is None or each.dtype not in _CAST else each.to(to)
-        for each in (call.query, call.key, call.value, call.attn_mask)
+        tensor if dtype is None or tensor is None or tensor.dtype not in _CAST else tensor.to(dtype)
+        for tensor in (call.query, call.key, call.value, call.attn_mask)
     ]

@@ -1,8 +1,8 @@
-"""Ulysses among neighbours, and a ring around them: tokens are split over two axes, heads over the inner one.
+"""Ulysses in an inner group, and a ring around these groups: tokens are split over both axes, heads over the inner one.
 
-Fang and Zhao 2024, arXiv 2405.07719. The ranks are one group to the stream, numbered with the inner axis fastest. After
-the exchange for heads the ranks of an inner group have their joint tokens each; dealt out with load balance these are
-one piece of the front and one of the back, which only have to be put in order to be what a ring deals out.
+Fang and Zhao 2024, arXiv 2405.07719. The token stream sees one group of ranks, numbered with the inner axis fastest.
+After the exchange for heads, each rank of an inner group has the group's joint tokens. With load balance these are a
+run of the front and one of the back in interleaved pieces; `_in_order` sorts them into the pieces that a ring expects.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class UlyssesRing:
         self._pieces = inner.size() if load_balance else 1
 
     def unfit(self, call: AttentionCall) -> str | None:
-        """Why a call that has all tokens can be split in neither way, or not in one, or None."""
+        """The reason why Ulysses or the ring cannot split a call with all tokens, or None."""
         return self._ulysses.unfit(call) or self._ring.unfit(call)
 
     def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
         def around(joint: AttentionCall) -> Tensor:
-            query, key, value = (self._in_order(each) for each in joint[:3])
+            query, key, value = (self._in_order(tensor) for tensor in joint[:3])
             return self._as_dealt(self._ring(joint._replace(query=query, key=key, value=value), attend))
 
         return self._ulysses(call, around)
 
     def _in_order(self, x: Tensor) -> Tensor:
-        """Fronts and mirrored backs of the inner ranks, one after the other, as one front and one back."""
+        """Alternating fronts and mirrored backs of the inner ranks, sorted into one front and one back."""
         if self._pieces == 1:
             return x
         fronts, backs = x.unflatten(-2, (self._pieces, 2, -1)).unbind(-3)

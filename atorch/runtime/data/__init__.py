@@ -1,1 +1,1 @@
-"""Data of each process: loaders, streams, and batches in pieces."""
+"""Data loading for each rank: loaders, sharded streams, and splitting of batches."""

@@ -1,4 +1,4 @@
-"""A batch in pieces along dimension 0, and what the pieces give put together again."""
+"""Splits batches along dimension 0, and merges the results of the pieces."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from atorch.model.pytree import is_strings, leaves_of, map_leaves, refilled, ten
 
 
 def num_rows(**data: Any) -> int:
-    """The size of dimension 0 that all tensors in `data` share; those of size 1, and scalars, do not count.
+    """The size of dimension 0 that all tensors in `data` share; ignores tensors of size 1 there, and scalars.
 
     Raises:
-        ArgumentError: tensors differ; both are named, by the keywords of this call.
+        ArgumentError: two tensors differ; the message names both, by the keywords of this call.
     """
     leaves = (pair for name, value in data.items() for pair in leaves_of(value, name))
-    found = [(place, leaf.shape[0]) for place, leaf in leaves if isinstance(leaf, torch.Tensor) and _has_rows(leaf)]
-    for place, size in found:
-        if size != found[0][1]:
+    sizes = [(place, leaf.shape[0]) for place, leaf in leaves if isinstance(leaf, torch.Tensor) and _has_rows(leaf)]
+    for place, size in sizes:
+        if size != sizes[0][1]:
             raise ArgumentError(
-                f"micro-batches split every tensor along dimension 0, but {found[0][0]} has {found[0][1]} rows there "
+                f"micro-batches split every tensor along dimension 0, but {sizes[0][0]} has {sizes[0][1]} rows there "
                 f"and {place} has {size}. Give each tensor one row a sample, or a single row for all"
             )
-    return found[0][1] if found else 1
+    return sizes[0][1] if sizes else 1
 
 
 def shared_rows(data: Any) -> int | None:
-    """The largest number that all tensors of `data` have rows of, or a multiple: tokens laid out in a row count, too.
+    """The smallest row count of the tensors in `data`, if it divides all others (as of flattened tokens), else None.
 
-    Tensors of one row, and scalars, do not count. None where there is no such number: a graph, say.
+    Ignores tensors of one row, and scalars. None for example for graphs.
     """
     sizes = {leaf.shape[0] for leaf in tensors_in(data) if _has_rows(leaf)}
     rows = min(sizes, default=1)
@@ -43,19 +43,19 @@ def _has_rows(tensor: torch.Tensor) -> bool:
 
 
 def portion(data: Any, start: int, stop: int, rows: int) -> Any:
-    """A copy of rows `start` to `stop` of everything in `data` that has `rows` rows, or a multiple of them."""
+    """A copy of `data` with rows `start` to `stop` of every leaf that has `rows` rows, or a multiple of them."""
 
     def cut(leaf: Any, place: str) -> Any:
         if isinstance(leaf, torch.Tensor):
-            each = leaf.shape[0] // rows if leaf.dim() > 0 and leaf.shape[0] % rows == 0 else 0
-            return leaf.detach()[start * each : stop * each].clone() if each else leaf.detach().clone()
+            per_row = leaf.shape[0] // rows if leaf.dim() > 0 and leaf.shape[0] % rows == 0 else 0
+            return leaf.detach()[start * per_row : stop * per_row].clone() if per_row else leaf.detach().clone()
         return leaf[start:stop] if is_strings(leaf) and len(leaf) == rows else leaf
 
     return map_leaves(cut, data)
 
 
 def joined(one: Any, two: Any, rows: int, more: int) -> Any:
-    """The `rows` rows of one and the `more` rows of another as one; of what has no rows, the first's."""
+    """Concatenate the `rows` rows of `one` and the `more` rows of `two`; leaves without rows come from `one`."""
     rest = iter(leaves_of(two))
 
     def join(leaf: Any, place: str) -> Any:
@@ -69,7 +69,7 @@ def joined(one: Any, two: Any, rows: int, more: int) -> Any:
 
 
 def take(data: Any, start: int, stop: int, rows: int) -> Any:
-    """Rows `start` to `stop` of everything in `data` that has `rows` rows: tensors (views) and lists of strings."""
+    """Slice rows `start` to `stop` of every leaf of `data` with `rows` rows: tensors (views) and lists of strings."""
 
     def cut(leaf: Any, place: str) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -80,10 +80,10 @@ def take(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def merge(pieces: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The results of the pieces, as if from the whole.
+    """Merge the results of the pieces into that of the full batch.
 
-    Numbers and scalar tensors are summed up by weight (a weight of 0 leaves out even NaN), tensors concatenated along
-    dimension 0, containers merged item by item. Of anything else the last is taken.
+    Takes the weighted sum of numbers and scalar tensors (a weight of 0 drops even NaN), concatenates tensors along
+    dimension 0, and merges containers item by item. Returns the last of anything else.
     """
     first = pieces[0]
     if isinstance(first, torch.Tensor) and first.dim() > 0:

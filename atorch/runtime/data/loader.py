@@ -1,8 +1,8 @@
-"""The data of each process: a global batch is split evenly over the ranks that see different samples.
+"""Data loaders that split each global batch evenly over the ranks that see different samples.
 
 `batch_size` is the global batch (strong scaling), so the same arguments give the same training on any number of
-processes: rank r of n takes every n-th sample of each global batch. A stream that can be divided before it is read is
-(`sharded_stream`): each rank then has batches of its own part.
+ranks: rank r of n takes every n-th sample of each global batch. Streams are sharded before they are read where that is
+possible (`sharded_stream`): each rank then has batches of its own part.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.runtime.data.sharded_stream import in_step, part_of
 
-LARGE = 2**24  # samples of a dataset whose indices torch's samplers would list, at 36 bytes each on every rank
-AT_ONCE = 2**16  # indices that are drawn, or computed, at once
+LARGE = 2**24  # the most samples for torch's samplers, which list all indices: 36 bytes each on every rank
+AT_ONCE = 2**16  # indices drawn, or computed, at once
 _LOADER_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
 
 
 class Loader(DataLoader[Any]):
-    """A DataLoader with `set_epoch`, which reshuffles whatever sampler draws its indices."""
+    """A DataLoader with `set_epoch`, which reshuffles any sampler that draws its indices."""
 
     was_read = False
-    """True once somebody began to."""
+    """True once iteration has begun."""
     is_part = False
-    """True if it reads a part of a stream, which may end before others' do."""
+    """True if it reads a part of a stream, which may end before those of other ranks."""
     group: dist.ProcessGroup | None = None
-    """Processes that stop together with this one; all of them must iterate."""
+    """Ranks that stop together with this one; all of them must iterate."""
 
     def __iter__(self) -> Any:
         self.was_read = True
@@ -44,7 +44,7 @@ class Loader(DataLoader[Any]):
         return batches if self.group is None else in_step(batches, self.group)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of epoch `epoch`: the same on every run, another one each epoch."""
+        """Set the order of epoch `epoch`: the same in every run, different in each epoch."""
         drawers: tuple[Any, ...] = (self.sampler, self.batch_sampler, self.dataset)
         for drawer in drawers:
             if hasattr(drawer, "set_epoch"):
@@ -59,15 +59,15 @@ class LargeSampler(DistributedSampler[Any]):
         order = Permutation(num_all, self.seed + self.epoch) if self.shuffle else None
         for start in range(0, self.num_samples, AT_ONCE):
             turns = np.arange(start, min(start + AT_ONCE, self.num_samples), dtype=np.int64)
-            places = (self.rank + self.num_replicas * turns) % num_all  # a rest starts again from the first
+            places = (self.rank + self.num_replicas * turns) % num_all  # pads by wrapping around to the first samples
             yield from (places if order is None else order(places)).tolist()
 
 
 class Permutation:
-    """A random order of `num` numbers, of which any part can be computed alone.
+    """A random permutation of `num` numbers, of which any part can be computed by itself.
 
-    A Feistel network over the next even power of two, applied again where it leads out of the range (Black and Rogaway
-    2002, "Ciphers with Arbitrary Finite Domains"). Its rounds hash with the end of splitmix64 (Steele et al. 2014).
+    A Feistel network over the next even power of two, reapplied to results outside the range (Black and Rogaway 2002,
+    "Ciphers with Arbitrary Finite Domains"). Its rounds hash with the finalizer of splitmix64 (Steele et al. 2014).
     """
 
     ROUNDS = 6
@@ -78,10 +78,10 @@ class Permutation:
 
     def __call__(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The numbers at each of `places`."""
-        found = self._through(places.astype(np.uint64))
-        while len(outside := np.flatnonzero(found >= self._num)):
-            found[outside] = self._through(found[outside])
-        return found.astype(np.int64)
+        numbers = self._through(places.astype(np.uint64))
+        while len(outside := np.flatnonzero(numbers >= self._num)):
+            numbers[outside] = self._through(numbers[outside])
+        return numbers.astype(np.int64)
 
     def _through(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         mask = (np.uint64(1) << self._half) - np.uint64(1)
@@ -99,10 +99,10 @@ def _hashed(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class RankSampler(Sampler[Any]):
-    """Rank `rank`'s share of what another sampler draws: every `size`-th index, the same number on each rank.
+    """Rank `rank`'s share of another sampler's indices: every `size`-th index, equally many on each rank.
 
-    The inner sampler's random numbers are drawn from `seed + epoch`, so that all ranks see one order. A rest that does
-    not fill all ranks starts again from the first indices, as DistributedSampler does, or with `drop_last` is left out.
+    Seeds the inner sampler with `seed + epoch`, so that all ranks see one order. Pads a remainder that does not fill
+    all ranks with the first indices, as DistributedSampler does, or drops it with `drop_last`.
     """
 
     def __init__(self, sampler: Sampler[Any], rank: int, size: int, seed: int, drop_last: bool = False) -> None:
@@ -141,7 +141,7 @@ class RankBatches(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         for batches in _drawn(self.batches, self.seed + self.epoch):
-            for batch in batches:  # all of them first: an uneven last one should not end an epoch's work
+            for batch in batches:  # check all of them first: an uneven last one should not fail late in an epoch
                 if len(batch) % self.size:
                     raise ArgumentError(_uneven(len(batch), self.size, "a batch of batch_sampler"))
             for batch in batches:
@@ -152,9 +152,9 @@ class RankBatches(Sampler[list[Any]]):
 
 
 def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
-    """The draws of `sampler`, from random numbers of Python, numpy or torch that are the same on every rank.
+    """Chunks of the draws of `sampler`, with Python's, numpy's and torch's generators seeded equally on every rank.
 
-    Many at once where it says how much that is; one that does not may have no end, and is drawn from as it is used.
+    Takes smaller chunks of a sampler without a length, which may be endless.
     """
     at_once = AT_ONCE if _is_sized(sampler) else 1024
     state, draws = None, iter(())
@@ -177,7 +177,7 @@ def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
 
 
 def _is_sized(sampler: Sampler[Any]) -> bool:
-    """True if a sampler has a length; torch's BatchSampler has one if the sampler inside has."""
+    """True if a sampler has a length; torch's BatchSampler has one if its inner sampler has."""
     try:
         len(sampler)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -186,7 +186,7 @@ def _is_sized(sampler: Sampler[Any]) -> bool:
 
 
 class StreamShare(IterableDataset[Any]):
-    """Rank `rank`'s share of a stream: of every `size` samples, the one at its place; an uneven rest is left out."""
+    """Rank `rank`'s share of a stream: every `size`-th sample; drops a remainder that does not fill all ranks."""
 
     def __init__(self, stream: IterableDataset[Any], rank: int, size: int) -> None:
         self.stream, self.rank, self.size = stream, rank, size
@@ -214,10 +214,10 @@ def make_loader(
     """This rank's loader over its share of `dataset`.
 
     Args:
-        arguments: DataLoader's own, where `batch_size` is the global batch; without one each rank draws one sample
-            at a time. None says that the dataset's samples are whole batches, which one process alone can take.
+        arguments: those of DataLoader, but `batch_size` is the global batch; without one each rank draws one sample
+            at a time. None means that the dataset's samples are full batches, which only a single rank can take.
             Never changed.
-        rank, size: this process's place among the ranks that see different samples.
+        rank, size: this process's index among the ranks that see different samples, and their number.
         sampler_cls: a class with DistributedSampler's interface, used instead of it.
 
     Raises:
@@ -251,9 +251,9 @@ def _of_stream(stream: IterableDataset[Any], arguments: dict[str, Any], rank: in
     part = None if size == 1 else part_of(stream, rank, size)
     if part is None:
         return _made(stream if size == 1 else StreamShare(stream, rank, size), arguments)
-    made = _made(part, {**arguments, "drop_last": True})  # ranks' last batches would have different sizes
-    made.is_part = True
-    return made
+    loader = _made(part, {**arguments, "drop_last": True})  # the last batches of ranks would have different sizes
+    loader.is_part = True
+    return loader
 
 
 def _made(dataset: Dataset[Any], arguments: Mapping[str, Any]) -> Loader:
@@ -267,18 +267,18 @@ def _made(dataset: Dataset[Any], arguments: Mapping[str, Any]) -> Loader:
 
 
 def shares_out(loader: object, rows: int) -> bool:
-    """True if a batch of so many rows comes of a loader of `make_loader` that gives every rank as many in each step."""
+    """True if a batch of `rows` rows is a share: from a loader of `make_loader` that gives all ranks equally many."""
     if not isinstance(loader, Loader) or not loader.was_read:
         return False
     if isinstance(loader.batch_sampler, RankBatches):
         return True
-    streams = loader.is_part or isinstance(loader.dataset, StreamShare)
-    shares = streams or isinstance(loader.sampler, (DistributedSampler, RankSampler))
-    return shares and rows == loader.batch_size  # what a collate_fn packs has other rows
+    is_stream = loader.is_part or isinstance(loader.dataset, StreamShare)
+    shares = is_stream or isinstance(loader.sampler, (DistributedSampler, RankSampler))
+    return shares and rows == loader.batch_size  # a collate_fn that packs samples changes the number of rows
 
 
 def _check_order(dataset: Any, arguments: Mapping[str, Any], sampler_cls: object) -> None:
-    """One thing decides the order of the samples."""
+    """Check that only one argument decides the order of the samples."""
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ArgumentError(
@@ -339,33 +339,33 @@ def _sampler(
     sampler_cls: Callable[..., Sampler[Any]] | None,
     seed: int,
 ) -> Sampler[Any]:
-    given, drop_last = arguments.get("sampler"), bool(arguments.get("drop_last"))
-    if given is None:
+    sampler, drop_last = arguments.get("sampler"), bool(arguments.get("drop_last"))
+    if sampler is None:
         shuffle = bool(arguments.get("shuffle"))
         if sampler_cls is not None:
             made = sampler_cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed)
             if not hasattr(made, "__iter__"):
                 raise ArgumentError(f"distributed_sampler_cls returned {shown(made)}; it returns a sampler of indices")
             return made
-        # Padded to fill all ranks, samples that no full batch takes might make one more.
+        # The sampler must drop too: if it padded, samples that fill no batch might make one more batch.
         kind = LargeSampler if len(dataset) > LARGE else DistributedSampler  # type: ignore[arg-type]
         return kind(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    shares = getattr(given, "num_replicas", None)
+    shares = getattr(sampler, "num_replicas", None)
     if shares is None:
-        return given if size == 1 else RankSampler(given, rank, size, seed, drop_last)
-    if (shares, getattr(given, "rank", rank)) != (size, rank):
+        return sampler if size == 1 else RankSampler(sampler, rank, size, seed, drop_last)
+    if (shares, getattr(sampler, "rank", rank)) != (size, rank):
         raise ArgumentError(
-            f"the sampler in dataloader_args is for rank {getattr(given, 'rank', rank)} of {shares}, but this process "
-            f"is {rank} of {size} that see different samples; leave sharing out to auto_accelerate: give the class as "
-            "distributed_sampler_cls"
+            f"the sampler in dataloader_args is for rank {getattr(sampler, 'rank', rank)} of {shares}, but this "
+            f"process is {rank} of {size} that see different samples; leave sharing out to auto_accelerate: give the "
+            "class as distributed_sampler_cls"
         )
-    return given  # type: ignore[no-any-return]
+    return sampler  # type: ignore[no-any-return]
 
 
 def to_device(data: Any, device: torch.device | str) -> Any:
-    """`data` with every tensor in nested dicts, lists, tuples and dataclass-like mappings moved to `device`."""
+    """Move every tensor in nested dicts, lists, tuples and dataclass-like mappings to `device`."""
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=torch.device(device).type != "cpu")  # what is on the host is read at once
+        return data.to(device, non_blocking=torch.device(device).type != "cpu")  # host code may read copies at once
     if isinstance(data, Mapping):
         moved = {key: to_device(value, device) for key, value in data.items()}
         return moved if type(data) is dict else _like(data, moved)
@@ -379,7 +379,7 @@ def to_device(data: Any, device: torch.device | str) -> Any:
 
 
 def _like(data: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    """A mapping of `data`'s class where that can be made of a dict (transformers' BatchEncoding can), else a dict."""
+    """A mapping of `data`'s class if that takes a dict (transformers' BatchEncoding does), else the dict `moved`."""
     try:
         return type(data)(moved)  # type: ignore[call-arg]
     except TypeError:

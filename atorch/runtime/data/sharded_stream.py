@@ -1,10 +1,10 @@
-"""Streams that can be divided before they are read: each process decodes its own part, and all stop together.
+"""Streams that are sharded before they are read: each rank decodes its own part, and all ranks stop together.
 
-A stream is divided where it says how: `num_shards`, and `shard(num_shards=count, index=place)`, which gives one of
-`count` parts. Those are the names of Hugging Face's `datasets`; any IterableDataset may have them.
+A stream can be sharded if it has `num_shards` and `shard(num_shards=count, index=rank)`, which returns one of `count`
+parts. These are the names of Hugging Face's `datasets`; any IterableDataset may have them.
 
-Parts may end at different times, and a process without a batch would leave the others waiting in backward. So all tell
-before each batch whether they have one, and none goes on where one has not.
+Parts may end at different times, and the other ranks would wait in backward for a rank without a batch. So all ranks
+exchange before each batch if they have one, and all stop when one has none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HAS_ONE, _ENDED, _FAILED = range(3)
 
 
 def part_of(stream: IterableDataset[Any], rank: int, size: int) -> IterableDataset[Any] | None:
-    """Part `rank` of `size` of a stream; None where it cannot be divided into equally many shards for each.
+    """Part `rank` of `size` of a stream; None where it has no equal number of shards for all ranks.
 
     Raises:
-        ArgumentError: `shard` gave no stream, or what is given is a part already.
+        ArgumentError: `shard` returned no stream, or the stream is a part already.
     """
-    if getattr(stream, "_distributed", None) is not None:  # which `datasets` says nowhere else
+    if getattr(stream, "_distributed", None) is not None:  # `datasets` has no public way to detect a split
         raise ArgumentError(
             "the stream was divided already, by split_dataset_by_node, and would be divided again; give the whole one, "
             "of which each process is given its part"
@@ -53,12 +53,12 @@ def part_of(stream: IterableDataset[Any], rank: int, size: int) -> IterableDatas
 
 
 def in_step(batches: Iterator[Any], group: dist.ProcessGroup) -> Iterator[Any]:
-    """`batches` for as long as all processes of `group` have one; all of them must iterate.
+    """Yield `batches` as long as all ranks of `group` have one. Collective: all ranks must iterate.
 
-    The next batch is fetched, and the others are told, before this one is given: nobody waits while a step computes.
+    Fetches the next batch and starts its exchange before it yields the current one, so they overlap with the step.
 
     Raises:
-        ArgumentError: on all, where one has no batch at all, or failed to read one. That one raises its own error.
+        ArgumentError: on all ranks, if one has no batch at all, or failed to read one. That one raises its own error.
     """
     fetched, count = _Fetched(batches, group), 0
     while True:
@@ -80,23 +80,23 @@ def in_step(batches: Iterator[Any], group: dist.ProcessGroup) -> Iterator[Any]:
 
 
 class _Fetched:
-    """One batch, or why there is none, and what the others say of theirs."""
+    """One batch, or the error of reading it, with the exchange of the states of all ranks."""
 
     def __init__(self, batches: Iterator[Any], group: dist.ProcessGroup) -> None:
         self.batch: Any = None
         self.error: Exception | None = None
-        mine = _HAS_ONE
+        local = _HAS_ONE
         try:
             self.batch = next(batches)
         except StopIteration:
-            mine = _ENDED
+            local = _ENDED
         except Exception as error:  # users' code may raise anything; the others would wait in backward
-            self.error, mine = error, _FAILED
-        self._worst = torch.tensor(mine)  # on the host, over its own backend: a busy device delays nobody
+            self.error, local = error, _FAILED
+        self._worst = torch.tensor(local)  # on the host, with its own backend, so that a busy device delays no rank
         work: Any = dist.all_reduce(self._worst, dist.ReduceOp.MAX, group=group, async_op=True)
         self._wait: Callable[[], object] = work.wait
 
     def state(self) -> int:
-        """The worst that any process has to tell."""
+        """The worst state of any rank; waits for all."""
         self._wait()
         return int(self._worst)

@@ -1,1 +1,1 @@
-"""Data parallelism and ZeRO-1: replicas, buckets, shards of optimizer states, and when gradients are reduced."""
+"""Data parallelism and ZeRO-1: replicas, buckets, shards of optimizer states, and the time of gradient reduction."""

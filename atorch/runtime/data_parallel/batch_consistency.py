@@ -1,4 +1,4 @@
-"""Processes that work on one batch together, and are given batches of their own: told in the first passes."""
+"""Checks in the first passes that ranks which compute one batch together are given the same batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from atorch.logs import logger
 from atorch.model.pytree import leaves_of
 from atorch.runtime.gradients.no_double_backward import refuse_transforms
 
-LOOKS = 3  # passes that are compared: a loader that deals batches out by rank differs in the first
-FEW = 64  # numbers of each tensor
+LOOKS = 3  # compared passes: a loader that distributes batches by rank differs in the first
+FEW = 64  # compared elements of each tensor
 _DIFFERENT = (
     "processes along %s compute one batch together, and were given different ones: take result.dataloader, "
     "which deals batches out along the axes data and zero alone, or deal out yours so"
@@ -25,14 +25,14 @@ _DIFFERENT = (
 
 
 def watch_batches(model: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Compare what processes that compute one batch together call `model` with in its first training passes.
+    """Compare the inputs of `model` between ranks that compute one batch together, in its first training passes.
 
     Args:
-        groups: by the name of the axis along which processes have the same batch.
+        groups: process groups by the name of the axis along which ranks have the same batch.
 
     Raises:
-        ArgumentError: in such a pass, on all of them: shapes or whole numbers, as of tokens, differ. Where
-            other numbers do, which may be rounding, it is a warning.
+        ArgumentError: in such a pass, on all ranks: shapes or integers, such as tokens, differ. Different
+            floats, which may be rounding, are a warning.
     """
     if groups:
         model.register_forward_pre_hook(refuse_transforms)
@@ -46,7 +46,7 @@ class _Looking:
         self._groups, self._handle, self._left = groups, handle, LOOKS
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Looking, ({}, ())  # process groups do not travel, and a copy of the model is not what trains
+        return _Looking, ({}, ())  # process groups cannot be pickled, and a copy of the model need not be watched
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not (self._groups and model.training and torch.is_grad_enabled()):
@@ -60,10 +60,10 @@ class _Looking:
             if isinstance(leaf, Tensor):
                 exact.append((place, tuple(leaf.shape)))
                 (rounded if leaf.is_floating_point() else exact).append(leaf.detach().reshape(-1)[:FEW].tolist())
-        told = [*both_ways(exact), *both_ways(rounded)]
+        hashes = [*both_ways(exact), *both_ways(rounded)]
         for group in self._groups.values():
-            told = largest(told, group)  # over the product of the axes in the end, so that all of them raise
-        high, low, rounded_high, rounded_low = told
+            hashes = largest(hashes, group)  # in the end over the product of the axes, so that all ranks raise
+        high, low, rounded_high, rounded_low = hashes
         if high != -low:
             raise ArgumentError(_DIFFERENT % " × ".join(self._groups))
         if rounded_high != -rounded_low:

@@ -1,4 +1,4 @@
-"""Broadcasting and averaging many tensors in few calls: small ones side by side in buckets, large ones as they are."""
+"""Broadcasts and averages many tensors in few calls: small ones are flattened into buckets, large ones sent alone."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 32 * 2**20
-IN_FLIGHT = 2  # buckets that exist at once: one is sent while the next is filled
+IN_FLIGHT = 2  # buckets in memory at once: one is sent while the next is filled
 
 
 class _Sending(NamedTuple):
     work: Any
     bucket: list[Tensor]
-    flat: Tensor | None  # what arrives, where it must still be copied into the tensors
+    flat: Tensor | None  # received values that must be copied into the tensors
 
 
 @torch.no_grad()
 def broadcast(shares: Iterable[tuple[int, Sequence[Tensor]]], group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the values that the tensors of each share have on their rank.
+    """Broadcast the tensors of each share from its rank to all ranks of `group`.
 
     Args:
         shares: `(rank in the group, tensors)`; the same shapes and order on all ranks.
@@ -39,8 +39,8 @@ def broadcast(shares: Iterable[tuple[int, Sequence[Tensor]]], group: dist.Proces
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Let every rank's tensors, of which all have the same, be their mean."""
-    with torch._C.DisableTorchFunctionSubclass():  # gradients that refuse to be mixed are not mixed here
+    """Replace the tensors, of equal shapes on all ranks, by their means over `group`."""
+    with torch._C.DisableTorchFunctionSubclass():  # also tensor subclasses that refuse operations with others
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             dist.all_reduce(flat, group=group)
@@ -50,7 +50,7 @@ def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, as many as fit in a bucket."""
+    """Lists of tensors of one dtype and device that fit in a bucket; skips empty tensors."""
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -72,13 +72,13 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _send(bucket: list[Tensor], source: int, group: dist.ProcessGroup) -> _Sending:
     if len(bucket) == 1 and bucket[0].is_contiguous():
         return _Sending(dist.broadcast(bucket[0].detach(), group=group, group_src=source, async_op=True), bucket, None)
-    mine = group.rank() == source
-    if mine:
+    is_source = group.rank() == source
+    if is_source:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
     else:
         flat = bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
     work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
-    return _Sending(work, bucket, None if mine else flat)
+    return _Sending(work, bucket, None if is_source else flat)
 
 
 def _finish(sending: _Sending) -> None:

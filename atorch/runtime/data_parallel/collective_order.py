@@ -1,19 +1,19 @@
-"""One order of collectives on all ranks that share parameters, compared where new, followed without a word after that.
+"""Keeps the order of collectives equal on all ranks that share parameters: compares new orders, then follows them.
 
-FSDP2 and chunks gather and reduce wherever a rank's own pass goes. Ranks that take different branches would pair up
-collectives of different parameters: equal sizes mix them silently, unequal ones hang. So before a collective every rank
-says which it is going to issue, its *step*. The ranks compare steps only where they do not know what comes:
+FSDP2 and chunks gather and reduce in the order of a rank's own pass. Ranks that take different branches would pair
+collectives of different parameters: equal sizes mix them silently, unequal ones hang. So every rank announces the
+collective that it will issue, its *step*. The ranks compare steps only where the next one is uncertain:
 
-- a step after which another one has never come, or after which several have: they compare digests, on the host;
-- a step after which one has always come: a rank that wants that one issues it. A rank that wants another does not
-  know whether the others do. It takes part in what is expected, with zeros, up to the next comparison, which every
-  backward pass and every pass without gradients ends with. There all of them have strayed to the same step, which is
-  then known, or all of them raise.
+- After the current step, no step or several different ones have followed so far: they compare digests, on the host.
+- After it, the same step has always followed: a rank that wants that step issues it. A rank that wants another does not
+  know if the others do, too. It takes part in the expected collectives, with zeros, up to the next comparison, which
+  ends every backward pass and every pass without gradients. There either all ranks have deviated to the same step,
+  which is then recorded, or all raise.
 
-A rank whose pass fails does so as well: it takes part with zeros up to the next comparison, where all are told.
+A rank whose pass fails also takes part with zeros up to the next comparison, where all ranks learn of it.
 
-In every state the ranks so issue the same collectives, and a training that repeats itself pays for one comparison of
-three numbers a step. Parameters are untouched when ranks raise: the end of backward is compared, too.
+Thus the ranks issue the same collectives in every state, and training that repeats itself pays for one comparison of
+three numbers a step. Parameters are unchanged when ranks raise, since the end of backward is compared, too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ IssueCollective = Callable[[], "list[dist.Work | None]"]
 
 
 class CollectiveEvent(NamedTuple):
-    """A rank's next step: a collective of one group's parameters, or the begin or end of a pass."""
+    """A rank's next step: a collective of one group's parameters, or the beginning or end of a pass."""
 
     action: str
     name: str = ""
     numel: int = 0
     in_backward: bool = False
     is_compared: bool = False
-    """True if ranks always compare it, also where it is known to come."""
+    """True if ranks always compare it, also where it is expected."""
 
     def __str__(self) -> str:
         size = f" of {self.numel:,} elements" if self.numel else ""
@@ -60,13 +60,13 @@ class RankFailedError(StrategyError):
 
 
 class CollectiveOrder:
-    """The steps that may follow each other, known to all ranks of some groups alike.
+    """Records which steps follow each other; equal on all ranks of the groups.
 
-    Every rank tells it the steps that it comes to, before it issues what belongs to them.
+    Every rank announces its steps by `come_to`, before it issues their collectives.
 
     Args:
-        groups: whose ranks are compared, those of several together, as the axes of a mesh.
-        device_type: where backends exchange numbers that cannot on the host.
+        groups: the groups whose ranks are compared; several are compared one after the other, as axes of a mesh.
+        device_type: the device of the compared numbers where a group has no host backend.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device_type: str) -> None:
@@ -76,28 +76,28 @@ class CollectiveOrder:
         self._following: dict[CollectiveEvent | None, list[CollectiveEvent]] = {}
         self._stand_ins: dict[CollectiveEvent, IssueCollective] = {}
         self._last: CollectiveEvent | None = None
-        self._raised = False  # whether the last comparison raised, on all ranks
+        self._raised = False  # True if the last comparison raised, on all ranks
         self._passed: set[CollectiveEvent] = (
             set()
         )  # since the last comparison; without a comparison no step comes twice
         self._compared_s = time.monotonic()
-        self._longest_s = 0.0  # between two comparisons
+        self._longest_s = 0.0  # the longest time between two comparisons
 
     def come_to(
         self, step: CollectiveEvent, stand_in: IssueCollective = list, note: str = "", flag: bool = False
     ) -> bool:
-        """Return when all ranks do `step` next; whether any rank has set `flag`, where they were compared.
+        """Return when all ranks do `step` next; True if the ranks were compared and any has set `flag`.
 
         Args:
-            stand_in: issues the step's collectives with zeros and returns what to wait for.
-            note: compared with the step where it ends a pass; says what this rank has done.
+            stand_in: issues the step's collectives with zeros and returns the work to wait for.
+            note: text on this rank's pass, compared together with the step.
 
         Raises:
-            StrategyError: the ranks come to different steps; on all of them.
-            RankFailedError: the pass of another one has failed.
+            StrategyError: the ranks come to different steps; raised on all.
+            RankFailedError: the pass of another rank has failed.
         """
         self._raised = False
-        if is_alone():  # of which the others know nothing
+        if is_alone():  # local collectives, in which no other rank takes part
             return False
         following = self._following.get(self._last, [])
         if len(following) == 1 and following[0] == step and not step.is_compared and step not in self._passed:
@@ -111,16 +111,16 @@ class CollectiveOrder:
             self._stand_in_until_compared(step)
         flag = self._compare(f"{step} {note}".strip(), where, flag)
         self._stand_ins.setdefault(step, stand_in)
-        known = self._following.setdefault(after, [])
-        if step not in known:
-            known.append(step)
+        followers = self._following.setdefault(after, [])
+        if step not in followers:
+            followers.append(step)
         self._last, self._passed = step, {step} - set(ENDS)
         return flag
 
     def fail(self, why: str) -> None:
-        """This rank's pass has failed wherever it had come to: let it fail on all. They then are at its beginning.
+        """Make the pass fail on all ranks, as it failed on this one at any step; the next pass then starts afresh.
 
-        Without effect where this rank failed by what a comparison has raised on all.
+        Has no effect if this rank failed by the error that a comparison raised on all ranks.
         """
         if self._raised:
             return
@@ -128,13 +128,13 @@ class CollectiveOrder:
             if len(self._following.get(self._last, [])) == 1:
                 self._stand_in_until_compared(CollectiveEvent(f"fails: {why}"))
             self._compare("fails", "", False, why)
-        except StrategyError:  # all have it now, this one more closely
+        except StrategyError:  # all ranks raise now; this one raises the original error
             pass
         self._last, self._passed = None, set()
 
     @classmethod
     def of(cls, groups: Sequence[dist.ProcessGroup | None], device_type: str) -> CollectiveOrder | None:
-        """The order of the ranks of some groups; None where there is nobody else."""
+        """The order for the ranks of some groups; None if there are no other ranks, or only fake ones."""
         several = [group for group in groups if group is not None and group.size() > 1]
         if not several or any(dist.get_backend(group) == "fake" for group in several):
             return None
@@ -142,11 +142,11 @@ class CollectiveOrder:
 
     @property
     def is_at_end(self) -> bool:
-        """True if nothing has happened since a pass ended."""
+        """True if the last step ended a pass."""
         return self._last in ENDS
 
     def _stand_in_until_compared(self, wanted: CollectiveEvent) -> None:
-        """Take part in the steps that the others expect, as far as nobody compares."""
+        """Take part in the steps that the others expect, up to the next comparison."""
         limit = timedelta(seconds=5 + 3 * self._longest_s)
         while len(following := self._following.get(self._last, [])) == 1:
             (step,) = following
@@ -157,14 +157,14 @@ class CollectiveOrder:
                     if work is not None:
                         work.wait(limit)
             except RuntimeError as error:
-                raise StrategyError(_told([f"this rank {wanted}", f"others were expected to {step}"])) from error
+                raise StrategyError(_mismatch([f"this rank {wanted}", f"others were expected to {step}"])) from error
             self._last = step
             self._passed.add(step)
 
     def _compare(self, what: str, where: str, flag: bool, why: str = "") -> bool:
-        """True if any rank has set `flag`; raise where one fails, does something else, or strays from somewhere else.
+        """True if any rank has set `flag`; raises if a rank fails, or ranks differ in `what` or in `where`.
 
-        why: this rank fails.
+        why: the reason why this rank fails; empty if it does not.
         """
         self._longest_s = max(self._longest_s, time.monotonic() - self._compared_s)
         digest = int.from_bytes(hashlib.blake2b(repr((what, where)).encode(), digest_size=7).digest(), "big")
@@ -174,28 +174,28 @@ class CollectiveOrder:
         largest, smallest, any_flag = numbers.tolist()
         self._compared_s = time.monotonic()
         if largest != -smallest:
-            said: list[Any] = [(dist.get_rank(), f"{what} {where}".strip(), why)]
+            reports: list[Any] = [(dist.get_rank(), f"{what} {where}".strip(), why)]
             for group in self._groups:
                 parts: list[Any] = [None] * group.size()
-                dist.all_gather_object(parts, said, group=group)
-                said = [each for part in parts for each in part]
+                dist.all_gather_object(parts, reports, group=group)
+                reports = [report for part in parts for report in part]
             self._last, self._passed, self._raised = None, set(), True
-            for rank, _, failed in sorted(said):
-                if failed:
-                    raise RankFailedError(f"rank {rank} failed: {failed}")
-            raise StrategyError(_told([f"rank {rank} {each}" for rank, each, _ in sorted(said)]))
+            for rank, _, reason in sorted(reports):
+                if reason:
+                    raise RankFailedError(f"rank {rank} failed: {reason}")
+            raise StrategyError(_mismatch([f"rank {rank} {report}" for rank, report, _ in sorted(reports)]))
         return bool(any_flag)
 
     def any_of(self, flags: Sequence[int]) -> list[int]:
-        """For each place, whether any rank's flag is set."""
+        """The flags, each set if it is on any rank."""
         values = torch.tensor(list(flags), dtype=torch.uint8, device=self._device)
         for group in self._groups:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
         return values.tolist()
 
 
-def _told(said: Sequence[str]) -> str:
-    different = list(dict.fromkeys(said))[:8]
+def _mismatch(steps: Sequence[str]) -> str:
+    different = list(dict.fromkeys(steps))[:8]
     return (
         f"processes take different ways through the model: {'; '.join(different)}. Where parameters are sharded (fsdp, "
         "zero2, chunk) all processes must run the same modules in the same order and leave the same parameters without "
@@ -208,8 +208,8 @@ def gather_zeros(
     numel: int, own: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> list[dist.Work | None]:
     """Take part in gathering `numel` elements, `own` of which are this rank's."""
-    out, given = torch.empty(numel, dtype=dtype, device=device), torch.zeros(own, dtype=dtype, device=device)
-    return [all_gather_single(out, given, group=group, async_op=True)]
+    out, zeros = torch.empty(numel, dtype=dtype, device=device), torch.zeros(own, dtype=dtype, device=device)
+    return [all_gather_single(out, zeros, group=group, async_op=True)]
 
 
 def reduce_zeros(
@@ -221,7 +221,7 @@ def reduce_zeros(
     op: Any,
     replicas: dist.ProcessGroup | None,
 ) -> list[dist.Work | None]:
-    """Take part in reducing `numel` elements, of which this rank keeps `own`, and then among `replicas` of those."""
-    out, given = torch.empty(own, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device)
-    works = [reduce_scatter_single(out, given, op, group=group, async_op=True)]
+    """Take part in reduce-scattering `numel` elements, `own` to this rank, and in all-reducing those in `replicas`."""
+    out, zeros = torch.empty(own, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device)
+    works = [reduce_scatter_single(out, zeros, op, group=group, async_op=True)]
     return works if replicas is None else [*works, dist.all_reduce(out.clone(), op, group=replicas, async_op=True)]

@@ -1,7 +1,7 @@
-"""A slice of a parameter for an optimizer to step: a parameter of its own, in the same memory, laid flat.
+"""Flat slices of parameters for an optimizer to step: each is a parameter that shares its original's memory.
 
-What is written to either is written to both and counts as a version of both. Its gradient is lent for a step: a slice
-of the parameter's, or of a sparse one the entries that fall into it.
+Writes to either change both, and bump the version of both. The slice gets its gradient for a step: a slice of the
+parameter's, or the entries of a sparse one that fall into it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
 
 
 def slice_of(param: Tensor, where: slice) -> nn.Parameter:
-    """The elements `where` of a contiguous parameter."""
+    """A parameter that is the flattened elements `where` of a contiguous parameter."""
     piece = nn.Parameter(_flat(param)[where], param.requires_grad)
     piece.slice_of = (param, where)  # type: ignore[attr-defined]
     return piece
 
 
 def origin(parameter: Tensor) -> tuple[Tensor, slice | None]:
-    """The parameter that `parameter` is a slice of, and which elements; itself and None of one that is no slice."""
-    found: tuple[Tensor, slice | None] = getattr(parameter, "slice_of", (parameter, None))
-    return found
+    """The parameter that `parameter` is a slice of, and its elements; `parameter` and None if it is no slice."""
+    source: tuple[Tensor, slice | None] = getattr(parameter, "slice_of", (parameter, None))
+    return source
 
 
 def follow(piece: Tensor) -> None:
-    """Let a slice be of what its parameter is now: somebody may have put it elsewhere, or frozen it.
+    """Update a slice from its parameter, whose memory or `requires_grad` may have changed.
 
     Raises:
-        ArgumentError: it is not contiguous any more.
+        ArgumentError: the parameter is not contiguous any more.
     """
     param, where = origin(piece)
     assert where is not None
@@ -42,7 +42,7 @@ def follow(piece: Tensor) -> None:
 
 @torch.no_grad()
 def lend_gradient(piece: Tensor) -> None:
-    """Let a slice have its part of the gradient that the parameter has now, or none."""
+    """Set the gradient of a slice to its part of the parameter's gradient, or None."""
     param, where = origin(piece)
     gradient = _flat_gradient(param)
     assert where is not None
@@ -52,7 +52,7 @@ def lend_gradient(piece: Tensor) -> None:
 
 
 def gradient_values(piece: Tensor) -> Tensor | None:
-    """The values of the parameter's gradient that a step of the slice reads; of a sparse one all."""
+    """The values of the parameter's gradient that a step of the slice reads; all values of a sparse one."""
     param, where = origin(piece)
     gradient = _flat_gradient(param)
     if gradient is None or where is None:
@@ -70,7 +70,7 @@ def _flat(param: Tensor) -> Tensor:
 
 
 def _flat_gradient(param: Tensor) -> Tensor | None:
-    """A parameter's gradient: its values one after another, or a coalesced sparse one."""
+    """A parameter's gradient: flattened, or as it is if sparse (coalesced)."""
     if dense_gradient(param) is None:
         return None
     assert param.grad is not None
@@ -82,13 +82,13 @@ def _flat_gradient(param: Tensor) -> Tensor | None:
 
 
 def _flat_sparse(gradient: Tensor, where: slice) -> Tensor:
-    """The elements of a slice of a coalesced sparse tensor, laid flat."""
+    """A slice of the flattened elements of a coalesced sparse tensor."""
     shape, dims = gradient.shape, gradient.sparse_dim()
     numel = math.prod(shape[dims:])  # of an entry
-    places = torch.zeros(gradient.indices().shape[1], dtype=torch.long, device=gradient.device)
+    entries = torch.zeros(gradient.indices().shape[1], dtype=torch.long, device=gradient.device)  # their flat indices
     for size, index in zip(shape[:dims], gradient.indices(), strict=True):
-        places = places * size + index
-    flat = (places.unsqueeze(1) * numel + torch.arange(numel, device=places.device)).reshape(-1) - where.start
+        entries = entries * size + index
+    flat = (entries.unsqueeze(1) * numel + torch.arange(numel, device=entries.device)).reshape(-1) - where.start
     length = where.stop - where.start
     inside = (flat >= 0) & (flat < length)
     indices, values = flat[inside].unsqueeze(0), gradient.values().reshape(-1)[inside]

@@ -1,9 +1,9 @@
-"""When gradients are reduced over processes: with the last of several backward passes, the others only add up.
+"""Gradient reduction over ranks with the last of several backward passes; the others only accumulate.
 
-In a pipeline a forward pass is not followed by its own backward, so each is told apart from the other.
+In a pipeline a forward pass is not followed by its own backward pass, so forward and backward have separate contexts.
 
-FSDP2 keeps whole gradients until then, in its reduce dtype: memory for no communication. Where that is too much it
-reduces with every pass, and adds up shards.
+FSDP2 keeps full gradients until the last pass, in its reduce dtype: it saves communication but takes memory. Where that
+is too much, it reduces with every pass and accumulates shards.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ class Reduction:
     """The reduction of one model's gradients: DDP, FSDP2, any module with a `no_sync()`, or none."""
 
     def __init__(self, model: nn.Module, *, each: bool = False) -> None:
-        """With `each`, shards are reduced with every pass; gradients that are not sharded gain nothing by that."""
+        """With `each`, sharded gradients are reduced with every pass; others are not, as that would save no memory."""
         self._model, self._each = model, each
         self._replicas = replicas_of(model)
         self._no_sync: Callable[[], AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
         fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever a model was sharded by it
-        self._sharded_class: Any = fsdp.FSDPModule if fsdp is not None else ()
+        self._sharded_class: Any = fsdp.FSDPModule if fsdp is not None else ()  # () matches no instance
         self._shards = isinstance(model, self._sharded_class)
 
     @property
     def reuses_gradients(self) -> bool:
-        """True if `.grad` lies in buckets, which the next reduction writes, or in chunks, which the next pass does."""
+        """True if `.grad` is a view of a bucket or chunk that the next reduction or pass overwrites."""
         if self._replicas is not None:
             return bool(self._replicas.gradient_as_bucket_view)
         return self.keeps_gathered
 
     @property
     def keeps_gathered(self) -> bool:
-        """True if what one pass has gathered may serve the next: chunks for which there is room stay."""
+        """True if gathered parameters may stay for the next pass: chunks stay where memory allows."""
         return any(isinstance(parameter, ChunkedParameter) for parameter in self._model.parameters())
 
     @property
     def is_sharded(self) -> bool:
-        """True if a forward pass gathers parameters from other processes, which then must run one as well."""
+        """True if a forward pass gathers parameters from other ranks, which then must run one as well."""
         return self._shards
 
     def only(self, now: bool) -> AbstractContextManager[None]:
-        """A forward and backward pass that reduces gradients now, or leaves them to a later one."""
+        """Context of a forward and backward pass that reduces gradients now, or leaves them to a later pass."""
         if self._shards and not now:
             return nullcontext() if self._each else self._held_by_fsdp()
         if self._no_sync is not None and not now:
@@ -59,11 +59,11 @@ class Reduction:
         return self._reducing() if self._replicas is not None else nullcontext()
 
     def forward(self) -> AbstractContextManager[None]:
-        """A forward pass whose backward comes later, maybe after that of others."""
+        """Context of a forward pass whose backward comes later, maybe after those of other micro-batches."""
         return nullcontext() if self._no_sync is None else self._no_sync()
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
-        """The backward pass of an earlier `forward`; gradients are reduced with the last one."""
+        """Context of the backward pass of an earlier `forward`; the last one reduces the gradients."""
         if self._shards:
             model: Any = self._model
             model.set_is_last_backward(last)
@@ -71,7 +71,7 @@ class Reduction:
         if self._replicas is not None:
             if not last:
                 return self._replicas.no_sync()
-            # What the forward pass does where its own backward is next; torch's own pipelines do it like this.
+            # DDP's forward would do this if its own backward were next; torch's pipelines do the same.
             if isinstance(self._model, Replicated):
                 self._model.prepare_for_backward()
             else:
@@ -79,27 +79,27 @@ class Reduction:
         return nullcontext()
 
     def afterwards(self) -> None:
-        """Reduce what backward passes have left that were none of them the last, for whom hooks cannot do it."""
+        """Average the gradients of backward passes none of which was the last, so that no hook reduced them."""
         if self._replicas is not None:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             average(gradients, self._replicas.process_group)
 
     def takes(self, error: Exception) -> bool:
-        """Never: what a backward pass raises ends the pass."""
+        """False: an error in a backward pass always ends the pass."""
         return False
 
     def trial(self, *, last: bool) -> AbstractContextManager[None]:
-        """A pass, maybe the last of several, whose gradients are thrown away: only FSDP2 has to reduce them."""
+        """Context of a pass whose gradients are discarded; even then FSDP2 must reduce in the last one."""
         return self.only(now=last and self._shards)
 
     def reshard(self) -> None:
-        """After a forward pass that no backward follows: let FSDP2 free what it has gathered."""
+        """After a forward pass that no backward follows: let FSDP2 free the gathered parameters."""
         for module in self._model.modules() if self._shards else ():
             if isinstance(module, self._sharded_class):
                 module.reshard()
 
     def recover(self) -> None:
-        """After a pass that raised: let FSDP2 drop what is under way, and what it has added up."""
+        """After a pass that raised: let FSDP2 drop collectives in flight and accumulated gradients."""
         if not self._shards:
             return
         from atorch.runtime.fsdp.collectives import passes_of
@@ -110,12 +110,12 @@ class Reduction:
         for module in self._model.modules():
             if isinstance(module, self._sharded_class):
                 for group in groups_of(module):
-                    for sharded in group.fsdp_params:  # reset_iter_state leaves these, against its documentation
+                    for sharded in group.fsdp_params:  # reset_iter_state keeps these, contrary to its documentation
                         drop_unsharded_gradient(sharded)
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Also within the user's own `no_sync`: what is handed over unreduced, no later pass would reduce."""
+        """Reduce also within the user's own `no_sync`: no later pass would reduce these gradients."""
         assert self._replicas is not None
         before, self._replicas.require_backward_grad_sync = self._replicas.require_backward_grad_sync, True
         try:

@@ -1,11 +1,11 @@
-"""Parameters side by side in buckets that ranks share evenly, and gathering what each of them has stepped.
+"""Buckets of parameters that are sharded evenly over ranks, and the all-gather of the updated shards.
 
-A bucket is cut into as many equal slices as there are ranks, wherever that falls: for an optimizer that steps every
-element by itself, no rank has more than another, however large single parameters are. A large parameter is a bucket
-alone, and is gathered where it lies if its slices have no rest; small ones share a bucket, which takes a buffer.
+A bucket is cut into one equal slice per rank, regardless of parameter boundaries. All ranks of an elementwise optimizer
+thus have equal shares, however large single parameters are. A large parameter is a bucket of its own, and is gathered
+in place if its slices divide evenly. Small ones share a bucket, which takes a buffer.
 
-Slices begin at multiples of `ALIGNMENT` elements of every parameter: vectors stay whole, so that fused kernels give the
-bits that they give on whole parameters, and parameters smaller than that are on one rank.
+Slices begin at multiples of `ALIGNMENT` elements of every parameter. SIMD vectors thus stay whole, so fused kernels
+give the same bits as on full parameters, and smaller parameters lie on one rank.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ALIGNMENT = 32  # elements
 
 @dataclass(frozen=True, eq=False)
 class SlicedBucket:
-    """Parameters of one dtype and device. In elements: where each starts, and how long every rank's slice is."""
+    """Parameters of one dtype and device, with the start of each and the length of each rank's slice in elements."""
 
     params: tuple[Tensor, ...]
     starts: tuple[int, ...]
     share: int
 
     def held(self, rank: int) -> Iterator[tuple[Tensor, slice]]:
-        """The parameters that the slice of a rank has some of, and which of their elements, laid flat."""
+        """The parameters that the slice of a rank overlaps, with the slice of their flattened elements."""
         first, last = rank * self.share, (rank + 1) * self.share
         for param, start in zip(self.params, self.starts, strict=True):
             where = slice(max(first - start, 0), min(last - start, param.numel()))
@@ -44,13 +44,13 @@ class SlicedBucket:
 
 
 def can_cut(param: Tensor) -> bool:
-    """True if its elements lie one after another in memory of its own kind."""
+    """True if `param` is a contiguous plain tensor with elements."""
     is_plain = param.layout == torch.strided and not is_traceable_wrapper_subclass(param)
     return is_plain and param.is_contiguous() and param.numel() > 0
 
 
 def sliced_buckets(params: Iterable[Tensor], num_ranks: int) -> list[SlicedBucket]:
-    """Parameters that can be cut, in their order; those that train apart from those that do not."""
+    """Buckets of `params` (that `can_cut`) in their order; trained and frozen ones never share a bucket."""
     filling: dict[tuple[Any, ...], list[Tensor]] = {}
     filled: dict[tuple[Any, ...], int] = {}
     buckets = []
@@ -81,7 +81,7 @@ def _aligned(numel: int) -> int:
 
 @torch.no_grad()
 def gather(buckets: Iterable[SlicedBucket], group: dist.ProcessGroup) -> None:
-    """Give every rank of `group` the values that the parameters have in the slices of the others."""
+    """All-gather the slices of the parameters over `group`."""
     under_way: deque[_Gathering] = deque()
     for bucket in buckets:
         if len(under_way) == IN_FLIGHT:
@@ -94,21 +94,21 @@ def gather(buckets: Iterable[SlicedBucket], group: dist.ProcessGroup) -> None:
 class _Gathering(NamedTuple):
     work: Any
     bucket: SlicedBucket
-    buffer: Tensor | None  # what arrives, where it must still be copied into the parameters
+    buffer: Tensor | None  # received values that must be copied into the parameters
 
 
 def _start(bucket: SlicedBucket, group: dist.ProcessGroup) -> _Gathering:
     first, numel = group.rank() * bucket.share, bucket.share * group.size()
     if len(bucket.params) == 1 and bucket.params[0].numel() == numel:
-        whole, buffer = bucket.params[0].data.view(-1), None
+        full, buffer = bucket.params[0].data.view(-1), None
     else:
-        whole = buffer = bucket.params[0].new_empty(numel)
+        full = buffer = bucket.params[0].new_empty(numel)
         starts = dict(zip(bucket.params, bucket.starts, strict=True))
         for param, where in bucket.held(group.rank()):
             start = starts[param]
             buffer[start + where.start : start + where.stop] = param.data.view(-1)[where]
-    mine = whole[first : first + bucket.share]
-    return _Gathering(all_gather_single(whole, mine, group=group, async_op=True), bucket, buffer)
+    shard = full[first : first + bucket.share]
+    return _Gathering(all_gather_single(full, shard, group=group, async_op=True), bucket, buffer)
 
 
 def _finish(gathering: _Gathering, rank: int) -> None:
@@ -118,6 +118,6 @@ def _finish(gathering: _Gathering, rank: int) -> None:
         return
     stepped = {param for param, _ in bucket.held(rank)}
     for param, start in zip(bucket.params, bucket.starts, strict=True):
-        # What this rank has stepped is known to have changed; optimizers of copies look for what others have written.
+        # The step bumped the versions of this rank's; writing by `detach` bumps the others', for optimizers of copies.
         target = param.data if param in stepped else param.detach()
         target.view(-1).copy_(buffer[start : start + param.numel()])

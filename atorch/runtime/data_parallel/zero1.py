@@ -1,14 +1,14 @@
 """ZeRO-1: every rank steps its own share of the parameters and sends the result to the others.
 
-Where the optimizer is known to step every element by itself, parameters are cut wherever equal shares need it
-(`sliced_buckets.py`): a rank steps flat slices of them. Any other may look at whole matrices, for which parameters stay
-whole, as those do that are not laid out plainly: they are dealt out, the largest first, each to the rank with fewest
-bytes. A rank makes its optimizer over its share alone: only there do momentum, variance and fp32 copies exist.
+For an elementwise optimizer parameters are cut into equal shares (`shard_buckets.py`), and a rank steps flat slices of
+them. Other optimizers may read whole matrices, so their parameters stay whole, as do those that are not contiguous.
+Whole ones are assigned, the largest first, each to the rank with the fewest bytes. A rank creates its optimizer over
+its share only: only there do momentum, variance and fp32 copies exist.
 
 Memory: optimizer bytes / ranks; of whole parameters as even as these allow. Communication per step: every updated
-parameter once, slices gathered by all, whole ones sent by their owners, in flat buckets. Why not torch's
-ZeroRedundancyOptimizer: it refuses parameters of several dtypes, deals out whole ones, sends tensor by tensor and the
-frozen ones too, and has no state dict before a gathering call.
+parameter once, in flat buckets: slices by all-gather, whole ones by broadcast from their owners. torch's
+ZeroRedundancyOptimizer is not used: it rejects parameters of several dtypes, assigns whole ones, sends tensor by
+tensor, frozen ones included, and has no state dict before a gathering call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 
 def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank that each item belongs to: the largest first, each to the least loaded rank, the lower rank on a tie."""
+    """The owner of each item: assigns the largest first, each to the least loaded rank, the lowest of equal ones."""
     loads = [0] * num_ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -46,21 +46,21 @@ def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 class ShardedOptimizer(WrappedOptimizer):
-    """An optimizer whose state is spread over the ranks of a group. Gradients must be equal on all of them.
+    """An optimizer whose state is sharded over the ranks of a group. Gradients must be equal on all of them.
 
-    Every rank shows all parameter groups whole, as plain training does, so that schedulers, clipping and
-    torch.distributed.checkpoint work as ever. The groups are the inner optimizer's own, which hold this rank's share
-    only while that one works. `state` has an entry for every parameter once a step was taken: of one that is cut
-    this rank's slice, laid flat, and an empty one of those that others have.
+    Every rank has the full parameter groups, as in plain training, so that schedulers, clipping and
+    torch.distributed.checkpoint work as usual. They are the groups of the inner optimizer, which hold this rank's share
+    only while it runs. After a step `state` has an entry for every parameter: this rank's flat slice of one that is
+    cut, and an empty entry for parameters of other ranks.
 
     Args:
         groups: parameters, named parameters or groups of either, of the whole model; the same on all ranks.
-        make_optimizer: makes the inner optimizer from such.
-        group: the ranks to spread over, which all make it together.
-        is_agreed: the ranks are known to make it alike; else they compare parameters and settings.
+        make_optimizer: makes the inner optimizer from parameters or groups.
+        group: the ranks to shard over; all create the optimizer together.
+        is_agreed: all ranks are known to make the same call; else they compare parameters and settings.
 
     Raises:
-        ArgumentError: the ranks differ, or it could not be made on one; on all of them.
+        ArgumentError: the ranks differ, or creation failed on one; raised on all.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class ShardedOptimizer(WrappedOptimizer):
         *,
         is_agreed: bool = False,
     ) -> None:
-        def made() -> Optimizer:
+        def make() -> Optimizer:
             return self._inner_of(list(groups), make_optimizer, group)
 
-        super().__init__(made() if is_agreed else agreed("ShardedOptimizer", dict, made, self._facts, group))
+        super().__init__(make() if is_agreed else agreed("ShardedOptimizer", dict, make, self._facts, group))
 
     def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
         """Facts that must be equal on all ranks."""
         settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
         return {"settings": settings, "parameters": params}
 
-    def _inner_of(self, given: list[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> Optimizer:
-        """The optimizer of this rank's share, which shows the whole."""
-        grouped = bool(given) and isinstance(given[0], dict)
-        whole = [{**part, "params": _listed(part["params"])} for part in (given if grouped else [{"params": given}])]
+    def _inner_of(self, groups: list[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> Optimizer:
+        """The optimizer of this rank's share, whose groups then list the parameters of all ranks."""
+        grouped = bool(groups) and isinstance(groups[0], dict)
+        whole = [{**part, "params": _listed(part["params"])} for part in (groups if grouped else [{"params": groups}])]
         self._group = group
         self._params = [tensor_of(entry) for part in whole for entry in part["params"]]
         self._deal_out(makes_elementwise(make_optimizer, whole))
@@ -92,39 +92,39 @@ class ShardedOptimizer(WrappedOptimizer):
         share = [
             {**part, "params": [_put(e, stepped) for e in part["params"] if tensor_of(e) in stepped]} for part in whole
         ]
-        # Who takes bare parameters gets bare parameters; but only a group can say that there are none.
+        # An optimizer that was given bare parameters gets bare ones again; but an empty share needs a group.
         bare = not grouped and share[0]["params"]
         inner = make_optimizer(share[0]["params"] if bare else share)
         self._mine = [_held(part) for part in inner.param_groups]
         self._whole = [_listing(part["params"]) for part in whole]
         index_of = {param: index for index, param in enumerate(self._params)}
-        self._indices = [index_of[origin(each)[0]] for part in inner.param_groups for each in part["params"]]
+        self._indices = [index_of[origin(piece)[0]] for part in inner.param_groups for piece in part["params"]]
         _show(inner, self._whole)
         self._states: defaultdict[Tensor, Any] = defaultdict(dict)
         return inner
 
     def _deal_out(self, is_elementwise: bool) -> None:
-        """Choose the parameters that are cut, and deal out all of them over the ranks."""
-        num_ranks, mine = self._group.size(), self._group.rank()
+        """Choose the parameters that are cut, and assign all of them to the ranks."""
+        num_ranks, rank = self._group.size(), self._group.rank()
         params = dict.fromkeys(self._params)
         self._trained = {param for param in params if param.requires_grad}
         self._buckets = sliced_buckets(filter(can_cut, params), num_ranks) if is_elementwise and num_ranks > 1 else []
         cut = {param for bucket in self._buckets for param in bucket.params}
         whole = [param for param in params if param not in cut]
-        dealt = list(zip(whole, deal_out([_bytes_to_train(param) for param in whole], num_ranks), strict=True))
-        self._shares = [(rank, [param for param, owner in dealt if owner == rank]) for rank in range(num_ranks)]
-        self._pieces: dict[Tensor, Tensor] = {}  # of what is cut, what the inner optimizer has: a slice, or the whole
-        for param, where in (each for bucket in self._buckets for each in bucket.held(mine)):
+        owned = list(zip(whole, deal_out([_bytes_to_train(param) for param in whole], num_ranks), strict=True))
+        self._shares = [(i, [param for param, owner in owned if owner == i]) for i in range(num_ranks)]
+        self._pieces: dict[Tensor, Tensor] = {}  # parameter in a bucket → its slice that this rank steps, or itself
+        for param, where in (held for bucket in self._buckets for held in bucket.held(rank)):
             self._pieces[param] = param if where == slice(0, param.numel()) else slice_of(param, where)
         self._slices = [piece for param, piece in self._pieces.items() if piece is not param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only what the inner optimizer has: the parameters have been dealt out.
+        """Accept only groups that the inner optimizer has already: all parameters have been assigned to ranks.
 
         Raises:
             ArgumentError: a new group.
         """
-        if not any(param_group is known for known in self.inner.param_groups):
+        if not any(param_group is group for group in self.inner.param_groups):
             raise ArgumentError(
                 "a parameter group was added to an optimizer that is spread over processes; give all groups when it "
                 "is made (optim_param_func)"
@@ -137,10 +137,10 @@ class ShardedOptimizer(WrappedOptimizer):
                 if set_to_none:
                     param.grad = None
                 else:
-                    param.grad.detach().zero_()  # not in place: it may lie in a bucket that is reduced
+                    param.grad.detach().zero_()  # no `detach_`, which fails on a view, such as of a reduction bucket
 
     def step(self, closure: Any = None) -> Any:
-        """Step this rank's share, then send it to the others and receive theirs.
+        """Step this rank's share, then exchange the updated parameters.
 
         Raises:
             ArgumentError: the closure is no function.
@@ -157,7 +157,7 @@ class ShardedOptimizer(WrappedOptimizer):
             result = self.inner.step(evaluated) if closure is not None else self.inner.step()
         for piece in self._slices:
             piece.grad = None
-        # Frozen parameters do not change, so they are not sent; they may have been unfrozen since, or frozen.
+        # Parameters that were never trained do not change, so they are not sent; some may have been unfrozen since.
         self._trained.update(param for param in self._params if param.requires_grad)
         self._send(self._trained)
         self._note_states(self._params)
@@ -182,10 +182,10 @@ class ShardedOptimizer(WrappedOptimizer):
         gather((bucket for bucket in self._buckets if not params.isdisjoint(bucket.params)), self._group)
 
     def gradients(self) -> Iterator[Tensor]:
-        """Gradients of this rank's share: each is read on one rank, but for sparse ones that several have slices of."""
+        """Gradients of this rank's share: disjoint between ranks, except sparse ones that several have slices of."""
         with self._share_shown():
-            found = list(super().gradients())
-        yield from found
+            gradients = list(super().gradients())
+        yield from gradients
         yield from (values for piece in self._slices if (values := gradient_values(piece)) is not None)
 
     def _lend_gradients(self) -> None:
@@ -193,10 +193,10 @@ class ShardedOptimizer(WrappedOptimizer):
             lend_gradient(piece)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state, as plain training has it, in host memory. All ranks must call it together.
+        """The full optimizer state, as in plain training, in host memory. Collective: all ranks call it.
 
         Raises:
-            ArgumentError: some did not, and are named.
+            ArgumentError: some ranks did not; the message names them.
         """
         meet("optimizer.state_dict()", self._group)
         shares: list[Any] = [None] * self._group.size()
@@ -204,7 +204,7 @@ class ShardedOptimizer(WrappedOptimizer):
         return merged(shares, self._params)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """The state of this rank's share, under the whole model's parameter indices. No communication."""
+        """The state of this rank's share, by the parameter indices of the whole model. No communication."""
         with self._share_shown():
             inner = self.inner.state_dict()
         state = {self._index(local): value for local, value in inner["state"].items()}
@@ -212,39 +212,39 @@ class ShardedOptimizer(WrappedOptimizer):
         return {**inner, "state": state, "param_groups": groups, SLICES: self._held_slices()}
 
     def _held_slices(self) -> dict[int, tuple[int, int]]:
-        """Elements, by index, of the parameters of which this rank has a slice."""
+        """The elements of this rank's slices, by parameter index."""
         index_of = {param: index for index, param in enumerate(self._params)}
         return {index_of[param]: (where.start, where.stop) for param, where in map(origin, self._slices) if where}
 
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
-        """The whole optimizer's state on rank `to_rank` of the group, None on the others. All ranks must call it."""
+        """The full optimizer state on rank `to_rank` of the group, None on the others. Collective."""
         meet("optimizer.full_state_dict()", self._group)
         shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
         dist.gather_object(_on_host(self.local_state_dict()), shares, group=self._group, group_dst=to_rank)
         return None if shares is None else merged(shares, self._params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the whole optimizer's state, or this rank's share of it.
+        """Load the full optimizer state, or this rank's share of it.
 
         Raises:
-            CheckpointError: parameters of this rank's share are not among those that the state speaks of.
+            CheckpointError: the state lacks parameters of this rank's share.
         """
         saved = [part["params"] for part in state_dict["param_groups"]]
         if [len(params) for params in saved] == [len(part["params"]) for part in self._whole]:
-            names = [name for params in saved for name in params]  # in the groups' order, whatever they are called
+            names = [name for params in saved for name in params]  # by order: a full state may use any keys
         else:
-            known = {index for params in saved for index in params}
-            names = [index if index in known else None for index in range(len(self._params))]
+            present = {index for params in saved for index in params}
+            names = [index if index in present else None for index in range(len(self._params))]
         missing = [index for index in self._indices if names[index] is None]
-        slices, mine = state_dict.get(SLICES, {}), self._held_slices()
-        of_others = [index for index in self._indices if index in slices and tuple(slices[index]) != mine.get(index)]
+        slices, held = state_dict.get(SLICES, {}), self._held_slices()
+        of_others = [index for index in self._indices if index in slices and tuple(slices[index]) != held.get(index)]
         if missing or of_others:
             raise CheckpointError(
                 f"the optimizer state lacks parameters {[*missing, *of_others][:5]} of this rank's share, or has other "
                 "parts of them: it is another rank's, or was written on another number of ranks; load the whole state "
                 "(state_dict, which all ranks call)"
             )
-        saved_state, own = state_dict["state"], {k: v for k, v in state_dict.items() if k != SLICES}
+        saved_state, rest = state_dict["state"], {k: v for k, v in state_dict.items() if k != SLICES}
         state = {
             local: self._part(saved_state[names[index]], index, index in slices)
             for local, index in enumerate(self._indices)
@@ -252,11 +252,11 @@ class ShardedOptimizer(WrappedOptimizer):
         }
         with self._share_shown():
             groups, start = [], 0
-            for part, given in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
+            for part, saved_part in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
                 names_of = {"param_names": part["param_names"]} if "param_names" in part else {}
-                groups.append({**given, **names_of, "params": list(range(start, start + len(part["params"])))})
+                groups.append({**saved_part, **names_of, "params": list(range(start, start + len(part["params"])))})
                 start += len(part["params"])
-            self.inner.load_state_dict({**own, "state": state, "param_groups": groups})
+            self.inner.load_state_dict({**rest, "state": state, "param_groups": groups})
             self._mine = [_held(part) for part in self.inner.param_groups]
         self._states.clear()
         self._share()
@@ -270,7 +270,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The states by the whole model's parameters."""
+        """States by the parameters of the whole model."""
         return self._states
 
     @state.setter
@@ -282,21 +282,21 @@ class ShardedOptimizer(WrappedOptimizer):
         self._note_states(())
 
     def _note_states(self, params: Iterable[Tensor]) -> None:
-        """Show the states that the inner optimizer has now, and entries for `params`, as a step has been taken.
+        """Collect the states of the inner optimizer, and add empty entries for `params`, as after a step.
 
-        Whether there are any is then the same on all ranks, which torch.distributed.checkpoint goes by.
+        torch.distributed.checkpoint depends on all ranks having states, or none.
         """
         self._states.update({param: {} for param in params if param not in self._states})
-        self._states.update({origin(each)[0]: state for each, state in self.inner.state.items()})
+        self._states.update({origin(piece)[0]: state for piece, state in self.inner.state.items()})
 
     def _follow_states(self) -> None:
-        """Let the inner optimizer lose the states that users took out of `state`, and have those that they put in."""
-        for each in list(self.inner.state):
-            state = self._states.get(origin(each)[0])
+        """Apply to the inner optimizer the states that users removed from `state` or replaced there."""
+        for piece in list(self.inner.state):
+            state = self._states.get(origin(piece)[0])
             if state:
-                self.inner.state[each] = state
+                self.inner.state[piece] = state
             else:
-                del self.inner.state[each]
+                del self.inner.state[piece]
 
     @contextmanager
     def _share_shown(self) -> Iterator[None]:
@@ -323,7 +323,7 @@ def _held(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listing(entries: list[Any]) -> dict[str, Any]:
-    """The same of entries that may be `(name, parameter)`."""
+    """As `_held`, of entries that may be `(name, parameter)`."""
     names = [entry[0] for entry in entries if isinstance(entry, tuple)]
     return {"params": [tensor_of(entry) for entry in entries], **({"param_names": names} if names else {})}
 
@@ -334,7 +334,7 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:
-    """An entry with what is stepped in the parameter's place."""
+    """An entry whose parameter is replaced by the tensor that this rank steps."""
     return (entry[0], stepped[entry[1]]) if isinstance(entry, tuple) else stepped[entry]
 
 

@@ -1,7 +1,7 @@
-"""The saved state of an optimizer whose ranks have slices of parameters, and the whole one that plain training has.
+"""Conversion between the local optimizer states of ranks that step slices of parameters, and the full state.
 
-A rank saves what it has: of some parameters a slice of every state, laid flat, and under `slices` which elements these
-are. Put together, a state has its parameter's shape; what counts steps is the same for all slices.
+A rank saves its share: flat slices of the states of some parameters, and their elements under `slices`. A merged state
+has its parameter's shape; scalars such as step counts are equal for all slices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SavedEntry = Mapping[str, Any]
 
 
 def merged(shares: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dict[str, Any]:
-    """The state of all of `params` from those of the ranks."""
+    """The full state of `params` from the local states of all ranks."""
     parts: dict[Any, list[tuple[int, SavedEntry]]] = {}
     for share in shares:
         for index, entry in share["state"].items():
@@ -26,24 +26,24 @@ def merged(shares: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dic
             parts.setdefault(index, []).append((start, entry))
     cut = {index for share in shares for index in share[SLICES]}
     state = {index: _joined(parts[index], params[index]) if index in cut else parts[index][0][1] for index in parts}
-    groups = [_merged_group(each) for each in zip(*(share["param_groups"] for share in shares), strict=True)]
+    groups = [_merged_group(parts_of) for parts_of in zip(*(share["param_groups"] for share in shares), strict=True)]
     whole = {key: value for key, value in shares[0].items() if key != SLICES}
     return {**whole, "state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def sliced(entry: Any, param: Tensor, where: slice) -> Any:
-    """The part of a parameter's saved state that belongs to some of its elements, laid flat."""
+    """The part of a parameter's saved state for the flattened elements `where`."""
 
     def part(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or value.shape != param.shape:
             return value
-        return _dense(value).reshape(-1)[where].clone()  # a view would keep the whole
+        return _dense(value).reshape(-1)[where].clone()  # a view would keep the full tensor in memory
 
     return {key: part(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
 
 
 def _joined(parts: Sequence[tuple[int, SavedEntry]], param: Tensor) -> dict[str, Any]:
-    """The state of a whole parameter from those of its slices, by where they start."""
+    """The state of a full parameter from those of its slices, given with their starts."""
     entries = [entry for _, entry in sorted(parts, key=lambda part: part[0])]
 
     def whole(key: str, value: Any) -> Any:

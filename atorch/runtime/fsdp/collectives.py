@@ -1,8 +1,8 @@
-"""FSDP2's collectives of one model, each told to a `CollectiveOrder` before it is issued.
+"""FSDP2's collectives of one model, each announced to a `CollectiveOrder` before it is issued.
 
-What a reduction is made of depends on which parameters of a group have a gradient on this rank. Hooks note that, and
-the ranks compare it where backward ends. With `find_unused_parameters` FSDP2 puts zeros where a gradient is missing;
-what no rank has used gets back the None that an optimizer skips.
+A reduction contains the parameters of a group that have a gradient on this rank. Hooks record these, and the ranks
+compare them at the end of backward. With `find_unused_parameters` FSDP2 fills missing gradients with zeros; those of
+parameters that no rank used are reset to None, which an optimizer skips.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: bool = False) -> FsdpPasses | None:
-    """Let the ranks of `mesh` hold each other to one order of collectives; None where there is nobody else.
+    """Enforce one order of collectives on all ranks of `mesh`; returns None where there are no other ranks.
 
     `root` and modules in it are sharded by `fully_shard` over `mesh`.
     """
@@ -46,25 +46,25 @@ def keep_order(root: nn.Module, mesh: DeviceMesh, *, find_unused_parameters: boo
 
 def passes_of(root: nn.Module) -> FsdpPasses | None:
     """The passes that `keep_order` made for this model, if any."""
-    found: FsdpPasses | None = vars(root).get(PASSES)
-    return found
+    passes: FsdpPasses | None = vars(root).get(PASSES)
+    return passes
 
 
 PASSES = "_atorch_passes"
 
 
 class FsdpPasses:
-    """The passes through one sharded model: where they begin and end, and what they used."""
+    """The passes through one sharded model: their beginning, their end, and the parameters they used."""
 
     def __init__(self, root: nn.Module, order: CollectiveOrder, find_unused_parameters: bool) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         self._order, self._finds_unused = order, find_unused_parameters
-        self._backward = -1  # the backward pass whose end this waits for
+        self._backward = -1  # the backward pass whose end is queued
         self._sharded: list[Any] = []  # FSDP2's parameters, in the model's order
         self._used, self._watched = bytearray(), bytearray()
-        self._reduces = False  # this backward pass
-        self._without: list[int] = []  # those that had no gradient before the reductions
+        self._reduces = False  # this backward pass reduces gradients
+        self._without: list[int] = []  # parameters that had no gradient before the reductions
         seen: set[int] = set()
         for name, module in root.named_modules():
             if isinstance(module, FSDPModule):
@@ -84,38 +84,38 @@ class FsdpPasses:
         root.register_forward_hook(self._end_of_forward)
 
     def come_to(self, step: CollectiveEvent, stand_in: Callable[[], list[Any]]) -> None:
-        """Before a collective; in backward, see to it that its end is compared."""
+        """Announce a collective; in backward, also queue the comparison at its end."""
         if is_alone():
             return
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._backward):
             self._backward = task
-            # Behind FSDP2's own, which issues what is left.
+            # After FSDP2's own callback, which issues the remaining reductions.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         self._order.come_to(step, stand_in)
 
     def meet(self, step: CollectiveEvent, flag: bool = False) -> bool:
-        """Come to a step between passes; whether any rank has set `flag`."""
+        """Announce a step between passes; True if any rank has set `flag`."""
         return self._order.come_to(step, flag=flag)
 
     def fail(self, why: str) -> None:
-        """This rank's pass has failed: let it fail on all ranks."""
+        """Make this rank's failed pass fail on all ranks."""
         self._order.fail(why)
 
     def forget(self) -> None:
-        """After a pass that failed: what was used in it."""
+        """Reset the records of a pass that failed."""
         self._used[:], self._reduces, self._backward = bytes(len(self._used)), False, -1
 
     def before_reduction(self) -> None:
-        """Note, before the first of a backward pass, which parameters have no gradient yet."""
+        """Before the first reduction of a backward pass, record the parameters without a gradient."""
         if is_alone():
             return
         if self._finds_unused and not self._reduces:
-            self._without = [i for i, each in enumerate(self._sharded) if each.sharded_param.grad is None]
+            self._without = [i for i, param in enumerate(self._sharded) if param.sharded_param.grad is None]
         self._reduces = True
 
     def before_average(self, name: str, gradient: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Before the gradient of a parameter that is not sharded is averaged."""
+        """Announce the averaging of the gradient of a parameter that is not sharded."""
         step = CollectiveEvent("average", name, gradient.numel(), _is_in_backward())
         self.come_to(step, partial(_sum_zeros, gradient.shape, gradient.dtype, gradient.device, groups))
 
@@ -132,8 +132,8 @@ class FsdpPasses:
                 for handle in handles:
                     handle.remove()
 
-        # Behind FSDP2's own: the gathered parameters, which gradients are accumulated in, are first made there.
-        handles += [each.register_forward_pre_hook(watch) for each in group.modules]
+        # After FSDP2's own hooks, which create the gathered parameters that accumulate the gradients.
+        handles += [member.register_forward_pre_hook(watch) for member in group.modules]
 
     def _watch(self, number: int) -> bool:
         gathered = vars(self._sharded[number]).get("_unsharded_param")
@@ -142,7 +142,7 @@ class FsdpPasses:
 
         used = self._used
 
-        def note(_: Tensor) -> None:  # reaches no parameter: it would keep it alive (`weak_method`)
+        def note(_: Tensor) -> None:  # must not refer to a parameter, which it would keep alive (`weak_method`)
             if not is_alone():
                 used[number] = 1
 
@@ -155,7 +155,7 @@ class FsdpPasses:
             self._order.come_to(what._replace(in_backward=_is_in_backward()))
 
     def end_without_gradients(self) -> None:
-        """A pass ends that no backward follows."""
+        """Announce the end of a pass that no backward follows."""
         if not torch.compiler.is_compiling() and not self._order.is_at_end:
             self._order.come_to(FORWARD_ENDS)
 
@@ -179,7 +179,7 @@ class FsdpPasses:
             for number in self._without:
                 if self._watched[number] and not anywhere[number]:
                     self._sharded[number].sharded_param.grad = None
-        if self._reduces:  # else gradients are added up for a later pass, and so is what was used
+        if self._reduces:  # else gradients, and the records of use, accumulate until a later pass
             self._used[:], self._reduces = bytes(len(used)), False
 
     def _told(self, missing: Sequence[int]) -> str:
@@ -216,7 +216,7 @@ class _ReduceScatter(DefaultReduceScatter):
         replicas = self._group._all_reduce_process_group if self._group._is_hsdp else None
         with_replicas = replicas if self._group.all_reduce_grads else None
         in_backward = _is_in_backward()
-        # A pipeline reduces behind its backward passes.
+        # A pipeline reduces after its backward passes, outside of them.
         step = CollectiveEvent(REDUCES, self._name, input_tensor.numel(), in_backward, is_compared=not in_backward)
         self._passes.come_to(step, partial(reduce_zeros, *like, group, op, with_replicas))
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
@@ -226,5 +226,5 @@ def _sum_zeros(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, groups: Sequence[dist.ProcessGroup]
 ) -> list[Any]:
     return [
-        dist.all_reduce(torch.zeros(shape, dtype=dtype, device=device), group=each, async_op=True) for each in groups
+        dist.all_reduce(torch.zeros(shape, dtype=dtype, device=device), group=group, async_op=True) for group in groups
     ]

@@ -1,4 +1,4 @@
-"""Groups of modules gathered together under FSDP: by block, by size, by what is frozen, by what is tied."""
+"""Groups of modules gathered together under FSDP: by block, by size, by frozen and by tied parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from atorch.model.structure import repeated_blocks
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called, so that nothing would gather what they hold."""
+"""Modules that are never called, so that no hook would gather their parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,14 @@ class FsdpUnit:
     """Modules that are gathered, freed and reduced together."""
 
     modules: tuple[nn.Module, ...]
-    keep: bool = False  # gathered from forward until backward is through
+    keep: bool = False  # stays gathered from forward to the end of backward
 
 
 def by_block(root: nn.Module) -> list[FsdpUnit]:
-    """The repeated blocks (where nothing repeats: modules of an eighth of the model), embeddings, and the head.
+    """Groups of the repeated blocks (or else modules of an eighth of the model), the embeddings, and the head.
 
-    Embeddings and head stay gathered until backward is through, as the root does, since models also use their weights
-    directly; the embedding's backward needs no second all-gather then, and the head's comes at once.
+    Embeddings and head stay gathered to the end of backward, as the root does, since models also use their weights
+    directly. The embedding's backward then needs no second all-gather, and the head's follows at once anyway.
     """
     blocks = list(repeated_blocks(root).values()) or by_size(root, sum(p.numel() for p in root.parameters()) // 8)
     inside = {module for block in blocks for module in block.modules()}
@@ -33,7 +33,7 @@ def by_block(root: nn.Module) -> list[FsdpUnit]:
 
 
 def _embeddings(root: nn.Module, inside: set[nn.Module]) -> list[FsdpUnit]:
-    """Embeddings of one parent, such as token and position embeddings, together."""
+    """One group for all embeddings of a parent, such as token and position embeddings."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     siblings = (
         tuple(child for child in parent.children() if isinstance(child, tables) and child not in inside)
@@ -50,16 +50,16 @@ def _head(root: nn.Module, inside: set[nn.Module]) -> list[FsdpUnit]:
 
 
 def by_size(root: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """The smallest modules below the root that hold at least `min_num_params` elements outside other such modules."""
+    """The smallest modules below the root with at least `min_num_params` elements outside other such modules."""
     units: list[nn.Module] = []
     seen: set[Tensor] = set()
 
     def left(module: nn.Module) -> int:
         # MultiheadAttention reads the weights of its own children without calling them.
         closed = isinstance(module, nn.MultiheadAttention)
-        own = set(module.parameters(recurse=closed)) - seen
-        seen.update(own)
-        num = sum(p.numel() for p in own) + (0 if closed else sum(left(child) for child in module.children()))
+        new = set(module.parameters(recurse=closed)) - seen
+        seen.update(new)
+        num = sum(p.numel() for p in new) + (0 if closed else sum(left(child) for child in module.children()))
         if module is root or num < min_num_params or not num or isinstance(module, CONTAINERS):
             return num
         units.append(module)
@@ -70,9 +70,9 @@ def by_size(root: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def without_trainable(groups: Iterable[FsdpUnit]) -> list[FsdpUnit]:
-    """The groups with the modules that train taken out, so that these go to the root as one group.
+    """The groups without their trained modules, which the root then takes as one group.
 
-    A module that itself holds frozen parameters stays whole where it is: a module is in one group only.
+    A module that directly holds frozen parameters stays in its group, with its trained ones, too.
     """
     narrowed = (
         FsdpUnit(tuple(part for module in group.modules for part in _frozen(module)), group.keep) for group in groups
@@ -89,24 +89,24 @@ def _frozen(module: nn.Module) -> list[nn.Module]:
 
 
 def arrange(root: nn.Module, groups: Iterable[FsdpUnit]) -> list[FsdpUnit]:
-    """The groups as they can be sharded: children before parents, and each parameter in one group alone.
+    """Arrange groups so that they can be sharded: children before parents, and each parameter in one group only.
 
-    Groups joined by a tied parameter become one, with the module outside all groups that shares it, if any. Where
-    that module is the root or holds other groups, they are left to the root instead.
+    Merges groups that share a tied parameter, together with a module outside all groups that shares it. If that
+    module is the root or contains other groups, the root takes them instead.
     """
-    asked = [
+    requested = [
         FsdpUnit(
             tuple(m for m in group.modules if m is not root and next(m.parameters(), None) is not None), group.keep
         )
         for group in groups
     ]
     cluster: dict[nn.Module, set[nn.Module]] = {}
-    for group in asked:
+    for group in requested:
         _join(cluster, group.modules)
-    chosen, known = set(cluster), 0
-    # Whoever joins may share more with others: a head that is tied to an embedding shares its bias with its parent.
-    while len(cluster) > known:
-        known = len(cluster)
+    chosen, num_members = set(cluster), 0
+    # A new member may share further parameters: a head that is tied to an embedding shares its bias with its parent.
+    while len(cluster) > num_members:
+        num_members = len(cluster)
         for holders in _holders(root, set(cluster)).values():
             if len(holders) > 1 and not holders.isdisjoint(cluster):
                 _join(cluster, holders)
@@ -114,10 +114,10 @@ def arrange(root: nn.Module, groups: Iterable[FsdpUnit]) -> list[FsdpUnit]:
     depth[root] = -1
     order = {module: index for index, module in enumerate(root.modules())}
     left_to_root = _ancestors(root, chosen) - chosen
-    kept = {module for group in asked if group.keep for module in group.modules}
-    made = [members for members in {id(c): c for c in cluster.values()}.values() if left_to_root.isdisjoint(members)]
-    made.sort(key=lambda members: -max(depth[module] for module in members))
-    return [FsdpUnit(tuple(sorted(members, key=order.__getitem__)), not kept.isdisjoint(members)) for members in made]
+    kept = {module for group in requested if group.keep for module in group.modules}
+    units = [members for members in {id(c): c for c in cluster.values()}.values() if left_to_root.isdisjoint(members)]
+    units.sort(key=lambda members: -max(depth[module] for module in members))
+    return [FsdpUnit(tuple(sorted(members, key=order.__getitem__)), not kept.isdisjoint(members)) for members in units]
 
 
 def _join(cluster: dict[nn.Module, set[nn.Module]], modules: Iterable[nn.Module]) -> None:
@@ -126,7 +126,7 @@ def _join(cluster: dict[nn.Module, set[nn.Module]], modules: Iterable[nn.Module]
 
 
 def _holders(root: nn.Module, units: set[nn.Module]) -> dict[Tensor, set[nn.Module]]:
-    """The units that hold each parameter, and the modules outside all units that do."""
+    """The units that hold each parameter, and the modules outside all units that hold it."""
     holders: dict[Tensor, set[nn.Module]] = {}
     visited: set[tuple[nn.Module, nn.Module | None]] = set()
 

@@ -1,4 +1,4 @@
-"""A whole model's values into an accelerated one: the way back of `whole_state`, one tensor at a time."""
+"""Loads a full state dict into an accelerated model, one tensor at a time: the inverse of `whole_state`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, strict: bool = True) -> None:
-    """Let an accelerated model have the values of a whole one, of which each process keeps its part.
+    """Load a full state dict into an accelerated model; each rank keeps its part.
 
-    All processes call it together, under any strategy but DeepSpeed's backends.
+    Collective: all ranks call it. Works under any strategy except DeepSpeed's backends.
 
     Args:
-        model: as `auto_accelerate` returned it.
-        state: plain whole tensors by name; or a safetensors file, or a folder of such files, of which one tensor is
-            read at a time. Of tied parameters it needs one.
-        strict: refuse names that the model does not have, and those that are missing.
+        model: the model that `auto_accelerate` returned.
+        state: plain full tensors by name; or a safetensors file, or a folder of such files, read one tensor at a
+            time. It needs only one of each set of tied parameters.
+        strict: raise for names that the model does not have, and for missing ones.
 
     Raises:
-        ArgumentError: names or shapes are not the model's; on all processes, and nothing was written.
+        ArgumentError: names or shapes differ from the model's; raised on all ranks, before anything is written.
     """
     binding = getattr(model, "_atorch", None)
     if binding is None:
@@ -44,7 +44,7 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, st
         )
     for module in model.modules():
         reshard: Any = getattr(module, "reshard", None)
-        if callable(reshard):  # FSDP2's: what is written to a gathered copy is lost
+        if callable(reshard):  # FSDP2's: values written to a gathered copy would be lost
             reshard()
     rows = {} if binding.layout is None else binding.layout.rows
     with ExitStack() as opened:
@@ -56,10 +56,10 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, st
 
 
 class _Files(Mapping[str, Tensor]):
-    """Tensors in safetensors files, read when they are asked for."""
+    """Tensors in safetensors files, read on access."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:
-        self._files = files  # by the name of a tensor
+        self._files = files  # by name of a tensor
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -82,17 +82,17 @@ def _opened(state: Mapping[str, Tensor] | AnyPath) -> Iterator[Mapping[str, Tens
         return
     path = Path(state)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(each.is_file() for each in files):
+    if not files or not all(file.is_file() for file in files):
         raise ArgumentError(
             f"load_whole_state was given {str(path)!r}; give a state dict, a safetensors file or a folder of such files"
         )
     with ExitStack() as opened:
         tensors: dict[str, Any] = {}
-        for each in files:
+        for file_path in files:
             try:
-                file = opened.enter_context(safe_open(each, framework="pt"))
+                file = opened.enter_context(safe_open(file_path, framework="pt"))
             except SafetensorError as error:
-                raise ArgumentError(f"{each} is no safetensors file: {error}") from None
+                raise ArgumentError(f"{file_path} is no safetensors file: {error}") from None
             tensors.update(dict.fromkeys(file.keys(), file))
         yield _Files(tensors)
 
@@ -100,29 +100,29 @@ def _opened(state: Mapping[str, Tensor] | AnyPath) -> Iterator[Mapping[str, Tens
 def _chosen(
     model: nn.Module, source: Mapping[str, Tensor], rows: Mapping[str, Rows], strict: bool
 ) -> list[tuple[Tensor, list[str]]]:
-    """The model's tensors that the source has, and their names, one that is in the source first."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
+    """The model's tensors that the source has, with their names; the first name of each is in the source."""
+    tensors: dict[int, tuple[Tensor, list[str]]] = {}  # by id, as tied ones have several names
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                found.setdefault(id(tensor), (tensor, []))[1].append(f"{path}.{name}" if path else name)
-    known = {name for _, names in found.values() for name in names} | set(getattr(model, "state_names", ()))
-    lacking = {
-        "lacks": [names[0] for _, names in found.values() if not any(name in source for name in names)],
-        "has": [name for name in source if name not in known],
+                tensors.setdefault(id(tensor), (tensor, []))[1].append(f"{path}.{name}" if path else name)
+    expected = {name for _, names in tensors.values() for name in names} | set(getattr(model, "state_names", ()))
+    differing = {
+        "lacks": [names[0] for _, names in tensors.values() if not any(name in source for name in names)],
+        "has": [name for name in source if name not in expected],
     }
-    if strict and any(lacking.values()):
-        told = " and ".join(f"{what} {first_names(names)}" for what, names in lacking.items() if names)
+    if strict and any(differing.values()):
+        text = " and ".join(f"{what} {first_names(names)}" for what, names in differing.items() if names)
         raise ArgumentError(
-            f"the state for {type(model).__name__} {told}, other than the model; give that of the same model, or "
+            f"the state for {type(model).__name__} {text}, other than the model; give that of the same model, or "
             "strict=False to load what both have"
         )
     chosen = []
-    for tensor, names in found.values():
-        there = sorted(names, key=lambda name: name not in source)
-        if there[0] in source:
-            _need_shape(there[0], source, tensor, rows_of(names, rows))
-            chosen.append((tensor, there))
+    for tensor, names in tensors.values():
+        ordered = sorted(names, key=lambda name: name not in source)
+        if ordered[0] in source:
+            _need_shape(ordered[0], source, tensor, rows_of(names, rows))
+            chosen.append((tensor, ordered))
     return chosen
 
 
@@ -130,9 +130,9 @@ def _need_shape(name: str, source: Mapping[str, Tensor], target: Tensor, rows: R
     expected = list(target.shape)
     if rows is not None and not hasattr(target, "placements"):
         expected[rows.dim] = rows.num_met
-    given = source.shape_of(name) if isinstance(source, _Files) else tuple(source[name].shape)
-    if given != tuple(expected):
+    shape = source.shape_of(name) if isinstance(source, _Files) else tuple(source[name].shape)
+    if shape != tuple(expected):
         raise ArgumentError(
-            f"the state has {name} of shape {given}, and the whole model's is {tuple(expected)}; give the state of the "
+            f"the state has {name} of shape {shape}, and the whole model's is {tuple(expected)}; give the state of the "
             "same model, whole tensors of it"
         )

@@ -1,8 +1,8 @@
-"""Methods of a sharded model that do not go through its `forward`, or walk its parameters while they are gathered.
+"""Methods of a sharded model that bypass its `forward`, or that visit parameters while they are gathered.
 
-While FSDP2 has a module gathered, its parameters are other tensors than those that the optimizer has: `zero_grad` and
-`requires_grad_` would reach the former alone. And `generate` of a model within the root, as peft's models call it,
-would compute with parameters of the root that nothing has gathered.
+While FSDP2 has a module gathered, its parameters are not the tensors of the optimizer: `zero_grad` and
+`requires_grad_` would reach only the gathered ones. And `generate` of a model within the root, as peft's models call
+it, would compute with parameters of the root that are not gathered.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ GENERATES = CollectiveEvent("begins to generate")
 
 
 def keep_methods(root: nn.Module, passes: FsdpPasses | None) -> None:
-    """Let `zero_grad`, `requires_grad_` and `generate` of a sharded model's modules mean what they mean for plain ones.
+    """Make `zero_grad`, `requires_grad_` and `generate` of a sharded model's modules work as on plain ones.
 
-    passes: what compares the processes' passes; None on a single process.
+    passes: the object that compares the passes of ranks; None on a single rank.
     """
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
     sharded: list[Any] = []
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            sharded += [each for group in groups_of(module) for each in group.fsdp_params]
+            sharded += [fsdp_param for group in groups_of(module) for fsdp_param in group.fsdp_params]
     sharded = list(dict.fromkeys(sharded))
     run = _Gathered(root, passes)
-    each: Any
-    for each in root.modules():
+    owner: Any
+    for owner in root.modules():
         for name, method in (("zero_grad", _zero_grad), ("requires_grad_", _requires_grad)):
-            setattr(each, name, partial(method, each, getattr(each, name), sharded))
-        if callable(getattr(type(each), "generate", None)):
-            each.generate = run.generating(each.generate, several=passes is not None)
+            setattr(owner, name, partial(method, owner, getattr(owner, name), sharded))
+        if callable(getattr(type(owner), "generate", None)):
+            owner.generate = run.generating(owner.generate, several=passes is not None)
     root._run_gathered = run.call  # type: ignore[assignment]
     register_fsdp_forward_method(root, "_run_gathered")
 
 
 def _zero_grad(module: nn.Module, inner: Callable[..., Any], sharded: list[Any], set_to_none: bool = True) -> None:
     inner(set_to_none)
-    for each in _inside(module, sharded):
-        drop_unsharded_gradient(each)
-        gradient = each.sharded_param.grad
+    for fsdp_param in _inside(module, sharded):
+        drop_unsharded_gradient(fsdp_param)
+        gradient = fsdp_param.sharded_param.grad
         if gradient is not None and set_to_none:
-            each.sharded_param.grad = None
+            fsdp_param.sharded_param.grad = None
         elif gradient is not None:
             gradient.detach_().zero_()
 
@@ -63,29 +63,29 @@ def _requires_grad(
     module: nn.Module, inner: Callable[..., Any], sharded: list[Any], requires_grad: bool = True
 ) -> nn.Module:
     inner(requires_grad)
-    for each in _inside(module, sharded):
-        each.sharded_param.requires_grad_(requires_grad)
+    for fsdp_param in _inside(module, sharded):
+        fsdp_param.sharded_param.requires_grad_(requires_grad)
     return module
 
 
 def _inside(module: nn.Module, sharded: list[Any]) -> list[Any]:
     inside = set(module.modules())
-    places = [(each, each._module_info) for each in sharded]
-    return [each for each, place in places if not inside.isdisjoint((place.module, *place.shared_modules))]
+    places = [(fsdp_param, fsdp_param._module_info) for fsdp_param in sharded]
+    return [fsdp_param for fsdp_param, at in places if not inside.isdisjoint((at.module, *at.shared_modules))]
 
 
 class _Gathered:
-    """Runs what is not the root's `forward` with the root's parameters gathered."""
+    """Runs methods other than the root's `forward` with the root's parameters gathered."""
 
     def __init__(self, root: nn.Module, passes: FsdpPasses | None) -> None:
         self._root, self._passes, self._inside = root, passes, False
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `method`: FSDP2 takes this for the root's forward."""
+        """Call `method`; FSDP2 treats this as the root's forward (`register_fsdp_forward_method`)."""
         return method(*args, **kwargs)
 
     def generating(self, method: Callable[..., Any], *, several: bool) -> Callable[..., Any]:
-        """`method`, in which processes that are done with their own batch go on until all are."""
+        """Wrap `method` so that ranks which finish their own batch continue until all have finished."""
         accepts = "synced_gpus" in inspect.signature(method).parameters
 
         @wraps(method)

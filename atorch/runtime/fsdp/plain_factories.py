@@ -1,13 +1,13 @@
-"""Sharded parameters whose factories make plain tensors, as the code of a model means them to.
+"""Sharded parameters whose factory methods make plain tensors, as the code of models expects.
 
-`next(self.parameters()).new_zeros(…)` is how models make hidden states, and `torch.zeros_like(parameter)` how they make
-accumulators. A sharded parameter would make tensors of its own kind, which mix with no plain one. An optimizer means
-its own kind by `zeros_like`: functions that take a parameter make plain tensors in a forward pass only. What was made
-of `parameter.data` outside of one is made plain where the model is given it.
+Models make hidden states by `next(self.parameters()).new_zeros(…)`, and accumulators by `torch.zeros_like(parameter)`.
+A sharded parameter would make DTensors, which do not mix with plain tensors. Optimizers do expect a DTensor from
+`zeros_like`, so functions that take a parameter make plain tensors only in a forward pass. DTensors made from
+`parameter.data` outside of one are gathered to plain tensors when they are passed to the model.
 
-Three uses cannot work, and are named: of a parameter that is sharded while a module reads it that does not hold it, of
-the parameter that a sharded one has replaced, which a function's cell or a list may still hold, and `parameter.data =
-value`, which reaches no shard.
+Three uses cannot work, and raise. A module reads a parameter of another module while it is sharded. Code computes
+with the original of a sharded parameter, which a closure or a list may still hold. Code assigns `parameter.data =
+value`, which does not reach the shard.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _HARMLESS = frozenset([_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.__rep
 
 
 def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> None:
-    """Let the sharded parameters of `root` make plain tensors: their methods always, functions in its forward.
+    """Make factories of `root`'s sharded parameters return plain tensors: methods always, functions in its forward.
 
-    passes: what compares the processes' passes; None on a single process.
+    passes: the object that compares the passes of ranks; None on a single rank.
     """
-    sharded = {name: each for name, each in root.named_parameters() if isinstance(each, DTensor)}
+    sharded = {name: parameter for name, parameter in root.named_parameters() if isinstance(parameter, DTensor)}
     for path, parameter in sharded.items():
         parameter.path = path  # type: ignore[attr-defined]
         parameter.meet = None if passes is None else weakly(passes.meet)  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> Non
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         assigned.refuse()
         _become(_InForward, sharded.values())
-        if any(isinstance(each, DTensor) for each in tree_leaves((args, kwargs))):
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return tree_map(_plain, (args, kwargs))
         return None
 
@@ -64,14 +64,14 @@ def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> Non
 
 
 class _Assigned:
-    """Sharded parameters, of which `.data` may be assigned: that changes a DTensor's shell and not its shard."""
+    """Detects assignments to `.data` of sharded parameters, which replace a DTensor's outer storage, not its shard."""
 
     def __init__(self, sharded: Mapping[str, DTensor]) -> None:
         self._sharded = sharded
-        self._known = {name: _shell_and_shard(each) for name, each in sharded.items()}
+        self._known = {name: _shell_and_shard(parameter) for name, parameter in sharded.items()}
 
     def refuse(self) -> None:
-        """Say so where it happened.
+        """Check that no `.data` was assigned.
 
         Raises:
             ArgumentError: `.data` of a parameter was assigned.
@@ -85,7 +85,7 @@ class _Assigned:
                     f"{name}.data was assigned, which does not reach the shards of a sharded parameter: write "
                     "`parameter.data.copy_(value)`, and keep `parameter.data.clone()` of what you will put back"
                 )
-            self._known[name] = shell, shard  # moved as a whole, by model.to() or such
+            self._known[name] = shell, shard  # both were replaced, as by model.to()
 
 
 def _shell_and_shard(parameter: DTensor) -> tuple[int, Tensor]:
@@ -94,7 +94,7 @@ def _shell_and_shard(parameter: DTensor) -> tuple[int, Tensor]:
 
 
 def refuse_replaced(root: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Let each parameter that `root` has no more raise when something that still holds it computes with it.
+    """Make computations raise that use a parameter which `root` no longer has.
 
     before: the parameters that `root` had, by name.
     """
@@ -106,22 +106,22 @@ def refuse_replaced(root: nn.Module, before: Mapping[str, nn.Parameter]) -> None
 
 
 class _Replaced(nn.Parameter):
-    """A parameter in whose place the model has a sharded one; its values are those of before training."""
+    """The original of a sharded parameter, with the values from before training."""
 
     path: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Say what is known without values.
+        """Run functions that read no values, such as of the shape.
 
         Raises:
-            ArgumentError: a computation takes it.
+            ArgumentError: any other function takes the parameter.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if func in _HARMLESS or is_descriptive(func):
                 return func(*args, **(kwargs or {}))
-        held = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)), None)
-        name = "a parameter" if held is None else held.path
+        replaced = next((value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)), None)
+        name = "a parameter" if replaced is None else replaced.path
         raise ArgumentError(
             f"{name} is sharded, and something computes with the tensor that it was before, which is trained no more: "
             "a closure, a default argument, a list or a functools.partial holds it. Read it as an attribute of its "
@@ -134,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_read(parameter: _InForward, value: Any) -> Any:
-    """Mark what was made of a parameter, such as a part of it: it meets plain tensors no more than that."""
+    """Mark a result of a parameter, such as a slice, so that mixing it with plain tensors raises, too."""
     if type(value) is DTensor:
         value.path, value.meet = parameter.path, parameter.meet  # type: ignore[attr-defined]
         _become(_InForward, [value])
@@ -153,7 +153,7 @@ class _InForward(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Make plain tensors; do everything else as ever."""
+        """Make factories return plain tensors, and refuse reads of values; run all other functions as usual."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _MAKING and isinstance(args[0], cls):
@@ -161,26 +161,26 @@ class _InForward(DTensor):
                 plain = torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
                 return func(plain, *args[1:], **kwargs)
             if getattr(func, "__name__", "") in READING and isinstance(args[0], cls):
-                raise _sharded_where_read(args[0])
+                raise _read_while_sharded(args[0])
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
                 _explain(error, cls, (*args, *kwargs.values()))
                 raise
-            of = next((each for each in args if isinstance(each, cls)), None)
-            return result if of is None else tree_map(partial(_as_read, of), result)
+            source = next((value for value in args if isinstance(value, cls)), None)
+            return result if source is None else tree_map(partial(_as_read, source), result)
 
 
-def _explain(error: RuntimeError, kind: type[Tensor], given: Iterable[Any]) -> None:
-    """Raise `error` in words of the user's where a sharded parameter met plain tensors."""
-    tensors = [each for each in given if isinstance(each, Tensor)]
-    read = next((each for each in tensors if isinstance(each, kind)), None)
-    if read is None or all(isinstance(each, DTensor) for each in tensors):
+def _explain(error: RuntimeError, kind: type[Tensor], arguments: Iterable[Any]) -> None:
+    """Raise an error with advice where `error` comes from mixing a sharded parameter with plain tensors."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    read = next((tensor for tensor in tensors if isinstance(tensor, kind)), None)
+    if read is None or all(isinstance(tensor, DTensor) for tensor in tensors):
         return
-    raise _sharded_where_read(read) from error
+    raise _read_while_sharded(read) from error
 
 
-def _sharded_where_read(read: Any) -> ArgumentError:
+def _read_while_sharded(read: Any) -> ArgumentError:
     name = read.path
     return ArgumentError(
         f"{name} is sharded where it is read: a module is gathered for its own forward, and another one reads it. Call "
@@ -190,5 +190,5 @@ def _sharded_where_read(read: Any) -> ArgumentError:
 
 
 def _made(name: str, dtype: torch.dtype, device: torch.device, *args: Any, **kwargs: Any) -> Tensor:
-    made: Tensor = getattr(torch.empty(0, dtype=dtype, device=device), name)(*args, **kwargs)
-    return made
+    tensor: Tensor = getattr(torch.empty(0, dtype=dtype, device=device), name)(*args, **kwargs)
+    return tensor

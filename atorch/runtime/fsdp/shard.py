@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism on torch's `fully_shard`: parameters, gradients, optimizer states spread over a mesh.
+"""Fully sharded data parallelism by torch's `fully_shard`: parameters, gradients, optimizer states on a mesh.
 
-What is gathered and freed as one is a *group*. Blocks are groups; embeddings and head are groups of their own, because
-the root's parameters stay gathered and its gradients whole until backward ends, and those two would be most of them.
+Parameters that are gathered and freed together form a *group*. Blocks are groups. The root's parameters stay gathered
+and its gradients unsharded until backward ends; embeddings and head, most of these, thus get groups of their own.
 
 Memory: (parameters + gradients + optimizer states) / shards, plus one or two gathered groups. Communication per step:
 all-gather of the parameters in forward and again in backward, reduce-scatter of the gradients; with replicas
-(hybrid sharding) an all-reduce of the gradient shards on top.
+(hybrid sharding) also an all-reduce of the gradient shards.
 """
 
 from __future__ import annotations
@@ -60,35 +60,35 @@ def shard(
 ) -> list[nn.Parameter]:
     """Shard `module` in place over `mesh`: one axis of shards, or two, replicas × shards.
 
-    A forward pass without gradients leaves everything sharded, so that no gathered copy outlives an optimizer step, but
-    for what a pass before it has kept for a backward that has not come yet.
+    A forward pass without gradients reshards everything, so that no gathered copy outlives an optimizer step. It keeps
+    only parameters that an earlier pass left gathered for a backward to come.
 
     Args:
-        groups: what is gathered together, children before parents (`fsdp_groups.arrange`); the root takes the rest.
-        ignored: parameters that stay whole on every rank; their gradients are averaged over the mesh. Scalars
-            and empty ones always are, since they cannot be split.
+        groups: groups of modules, children before parents (`groups.arrange`); the root's group takes the rest.
+        ignored: parameters that stay full on every rank; their gradients are averaged over the mesh. Scalars
+            and empty ones always are, since they cannot be sharded.
         mp_policy: dtypes of the gathered parameters and of the reduction.
-        root_mp_policy: the root's, where it differs.
+        root_mp_policy: the root's policy, where it differs.
         reshard_after_forward: free gathered parameters after forward (True), keep them for backward (False), or
-            keep them spread over this many ranks (int). None: free those of all groups that are not marked `keep`.
-        offload: keep shards, gradients and optimizer states in host memory, at most of so much of the parameters:
-            whole groups, in their order and the root's last, each that still fits.
+            keep them sharded over this many ranks (int). None: free those of all groups that are not marked `keep`.
+        offload: the largest share of the parameters whose shards, gradients and optimizer states stay in host memory:
+            entire groups, in their order and the root's last, each that still fits.
         forward_prefetch: issue the next group's all-gather before a group's forward, for models bound by the host.
-        sync_module_states: start from rank 0's values. Off, each rank contributes its own shard of its own values.
-        param_init_fn: fills a module whose parameters are on the meta device, in place of its `reset_parameters`; it
-            sees them whole, one module after the other (`initial_values`).
-        fills_meta: off, such parameters get memory alone, and the caller fills it.
-        find_unused_parameters: ranks may leave different parameters of a group unused. Off, that is refused, as are
-            modules that not all ranks run, or not in one order, in any case (`collective_order`).
-        is_agreed: the ranks are known to call this alike; else they compare models and arguments.
+        sync_module_states: start from rank 0's values. If False, each rank contributes its shard of its own values.
+        param_init_fn: fills a module whose parameters are on the meta device, instead of its `reset_parameters`; it
+            gets them unsharded, one module after the other (`deferred_init`).
+        fills_meta: if False, such parameters only get memory, and the caller fills it.
+        find_unused_parameters: ranks may leave different parameters of a group unused. If False, that raises; ranks
+            that run different modules, or another order, raise in any case (`collective_order`).
+        is_agreed: all ranks are known to make the same call; else they compare models and arguments.
 
     Returns:
-        The parameters that wait in host memory.
+        The parameters in host memory.
 
     Raises:
-        ArgumentError: a parameter on the meta device that nothing fills, or a parameter with a hook on its gradient,
-            which torch's would never call; from the next forward pass, if it is registered later. The ranks gave
-            different models or arguments: on all of them, with the models as they were.
+        ArgumentError: nothing fills a parameter on the meta device. A parameter has a hook on its gradient, which
+            FSDP2 would never call; raised in the next forward pass if it is registered later. Models or arguments
+            differ between ranks; raised on all, with the models unchanged.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -98,12 +98,12 @@ def shard(
     from atorch.runtime.fsdp.sharded_access import stand_for_sharded
 
     device = _device(mesh)
-    whole = {*ignored, *(each for each in module.parameters() if not (each.dim() and each.numel()))}
+    whole = {*ignored, *(param for param in module.parameters() if not (param.dim() and param.numel()))}
     mp_policy = mp_policy or MixedPrecisionPolicy()
     policies = _policies(module, groups, mp_policy, root_mp_policy or mp_policy)
     whole |= _of_other_dtypes(_owned([group for group, _ in policies], whole))
     if is_agreed:
-        _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
+        _refuse_hooks((name, param) for name, param in module.named_parameters() if param not in whole)
     else:
         _check_together(
             module,
@@ -122,24 +122,24 @@ def shard(
         )
     initial = InitialValues(module, param_init_fn) if fills_meta and has_meta([module]) else None
     whole = _real(module, whole, device)
-    _make_contiguous(each for each in module.named_parameters() if each[1] not in whole)
+    _make_contiguous((name, param) for name, param in module.named_parameters() if param not in whole)
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": whole or None}
     owned = _owned([group for group, _ in policies], whole)
     before = dict(module.named_parameters())
-    away = within(offload, [sum(o.get_parameter(name).numel() for o, name in each) for each in owned])
-    for (group, policy), is_away in zip(policies, away, strict=True):
+    offloaded = within(offload, [sum(o.get_parameter(name).numel() for o, name in places) for places in owned])
+    for (group, policy), is_offloaded in zip(policies, offloaded, strict=True):
         if sync_module_states:
             _equalize(_unsharded(group.modules), mesh, device)
         target: Any = list(group.modules) if len(group.modules) > 1 else group.modules[0]
         reshard = False if reshard_after_forward is None and group.keep else reshard_after_forward
-        where = CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_away else OffloadPolicy()
+        where = CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_offloaded else OffloadPolicy()
         fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
     passes = keep_order(module, mesh, find_unused_parameters=find_unused_parameters)
     keep_methods(module, passes)
     _keep_whole(module, whole, device, mesh, passes)
-    waiting = [place for places, is_away in zip(owned, away, strict=True) if is_away for place in places]
-    on_host = {owner.get_parameter(name) for owner, name in waiting}
-    give_memory([module], lambda each: unfilled(each, torch.device("cpu") if each in on_host else device))
+    host_places = [place for places, is_host in zip(owned, offloaded, strict=True) if is_host for place in places]
+    on_host = {owner.get_parameter(name) for owner, name in host_places}
+    give_memory([module], lambda tensor: unfilled(tensor, torch.device("cpu") if tensor in on_host else device))
     if forward_prefetch:
         _prefetch_in_order(module, groups)
     refuse_replaced(module, before)
@@ -149,46 +149,46 @@ def shard(
     _refuse_later_hooks(module, whole)
     if initial is not None:
         give_values(initial, [module], device)
-    return [owner.get_parameter(name) for owner, name in waiting]
+    return [owner.get_parameter(name) for owner, name in host_places]
 
 
 def _check_together(
     module: nn.Module, mesh: DeviceMesh, groups: Sequence[FsdpUnit], whole: Collection[Tensor], **options: Any
 ) -> None:
-    """Raise on all ranks of the mesh where they call `shard` with other arguments, or gradients of one have hooks."""
-    name_of = {each: name for name, each in module.named_modules()}
-    names = [([name_of.get(each, "") for each in group.modules], group.keep) for group in groups]
-    ignored = [name for name, each in module.named_parameters() if each in whole]
+    """Raise on all ranks of the mesh if arguments of `shard` differ, or gradients on any rank have hooks."""
+    name_of = {child: name for name, child in module.named_modules()}
+    names = [([name_of.get(member, "") for member in group.modules], group.keep) for group in groups]
+    ignored = [name for name, parameter in module.named_parameters() if parameter in whole]
 
-    def given() -> Mapping[str, Facts]:
+    def facts() -> Mapping[str, Facts]:
         return described_call(module, groups=names, ignored=ignored, **options)
 
     def check() -> None:
-        _refuse_hooks(each for each in module.named_parameters() if each[1] not in whole)
+        _refuse_hooks((name, param) for name, param in module.named_parameters() if param not in whole)
 
-    for axis in range(mesh.ndim):  # who fails along one axis fails along the next, and so all do
-        check = partial(agreed, "shard", given, check, group=mesh.get_group(axis))
+    for axis in range(mesh.ndim):  # nested: a rank that fails along one axis fails along the next, and so all fail
+        check = partial(agreed, "shard", facts, check, group=mesh.get_group(axis))
     check()
 
 
 def _make_contiguous(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Lay parameters out by rows, which shards are made of; convolutions may be faster otherwise, which is told."""
-    turned = []
+    """Make parameters contiguous, as sharding requires; warns of convolutions that lose their memory format."""
+    reformatted = []
     for name, parameter in parameters:
         if not (parameter.is_meta or parameter.is_contiguous()):
             parameter.data = parameter.detach().contiguous()
-            turned += [name] if parameter.dim() > 3 else []
-    if turned:
+            reformatted += [name] if parameter.dim() > 3 else []
+    if reformatted:
         logger.warning(
             "sharded parameters lie in memory by rows; %d of convolutions, such as %s, lose their memory format, "
-            "and steps may take longer", len(turned), turned[0],
+            "and steps may take longer", len(reformatted), reformatted[0],
         )  # fmt: skip
 
 
 def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool = True) -> None:
-    """Raise for hooks on gradients: those of shards are reduced and put there without a call of them."""
+    """Raise for hooks on gradients: FSDP2 reduces and stores gradients of shards without calling them."""
     for name, parameter in parameters:
-        # What runs once a gradient has been accumulated is called with shards, but is lost with what they replace.
+        # Post-accumulate hooks are called with shards, but those registered before sharding are lost.
         if has_users_hooks(parameter, accumulated=before):
             raise ArgumentError(
                 f"{name} has a hook on its gradient, which would never be called: gradients are reduced to shards. "
@@ -198,7 +198,7 @@ def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool =
 
 
 def _refuse_later_hooks(module: nn.Module, whole: Collection[Tensor]) -> None:
-    sharded = [(name, each) for name, each in module.named_parameters() if each not in whole]
+    sharded = [(name, parameter) for name, parameter in module.named_parameters() if parameter not in whole]
     module.register_forward_pre_hook(lambda *_: _refuse_hooks(sharded, before=False), prepend=True)
     module.register_forward_pre_hook(refuse_transforms, prepend=True)
 
@@ -210,15 +210,15 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _real(module: nn.Module, parameters: Collection[nn.Parameter], device: torch.device) -> set[nn.Parameter]:
-    """The parameters, and what stands in the place of those on the meta device."""
-    made: Mapping[Any, Any] = give_memory([module], lambda each: unfilled(each, device), parameters)
-    return {made.get(each, each) for each in parameters}
+    """The parameters, with those on the meta device replaced by real, unfilled ones."""
+    replaced: Mapping[Any, Any] = give_memory([module], lambda tensor: unfilled(tensor, device), parameters)
+    return {replaced.get(parameter, parameter) for parameter in parameters}
 
 
 def _policies(
     module: nn.Module, groups: Sequence[FsdpUnit], policy: MixedPrecisionPolicy, root_policy: MixedPrecisionPolicy
 ) -> list[tuple[FsdpUnit, MixedPrecisionPolicy]]:
-    """Groups that are sharded as one, in order, and the dtypes of each: the root comes last."""
+    """The groups in the order of sharding, with the policy of each: the root comes last."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policies = [(group, policy) for group in groups] + [(FsdpUnit((module,)), root_policy)]
@@ -229,15 +229,15 @@ def _policies(
 
 
 def _batch_norms(module: nn.Module, groups: Sequence[FsdpUnit]) -> list[FsdpUnit]:
-    """Groups of their own for normalizations with running statistics, whose kernels take no 16-bit weights beside."""
-    taken = {id(each) for group in groups for each in group.modules}
+    """Separate groups for batch norms, whose kernels take no 16-bit weights with fp32 running statistics."""
+    taken = {id(member) for group in groups for member in group.modules}
     kind = nn.modules.batchnorm._BatchNorm
-    norms = [each for each in module.modules() if isinstance(each, kind) and each.affine]
-    return [FsdpUnit((each,)) for each in norms if id(each) not in taken and each is not module]
+    norms = [child for child in module.modules() if isinstance(child, kind) and child.affine]
+    return [FsdpUnit((norm,)) for norm in norms if id(norm) not in taken and norm is not module]
 
 
 def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The modules and all below them that no inner group has taken."""
+    """The modules and all their descendants, without those that inner groups have sharded."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in modules:
@@ -247,39 +247,39 @@ def _unsharded(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _owned(groups: Iterable[FsdpUnit], left_out: Iterable[Tensor]) -> list[list[tuple[nn.Module, str]]]:
-    """Parameters of each group below its modules that no group before it has: a module and a name there."""
+    """The parameters of each group that no earlier group has: the module that holds one, and its name there."""
     seen, owned = set(left_out), []
     for group in groups:
-        mine = []
-        for module in (inner for each in group.modules for inner in each.modules()):
+        places = []
+        for module in (inner for member in group.modules for inner in member.modules()):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter not in seen:
                     seen.add(parameter)
-                    mine.append((module, name))
-        owned.append(mine)
+                    places.append((module, name))
+        owned.append(places)
     return owned
 
 
 def _of_other_dtypes(owned: Iterable[Iterable[tuple[nn.Module, str]]]) -> set[nn.Parameter]:
-    """Trainable parameters in another dtype than most of their group: FSDP2 reduces gradients of one dtype together."""
+    """Trainable parameters in another dtype than most of their group: FSDP2 reduces a group in one dtype."""
     others: set[nn.Parameter] = set()
     for places in owned:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in (owner.get_parameter(name) for owner, name in places):
             if parameter.requires_grad:
                 by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        *fewer, _ = sorted(by_dtype.values(), key=lambda same: sum(each.nbytes for each in same)) or [[]]
+        *fewer, _ = sorted(by_dtype.values(), key=lambda same: sum(param.nbytes for param in same)) or [[]]
         others.update(*fewer)
     return others
 
 
 def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.device) -> None:
-    """Rank 0's parameters and buffers on every rank of the mesh, moved to the device on the way."""
-    found: dict[Tensor, None] = {}
+    """Move parameters and buffers to the device, and broadcast rank 0's to all ranks of the mesh."""
+    distinct: dict[Tensor, None] = {}
     for module in modules:
-        found.update(dict.fromkeys((*module.parameters(recurse=False), *module.buffers(recurse=False))))
+        distinct.update(dict.fromkeys((*module.parameters(recurse=False), *module.buffers(recurse=False))))
     tensors = []
-    for tensor in found:
+    for tensor in distinct:
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
             tensors.append(local(tensor.detach()))
@@ -291,7 +291,7 @@ def _equalize(modules: Iterable[nn.Module], mesh: DeviceMesh, device: torch.devi
 def _keep_whole(
     module: nn.Module, whole: Iterable[Tensor], device: torch.device, mesh: DeviceMesh, passes: FsdpPasses | None
 ) -> None:
-    """Move to the device what is not sharded, and average its gradients."""
+    """Move parameters that are not sharded to the device, and register the averaging of their gradients."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for parameter in whole:
         parameter.data = parameter.data.to(device)
@@ -300,13 +300,13 @@ def _keep_whole(
 
 
 def _averager(mesh: DeviceMesh, passes: FsdpPasses | None, name: str) -> Callable[[Tensor], None]:
-    # Averaging what has accumulated is right after every backward: the part that was averaged before stays as it is.
+    # Accumulated gradients can be averaged after every backward: the part averaged before is equal on all ranks.
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     size, before = mesh.size(), None if passes is None else weakly(passes.before_average)
 
     def average(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            gradient = local(parameter.grad)  # of a part, where it is split over another mesh
+            gradient = local(parameter.grad)  # the local part, where it is sharded over another mesh
             if before is not None:
                 before(name, gradient, groups)
             for group in groups:
@@ -332,14 +332,14 @@ def _reshard_without_gradients(root: nn.Module) -> None:
 
     def begin(*_: Any) -> None:
         for module, before in kept.items():
-            if is_gathered(module) and versions(module) != before:  # no backward came, and a step was taken
+            if is_gathered(module) and versions(module) != before:  # there was a step, but no backward
                 end_forward(module)
         kept.clear()
         if not torch.is_grad_enabled():
             waiting[:] = [module for module in sharded if is_gathered(module)]
 
     def end(*_: Any) -> None:
-        # What is kept waits for a backward that will not come; the next step would compute with stale parameters.
+        # No backward will free what this pass gathered, and after a step it would be stale.
         if not torch.is_grad_enabled():
             for module in sharded:
                 end_forward(module, keep=module in waiting)

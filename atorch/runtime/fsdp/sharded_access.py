@@ -1,13 +1,13 @@
-"""Parameters of a sharded model while it does not run: each is the one that the optimizer has.
+"""Access to parameters of a sharded model outside forward and backward: each acts as the optimizer's parameter.
 
-What FSDP2 keeps gathered for backward it also leaves in the modules, copies that may be of 16 bits. Until backward
-begins such a copy stands for its sharded parameter: its gradient is that one's, and what is read or written of it is
-read and written there, except beside plain tensors, as in `F.linear(hidden, model.head.weight)`, whose gradients
-join those of forward.
+FSDP2 leaves the parameters that it keeps gathered for backward in the modules: copies, maybe in 16 bits. Until backward
+begins such a copy delegates to its sharded parameter: it has that one's gradient, and reads and writes go there. Only
+operations with plain tensors use the copy, as `F.linear(hidden, model.head.weight)`: their gradients add to those of
+forward.
 
-A number that was computed of sharded parameters or gradients, such as a norm, is all processes' where a script reads
-it, which all have to do, and is made plain where it meets a loss. What else would mix shards with plain tensors is
-named.
+Reading a number that was computed from sharded parameters or gradients, such as a norm, is collective: all ranks must
+do it, and get the global value. Added to a loss it becomes a plain number. Other operations that would mix shards and
+plain tensors raise.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ _TENSOR: Any = Tensor
 READING = frozenset(("item", "tolist", "numpy", "is_nonzero", "equal", "allclose")) | {
     f"__{name}__" for name in ("array", "bool", "int", "float", "complex", "index", "format", "contains")
 }
-"""These give what is no tensor, of the elements that this process has."""
+"""Functions that return no tensor, and would compute it from local elements only."""
 _OF_SOME = frozenset(("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median")) | {
     "norm", "vector_norm", "_foreach_norm"
 }  # fmt: skip
-"""Not all of these are there for no elements, which is the shard that processes have beyond the rows."""
+"""Reductions that may fail without elements, as in the empty shards of ranks beyond the last row."""
 READS = CollectiveEvent("reads what is sharded", is_compared=True)
 _FLATTENING = frozenset(getattr(_TENSOR, name) for name in ("flatten", "ravel", "reshape", "view", "view_as"))
 
 
 class Outside(DTensor):
-    """A sharded parameter while its model does not run, its gradient, or what was computed of them."""
+    """A sharded parameter outside forward and backward, its gradient, or a result computed from them."""
 
     __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Join a loss as a plain number; do everything else as ever."""
+        """Run `func` by `run`, which makes numbers plain where they meet plain tensors."""
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._as_ordinary(Tensor.__deepcopy__, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Travels as an ordinary DTensor."""
+        """Pickle as an ordinary DTensor."""
         return self._as_ordinary(Tensor.__reduce_ex__, protocol)
 
     def _as_ordinary(self, method: Any, *args: Any) -> Any:
-        kind, held = type(self), self.__dict__
+        kind, attributes = type(self), self.__dict__
         self.__class__ = DTensor  # type: ignore[assignment]
-        self.__dict__ = {name: each for name, each in held.items() if name != "meet"}  # which nothing can pickle
+        self.__dict__ = {name: value for name, value in attributes.items() if name != "meet"}  # cannot be pickled
         try:
             return method(self, *args)
         finally:
-            self.__class__, self.__dict__ = kind, held
+            self.__class__, self.__dict__ = kind, attributes
 
 
 class _Stands:
-    """The base of a gathered parameter that stands for its sharded one."""
+    """Base of gathered parameters that delegate to their sharded ones."""
 
     __slots__ = ()
     sharded: Callable[[], Any]
@@ -93,26 +93,26 @@ class _Whole(_Stands, nn.Parameter):
 
 
 class _Part(_Stands, DTensor):
-    """A gathered parameter under tensor parallelism: a part, of which shards were made."""
+    """A gathered parameter under tensor parallelism: the local part, itself sharded by FSDP."""
 
     __slots__ = ()
 
 
 def step_as_ordinary(optim: Any) -> Any:
-    """`optim`, in whose steps sharded parameters are ordinary DTensors: nothing mixes there, and steps are faster."""
+    """Make sharded parameters ordinary DTensors in steps of `optim`, for speed: steps mix no plain tensors in."""
     outside: list[Any] = []
 
     def before(*_: Any) -> None:
-        outside[:] = [each for group in optim.param_groups for each in group["params"] if type(each) is Outside]
-        for each in outside:
-            each.__class__ = DTensor
-            if isinstance(each.grad, Outside):
-                each.grad.__class__ = DTensor  # type: ignore[assignment]
+        outside[:] = [param for group in optim.param_groups for param in group["params"] if type(param) is Outside]
+        for parameter in outside:
+            parameter.__class__ = DTensor
+            if isinstance(parameter.grad, Outside):
+                parameter.grad.__class__ = DTensor  # type: ignore[assignment]
 
     def after(*_: Any) -> None:
-        for each in outside:
-            if type(each) is DTensor:
-                each.__class__ = Outside
+        for parameter in outside:
+            if type(parameter) is DTensor:
+                parameter.__class__ = Outside
         outside.clear()
 
     if isinstance(optim, torch.optim.Optimizer):
@@ -125,16 +125,16 @@ _STANDING: Mapping[type[Any], type[Any]] = {nn.Parameter: _Whole, DTensor: _Part
 
 
 def stand_for_sharded(root: nn.Module) -> None:
-    """Let what is gathered of `root` stand for the sharded parameters except in forward and backward."""
+    """Make gathered parameters of `root` delegate to the sharded ones outside forward and backward."""
     between = _Between(root)
     root.register_forward_pre_hook(lambda *_: between.end(), prepend=True)
     for module in between.modules:
-        module.register_forward_hook(between.watch, prepend=True)  # before FSDP2's, which backward then calls after it
+        module.register_forward_hook(between.watch, prepend=True)  # before FSDP2's, so that backward calls it first
     root.register_forward_hook(lambda *_: between.begin(), always_call=True)
 
 
 class _Between:
-    """Stand-ins for sharded parameters, freed or not: an optimizer may hold one since it was gathered."""
+    """Switches gathered parameters, freed ones too, between themselves and delegates: an optimizer may hold one."""
 
     def __init__(self, root: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -147,22 +147,22 @@ class _Between:
             module.unshard = partial(self._unshard, module.unshard)
 
     def begin(self) -> None:
-        """After forward and backward."""
+        """Start delegating, after forward and backward."""
         self.end()
         for group in self._groups:
-            for each in group.fsdp_params:
-                self._put(vars(each).get("_unsharded_param"), each.sharded_param)
-            if not (group.is_sharded or group.is_unsharded):  # but spread over fewer processes
+            for fsdp_param in group.fsdp_params:
+                self._put(vars(fsdp_param).get("_unsharded_param"), fsdp_param.sharded_param)
+            if not (group.is_sharded or group.is_unsharded):  # but sharded over fewer ranks
                 show_sharded(group)
 
     def _put(self, gathered: Any, sharded: Any) -> None:
-        if (kind := _STANDING.get(type(gathered))) is not None:  # else a fake, or a kind of tensor of its own
+        if (kind := _STANDING.get(type(gathered))) is not None:  # else a fake tensor, or another subclass
             gathered.sharded = weakref.ref(sharded)
             gathered.__class__ = kind
             self._standing.append(gathered)
 
     def end(self) -> None:
-        """Before forward and backward."""
+        """Stop delegating, before forward and backward."""
         for gathered in self._standing:
             sharded = gathered.sharded()
             gathered.__class__ = DTensor if isinstance(gathered, _Part) else nn.Parameter
@@ -171,17 +171,17 @@ class _Between:
         self._standing.clear()
 
     def _unshard(self, unshard: Any, async_op: bool = False) -> Any:
-        """FSDP2's method, by which a user asks for what is gathered."""
+        """FSDP2's `unshard`, after which a user expects the gathered parameters."""
         self.end()
         return unshard(async_op)
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep what forward has frozen or thawed while it was gathered; be told when a backward pass begins."""
+        """Copy changes of `requires_grad` in forward to the shards; hook the outputs, to see backward begin."""
         for group in self._groups if module is self._root else groups_of(module):
             if group.is_unsharded:
-                for of in group.fsdp_params:
-                    if of.unsharded_param.requires_grad != of.sharded_param.requires_grad:
-                        of.sharded_param.requires_grad_(of.unsharded_param.requires_grad)
+                for fsdp_param in group.fsdp_params:
+                    if fsdp_param.unsharded_param.requires_grad != fsdp_param.sharded_param.requires_grad:
+                        fsdp_param.sharded_param.requires_grad_(fsdp_param.unsharded_param.requires_grad)
 
         for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
             if tensor.requires_grad:
@@ -196,25 +196,25 @@ class _Between:
 
 def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if torch._C._current_graph_task_id() != -1:  # FSDP2's own, or forward once more
+        if torch._C._current_graph_task_id() != -1:  # in backward: FSDP2's own calls, or recomputation of forward
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return as_outside(args[0], func(*map(_sharded, args)))
         if name == "__set__" and args[1] is None:  # as optimizers clear gradients
             return func(_sharded(args[0]), None)
-        given = tree_leaves((args, kwargs))
-        first = next((_sharded(each) for each in given if isinstance(each, (Outside, _Stands))), None)
-        if first is None:  # in a container that nobody looks into
+        leaves = tree_leaves((args, kwargs))
+        first = next((_sharded(leaf) for leaf in leaves if isinstance(leaf, (Outside, _Stands))), None)
+        if first is None:  # it is in a container that pytree does not open
             return func(*args, **kwargs)
         if name in vars(first):  # a factory: `make_plain_tensors`
             return vars(first)[name](*args[1:], **kwargs)
-        plain = [each for each in given if isinstance(each, Tensor) and not isinstance(each, (DTensor, _Stands))]
+        plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, (DTensor, _Stands))]
         changes = writes(name, kwargs)
         into = args[0] if changes else None
         if name in READING or (isinstance(into, Tensor) and not isinstance(into, (DTensor, _Stands))):
             return func(*tree_map(partial(_read_whole, first), args), **tree_map(partial(_read_whole, first), kwargs))
-        joins = not changes and any(each.dim() or each.requires_grad for each in plain)
+        joins = not changes and any(tensor.dim() or tensor.requires_grad for tensor in plain)
         if joins and func is torch.autograd.grad:
             raise ArgumentError(
                 f"torch.autograd.grad was asked for the gradient of {first.path}, which is sharded: its gradient comes "
@@ -234,7 +234,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """True if a function changes what it is given: `add_`, `__iadd__`, `__setitem__`, `out=`."""
+    """True if a function changes its arguments in place: `add_`, `__iadd__`, `__setitem__`, `out=`."""
     is_operator = name.startswith("__") and name.endswith("__")
     return name[2:5] in ("set", "del") or name[2] == "i" if is_operator else name.endswith("_") or "out" in kwargs
 
@@ -246,41 +246,41 @@ def _sharded(value: Any, into: Any = None) -> Any:
     return value
 
 
-def _read_whole(of: Any, value: Any) -> Any:
-    """All elements, which every process asks for."""
+def _read_whole(source: Any, value: Any) -> Any:
+    """The full tensor. Collective: all ranks call it."""
     value = _sharded(value)
     if not isinstance(value, DTensor):
         return value
-    if not all(each.is_replicate() for each in value.placements):
-        _meet(of)
+    if not all(placement.is_replicate() for placement in value.placements):
+        _meet(source)
     return DTensor.full_tensor(value.detach())  # type: ignore[arg-type]
 
 
-def _meet(of: Any) -> None:
-    """Hold the processes to each other before a collective that a script issues by reading."""
-    if of.meet is not None:
-        of.meet(READS)
+def _meet(source: Any) -> None:
+    """Compare the ranks' steps before a collective that a script issues by reading."""
+    if source.meet is not None:
+        source.meet(READS)
 
 
-def _with_elements(of: Any, value: Any) -> Any:
-    """A tensor of which no process has no elements."""
+def _with_elements(source: Any, value: Any) -> Any:
+    """The value, replicated where some ranks would have empty shards."""
     if isinstance(value, DTensor) and value.dim() and value.shape[0] < value.device_mesh.size():
-        _meet(of)
+        _meet(source)
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
     return value
 
 
 def _settle(value: Any) -> None:
-    """Make a sum or a norm, of which processes have parts, one that can be written in place."""
-    if any(each.is_partial() for each in value.placements):
+    """Reduce a partial sum or norm, so that it can be written in place."""
+    if any(placement.is_partial() for placement in value.placements):
         _meet(value)
         settled = value.redistribute(placements=[Replicate() if e.is_partial() else e for e in value.placements])
         value._local_tensor, value._spec = settled._local_tensor, settled._spec
 
 
 def _joined(value: Any) -> Any:
-    """The value as it meets plain tensors: a gathered parameter as it is, a number whole."""
-    if isinstance(value, _Whole) and not value.untyped_storage().size():  # it was freed
+    """The value for operations with plain tensors: a gathered parameter itself, the global value of a number."""
+    if isinstance(value, _Whole) and not value.untyped_storage().size():  # it has been freed
         return value.sharded()
     if not isinstance(value, Outside) or value.dim():
         return value
@@ -289,7 +289,7 @@ def _joined(value: Any) -> Any:
 
 
 class _AtOnce(torch.autograd.Function):
-    """A number whose gradient reaches the shards before FSDP2's streams, which nobody waits for, write theirs."""
+    """Runs a number's backward at once, before FSDP2 writes gradients on streams that autograd does not wait for."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, whole: list[Tensor]) -> Tensor:
@@ -303,7 +303,7 @@ class _AtOnce(torch.autograd.Function):
 
 
 def as_outside(of: Any, value: Any) -> Any:
-    """Mark what was computed of a parameter: it meets plain tensors no more than that does."""
+    """Mark a result computed from parameter `of`, so that mixing it with plain tensors raises, too."""
     if type(value) is DTensor:
         of = _sharded(of)
         value.path, value.meet = of.path, of.meet  # type: ignore[attr-defined]
@@ -311,18 +311,18 @@ def as_outside(of: Any, value: Any) -> Any:
     return value
 
 
-def _explain(error: RuntimeError, func: Any, path: str, given: Iterable[Any]) -> None:
-    """Raise `error` in words of the user's where shards met plain tensors, or cannot be laid out."""
-    tensors = [each for each in given if isinstance(each, Tensor)]
-    whole = [isinstance(each, DTensor) for each in tensors]
+def _explain(error: RuntimeError, func: Any, path: str, arguments: Iterable[Any]) -> None:
+    """Raise an error with advice where `error` comes from mixing shards with plain tensors, or from their layout."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    are_sharded = [isinstance(tensor, DTensor) for tensor in tensors]
     reasons = ("placement", "Sharding prop", "sharding strategy", "redistribut")
-    if func in _FLATTENING or any(each in str(error) for each in reasons):
+    if func in _FLATTENING or any(reason in str(error) for reason in reasons):
         raise ArgumentError(
             f"{path} is sharded, and its shards cannot be laid out as {func.__name__}() asks: take "
             "parameter.full_tensor(), which all processes must call; the norm of all gradients is what "
             "atorch.clip_grad_norm(model, max_norm) returns"
         ) from error
-    if any(whole) and not all(whole):
+    if any(are_sharded) and not all(are_sharded):
         raise ArgumentError(
             f"{path} is sharded while its model does not run, and {func.__name__} takes it beside plain tensors. Call "
             "the model itself (an argument may tell its forward what to compute), take parameter.full_tensor(), or "

@@ -1,4 +1,4 @@
-"""Faster modules that compute the same: what each replaces, when it is exact, and what it leaves alone and why."""
+"""Faster replacements of modules, with reports of the modules that were replaced or kept, and the reasons."""
 
 from __future__ import annotations
 

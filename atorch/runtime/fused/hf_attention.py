@@ -1,14 +1,13 @@
 """Eager attention → `scaled_dot_product_attention` in Hugging Face models.
 
-Attention layers of transformers look up the function they call in `config._attn_implementation` each time they run,
-so nothing is replaced in the tree: the model is told, through its own `set_attn_implementation`, for each of its
-configurations (a CLIP has three). What changes is what SDPA cannot give: attention weights. With
-`output_attentions=True` transformers warns and returns none, and under dropout other elements are dropped for the same
-seed. Masks are built by the model for the implementation it is on; rows that are masked everywhere (padding queries)
-hold other numbers than before, which no loss may read.
+Attention layers of transformers look up their function in `config._attn_implementation` at each call. So no module is
+replaced. Instead `set_attn_implementation` of the model is called for each of its configurations (a CLIP has three).
+SDPA returns no attention weights: with `output_attentions=True` transformers warns and returns none. Dropout drops
+other elements for the same seed. The model builds masks for its implementation. Rows that are masked everywhere
+(padding queries) get other values than before, which no loss should read.
 
-The configuration object is changed, so other models that were built from the same object change too.
-Nothing here imports transformers: a model is one of its models where its class has the two members that are used.
+The configuration object changes, and so do other models that were built from it. This module does not import
+transformers; it recognizes a transformers model by the two members of its class that are used here.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from atorch.model.module_swap import KeptModule, Swap, SwapReport
 
 
 def use_sdpa(model: nn.Module) -> SwapReport:
-    """Put every Hugging Face (sub)model that computes attention eagerly on SDPA, in place.
+    """Switch every Hugging Face (sub)model with eager attention to SDPA, in place.
 
-    The report names the submodels by their names in `model` ("" is the model itself); those that stay are there with
-    the reason, also those that are on SDPA already. A model that is none of transformers' gives an empty report.
+    The report has the submodels by their names in `model` ("" is the model itself). Those that stay have a reason, as
+    do those that use SDPA already. The report is empty for a model that is not from transformers.
     """
     swapped: list[Swap] = []
     kept: list[KeptModule] = []
@@ -44,9 +43,9 @@ def use_sdpa(model: nn.Module) -> SwapReport:
 
 
 def _pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The submodels that know which attention they may use."""
+    """The submodels with a configurable attention implementation."""
     for name, module in model.named_modules():
-        cls = type(module)  # not the module: wrappers such as peft's pass names on to what they wrap
+        cls = type(module)  # not the module, since wrappers such as peft's forward attribute lookups
         if callable(getattr(cls, "set_attn_implementation", None)) and isinstance(
             getattr(getattr(module, "config", None), "_attn_implementation", None), str
         ):
@@ -71,7 +70,7 @@ def _why_not(module: Any) -> str | None:
 
 
 def _switch(module: Any) -> str | None:
-    """Set this one configuration; its sub-configurations have owners of their own. Returns why not, undone."""
+    """Set this one configuration, without its sub-configurations. Undoes a failure and returns its reason."""
     try:
         module.set_attn_implementation({"": "sdpa"})
     except ValueError as error:
@@ -81,7 +80,7 @@ def _switch(module: Any) -> str | None:
 
 
 def _without_owner(model: nn.Module, seen: set[int]) -> Iterator[KeptModule]:
-    """Eager attention under a configuration that no submodel answers for."""
+    """Modules with eager attention under a configuration that belongs to no submodel."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) == "eager" and id(config) not in seen:

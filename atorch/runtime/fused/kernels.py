@@ -1,8 +1,8 @@
 """LayerNorm and cross entropy by the kernels of other packages, on CUDA.
 
-torch computes LayerNorm in one operation on every device, so there is nothing faster on a CPU. On CUDA, NVIDIA's apex
-has another kernel for it (built from its repository: the package of that name on PyPI is not NVIDIA's), and Liger's
-cross entropy makes the gradient in the forward pass, in the memory of the logits.
+torch computes LayerNorm in one operation on every device, so nothing is faster on a CPU. On CUDA, NVIDIA's apex has
+another kernel for it (built from its repository: the package of that name on PyPI is not NVIDIA's). Liger's cross
+entropy computes the gradient in the forward pass, in the memory of the logits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from atorch.model.module_swap import KeptModule, SwapReport, swap_modules, why_u
 
 
 def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> SwapReport:
-    """Replace `nn.LayerNorm` by apex's `FusedLayerNorm` where the model is to run on CUDA and apex is here.
+    """Replace `nn.LayerNorm` by apex's `FusedLayerNorm`, if the model will run on CUDA and apex is installed.
 
-    `device` is where the model will run; by default where its parameters are. Elsewhere, and without apex, the report
-    says that torch's own is the one to keep.
+    `device` is the device on which the model will run; by default that of its parameters. On other devices, and
+    without apex, the report states why torch's own is kept.
     """
     fused = _attribute("apex.normalization", "FusedLayerNorm")
 
@@ -42,9 +42,9 @@ def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> Sw
 def fuse_cross_entropy(model: nn.Module, device: torch.device | None = None) -> SwapReport:
     """Replace `nn.CrossEntropyLoss` modules by Liger's kernel, on CUDA.
 
-    The kernel writes the gradient over the logits: whoever reads them after the loss (an accuracy, say) reads
-    something else. That cannot be seen from outside, so this is only done where it is asked for. A loss that is
-    computed by a function, as in transformers, is no module and stays.
+    The kernel overwrites the logits with the gradient. So code that reads them after the loss, such as an accuracy,
+    gets wrong values. This cannot be detected, so the replacement is only done on request. A loss that is computed by
+    a function, as in transformers, is no module and stays.
     """
     liger = _attribute("liger_kernel.transformers.cross_entropy", "LigerCrossEntropyLoss")
 
@@ -65,7 +65,7 @@ def fuse_cross_entropy(model: nn.Module, device: torch.device | None = None) -> 
 
 
 class FlatCrossEntropy(nn.Module):
-    """`kernel` where logits are (rows, classes) and targets are class numbers; torch's loss for all else."""
+    """`kernel` if logits are (rows, classes) and targets are class numbers; else torch's loss."""
 
     def __init__(self, source: nn.CrossEntropyLoss, kernel: nn.Module) -> None:
         super().__init__()
@@ -73,22 +73,22 @@ class FlatCrossEntropy(nn.Module):
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         flat = input.is_cuda and input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
-        flat = flat and type(input) is torch.Tensor  # not one that is split over processes
+        flat = flat and type(input) is torch.Tensor  # no tensor that is sharded over processes
         loss: torch.Tensor = (self.kernel if flat else self.source)(input, target)
         return loss
 
 
 def _replace(model: nn.Module, cls: type[nn.Module], build: Any) -> SwapReport:
-    """Swap modules of exactly `cls` for what `build` makes; where it gives a string, that is why not."""
+    """Swap modules of exactly `cls` for the module that `build` returns; a string is a reason to keep it."""
     kept: list[KeptModule] = []
 
     def choose(name: str, module: nn.Module) -> nn.Module | None:
         if type(module) is not cls or not name:
             return None
-        made = why_unswappable(module) or build(module)
-        if isinstance(made, nn.Module):
-            return made
-        kept.append(KeptModule(name, made))
+        replacement = why_unswappable(module) or build(module)
+        if isinstance(replacement, nn.Module):
+            return replacement
+        kept.append(KeptModule(name, replacement))
         return None
 
     return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))
@@ -100,7 +100,7 @@ def _target(module: nn.Module, device: torch.device | None) -> torch.device:
 
 
 def _attribute(module: str, name: str) -> Any:
-    """`module.name`, or None where that package, or one of that shape, is not installed."""
+    """`module.name`, or None if the package is not installed or has no such attribute."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:

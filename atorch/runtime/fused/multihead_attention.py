@@ -1,12 +1,12 @@
-"""`nn.MultiheadAttention` by `scaled_dot_product_attention`, whatever `need_weights` says.
+"""`nn.MultiheadAttention` by `scaled_dot_product_attention`, for any `need_weights`.
 
-torch computes attention step by step, and keeps the (batch, heads, queries, keys) weights for backward, whenever
-`need_weights` is True. That is its default, so the many models that take `self.attention(x, x, x)[0]` pay for weights
-that nobody reads. The replacement always runs SDPA and returns, in the weights' place, a tensor that is computed when
-something reads it: by torch's own step-by-step path, so that it is the same tensor with the same gradients.
+If `need_weights` is True, torch computes attention step by step, and saves weights of shape (batch, heads, queries,
+keys) for backward. That is its default, so the many models that take `self.attention(x, x, x)[0]` pay for unused
+weights. The replacement always runs SDPA, and returns weights that are computed when first read. They come from torch's
+own step-by-step path, so they are the same tensor with the same gradients.
 
-One thing differs. In training with dropout, torch returns the weights after dropout. SDPA does not tell which elements
-it dropped, so reading the weights then is an error, not a guess.
+One thing differs. In training with dropout, torch returns the weights after dropout. SDPA does not return its dropout
+mask, so reading the weights then is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atorch.model.module_swap import KeptModule, SwapReport, recast, swap_module
 
 
 class SdpaMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` (same arguments, attributes and state dict) that never materializes weights unread."""
+    """`nn.MultiheadAttention` (same arguments, attributes and state dict) that computes weights only when read."""
 
     def forward(
         self,
@@ -36,19 +36,19 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As torch's; the weights, where needed, are computed when they are first read."""
+        """Attend as torch's module does; needed weights are computed when first read."""
         inputs = (query, key, value, key_padding_mask)
         output, _ = super().forward(*inputs, need_weights=False, attn_mask=attn_mask, is_causal=is_causal)
         if not need_weights:
             return output, None
         compute = partial(super().forward, *inputs, attn_mask=attn_mask, average_attn_weights=average_attn_weights)
         if torch.compiler.is_compiling() and not (self.training and self.dropout):
-            # A compiler drops what nobody reads by itself, and could not follow a deferred tensor.
+            # A compiler drops unused weights by itself, and cannot trace a deferred tensor.
             return output, compute()[1]
         return output, _Deferred(self._weights_later(compute, query, key, value))
 
     def _weights_later(self, compute: Callable[[], Any], *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """`compute` under the modes of now, and an error where it would not give the weights of now."""
+        """`compute` under the current modes; it raises if it would no longer give the current weights."""
         device = inputs[0].device.type
         autocast = torch.autocast(
             device, dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device)
@@ -78,7 +78,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
 
 
 class _Deferred(torch.Tensor):
-    """A tensor that `compute` makes when the first function touches it."""
+    """A tensor that `compute` makes when the first function takes it."""
 
     _compute: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
@@ -97,7 +97,7 @@ class _Deferred(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Every torch function, method and attribute sees the computed tensor."""
+        """Pass the computed tensor to every torch function, method and attribute."""
         args, kwargs = tree_map_only(_Deferred, _Deferred._read, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 
@@ -111,8 +111,8 @@ class _Deferred(torch.Tensor):
 def fuse_multihead_attention(model: nn.Module) -> SwapReport:
     """Replace every `nn.MultiheadAttention` by `SdpaMultiheadAttention`, in place; parameters and names stay.
 
-    Subclasses stay. So do those inside torch's own encoder and decoder layers, which ask for no weights and so run
-    SDPA already; the report says so.
+    Subclasses stay. So do modules inside torch's own encoder and decoder layers, which request no weights and thus use
+    SDPA already; the report has them with this reason.
     """
     kept: list[KeptModule] = []
     torchs_own = {

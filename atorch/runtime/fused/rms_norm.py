@@ -1,14 +1,14 @@
-"""RMSNorm as one operation that saves its input alone, in place of the eager sequence that models write out.
+"""RMSNorm as one operation that saves only its input, instead of the eager sequence in most models.
 
     y = x / sqrt(mean(x²) + eps) · weight        (Zhang and Sennrich 2019, equation 4)
 
-Written out as in most models, autograd keeps x, the normalized x and, in low precision, fp32 copies of both. One
-function that keeps x and the reciprocal root needs half of that in fp32 and a third in bf16. CUDA has a kernel for it
-(`torch.nn.functional.rms_norm`); elsewhere that function is the eager sequence again, so the backward pass is here.
+For the eager sequence, autograd saves x, the normalized x and, in low precision, fp32 copies of both. One function that
+saves x and the reciprocal root needs half of that in fp32 and a third in bf16. CUDA has a kernel for it
+(`torch.nn.functional.rms_norm`). Elsewhere it is again the eager sequence, so the backward pass is written here.
 
-Models write the norm under many names and with differences that matter: the weight may be stored as an offset from 1,
-and low precision may be restored before or after the product with it. So a module is recognised by its structure,
-tried on random input against each of the four variants, and replaced only where outputs, gradients and dtypes agree.
+Models use many names for the norm, and differ in details. The weight may be stored as an offset from 1, and the product
+with it may come before or after the cast to low precision. So a module is recognized by its structure and compared with
+each of four variants on random input. It is replaced only if outputs, gradients and dtypes agree.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 class Variant(NamedTuple):
     """Differences of a model's RMSNorm from the equation."""
 
-    offset: float  # what is added to the stored weight: 0, or 1 where the weight starts at zero
-    cast_first: bool  # whether the normalized x returns to its dtype before the product with the weight
+    offset: float  # added to the stored weight: 0, or 1 if the stored weight starts at zero
+    cast_first: bool  # cast the normalized x to its dtype before the product with the weight
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm over the last dimension, (…, hidden) → (…, hidden), with the given weight, of shape (hidden,)."""
+    """RMSNorm over the last dimension, (…, hidden) → (…, hidden), with a weight of shape (hidden,)."""
 
     def __init__(self, weight: nn.Parameter, eps: float, variant: Variant) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class FusedRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = self.weight
         if self.variant.offset:
-            # The sum is taken in fp32 where the product is, since a bf16 weight near 1 has three digits.
+            # The sum is in fp32 if the product is, since a bf16 weight near 1 has only three digits.
             weight = (weight if self.variant.cast_first else weight.float()) + self.variant.offset
         if hidden_states.is_cuda and hidden_states.dtype == weight.dtype:
             return rms_norm(hidden_states, weight.shape, weight, self.eps)
         if torch.compiler.is_compiling():
-            # A compiler makes one kernel of the formula and decides itself what to save.
+            # A compiler fuses the formula into one kernel, and decides itself what to save.
             return _weighted(hidden_states, _scale(hidden_states, self.eps), weight, self.variant.cast_first)
         return _RMSNorm.apply(hidden_states, weight, self.eps, self.variant.cast_first)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -88,7 +88,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of this gradient passes through the scale, too
+        if torch.is_grad_enabled():  # a second-order gradient passes through the scale, too
             scale = _scale(x, ctx.eps)
         normalized = x.float() * scale
         grad = grad.float()
@@ -105,9 +105,9 @@ class _RMSNorm(torch.autograd.Function):
 def fuse_rms_norms(model: nn.Module) -> SwapReport:
     """Replace every module that is an RMSNorm by `FusedRMSNorm`, in place; names, weights and results stay.
 
-    A module is tried when it has one parameter, `weight` of one dimension, no children and an epsilon, and is no
-    `torch.nn.RMSNorm` or LayerNorm (torch has those in one operation where its kernels allow). It is replaced only
-    where a copy with a random weight agrees with one `Variant` in fp32 and bf16. The report names those that did not.
+    Candidates have one 1-D parameter `weight`, no children and an epsilon. `torch.nn.RMSNorm` and LayerNorm are not
+    replaced, since torch runs them as one operation if its kernels allow. A candidate is replaced only if a copy with a
+    random weight agrees with one `Variant` in fp32 and bf16. The report has the others.
     """
     kept: list[KeptModule] = []
     verdicts: dict[Hashable, Variant | None] = {}
@@ -132,9 +132,9 @@ def fuse_rms_norms(model: nn.Module) -> SwapReport:
 
 
 def recognise(module: nn.Module) -> Variant | None:
-    """The variant of RMSNorm that `module` computes, found by trying a copy on random input; None where it is none.
+    """The variant of RMSNorm that `module` computes, found by running a copy on random input; None if there is none.
 
-    The module itself is neither run nor changed; parameters on the meta device or fake will do.
+    The module itself is neither run nor changed; its parameters may be fake or on the meta device.
     """
     norm = _as_norm(module)
     if norm is None:
@@ -144,19 +144,19 @@ def recognise(module: nn.Module) -> Variant | None:
         cases = list(_cases(weight.shape))
         try:
             probes = [duplicate(module, {id(weight): case_weight}) for case_weight, _ in cases]
-            wanted = [_run(probe, *case) for probe, case in zip(probes, cases, strict=True)]
+            expected = [_run(probe, *case) for probe, case in zip(probes, cases, strict=True)]
         except (RuntimeError, TypeError, ValueError, AttributeError):
-            # Called differently (more arguments, a shape of its own): not a norm of one tensor.
+            # It needs other arguments or another shape: not a norm of one tensor.
             return None
         for variant in (Variant(offset, cast_first) for offset in (0.0, 1.0) for cast_first in (True, False)):
-            found = (_run(FusedRMSNorm(case[0], eps, variant), *case) for case in cases)
-            if all(map(_agree, cases, wanted, found)):
+            results = (_run(FusedRMSNorm(case[0], eps, variant), *case) for case in cases)
+            if all(map(_agree, cases, expected, results)):
                 return variant
     return None
 
 
 def _as_norm(module: nn.Module) -> tuple[nn.Parameter, float] | None:
-    """Weight and epsilon where the module's structure is that of an RMSNorm, else None."""
+    """Weight and epsilon, if the module has the structure of an RMSNorm, else None."""
     if isinstance(module, (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, FusedRMSNorm)):
         return None
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -169,14 +169,14 @@ def _as_norm(module: nn.Module) -> tuple[nn.Parameter, float] | None:
 
 
 def _signature(module: nn.Module, weight: nn.Parameter) -> Hashable:
-    """Modules with the same one compute the same function of input and weight."""
+    """A key; modules with the same key compute the same function of input and weight."""
     plain = (bool, int, float, str, type(None))
     knobs = tuple((k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain) and k != "training")
     return type(module), weight.shape, knobs
 
 
 def _cases(shape: torch.Size) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Random weights, and inputs of shape (2, 3, hidden), in fp32 and bf16 each."""
+    """Random weights, and inputs of shape (2, 3, hidden), each in fp32 and bf16."""
     generator = torch.Generator().manual_seed(0)
     weight = 1 + 0.5 * torch.randn(shape, generator=generator)
     x = 3 * torch.randn(2, 3, *shape, generator=generator)
@@ -186,7 +186,7 @@ def _cases(shape: torch.Size) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def _run(module: nn.Module, weight: nn.Parameter, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Output, and the gradients of input and weight for a fixed gradient of the output."""
+    """The output, and the gradients of input and weight for a fixed output gradient."""
     y = module(x)
     if not isinstance(y, torch.Tensor):
         raise TypeError(f"{type(module).__name__} returned {type(y).__name__}")
@@ -194,17 +194,17 @@ def _run(module: nn.Module, weight: nn.Parameter, x: torch.Tensor) -> tuple[torc
     return y.detach(), *torch.autograd.grad(y, (x, weight), ramp)
 
 
-def _agree(case: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]) -> bool:
-    """Same shapes and dtypes, and equal within fp32 rounding, or within bf16's where the case has any."""
+def _agree(case: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], got: tuple[torch.Tensor, ...]) -> bool:
+    """True if shapes and dtypes are equal, and values up to fp32 rounding, or bf16 rounding if the case has bf16."""
     tolerance = 1e-5 if all(tensor.dtype == torch.float32 for tensor in case) else 2e-2
     return all(
         a.shape == b.shape and a.dtype == b.dtype and (a.double() - b.double()).norm() <= tolerance * a.double().norm()
-        for a, b in zip(wanted, found, strict=True)
+        for a, b in zip(expected, got, strict=True)
     )
 
 
 def _real_tensors() -> AbstractContextManager[Any]:
-    """Real CPU tensors even inside a fake-tensor mode, so that numbers can be compared."""
+    """Inside, tensors are real even within a fake-tensor mode, so that numbers can be compared."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     manager: AbstractContextManager[Any] = unset_fake_temporarily()

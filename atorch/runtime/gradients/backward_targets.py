@@ -1,4 +1,4 @@
-"""Leaves that a backward pass was asked for: all, those in `loss.backward(inputs=…)`, or `torch.autograd.grad`'s."""
+"""Leaves that a backward pass is asked for: all, those in `loss.backward(inputs=…)`, or `torch.autograd.grad`'s."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 
 def can_be_reached(leaf: torch.Tensor) -> bool:
-    """True if a function may have a leaf as its input only to see whether it is asked for.
+    """True if a function may take a leaf as an input only to find out whether its gradient is asked for.
 
-    Where the function then has no gradient for it, autograd calls the leaf's hooks all the same, with None. Most hooks
-    do not expect that.
+    If the function then returns no gradient for it, autograd still calls the leaf's hooks, with None. Most hooks do not
+    expect that.
     """
     hooks = [*(leaf._backward_hooks or {}).values(), *(leaf._post_accumulate_grad_hooks or {}).values()]
     return leaf.is_leaf and leaf.requires_grad and all(hasattr(hook, "expects_none") for hook in hooks)
 
 
 def expects_none(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, which may be called without a gradient."""
+    """Mark `hook` as callable without a gradient."""
     hook.expects_none = True  # type: ignore[attr-defined]
     return hook
 
 
 class Postponed:
-    """A user's hook on a gradient, which would see what is not averaged or whole yet.
+    """A user's hook on a gradient, which would see a gradient that is not yet averaged or complete.
 
     Args:
-        later: called in its place, with itself and the parameter.
-        parameter: of which the hook takes the gradient (`register_hook`), and may give another; None: the hook takes
-            the parameter once that has its gradient (`register_post_accumulate_grad_hook`).
+        later: called instead of the hook, with this object and the parameter.
+        parameter: for a `register_hook` hook, which takes the parameter's gradient and may return another. None for a
+            `register_post_accumulate_grad_hook` hook, which takes the parameter.
     """
 
     expects_none = True
@@ -45,11 +45,11 @@ class Postponed:
         parameter: torch.Tensor | None = None,
     ) -> None:
         self.hook, self._later = hook, later
-        self._parameter = None if parameter is None else weakref.ref(parameter)  # which C++ lets hold this
+        self._parameter = None if parameter is None else weakref.ref(parameter)  # weak, as C++ holds this hook
 
     @property
     def takes_gradient(self) -> bool:
-        """True if it was registered by `register_hook`."""
+        """True for a hook of `register_hook`."""
         return self._parameter is not None
 
     def __call__(self, given: torch.Tensor | None) -> Any:
@@ -62,20 +62,20 @@ class Postponed:
         return None
 
     def changed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient that a hook of `register_hook` makes of one."""
-        made = self.hook(gradient)
-        return gradient if made is None else made
+        """The gradient after a `register_hook` hook."""
+        changed = self.hook(gradient)
+        return gradient if changed is None else changed
 
 
 def is_own(hook: Any) -> bool:
-    """True if a hook is this package's."""
+    """True if a hook belongs to this package."""
     inner = getattr(hook, "func", hook)  # of a partial
     module = getattr(inner, "__module__", None) or type(inner).__module__
     return hasattr(hook, "expects_none") or module.partition(".")[0] == "atorch"
 
 
 def has_users_hooks(parameter: torch.Tensor, accumulated: bool = True) -> bool:
-    """True if a parameter has a hook on its gradient that is not this package's. accumulated: or on itself then."""
+    """True if a parameter has user hooks on its gradient. accumulated: include post-accumulate hooks."""
     with torch._C.DisableTorchFunctionSubclass():
         hooks = [*(parameter._backward_hooks or {}).values()]
         if accumulated:
@@ -84,7 +84,7 @@ def has_users_hooks(parameter: torch.Tensor, accumulated: bool = True) -> bool:
 
 
 def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, torch.Tensor], Any]) -> None:
-    """Put `Postponed` in the place of the hooks on gradients that are not this package's."""
+    """Replace users' hooks on gradients by `Postponed` ones."""
     for parameter in parameters:
         for held, of in ((parameter._backward_hooks, parameter), (parameter._post_accumulate_grad_hooks, None)):
             hooks: dict[Any, Any] = held or {}
@@ -93,40 +93,40 @@ def postpone(parameters: Iterable[torch.Tensor], later: Callable[[Postponed, tor
 
 
 def postponed(parameter: torch.Tensor) -> list[Postponed]:
-    """Those hooks of a parameter, in the order in which they run: on its gradient, then on itself."""
+    """The postponed hooks of a parameter in the order in which they run: on its gradient, then post-accumulate."""
     hooks = (*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values())
-    return [each for each in hooks if isinstance(each, Postponed)]
+    return [hook for hook in hooks if isinstance(hook, Postponed)]
 
 
 @contextmanager
 def muted(parameters: Iterable[torch.Tensor], known: Collection[int] | None = None) -> Iterator[None]:
-    """Inside, users' hooks on gradients are not called: an optimizer may step in them.
+    """Inside, users' hooks on gradients are not called, since an optimizer may step in them.
 
-    known: ids of those of `register_hook` that are users'; others are a method's. None: all are.
+    known: ids of `register_hook` hooks that are users'; others belong to a method. None: all are users'.
     """
-    held: list[tuple[dict[int, Any], int, Any]] = []
+    muted_hooks: list[tuple[dict[int, Any], int, Any]] = []
     with torch._C.DisableTorchFunctionSubclass():
-        every = [(each._backward_hooks, each._post_accumulate_grad_hooks) for each in parameters]
-        for hooks, is_before in [(of, of is before) for before, after in every for of in (before, after) if of]:
-            users = {key: each for key, each in hooks.items() if isinstance(each, Postponed) or not is_own(each)}
+        hooks_of = [(parameter._backward_hooks, parameter._post_accumulate_grad_hooks) for parameter in parameters]
+        for hooks, is_before in [(of, of is before) for before, after in hooks_of for of in (before, after) if of]:
+            users = {key: hook for key, hook in hooks.items() if isinstance(hook, Postponed) or not is_own(hook)}
             if is_before and known is not None:
-                users = {key: each for key, each in users.items() if id(getattr(each, "hook", each)) in known}
-            held += [(hooks, key, each) for key, each in users.items()]
+                users = {key: hook for key, hook in users.items() if id(getattr(hook, "hook", hook)) in known}
+            muted_hooks += [(hooks, key, hook) for key, hook in users.items()]
             hooks.update(dict.fromkeys(users, expects_none(lambda given: None)))
     try:
         yield
     finally:
-        for hooks, key, each in held:
-            hooks[key] = each
+        for hooks, key, hook in muted_hooks:
+            hooks[key] = hook
 
 
 def is_captured(accumulator: Node) -> bool:
-    """True if the gradient of a leaf goes to the caller of `torch.autograd.grad`. Called in backward alone."""
+    """True if the gradient of a leaf goes to the caller of `torch.autograd.grad`. Only for calls in backward."""
     return not _goes_to_the_leaf(accumulator)
 
 
 def is_asked(accumulator: Node) -> bool:
-    """True if the backward pass that runs computes the gradient of a leaf, whoever gets it."""
+    """True if the running backward pass computes the gradient of a leaf, for `.grad` or `torch.autograd.grad`."""
     return not _goes_to_the_leaf(accumulator) or torch._C._will_engine_execute_node(accumulator)
 
 
@@ -134,7 +134,7 @@ def _goes_to_the_leaf(accumulator: Node) -> bool:
     try:
         torch._C._will_engine_execute_node(accumulator)
     except RuntimeError as error:
-        if "autograd.grad" not in str(error):  # which torch's does not say for such a leaf
+        if "autograd.grad" not in str(error):  # torch raises this one only for captured leaves
             raise
         return False
     return True

@@ -1,7 +1,7 @@
-"""The norm of all gradients together, whatever they are spread over, and clipping by it.
+"""The norm of all gradients together, for any sharding, and clipping by it.
 
-For each way in which gradients are sharded, the p-th powers of the local norms are summed over just the mesh axes that
-shard them; what is replicated is counted once. The sums meet in one scalar, and pipeline stages add theirs.
+For each kind of sharding, the p-th powers of the local norms are summed over the mesh axes that shard the gradients.
+Replicated gradients count once. The sums are added to one scalar, and then summed over pipeline stages.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from atorch.runtime.tensor_parallel import ModelLayout
 
 Key = tuple[dist.ProcessGroup, ...]
-"""The groups over which a gradient's shards are spread; empty for a gradient that every rank holds."""
+"""The groups over which a gradient is sharded; empty for a gradient that every rank has in full."""
 
 
 class ClipsItself:
-    """Base of models that keep their gradients elsewhere than on their parameters, and clip them there."""
+    """Base of models whose gradients are not on their parameters, and that clip them themselves."""
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clip gradients as they are, with their loss scale, and return the norm before."""
+        """Clip gradients, which include the loss scale, and return their norm before clipping."""
         raise NotImplementedError
 
 
 class HasModelFacts(Protocol):
-    """Facts of an accelerated model, kept on it as `_atorch`."""
+    """Facts of an accelerated model, in its `_atorch` attribute."""
 
     @property
     def mesh(self) -> Mesh | None: ...
@@ -52,19 +52,19 @@ class HasModelFacts(Protocol):
 def clip_grad_norm(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None
 ) -> Tensor:
-    """Scale the gradients down, in place, where their norm exceeds `max_norm`; returns the norm before, on the device.
+    """Scale the gradients down, in place, if their norm exceeds `max_norm`; returns the norm before, on the device.
 
-    The norm is the one that a single process would see: over all shards and pipeline stages, tied parameters once, and
-    without the factor that fp16 loss scaling puts on gradients. All ranks must call it together.
+    The norm equals that of single-process training: over all shards and pipeline stages, with tied parameters once, and
+    without the fp16 loss scale. All ranks must call it together.
 
     Args:
         model: as `auto_accelerate` returned it, or any module.
-        max_norm: above 0; infinity to have the norm and leave the gradients.
+        max_norm: above 0; infinity to get the norm and leave the gradients unchanged.
         norm_type: p > 0, or infinity (also "inf") for the largest absolute value.
-        optimizer: accepted for scripts that pass theirs; the model knows where its gradients are.
+        optimizer: ignored; accepted for scripts that pass theirs.
 
     Raises:
-        ArgumentError: an argument that does not hold.
+        ArgumentError: an argument is invalid.
     """
     _check_model(model)
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
@@ -86,12 +86,12 @@ def _check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
     if hasattr(model, "model"):  # what auto_accelerate returned
-        meant = "result.model"
+        hint = "result.model"
     elif isinstance(model, type):
-        meant = f"an instance of {model.__name__}"
+        hint = f"an instance of {model.__name__}"
     else:
-        meant = "the model itself, whose gradients may be spread over processes"
-    raise ArgumentError(f"clip_grad_norm was given a {type(model).__name__}, which is no torch.nn.Module; give {meant}")
+        hint = "the model itself, whose gradients may be spread over processes"
+    raise ArgumentError(f"clip_grad_norm was given a {type(model).__name__}, which is no torch.nn.Module; give {hint}")
 
 
 def _check_positive(name: str, given: Any, what: str) -> None:
@@ -102,19 +102,19 @@ def _check_positive(name: str, given: Any, what: str) -> None:
 
 
 def add_clipping(model: nn.Module) -> None:
-    """Give a model `clip_grad_norm_(max_norm, norm_type)`, which is `clip_grad_norm`; one of its own class stays."""
-    known = getattr(model, "clip_grad_norm_", None)
-    if known is None or getattr(known, "func", None) is clip_grad_norm:
+    """Add `clip_grad_norm` to a model as `clip_grad_norm_(max_norm, norm_type)`; a method of its class stays."""
+    method = getattr(model, "clip_grad_norm_", None)
+    if method is None or getattr(method, "func", None) is clip_grad_norm:
         object.__setattr__(model, "clip_grad_norm_", functools.partial(clip_grad_norm, model))
 
 
 def parts_of(model: nn.Module, binding: HasModelFacts | None) -> dict[Tensor, Key]:
-    """Parameters that are plain parts of whole ones, with the group that has the others."""
+    """Parameters that are plain tensors with parts of full ones, with the groups that have the other parts."""
     if binding is None or binding.layout is None or binding.mesh is None:
         return {}
-    key, cut = (binding.mesh.group("tensor"),), binding.layout.rows
+    key, rows = (binding.mesh.group("tensor"),), binding.layout.rows
     named = model.named_parameters(remove_duplicate=False)
-    return {parameter: key for name, parameter in named if name in cut and not hasattr(parameter, "placements")}
+    return {parameter: key for name, parameter in named if name in rows and not hasattr(parameter, "placements")}
 
 
 @torch.no_grad()
@@ -126,17 +126,18 @@ def clip_grads(
     parts: Mapping[Tensor, Key] = MappingProxyType({}),
     counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
-    """The same on the gradients that `parameters` have, where the ranks of each of the groups `over` have others.
+    """Clip the gradients of `parameters`, as `clip_grad_norm` does.
 
-    parts: of plain tensors that are parts of one parameter, the groups whose ranks have the others.
+    over: groups whose ranks have different parameters, such as the stages of a pipeline.
+    parts: for plain tensors that are parts of one parameter, the groups whose ranks have the other parts.
     counted_elsewhere: parameters that another rank of `over` has too, and counts; they are only scaled.
     """
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     norm = norm_of_grads(unique, norm_type, over, parts, counted_elsewhere)
-    # No branch on the value: reading it would wait for the device.
+    # No branch on the value, since reading it would wait for the device.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for same in _by_device(local_grad(each) for each in unique if each.grad is not None):
-        torch._foreach_mul_(same, factor.to(same[0].device))  # waits for a copy to the host, which is read at once
+    for same in _by_device(local_grad(parameter) for parameter in unique if parameter.grad is not None):
+        torch._foreach_mul_(same, factor.to(same[0].device))  # a copy to the host waits for the device
     return norm
 
 
@@ -150,10 +151,10 @@ def norm_of_grads(
 ) -> Tensor:
     """The norm that `clip_grads` clips by, in fp32."""
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
-    device = _home(unique)
+    device = _norm_device(unique)
     elsewhere = set(map(id, counted_elsewhere))
     powers = []
-    sharded = _by_sharding([each for each in unique if id(each) not in elsewhere], parts)
+    sharded = _by_sharding([parameter for parameter in unique if id(parameter) not in elsewhere], parts)
     for groups, grads in sharded.items():
         power = _power(grads, norm_type, device)
         for group in groups:
@@ -166,22 +167,22 @@ def norm_of_grads(
 
 
 def spread_over(parameter: Tensor, parts: Mapping[Tensor, Key] = MappingProxyType({})) -> Key:
-    """The groups whose ranks have the other parts of it; `parts` as for `clip_grads`."""
+    """The groups whose ranks have the other parts of a parameter; `parts` as for `clip_grads`."""
     return (*parts.get(parameter, ()), *_shards(parameter))
 
 
 def _by_sharding(parameters: Iterable[Tensor], parts: Mapping[Tensor, Key]) -> dict[Key, list[Tensor]]:
-    """Local gradients by what shards them. Keys come from the parameters, so all ranks have the same in one order."""
+    """Local gradients by their sharding. Keys come from the parameters, so all ranks have the same keys in order."""
     sharded: dict[Key, list[Tensor]] = {}
     for parameter in parameters:
-        held = sharded.setdefault(spread_over(parameter, parts), [])
+        grads = sharded.setdefault(spread_over(parameter, parts), [])
         if parameter.grad is not None:
-            held.append(local_grad(parameter))
+            grads.append(local_grad(parameter))
     return sharded
 
 
 def _shards(parameter: Any) -> Key:
-    if hasattr(parameter, "shared_over"):  # kept elsewhere, where processes have a part of its gradient each
+    if hasattr(parameter, "shared_over"):  # a chunked parameter, of whose gradient each process has a part
         return tuple(parameter.shared_over)
     placements = getattr(parameter, "placements", ())
     return tuple(
@@ -196,13 +197,13 @@ def local_grad(parameter: Any) -> Tensor:
     grad = parameter.grad
     if not hasattr(grad, "to_local"):
         return grad.as_subclass(Tensor)  # type: ignore[no-any-return]
-    if grad.placements != parameter.placements:  # a sum that is still to be done, as under sequence parallelism
+    if grad.placements != parameter.placements:  # a pending sum, as under sequence parallelism
         parameter.grad = grad = grad.redistribute(placements=parameter.placements)
     return grad.to_local()  # type: ignore[no-any-return]
 
 
-def _home(parameters: Sequence[Any]) -> torch.device:
-    """The device of the norm: the accelerator, if any parameter is on one or is gathered on one."""
+def _norm_device(parameters: Sequence[Any]) -> torch.device:
+    """The device of the norm: the accelerator if any parameter is there or in a mesh of it, else the CPU."""
     for parameter in parameters:
         mesh = getattr(parameter, "device_mesh", None)
         kind = parameter.device.type if mesh is None else mesh.device_type
@@ -212,7 +213,7 @@ def _home(parameters: Sequence[Any]) -> torch.device:
 
 
 def _power(grads: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The sum of |g|^p, or the largest |g|, in fp32: half precision would overflow."""
+    """The sum of |g|^p, or the largest |g|, in fp32, since half precision would overflow."""
     powers = []
     for same in _by_device(grad for grad in grads if grad.numel()):
         wide = torch.float64 if same[0].dtype == torch.float64 else torch.float32
@@ -230,7 +231,7 @@ def _combine(power: Tensor, norm_type: float, group: dist.ProcessGroup) -> None:
 
 
 def _by_device(grads: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists of one device and dtype each, as the fused operations want them."""
+    """Gradients in lists of one device and dtype, as the fused operations need them."""
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         lists.setdefault((grad.device, grad.dtype), []).append(grad)

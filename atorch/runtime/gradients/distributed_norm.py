@@ -1,4 +1,4 @@
-"""Norms of a model's parameters and gradients, of which this process may have parts alone."""
+"""Norms of a model's parameters and gradients, of which this process may have only parts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from atorch.runtime.gradients.clip import Key, norm_of_grads, spread_over
 
 @dataclass(frozen=True)
 class Spread:
-    """The parts of a spread model that other processes have; without arguments, nothing.
+    """The distribution of a model over processes; without arguments, none.
 
-    What a DTensor's placements say needs no saying here.
+    DTensors are not listed here, since their placements suffice.
 
-    over: groups whose ranks have other parameters each, such as the stages of a pipeline.
-    parts: of plain tensors that are parts of one parameter, the groups whose ranks have the other parts.
+    over: groups whose ranks have different parameters, such as the stages of a pipeline.
+    parts: for plain tensors that are parts of one parameter, the groups whose ranks have the other parts.
     counted_elsewhere: parameters that another rank of `over` has, too, and counts.
     """
 
@@ -29,18 +29,15 @@ class Spread:
     counted_elsewhere: Collection[Tensor] = ()
 
     def norm_of_grads(self, parameters: Iterable[Tensor]) -> Tensor:
-        """The L2 norm of all gradients of the model together, where `parameters` are those of this process, in fp32.
-
-        All ranks call it together.
-        """
+        """The L2 norm of all gradients of the model, in fp32; `parameters` are this process's. A collective call."""
         return norm_of_grads(parameters, 2.0, self.over, self.parts, self.counted_elsewhere)
 
     def norms(self, values: Sequence[Tensor], parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        """The norm of each whole value, `(len(values),)`, of which this process has a part as large as the parameter's.
+        """The norm of each full value, of shape `(len(values),)`; `values` are local parts, sharded like `parameters`.
 
-        `values` are plain tensors on one device. The ranks that have parts of the same parameters call it together.
+        `values` are plain tensors on one device. All ranks with parts of the same parameters must call it together.
         """
-        # The largest of nothing is no number.
+        # The infinity norm of no elements is undefined.
         held = [value if value.numel() else value.new_zeros(1) for value in values]
         wide = torch.float64 if values[0].dtype == torch.float64 else torch.float32  # 16 bits would overflow
         norms = torch.stack(torch._foreach_norm(held, norm_type, dtype=wide))

@@ -1,10 +1,10 @@
-"""A sample of a model's gradients, to which those of the same pass done otherwise are held, however they are spread.
+"""A sample of a model's gradients, to compare with those of the same pass under another strategy, in any sharding.
 
     sample = sample_of(plain_model)                         # after backward
     how_far, name = farthest(other_model, sample)           # after backward, on all ranks together
 
-The norm of all gradients says nothing of which parameter got which. So of some parameters, the largest elements are
-kept, which rounding changes least.
+The norm of all gradients does not show which parameter got which gradient. So the sample keeps the largest elements of
+some parameters, which rounding changes least.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout
 from atorch.runtime.tensor_parallel.state import whole_tensor
 
 PARAMETERS, ELEMENTS = 32, 16
-LARGEST = 1 << 24  # elements of a parameter whose gradient is put together
-SMALLEST = 0.1  # of what a parameter's share of the norm is on average: smaller gradients may be rounding alone
+LARGEST = 1 << 24  # most elements of a parameter whose full gradient is gathered
+SMALLEST = 0.1  # least norm, as a fraction of the parameters' RMS norm: smaller gradients may be mere rounding
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Elements:
 
 
 GradientSample = Mapping[str, Elements]
-"""By the name of the parameter."""
+"""Elements by parameter name."""
 
 
 def sample_of(model: nn.Module, like: GradientSample | None = None) -> GradientSample:
-    """The sample of the gradients that a plain model has.
+    """The sample of a plain model's gradients.
 
-    like: an earlier sample, whose places are taken; a gradient that is not there is zero.
+    like: an earlier sample, whose places are used again; a missing gradient counts as zero.
     """
     grads = {
         name: _flat(parameter.grad.detach()).float()
@@ -59,24 +59,24 @@ def sample_of(model: nn.Module, like: GradientSample | None = None) -> GradientS
     }
     if like is not None:
         return {
-            name: replace(
-                each, values=grads[name][each.places.to(grads[name].device)].cpu() if name in grads else 0 * each.values
-            )
-            for name, each in like.items()
+            name: replace(elements, values=grads[name][elements.places.to(grads[name].device)].cpu())
+            if name in grads
+            else replace(elements, values=0 * elements.values)
+            for name, elements in like.items()
         }
     if not grads:
         return {}
     norms = torch.stack([torch.linalg.vector_norm(grad).cpu() for grad in grads.values()])
     least = SMALLEST * float(norms.square().mean().sqrt())
     sizes = zip(grads.items(), norms.tolist(), strict=True)
-    telling = [name for (name, grad), norm in sizes if norm >= least and 0 < grad.numel() <= LARGEST and norm > 0]
-    step = max(1, -(-len(telling) // PARAMETERS))
+    chosen = [name for (name, grad), norm in sizes if norm >= least and 0 < grad.numel() <= LARGEST and norm > 0]
+    step = max(1, -(-len(chosen) // PARAMETERS))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return {name: _largest(grads[name], shapes[name]) for name in telling[::step]}
+    return {name: _largest(grads[name], shapes[name]) for name in chosen[::step]}
 
 
 def _flat(grad: Tensor) -> Tensor:
-    """All elements; of complex ones both parts."""
+    """All elements in 1-D, complex ones as two real ones."""
     return (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
 
 
@@ -94,26 +94,27 @@ def farthest(
     group: dist.ProcessGroup | None = None,
     noise: float = 1.0,
 ) -> tuple[float, str]:
-    """The distance of the gradient farthest from the sample, as a fraction of it, and its name; (0.0, "") for none.
+    """The largest relative distance of a gradient from the sample, and its parameter's name; (0.0, "") for none.
 
-    All ranks call it together and get the same. What only some have, as the stages of a pipeline, they look at alone;
-    what is kept elsewhere than on the parameters is left out.
+    All ranks must call it together, and get the same result. Each rank checks its own parameters, for example of its
+    pipeline stage. Gradients that are not on the parameters are left out.
 
     Args:
-        scale: what gradients are multiplied by.
-        layout, group: how parameters are split into plain tensors, if they are, and over which ranks.
-        noise: what a gradient has beside the sample's direction counts so many times less than what it lacks or has
-            too much along it. Many layers of rounding add the one; gradients lost or taken twice are the other.
+        scale: the loss scale of the gradients.
+        layout, group: the split of parameters into plain tensors, if any, and the ranks with the other parts.
+        noise: divisor of the error orthogonal to the sample, relative to the error along it. Rounding in many layers
+            adds orthogonal errors; lost or doubly counted gradients add errors along it.
     """
-    own = {} if isinstance(model, ClipsItself) else dict(model.named_parameters())
-    read = {name: _reader(name, own[name], layout, group) for name in sample if name in own}
-    unread = {name for names in gather_objects([name for name, each in read.items() if each is None]) for name in names}
-    found = (0.0, "")
-    for name, whole in read.items():
+    parameters = {} if isinstance(model, ClipsItself) else dict(model.named_parameters())
+    readers = {name: _reader(name, parameters[name], layout, group) for name in sample if name in parameters}
+    without = [name for name, reader in readers.items() if reader is None]
+    unread = {name for names in gather_objects(without) for name in names}
+    worst = (0.0, "")
+    for name, whole in readers.items():
         if whole is not None and name not in unread:
-            found = max(found, (_distance(whole(), sample[name], scale, noise), name))
-    every: list[tuple[float, str]] = gather_objects(found)
-    return max(every)
+            worst = max(worst, (_distance(whole(), sample[name], scale, noise), name))
+    worst_by_rank: list[tuple[float, str]] = gather_objects(worst)
+    return max(worst_by_rank)
 
 
 @torch.no_grad()
@@ -123,12 +124,12 @@ def not_as_written(
     layout: ModelLayout | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> str | None:
-    """A parameter that is not what a plain model's forward pass made of it; None where all are.
+    """The name of a parameter that differs from what a plain model's forward pass wrote; None if there is none.
 
-    All ranks call it together and get the same.
+    All ranks must call it together, and get the same result.
 
     Args:
-        values: of parameters, by name, as they are spread.
+        values: local values of parameters, by name.
     """
     if not changes:
         return None
@@ -144,9 +145,9 @@ def not_as_written(
 def _reader(
     name: str, parameter: Any, layout: ModelLayout | None, group: dist.ProcessGroup | None
 ) -> Callable[[], Tensor] | None:
-    """A reader of a parameter's whole gradient, for all ranks that have it together; None where there is none."""
+    """A function that gathers a parameter's full gradient, on all its ranks together; None if it cannot be read."""
     grad = parameter.grad
-    if grad is None and not isinstance(parameter, ChunkedParameter):  # whose gradient is elsewhere
+    if grad is None and not isinstance(parameter, ChunkedParameter):  # chunks keep their gradients
         grad = torch.zeros_like(parameter.detach())
     if grad is None or getattr(parameter, "shared_over", None) or grad.layout != torch.strided:
         return None
@@ -157,10 +158,10 @@ def _reader(
 
 def _distance(grad: Tensor, plain: Elements, scale: float, noise: float) -> float:
     if tuple(grad.shape) != plain.shape:
-        return 0.0  # of another module under the same name
-    found = _flat(grad)[plain.places.to(grad.device)].float().cpu() / scale
+        return 0.0  # another module has the same name
+    elements = _flat(grad)[plain.places.to(grad.device)].float().cpu() / scale
     square = plain.values.square().sum()
-    along = (found @ plain.values) / square
-    across = (found - along * plain.values).square().sum() / square
+    along = (elements @ plain.values) / square
+    across = (elements - along * plain.values).square().sum() / square
     how_far = float(((along - 1) ** 2 + across / noise**2).sqrt())
     return how_far if how_far == how_far else float("inf")

@@ -1,4 +1,4 @@
-"""Gradients that have no gradients: those of functions that communicate, or whose inputs backward frees."""
+"""First-order gradients only: for functions that communicate, or whose inputs backward frees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward` of an autograd function that splits or joins what processes have, which names what it cannot do."""
+    """Make `backward` of a communicating autograd function raise a clear error for second-order gradients."""
     once = once_differentiable(backward)
 
     @wraps(backward)
@@ -41,13 +41,13 @@ class _Both(torch.autograd.Function):
 
 
 def mapped(x: Tensor, forward: Map, backward: Map) -> Tensor:
-    """`forward(x)`, whose gradient becomes that of `x` by `backward`, and has none itself."""
+    """`forward(x)`; `backward` maps its gradient to that of `x`, to first order only."""
     result: Tensor = _Both.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
 
 def refuse_transforms(*_: Any) -> None:
-    """As a hook before forward, raise where a model in parts is called within torch.func's transforms."""
+    """As a forward pre-hook, raise if a sharded model is called within torch.func's transforms."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise ArgumentError(
             "a model of which processes hold parts was called within torch.func (grad, vmap, jvp), which sees one part "
@@ -56,7 +56,7 @@ def refuse_transforms(*_: Any) -> None:
 
 
 def refuse_second_order(under: str) -> None:
-    """In a backward pass, raise where it is asked for a graph of its own."""
+    """In a backward pass, raise if it was called with `create_graph=True`."""
     if torch.is_grad_enabled():
         raise ArgumentError(
             f"create_graph=True was given, and gradients of gradients, as a gradient penalty needs them, are beyond "

@@ -1,8 +1,8 @@
-"""Gradients that refuse to become a number where that would be another one than plain training's.
+"""Gradients that refuse reductions to a number that would differ from plain training's.
 
-A process may have parts of split gradients, those of one stage of a pipeline, or what a loss scale multiplies. A norm
-or a dot product of these would change training, and nothing would say so. `__torch_function__` sees it on gradients of
-the classes below, and on what is computed of them element by element, which is as ever.
+A process may have parts of sharded gradients, gradients of one pipeline stage, or gradients times a loss scale. A norm
+or a dot product of these would silently change training. Gradients of the classes below refuse it, by
+`__torch_function__`, and so do results of element-wise operations on them, which work as usual.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from atorch.runtime.gradients.backward_targets import expects_none, is_own
 
 _ORDINARY = frozenset(("__set__", "as_subclass", "to_local"))
 _SELECTING = frozenset(("__getitem__", "index_select", "gather", "masked_select", "take", "take_along_dim"))
-"""These give fewer elements, each as it was."""
+"""Operations that select elements without changing them."""
 _PRODUCTS = "dot vdot inner matmul __matmul__ __rmatmul__ mm mv bmm addmm baddbmm einsum tensordot"
 _NORMS = "norm vector_norm linalg_norm linalg_vector_norm _foreach_norm normalize renorm layer_norm rms_norm"
 _MIXING = frozenset(f"{_PRODUCTS} {_NORMS} sum mean cumsum sort argsort topk softmax log_softmax".split())
-"""These take several elements together; what else does so is known by its result, which is smaller."""
+"""Operations that combine several elements; others are recognized by their smaller result."""
 _TENSOR: Any = Tensor
 _SHAPES = (_TENSOR.shape.__get__, _TENSOR.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride)
 
 
 class NormGuard(NamedTuple):
-    """Facts of a gradient that is not plain training's, or not all of it."""
+    """Facts of a gradient that differs from plain training's, or is only part of it."""
 
     name: str  # of the parameter
     why: str
-    is_whole: bool = False  # numbers of it alone are right, and those of several gradients are not
+    is_whole: bool = False  # its own numbers are right, but not those of several gradients together
     in_hook: bool = False  # a user's hook has it, within backward
-    is_piece: bool = False  # of another shape than its parameter
+    is_piece: bool = False  # its shape is not the parameter's
 
     def refuse(self, func: Any) -> None:
-        """Say that `func` is not of what plain training has.
+        """Raise an error, since the result of `func` would differ from plain training's.
 
         Raises:
             ArgumentError: always.
@@ -54,7 +54,7 @@ class NormGuard(NamedTuple):
 
 
 class _Guarded:
-    """The base of the classes below, which are a gradient's own with nothing added."""
+    """The base of the classes below, which behave like a gradient's own class otherwise."""
 
     __slots__ = ()
     guard: NormGuard
@@ -65,36 +65,36 @@ class _Guarded:
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Guarded)]
-            is_known = func.__name__.startswith("_fused")  # what an optimizer computes
-            in_backward = torch._C._current_graph_task_id() != -1 and not any(each.guard.in_hook for each in given)
-            if not given or is_known or in_backward:
+            gradients = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Guarded)]
+            is_known = func.__name__.startswith("_fused")  # a kernel of an optimizer
+            in_backward = torch._C._current_graph_task_id() != -1 and not any(g.guard.in_hook for g in gradients)
+            if not gradients or is_known or in_backward:
                 return func(*args, **kwargs)
-            _check(func, given)
-            is_sharded = any(isinstance(each, Outside) for each in given)
+            _check(func, gradients)
+            is_sharded = any(isinstance(gradient, Outside) for gradient in gradients)
             try:
                 result = run(func, args, kwargs) if is_sharded else func(*args, **kwargs)
-            except (RuntimeError, IndexError):  # of a shape that the parameter has
-                for each in given:
-                    if each.guard.is_piece:
-                        each.guard.refuse(func)
+            except (RuntimeError, IndexError):  # the caller may have expected the parameter's shape
+                for gradient in gradients:
+                    if gradient.guard.is_piece:
+                        gradient.guard.refuse(func)
                 raise
-            return _marked(func, given, result, args)
+            return _marked(func, gradients, result, args)
 
 
 class GuardedGradient(_Guarded, Tensor):
-    """A plain tensor otherwise."""
+    """A guarded plain tensor."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.as_subclass(Tensor).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Travels as an ordinary tensor."""
+        """Pickle as an ordinary tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class GuardedShard(_Guarded, Outside):
-    """A shard, as it is while its model does not run, otherwise."""
+    """A guarded shard, as it is outside the model's passes."""
 
     __slots__ = ()
 
@@ -103,7 +103,7 @@ _GUARDED: Mapping[type, type] = {Tensor: GuardedGradient, DTensor: GuardedShard,
 
 
 def guarded(gradient: Any, guard: NormGuard) -> Any:
-    """The same gradient, which refuses numbers; one of another class is left alone."""
+    """Guard a gradient, in place; one of another class is left alone."""
     kind = _GUARDED.get(type(gradient))
     if kind is not None:
         gradient.__class__, gradient.guard = kind, guard
@@ -111,56 +111,56 @@ def guarded(gradient: Any, guard: NormGuard) -> Any:
 
 
 def unguard(tensors: Iterable[Any]) -> list[tuple[Any, NormGuard]]:
-    """Let those of the tensors that refuse numbers be ordinary; returns them with what `guarded` takes."""
-    taken = [(each, each.__dict__.pop("guard")) for each in tensors if hasattr(each, "guard")]
-    for each, _ in taken:
-        each.__class__ = Outside if isinstance(each, DTensor) else Tensor
-    return taken
+    """Make guarded tensors ordinary, in place; returns them with their guards, as `guarded` takes them."""
+    unguarded = [(tensor, tensor.__dict__.pop("guard")) for tensor in tensors if hasattr(tensor, "guard")]
+    for tensor, _ in unguarded:
+        tensor.__class__ = Outside if isinstance(tensor, DTensor) else Tensor
+    return unguarded
 
 
-def _check(func: Any, given: list[Any]) -> None:
-    """Refuse what would read a number, or mix what is not to be mixed."""
-    name, first = func.__name__, given[0].guard
-    reads = name in READING and (name != "__format__" or not given[0].dim())  # a tensor is shown
-    reads |= func in _SHAPES and any(each.guard.is_piece for each in given)
+def _check(func: Any, gradients: list[Any]) -> None:
+    """Refuse functions that would read a number or combine elements or gradients."""
+    name, first = func.__name__, gradients[0].guard
+    reads = name in READING and (name != "__format__" or not gradients[0].dim())  # formatting a tensor only shows it
+    reads |= func in _SHAPES and any(gradient.guard.is_piece for gradient in gradients)
     if first.is_whole:
-        mixes = not name.startswith("_foreach") and len({each.guard.name for each in given}) > 1
+        mixes = not name.startswith("_foreach") and len({gradient.guard.name for gradient in gradients}) > 1
     else:
         mixes = not _MIXING.isdisjoint((name, name.removesuffix("_")))
     if reads or mixes:
         first.refuse(func)
 
 
-def _marked(func: Any, given: list[Any], result: Any, args: tuple[Any, ...]) -> Any:
-    """The result, which refuses numbers, too."""
+def _marked(func: Any, gradients: list[Any], result: Any, args: tuple[Any, ...]) -> Any:
+    """The result, guarded like the gradients that it depends on."""
     name = func.__name__
     if name in _ORDINARY or name.endswith("_like") or name.startswith("new_"):
         return result
     if name.startswith("_foreach"):
-        lists = [each for each in args if isinstance(each, (list, tuple))]
-        for each, *of in zip(args[0] if result is None else result, *lists, strict=False):
-            _mark(func, [one for one in of if isinstance(one, _Guarded)], each)
+        lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+        for output, *operands in zip(args[0] if result is None else result, *lists, strict=False):
+            _mark(func, [operand for operand in operands if isinstance(operand, _Guarded)], output)
     elif not writes(name, {}):
-        for each in tree_leaves(result):
-            _mark(func, given, each)
+        for leaf in tree_leaves(result):
+            _mark(func, gradients, leaf)
     elif args and not isinstance(args[0], _Guarded):
-        for each in (args[0], getattr(args[0], "_base", None)):  # which was written through a view of it
-            guarded(each, given[0].guard)
+        for written in (args[0], getattr(args[0], "_base", None)):  # the base was written through its view
+            guarded(written, gradients[0].guard)
     return result
 
 
-def _mark(func: Any, given: list[Any], result: Any) -> None:
-    if not given or not isinstance(result, Tensor):
+def _mark(func: Any, gradients: list[Any], result: Any) -> None:
+    if not gradients or not isinstance(result, Tensor):
         return
-    guard, most = given[0].guard, max(given, key=Tensor.numel)
-    is_less = result.numel() < most.numel() or (result.dim() < most.dim() and result.numel() == 1)
+    guard, largest = gradients[0].guard, max(gradients, key=Tensor.numel)
+    is_less = result.numel() < largest.numel() or (result.dim() < largest.dim() and result.numel() == 1)
     if is_less and not (guard.is_whole or result._is_view() or func.__name__ in _SELECTING):
         guard.refuse(func)
     guarded(result, guard)
 
 
 class _Hook:
-    """A user's hook on a gradient, in which the gradient is guarded although backward runs."""
+    """A user's hook on a gradient, in which the gradient is guarded even within backward."""
 
     expects_none = True
 
@@ -168,17 +168,17 @@ class _Hook:
         self._hook = hook
 
     def __call__(self, gradient: Any) -> Any:
-        own = getattr(gradient, "guard", None)
-        if own is None:
+        guard = getattr(gradient, "guard", None)
+        if guard is None:
             return None if gradient is None else self._hook(gradient)
-        gradient.guard = own._replace(in_hook=True)
+        gradient.guard = guard._replace(in_hook=True)
         try:
-            made = self._hook(gradient)
+            changed = self._hook(gradient)
         finally:
-            gradient.guard = own
-        if hasattr(made, "guard"):
-            made.guard = own
-        return made
+            gradient.guard = guard
+        if hasattr(changed, "guard"):
+            changed.guard = guard
+        return changed
 
 
 class _Guards:
@@ -186,20 +186,20 @@ class _Guards:
 
     def __init__(self, of: Mapping[nn.Parameter, NormGuard]) -> None:
         self._of, self._pass, self._taken = of, -1, list[tuple[Any, NormGuard]]()
-        for parameter in filter(lambda each: each.requires_grad, of):
-            if hasattr(parameter, "placements"):  # FSDP2 calls no others
+        for parameter in filter(lambda p: p.requires_grad, of):
+            if hasattr(parameter, "placements"):  # FSDP2 calls only post-accumulate hooks
                 parameter.register_post_accumulate_grad_hook(expects_none(partial(self._arrives, None)))
             else:
                 parameter.register_hook(expects_none(partial(self._arrives, of[parameter])))
 
     def _arrives(self, guard: NormGuard | None, gradient: Tensor | None) -> None:
-        """Guard what `torch.autograd.grad` takes; what goes to `.grad` comes there as another tensor."""
+        """Guard a gradient for `torch.autograd.grad`, and at the end of the pass those in `.grad`."""
         if guard is not None:
             guarded(gradient, guard)
         if self._pass != torch._C._current_graph_task_id():
             self._pass = torch._C._current_graph_task_id()
             queue: Any = torch.autograd.Variable._execution_engine
-            # Behind what else waits for the end of backward: a reduction may put another gradient in its place.
+            # After other callbacks at the end of backward, since a reduction may replace the gradient.
             queue.queue_callback(lambda: queue.queue_callback(self._end))
 
     def _end(self) -> None:
@@ -207,14 +207,14 @@ class _Guards:
             guarded(as_outside(parameter, parameter.grad), guard)
 
     def watch_hooks(self, *_: Any) -> None:
-        """Guard the gradients of hooks that were registered since the last forward."""
+        """Guard gradients in hooks that were registered since the last forward."""
         for parameter in self._of:
             hooks = parameter._backward_hooks or {}
             for key in [key for key, hook in hooks.items() if not is_own(hook)]:
                 hooks[key] = _Hook(hooks[key])
 
     def before_step(self, *_: Any) -> None:
-        self._taken = unguard([each.grad for each in self._of])
+        self._taken = unguard([parameter.grad for parameter in self._of])
 
     def after_step(self, *_: Any) -> None:
         while self._taken:
@@ -224,13 +224,13 @@ class _Guards:
 def guard_gradients(
     why: str, parameters: Mapping[str, nn.Parameter], model: nn.Module, optim: Any, is_whole: bool = False
 ) -> None:
-    """Let gradients that backward passes of `model` will make refuse numbers, except in steps of `optim`."""
-    for each in parameters.values():
-        if hasattr(each, "guard_gradient"):  # that keeps its gradient elsewhere
-            each.guard_gradient(why)
-    kept = {name: each for name, each in parameters.items() if not hasattr(each, "guard_gradient")}
-    guards = _Guards({each: NormGuard(name, why, is_whole) for name, each in kept.items()})
-    if not is_whole:  # else hooks are called behind the pass
+    """Guard the gradients of all later backward passes of `model`, except in steps of `optim`."""
+    for parameter in parameters.values():
+        if hasattr(parameter, "guard_gradient"):  # a chunked parameter guards its own gradient
+            parameter.guard_gradient(why)
+    unguarded = {name: parameter for name, parameter in parameters.items() if not hasattr(parameter, "guard_gradient")}
+    guards = _Guards({parameter: NormGuard(name, why, is_whole) for name, parameter in unguarded.items()})
+    if not is_whole:  # else hooks are called after the pass
         model.register_forward_hook(guards.watch_hooks)
     if hasattr(optim, "_optimizer_step_pre_hooks"):
         optim.register_step_pre_hook(guards.before_step)

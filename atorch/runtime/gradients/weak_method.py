@@ -1,7 +1,7 @@
-"""Methods as hooks of tensors that do not keep their object alive.
+"""Methods as tensor hooks that do not keep their object alive.
 
-What runs once a gradient has accumulated is held by C++, where Python's garbage collector does not look: an object that
-reaches the tensor on which its method is such a hook would never be freed, with all that it holds.
+C++ holds post-accumulate hooks, which Python's garbage collector cannot see. So an object that refers to a tensor on
+which its own method is such a hook would never be freed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The bound method `method`; it does nothing once its object is gone."""
+    """The bound method `method`, which does nothing once its object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*args)
+        bound = reference()
+        return None if bound is None else bound(*args)
 
     return call

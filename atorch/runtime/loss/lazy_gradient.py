@@ -1,4 +1,4 @@
-"""The gradient of a head's logits, kept as what makes the gradients of the head's operands."""
+"""The gradient of a head's logits, kept as functions that compute the gradients of the head's operands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from atorch.errors import ArgumentError
 from atorch.runtime.loss.logit_chunks import LogitGradients, LogitProduct, Needs
 
 Term = Callable[[LogitProduct, Needs, "LogitGradients | None"], LogitGradients]
-"""(product, its operands that want gradients, those of the terms before) → gradients with this term's."""
+"""(product, operands that need gradients, sum of earlier terms or None) → gradients with this term added."""
 
 
 class Like(NamedTuple):
-    """The form of a tensor."""
+    """Shape, dtype and device of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -28,16 +28,16 @@ class Like(NamedTuple):
 
 
 class LazyGradient(Tensor):
-    """The gradient of logits: of their shape, and never computed."""
+    """The gradient of logits: a tensor of their shape that is never computed."""
 
     _terms: tuple[Term, ...]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, like: Like, terms: tuple[Term, ...]) -> LazyGradient:
-        made: LazyGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-        made._terms = terms
-        return made
+        gradient: LazyGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        gradient._terms = terms
+        return gradient
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"LazyGradient({tuple(self.shape)}, never computed)"
@@ -50,10 +50,10 @@ class LazyGradient(Tensor):
         return cls(*context)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as a static one
+    def __torch_dispatch__(  # type: ignore[override]  # a static method in torch's stub
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The operations of autograd itself: it adds and keeps gradients."""
+        """Handle the operations of autograd itself: it adds and copies gradients."""
         if func in _SUMS and not kwargs:
             first, second = args
             return LazyGradient(Like.of(first), (*terms_of(first), *terms_of(second)))
@@ -73,7 +73,7 @@ _COPIES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.clone.default
 
 
 def terms_of(grad: Tensor) -> tuple[Term, ...]:
-    """The terms of a gradient of a head's logits, whichever kind it is of."""
+    """The terms of a gradient of a head's logits, lazy or dense."""
     if isinstance(grad, LazyGradient):
         return grad._terms
 

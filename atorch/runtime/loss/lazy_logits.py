@@ -1,12 +1,12 @@
-"""Logits that are computed by chunks, when a loss is taken of them, so that they never exist together.
+"""Logits that are computed by chunks when a loss is taken of them, so that they never exist together.
 
-The head, a linear layer, gives `LazyLogits`: which rows of hidden states times which weight. Casts, scaling, capping,
-and views of tokens give lazy logits again. Cross entropies and log-sum-exps are taken chunk by chunk, by torch's own
-functions. Everything else gets true logits, computed then and once; what asked for them is told.
+The head, a linear layer, returns `LazyLogits`: row numbers of hidden states, and the weight to multiply them with.
+Casts, scaling, capping, and views of tokens return lazy logits again. Cross entropies and log-sum-exps run chunk by
+chunk, with torch's own functions. Everything else gets full logits, computed once; a log line names the function.
 
-Autograd sees logits of the whole shape. Their gradient is a `LazyGradient`, from which the head makes those of its
-operands: a loss that is one number of all rows has computed them with itself, as no loss scale can be known to
-underflow; others let the head compute each chunk's logits again.
+Autograd sees logits of the full shape. Their gradient is a `LazyGradient`, from which the head computes those of its
+operands. A loss that is one number of all rows computes them in forward, except in fp16, whose loss scale is not known
+there. For other losses, backward computes each chunk's logits again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from atorch.runtime.tensor_parallel.sharded_activation import MAKE_OTHERS, as_te
 from atorch.runtime.tensor_parallel.sharding_rules import CASTS, Parted, apart, has_parameters
 
 _WIDTH = 2
-"""Of the dim of classes in the numbers of rows that stand for logits: more than 1, whose strides mean nothing."""
+"""Size of the class dim of `LazyLogits._rows`: more than 1, since the stride of a dim of size 1 means nothing."""
 
 Apply = Callable[[Tensor], Tensor]
 
 
 class Origin(NamedTuple):
-    """The logits that others were made of, and how."""
+    """The logits that others were derived from, and the function that derives them."""
 
     logits: LazyLogits
     make: Apply
@@ -46,12 +46,12 @@ class Origin(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Rows of a head's logits, which are not computed until they are read."""
+    """Rows of a head's logits, computed when they are first read."""
 
     _head: Head
-    _rows: Tensor  # the number of each row among the head's, in the shape of the logits, but for the dim of classes
-    _axis: int  # the dim of classes
-    _ops: tuple[Apply, ...]  # what is done to every element
+    _rows: Tensor  # row numbers of the head, in the logits' shape except for the class dim
+    _axis: int  # the class dim
+    _ops: tuple[Apply, ...]  # applied in order to the rows of a chunk
     _origin: Origin | None
     _whole: Tensor | None
     _written: bool
@@ -67,14 +67,13 @@ class LazyLogits(Tensor):
             for dim, stride in enumerate(rows.stride())
         ]
         device = head.product.hidden.device
-        made: LazyLogits = Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=dtype, device=device)
-        made._head, made._rows, made._axis, made._ops = head, rows, axis, ops
-        made._origin = made._whole = None
-        made._written = False
-        return made
+        logits: LazyLogits = Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=dtype, device=device)
+        logits._head, logits._rows, logits._axis, logits._ops = head, rows, axis, ops
+        logits._origin = logits._whole = None
+        logits._written = False
+        return logits
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Without computing them."""
         if self._is_whole:
             return repr(self._as_whole())
         return f"LazyLogits({tuple(self.shape)}, {self.dtype}, computed when they are read)"
@@ -95,11 +94,11 @@ class LazyLogits(Tensor):
         return _on_whole(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as a static one
+    def __torch_dispatch__(  # type: ignore[override]  # a static method in torch's stub
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What comes from where no function is seen."""
-        args, kwargs = tree_map_only(LazyLogits, lambda each: each._as_whole().detach(), (args, kwargs or {}))
+        """Compute logits for operations that bypass `__torch_function__`."""
+        args, kwargs = tree_map_only(LazyLogits, lambda logits: logits._as_whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -112,14 +111,14 @@ class LazyLogits(Tensor):
 
     @property
     def _is_whole(self) -> bool:
-        """True if these, or what they are a view of, were computed."""
+        """True if these logits, or those that they are a view of, were computed."""
         origin = self._origin
         return self._whole is not None or (origin is not None and origin.is_view and origin.logits._is_whole)
 
     def _as_whole(self) -> Tensor:
-        """All of them, as an ordinary tensor, with their place in autograd's graph."""
+        """All logits as an ordinary tensor, with their place in autograd's graph."""
         if self._whole is None:
-            with torch.set_grad_enabled(self.requires_grad):  # whoever reads them first, others may train
+            with torch.set_grad_enabled(self.requires_grad):  # the first reader may be without gradients
                 self._whole = self._computed()
         return self._whole
 
@@ -128,7 +127,7 @@ class LazyLogits(Tensor):
             whole: Tensor = _Compute.apply(self)  # type: ignore[no-untyped-call]
             return whole
         logits, make, is_view = self._origin
-        # What was copied before something was written has what was there before.
+        # A copy made before an in-place write keeps the values from before it.
         source = logits._as_whole() if is_view or not logits._was_written else logits._computed()
         return make(source)
 
@@ -144,13 +143,13 @@ class LazyLogits(Tensor):
 
 
 def lazy_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
-    """`F.linear(hidden, weight, bias)`, of which no more than `chunk` rows exist at once while losses are taken."""
+    """`F.linear(hidden, weight, bias)`, with at most `chunk` rows in memory at once while losses are taken."""
     logits: Tensor = _Product.apply(hidden, weight, bias, chunk)  # type: ignore[no-untyped-call]
     return logits
 
 
 class _Product(torch.autograd.Function):
-    """The head: logits that are not there, and the gradients of what they are computed of."""
+    """The head: lazy logits in forward, and the gradients of its operands in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> LazyLogits:
@@ -185,12 +184,12 @@ def _detached(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
 
 
 class _Compute(torch.autograd.Function):
-    """A head's logits, all of them."""
+    """All logits of a head."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits) -> Tensor:
         rows = logits._head.read().logits(slice(None))
-        whole: Tensor = torch.ops.aten._unsafe_view(rows, logits.shape)  # no view to autograd: it may be written into
+        whole: Tensor = torch.ops.aten._unsafe_view(rows, logits.shape)  # no view for autograd: writes are allowed
         return whole
 
     @staticmethod
@@ -200,27 +199,27 @@ class _Compute(torch.autograd.Function):
 
 
 class _Derive(torch.autograd.Function):
-    """Logits made of others'."""
+    """Lazy logits derived from others."""
 
     @staticmethod
-    def forward(ctx: Any, logits: LazyLogits, made: Callable[[], LazyLogits], make: Apply) -> LazyLogits:
+    def forward(ctx: Any, logits: LazyLogits, wrap: Callable[[], LazyLogits], make: Apply) -> LazyLogits:
         ctx.of, ctx.make = logits.detach(), make
-        return made()
+        return wrap()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if isinstance(grad, LazyGradient):
             return LazyGradient(Like.of(ctx.of), grad._terms), None, None
-        with torch.enable_grad():  # one that was computed of all logits, by whoever has parts of them
+        with torch.enable_grad():  # a dense gradient, from a function that read all logits
             source = ctx.of._as_whole().detach().requires_grad_()
             (dense,) = torch.autograd.grad(ctx.make(source), source, grad)
         return dense, None, None
 
 
 def _by_chunks(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function that is known to work on chunks; NotImplemented where it takes all logits."""
-    if any(isinstance(each, LazyLogits) for each in (*args, *kwargs.values())):
+    """The result of a function that works on chunks; NotImplemented if it needs all logits."""
+    if any(isinstance(argument, LazyLogits) for argument in (*args, *kwargs.values())):
         return NotImplemented
     if func in NUMBERS:
         number = NUMBERS[func]
@@ -266,10 +265,10 @@ def _log_softmax(logits: LazyLogits, dim: int, dtype: torch.dtype | None = None,
     kind = logits.device.type
     is_autocast, cast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def at(place: int) -> Apply:
+    def at(axis: int) -> Apply:
         def make(tensor: Tensor) -> Tensor:
             with torch.autocast(kind, cast, enabled=is_autocast):
-                return F.log_softmax(tensor, place, dtype=dtype)
+                return F.log_softmax(tensor, axis, dtype=dtype)
 
         return make
 
@@ -277,7 +276,7 @@ def _log_softmax(logits: LazyLogits, dim: int, dtype: torch.dtype | None = None,
 
 
 def _with_op(logits: LazyLogits, op: Apply, dtype: torch.dtype, whole: Apply | None = None) -> LazyLogits:
-    """The same rows, with one more operation on what each row has; `whole`: on all of them, if it is another."""
+    """The same rows with one more operation `op` on each; `whole`: its version for full logits, if it differs."""
     return _derived(logits, whole or op, dtype=dtype, ops=(*logits._ops, op))
 
 
@@ -286,18 +285,18 @@ def _derived(
 ) -> LazyLogits:
     fields = {"rows": logits._rows, "axis": logits._axis, "dtype": logits.dtype, "ops": logits._ops, **changes}
 
-    def made() -> LazyLogits:
+    def wrap() -> LazyLogits:
         return LazyLogits(logits._head, **fields)
 
-    result: LazyLogits = _Derive.apply(logits, made, make) if keeps_history else made()  # type: ignore[no-untyped-call]
+    result: LazyLogits = _Derive.apply(logits, wrap, make) if keeps_history else wrap()  # type: ignore[no-untyped-call]
     result._origin = Origin(logits, make, is_view)
     return result
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function on all logits."""
+    """The result of a function on all logits, which are computed for it."""
     is_written = writes(func) or "out" in kwargs
-    made: dict[int, LazyLogits] = {}
+    by_tensor: dict[int, LazyLogits] = {}
 
     def whole(logits: LazyLogits) -> Tensor:
         if not logits._is_whole:
@@ -308,40 +307,40 @@ def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         tensor = logits._as_whole()
         if is_written:
             logits._tell_written()
-        made[id(tensor)] = logits
+        by_tensor[id(tensor)] = logits
         return tensor
 
     whole_args, whole_kwargs = tree_map_only(LazyLogits, whole, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    return made.get(id(result), result)  # what is given back as it came
+    return by_tensor.get(id(result), result)  # an argument that is returned stays lazy logits
 
 
 def chunk_logits(head: nn.Linear, chunk: int | None = None, *, without_gradients: bool = True) -> None:
-    """Let `head` give lazy logits, in place.
+    """Let `head` return lazy logits, in place.
 
-    chunk: rows whose logits exist at once; None for a sixteenth of them, 128 at least. Fewer rows are computed at once.
-    without_gradients: also where no gradient is computed. Not where its weight is gone after such a forward pass.
+    chunk: rows whose logits exist at once; None: a sixteenth of them, at least 128. Fewer rows are computed at once.
+    without_gradients: also where no gradient is computed. Set False if such a forward pass frees the weight.
     """
     override(head, "forward", _lazy, chunk, without_gradients)
 
 
-def _lazy(theirs: Callable[..., Tensor], chunk: int | None, without_gradients: bool) -> Callable[..., Tensor]:
+def _lazy(original: Callable[..., Tensor], chunk: int | None, without_gradients: bool) -> Callable[..., Tensor]:
     def forward(self: Any, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or _is_special(self, input):
-            return theirs(self, input)
+            return original(self, input)
         rows = input.numel() // max(1, input.shape[-1])
-        most = chunk or max(LEAST, -(-rows // SHARES))
-        if rows <= most or not (without_gradients or torch.is_grad_enabled()):
-            return theirs(self, input)
-        return lazy_logits(input, self.weight, self.bias, most)
+        max_rows = chunk or max(LEAST, -(-rows // SHARES))
+        if rows <= max_rows or not (without_gradients or torch.is_grad_enabled()):
+            return original(self, input)
+        return lazy_logits(input, self.weight, self.bias, max_rows)
 
     return forward
 
 
 def _is_special(head: Any, input: Tensor) -> bool:
-    """True if a head's operands are no ordinary tensors, or a function is differentiated by torch.func."""
-    kinds = (input, head.weight, head.bias)
-    is_wrapper = any(each is not None and is_traceable_wrapper_subclass(each) for each in kinds)
+    """True if an operand is a tensor subclass, or torch traces or transforms the call."""
+    operands = (input, head.weight, head.bias)
+    is_wrapper = any(operand is not None and is_traceable_wrapper_subclass(operand) for operand in operands)
     return (
         is_wrapper
         or torch._C._get_tracing_state() is not None
@@ -350,9 +349,9 @@ def _is_special(head: Any, input: Tensor) -> bool:
 
 
 SHARES = 16
-"""A chunk is so small a share of all rows,"""
+"""Chunks that all rows are cut into by default."""
 LEAST = 128
-"""and has so many rows at least, that products stay fast."""
+"""Minimum rows of a chunk by default, so that products stay fast."""
 _BACKWARDS = frozenset((Tensor.backward, torch.autograd.backward))
 _LOG_SOFTMAX = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax))
 _OF_ROWS = frozenset((Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach))

@@ -1,8 +1,8 @@
-"""Numbers of logits' rows, and their gradients, by chunks of rows, so that no more logits than a chunk's exist.
+"""One number per row of logits, and the gradients, by chunks of rows: only one chunk's logits exist at a time.
 
 Logits are a product: hidden states, one row for each token, times a weight with a row for each class. A loss takes one
-number of each row. So a chunk's logits are computed, its numbers and the gradients of hidden states and weight taken,
-and the logits dropped (Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989, section 3.2).
+number of each row. For each chunk, logits, numbers, and gradients of hidden states and weight are computed. Then the
+logits are dropped (Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989, section 3.2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atorch.errors import ArgumentError
 
 @dataclass(frozen=True)
 class LogitProduct:
-    """`hidden @ weight.T + bias` in `dtype`, none of it computed yet. Without history."""
+    """`hidden @ weight.T + bias` in `dtype`, not computed yet; operands are detached."""
 
     hidden: Tensor  # (rows, features)
     weight: Tensor  # (classes, features)
@@ -43,14 +43,14 @@ class LogitProduct:
 
 @dataclass(frozen=True)
 class Reading:
-    """One number of each of some rows of logits."""
+    """A function that takes one number of each row of logits, and the rows to take."""
 
-    rows: Tensor  # (n,), of the product's
+    rows: Tensor  # (n,), row numbers of the product
     number: Callable[[Tensor, slice], Tensor]  # (logits of a slice of the n rows, the slice) → their numbers
 
 
 class Needs(NamedTuple):
-    """Operands of a product that want gradients."""
+    """Operands of a product that need gradients."""
 
     hidden: bool
     weight: bool
@@ -59,17 +59,17 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """A product, and what has to hold still while its logits are not there."""
+    """A product, and the versions that its operands must still have when logits are read."""
 
     product: LogitProduct
     needs: Needs
     versions: tuple[int, ...]
 
     def read(self) -> LogitProduct:
-        """The product, of the values that it was asked for with.
+        """The product, if its operands still have the values of the forward pass.
 
         Raises:
-            ArgumentError: they are not there any more.
+            ArgumentError: an operand was changed or freed.
         """
         weight = self.product.weight
         is_freed = not weight.untyped_storage().nbytes() and weight.numel()
@@ -84,11 +84,11 @@ class Head:
 
 def versions_of(product: LogitProduct) -> tuple[int, ...]:
     tensors = (product.hidden, product.weight, product.bias)
-    return tuple(each._version for each in tensors if each is not None and not each.is_inference())
+    return tuple(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
 
 
 class LogitGradients:
-    """Gradients of a product's operands that are added up from those of logits."""
+    """Gradients of a product's operands, accumulated from those of logits."""
 
     def __init__(self, product: LogitProduct, needs: Needs) -> None:
         hidden, weight, bias = product.hidden, product.weight, product.bias
@@ -97,7 +97,7 @@ class LogitGradients:
         self.bias = None if bias is None or not needs.bias else torch.zeros_like(bias, dtype=_wide(bias))
 
     def add(self, product: LogitProduct, rows: Tensor | slice, grad: Tensor) -> None:
-        """Add what the gradient of the logits of some rows, (rows, classes), gives; `product` is one that was cast."""
+        """Add the contribution of some rows' logit gradients, (rows, classes); `product` is one that was cast."""
         with torch.autocast(grad.device.type, enabled=False):
             if self.hidden is not None:
                 of_hidden = (grad @ product.weight).to(self.hidden.dtype)
@@ -115,17 +115,17 @@ class LogitGradients:
                 self.bias += grad.sum(0, dtype=self.bias.dtype)
 
     def plus_(self, other: LogitGradients, factor: Tensor) -> LogitGradients:
-        """These, to which `factor` times the other ones were added."""
-        for own, theirs in zip(self._all(), other._all(), strict=True):
-            if own is not None and theirs is not None:
-                own += theirs * factor.to(theirs.dtype)
+        """Add `factor` times `other` in place, and return self."""
+        for gradient, addend in zip(self._all(), other._all(), strict=True):
+            if gradient is not None and addend is not None:
+                gradient += addend * factor.to(addend.dtype)
         return self
 
     def scaled_(self, factor: Tensor) -> LogitGradients:
-        """These, multiplied by `factor`."""
-        for each in self._all():
-            if each is not None:
-                each *= factor.to(each.dtype)
+        """Multiply by `factor` in place, and return self."""
+        for gradient in self._all():
+            if gradient is not None:
+                gradient *= factor.to(gradient.dtype)
         return self
 
     def _all(self) -> tuple[Tensor | None, ...]:
@@ -133,29 +133,29 @@ class LogitGradients:
 
 
 def numbers(product: LogitProduct, reading: Reading) -> Tensor:
-    """The number of each row, (n,), without history."""
+    """The number of each row, (n,), detached."""
     product = product.cast()
     with torch.no_grad():
         return torch.cat(
-            [reading.number(product.logits(reading.rows[each]), each) for each in _chunks(product, reading)]
+            [reading.number(product.logits(reading.rows[chunk]), chunk) for chunk in _chunks(product, reading)]
         )
 
 
 def add_gradients(product: LogitProduct, reading: Reading, grads: Tensor | None, into: LogitGradients) -> Tensor:
-    """The numbers; and what their gradients, (n,), or 1 for each, make of the operands' is added to `into`."""
-    product, found = product.cast(), []
-    for each in _chunks(product, reading):
-        rows = reading.rows[each]
+    """The numbers, (n,); adds the operands' gradients to `into`, for `grads`, (n,), or ones, of the numbers."""
+    product, results = product.cast(), []
+    for chunk in _chunks(product, reading):
+        rows = reading.rows[chunk]
         logits = product.logits(rows).requires_grad_()
         with torch.enable_grad():
-            number = reading.number(logits, each)
-        of_number = torch.ones_like(number) if grads is None else grads[each].to(number.dtype)
+            number = reading.number(logits, chunk)
+        of_number = torch.ones_like(number) if grads is None else grads[chunk].to(number.dtype)
         (grad,) = torch.autograd.grad(number, logits, of_number)
-        found.append(number.detach())
-        del logits, number  # a chunk's are gone before the next one's are made
+        results.append(number.detach())
+        del logits, number  # free a chunk's before the next one's are computed
         into.add(product, rows, grad)
         del grad
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 def _chunks(product: LogitProduct, reading: Reading) -> Iterator[slice]:
@@ -165,5 +165,5 @@ def _chunks(product: LogitProduct, reading: Reading) -> Iterator[slice]:
 
 
 def _wide(operand: Tensor) -> torch.dtype:
-    """Sums of many chunks are added up in fp32 at least."""
+    """The dtype for sums of many chunks: fp32 or wider."""
     return torch.promote_types(operand.dtype, torch.float32)

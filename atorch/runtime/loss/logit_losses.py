@@ -1,8 +1,8 @@
 """Losses of lazy logits: one number a row, by torch's own functions on a chunk's logits.
 
-A loss that is one number of all rows has its gradients taken with it, so that logits are computed once. In fp16 a loss
-scale has to come before gradients are made, which would vanish without it; there, and where every row has a gradient of
-its own, backward computes each chunk's logits again.
+A loss that is one number of all rows takes its gradients in forward, so that logits are computed once. In fp16,
+gradients need the loss scale, or they vanish. There, and where every row has a gradient of its own, backward computes
+each chunk's logits again.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`F.cross_entropy` or `F.nll_loss` of targets that are classes."""
+    """`F.cross_entropy` or `F.nll_loss` with class indices as targets."""
     if not (size_average is None and reduce is None and reduction in ("mean", "sum", "none")):
         return NotImplemented
     if not are_classes_of(logits, logits._axis, target, weight):
         return NotImplemented
     flat = target.reshape(-1)
-    more = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
+    options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
 
     def number(chunk: Tensor, part: slice) -> Tensor:
-        return func(chunk, flat[part], weight, ignore_index=ignore_index, reduction="none", **more)
+        return func(chunk, flat[part], weight, ignore_index=ignore_index, reduction="none", **options)
 
     reading = _reading(logits, number)
     if reduction == "none":
-        return _each(logits, reading).view(target.shape)
+        return _row_numbers(logits, reading).view(target.shape)
     divisor = _divisor(flat, weight, ignore_index) if reduction == "mean" else None
     if _takes_gradients(logits) and logits._head.product.dtype != torch.float16:
         return _Total.apply(logits, reading, divisor)  # type: ignore[no-untyped-call]
-    return _divided(_each(logits, reading), divisor)
+    return _divided(_row_numbers(logits, reading), divisor)
 
 
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Of a mean over classes that count, as `F.cross_entropy` takes it."""
+    """The divisor of a mean over targets that count, as in `F.cross_entropy`."""
     kept = target != ignore_index
     if weight is None:
         return kept.sum()
@@ -63,31 +63,31 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
 def _logsumexp(logits: Any, dim: int, keepdim: bool = False) -> Any:
     if not isinstance(dim, int) or dim % logits.dim() != logits._axis:
         return NotImplemented
-    found = _each(logits, _reading(logits, lambda chunk, _: chunk.logsumexp(-1)))
-    return _shaped(logits, found, keepdim)
+    values = _row_numbers(logits, _reading(logits, lambda chunk, _: chunk.logsumexp(-1)))
+    return _shaped(logits, values, keepdim)
 
 
 def _argmax(logits: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     if not isinstance(dim, int) or dim % logits.dim() != logits._axis:
         return NotImplemented
-    found = numbers(logits._head.read(), _reading(logits, lambda chunk, _: chunk.argmax(-1)))
-    return _shaped(logits, found, keepdim)
+    values = numbers(logits._head.read(), _reading(logits, lambda chunk, _: chunk.argmax(-1)))
+    return _shaped(logits, values, keepdim)
 
 
 def _gather(logits: Any, dim: int, index: Tensor) -> Any:
-    """One logit of each row."""
-    sizes = [1 if place == logits._axis else size for place, size in enumerate(logits.shape)]
+    """`torch.gather` of one logit of each row."""
+    sizes = [1 if axis == logits._axis else size for axis, size in enumerate(logits.shape)]
     if dim % logits.dim() != logits._axis or list(index.shape) != sizes:
         return NotImplemented
     flat = index.reshape(-1, 1)
-    found = _each(logits, _reading(logits, lambda chunk, part: chunk.gather(-1, flat[part]).squeeze(-1)))
-    return _shaped(logits, found, keepdim=True)
+    values = _row_numbers(logits, _reading(logits, lambda chunk, part: chunk.gather(-1, flat[part]).squeeze(-1)))
+    return _shaped(logits, values, keepdim=True)
 
 
-def _shaped(logits: Any, found: Tensor, keepdim: bool) -> Tensor:
+def _shaped(logits: Any, values: Tensor, keepdim: bool) -> Tensor:
     sizes = list(logits.shape)
     sizes[logits._axis : logits._axis + 1] = [1] if keepdim else []
-    return found.view(sizes)
+    return values.view(sizes)
 
 
 NUMBERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -97,11 +97,11 @@ NUMBERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.argmax, Tensor.argmax), _argmax),
     **dict.fromkeys((torch.gather, Tensor.gather), _gather),
 }
-"""Functions that take one number of each row: lazy logits and the rest of the arguments → result."""
+"""torch's functions that take one number of each row → their versions for lazy logits."""
 
 
 def _reading(logits: Any, number: Callable[[Tensor, slice], Tensor]) -> Reading:
-    """The number of each row of `logits`, under the autocast of now."""
+    """The reading of each row of `logits`, under the current autocast state."""
     kind, ops = logits.device.type, logits._ops
     is_autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
@@ -118,13 +118,13 @@ def _takes_gradients(logits: Any) -> bool:
     return bool(logits.requires_grad and torch.is_grad_enabled())
 
 
-def _each(logits: Any, reading: Reading) -> Tensor:
-    found: Tensor = _Each.apply(logits, reading)  # type: ignore[no-untyped-call]
-    return found
+def _row_numbers(logits: Any, reading: Reading) -> Tensor:
+    values: Tensor = _Each.apply(logits, reading)  # type: ignore[no-untyped-call]
+    return values
 
 
 class _Each(torch.autograd.Function):
-    """A number of each row, whose gradients take each chunk's logits once more."""
+    """A number of each row; backward computes each chunk's logits again."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, reading: Reading) -> Tensor:
@@ -136,16 +136,16 @@ class _Each(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         reading = ctx.reading
 
-        def again(product: LogitProduct, needs: Needs, into: LogitGradients | None) -> LogitGradients:
+        def recompute(product: LogitProduct, needs: Needs, into: LogitGradients | None) -> LogitGradients:
             into = into or LogitGradients(product, needs)
             add_gradients(product, reading, grad, into)
             return into
 
-        return LazyGradient(ctx.like, (again,)), None
+        return LazyGradient(ctx.like, (recompute,)), None
 
 
 class _Total(torch.autograd.Function):
-    """The sum of all rows' numbers, over `divisor`, with the gradients taken at once."""
+    """The sum of all rows' numbers over `divisor`; forward computes the gradients too."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, reading: Reading, divisor: Tensor | None) -> Tensor:
@@ -156,22 +156,22 @@ class _Total(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.divisor is not None:  # where no row counts, none has a gradient, though the loss is no number
+        if ctx.divisor is not None:  # if no row counts, the loss is NaN and gradients are 0
             grad = torch.where(ctx.divisor == 0, 0.0, grad / ctx.divisor)
         is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
-        known: LogitGradients = ctx.gradients
+        gradients: LogitGradients = ctx.gradients
         if is_last:
             ctx.gradients = None
 
-        def given(product: LogitProduct, needs: Needs, into: LogitGradients | None) -> LogitGradients:
+        def term(product: LogitProduct, needs: Needs, into: LogitGradients | None) -> LogitGradients:
             if into is None and is_last:
-                return known.scaled_(grad)
+                return gradients.scaled_(grad)
             into = into or LogitGradients(product, needs)
-            return into.plus_(known, grad)
+            return into.plus_(gradients, grad)
 
-        return LazyGradient(ctx.like, (given,)), None, None
+        return LazyGradient(ctx.like, (term,)), None, None
 
 
-def _divided(found: Tensor, divisor: Tensor | None) -> Tensor:
-    total = found.sum(dtype=torch.promote_types(found.dtype, torch.float32))
-    return (total if divisor is None else total / divisor).to(found.dtype)
+def _divided(values: Tensor, divisor: Tensor | None) -> Tensor:
+    total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+    return (total if divisor is None else total / divisor).to(values.dtype)

@@ -13,7 +13,7 @@ def value_of(loss: Any) -> torch.Tensor:
 
 
 def with_value(loss: Any, value: torch.Tensor) -> Any:
-    """`loss` with another scalar, in a structure like its own."""
+    """`loss` with `value` as its scalar, in the same structure."""
     if not isinstance(loss, (list, tuple)):
         return value
     items = (value, *loss[1:])

@@ -4,16 +4,15 @@
     labels          the same with labels other than −100: a mean over labels, as cross_entropy's
     shifted_labels  the same without the first label of each row: a causal language model's
     sum             wᵢ = 1: a sum
-    any other name  the same as labels for that entry of the batch (of a tuple: its place), or, for floats, booleans
-                    and what is named a mask or weights, with its sum; `shifted_` before a name leaves out firsts
+    any other name  the same as labels for that entry of the batch (of a tuple: its index). Floats, booleans and
+                    entries named mask or weight count by their sum. The prefix `shifted_` drops firsts of rows.
     a function      wᵢ = its value for micro-batch i over the sum of its values
 
-`auto` finds out which one holds, also among the masks of the batch, and raises where none does. In the first step, and
-again whenever the rules that are left differ on some process's batch, two neighbouring micro-batches are run together
-and apart without gradient, and rules that do not explain the loss of the two are dropped. That runs everything below
-the model's root in eval mode, since dropout would not draw the same twice. Naming a rule saves that, and one flag a
-step while rules are left. What makes the loss of a batch of its parts makes it of what several processes see, too:
-see `rank_weight`.
+`auto` finds the rule by trial, also among the masks of the batch, and raises if none holds. In the first step, and
+again whenever the remaining rules differ on some process's batch, it runs two neighbouring micro-batches together and
+apart, without gradient. Rules that do not explain the loss of the two are dropped. These runs put everything below the
+model's root in eval mode, since dropout would not draw the same twice. A named rule saves the runs, and one flag a step
+while several rules remain. The same rules weight the losses of several processes: see `rescaling`.
 """
 
 from __future__ import annotations
@@ -29,41 +28,41 @@ from atorch.distributed.collectives import everyone, meeting_place
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 
-IGNORED = -100  # torch's and transformers' label of what does not count
+IGNORED = -100  # label of targets that do not count, in torch and transformers
 LABELS = ("labels", "label", "targets", "target")
 RULES = ("shifted_labels", "labels", "rows", "sum")
 MAX_LOOKS = 8
-"""Losses looked at before the rule that has explained them best is taken, where rounding hides which one holds."""
+"""Losses compared before the rule with the smallest error is taken, if rounding hides which one holds."""
 _SHIFTED = "shifted_"
 
 Rule = str | Callable[[Any], Any]
 Weights = list[float]
 Losses = tuple[float, float, float]
-PairLosses = Callable[[int], Losses]  # i → losses of micro-batches i, i + 1, and the two as one
+PairLosses = Callable[[int], Losses]  # i → losses of micro-batches i, i + 1, and both as one
 
 
 class LossWeight:
-    """The weights of losses of parts, batch by batch: of micro-batches, and of what several processes see.
+    """Weights of the losses of a batch's parts: micro-batches, or the samples of several processes.
 
-    tolerance: how far rounding may bring the loss of two parts from that of the two as one, relatively.
-    group: the processes that have other batches, which decide together; None for all of the job.
+    tolerance: relative rounding error that is allowed between the loss of two parts and that of both as one.
+    group: processes with different batches, which decide together; None: all processes of the job.
     """
 
     def __init__(self, rule: Rule = "auto", tolerance: float = 1e-4, group: dist.ProcessGroup | None = None) -> None:
         self.rules: tuple[Rule, ...] | None = None if rule == "auto" else (rule,)
-        """Rules that may hold, the best first; None before a batch was seen."""
+        """Rules that may hold, the best first; None before the first batch."""
         self.is_checked = self.is_named = rule != "auto"
         self._tolerance, self._group = tolerance, group
         self._errors: dict[Rule, float] = {}
         self._looks = 0
 
     def weights(self, parts: Sequence[Any], rows: Sequence[int], pair_losses: PairLosses) -> Weights:
-        """The weights of the micro-batches `parts`, which have `rows` rows. All processes must ask together.
+        """The weights of the micro-batches `parts`, which have `rows` rows. All processes must call it together.
 
-        That some have one part alone, and others several, changes nothing: all take part in what is looked at.
+        Processes may have different numbers of parts; all take part in the checks.
 
         Raises:
-            ArgumentError: the batch has no entry that the rule counts in.
+            ArgumentError: the batch has no entry for the rule to count in.
             StrategyError: no rule explains the loss; raised on all processes.
         """
         is_one, is_open = len(parts) == 1, not self.is_checked or len(self.candidates(parts[0])) > 1
@@ -76,16 +75,16 @@ class LossWeight:
         return tables[0]
 
     def counts(self, part: Any, rows: int) -> list[float]:
-        """The count by each of `rules` in a part of so many rows."""
+        """The count of a part with `rows` rows, by each of `rules`."""
         return [counted[0] for counted in _counts(self.candidates(part), [part], [rows])]
 
     def candidates(self, part: Any) -> tuple[Rule, ...]:
-        """`rules`; where no batch was seen before, all that can count in this one."""
-        # Which entries a batch has is the same on every process, what they hold is not.
+        """`rules`; before the first batch, all rules that can count in this one."""
+        # Batches have the same entries on every process, with different values.
         return _possible(part) if self.rules is None else self.rules
 
     def explains(self, parts: Sequence[Any], rows: Sequence[int], losses: Losses, tolerance: float) -> bool:
-        """True if one of `rules` makes the third of `losses`, that of both parts, from the two before it."""
+        """True if one of `rules` makes the third of `losses`, that of both parts, from the first two."""
         errors = [_error(weights, losses) for weights in self._tables(parts, rows)]
         return not math.isfinite(losses[2]) or min(errors) <= tolerance
 
@@ -94,7 +93,7 @@ class LossWeight:
 
     @property
     def is_told(self) -> bool:
-        """True if a rule was named, or losses have told which may hold."""
+        """True if a rule was named, or losses were compared."""
         return self.is_named or self._looks > 0
 
     @staticmethod
@@ -106,10 +105,10 @@ class LossWeight:
     def check(
         self, parts: Sequence[Any], rows: Sequence[int], pair_losses: PairLosses, tolerance: float | None = None
     ) -> None:
-        """Drop the rules that do not explain the losses of two neighbours among `parts`; the best of the rest is first.
+        """Drop the rules that do not explain the losses of two neighbours among `parts`; sort the rest, best first.
 
-        A process that has one part learns nothing from it, and asks for losses all the same: parameters may be shards,
-        which all gather together.
+        A process with one part learns nothing, but computes losses all the same: parameters may be shards that all
+        processes gather together.
 
         Raises:
             StrategyError: no rule explains the loss; raised on all processes.
@@ -122,13 +121,13 @@ class LossWeight:
             [_normalised(rule, counted[i : i + 2]) for rule, counted in zip(rules, counts, strict=True)]
             for i in range(max(1, len(parts) - 1))
         ]
-        place = max(range(len(pairs)), key=lambda i: max(pair[0] for pair in pairs[i]) - min(p[0] for p in pairs[i]))
-        losses = pair_losses(place)
-        errors = [0.0 if is_one else _error(weights, losses) for weights in pairs[place]]
+        index = max(range(len(pairs)), key=lambda i: max(pair[0] for pair in pairs[i]) - min(p[0] for p in pairs[i]))
+        losses = pair_losses(index)
+        errors = [0.0 if is_one else _error(weights, losses) for weights in pairs[index]]
         best = min(errors)
         # Nothing is learnt from two parts without labels, or from a model that has diverged.
         tells = not is_one and math.isfinite(losses[2])
-        fails, told, *drops = self._anywhere(
+        fails, any_tells, *drops = self._anywhere(
             [tells and best > tolerance, tells] + [tells and error > best + tolerance for error in errors]
         )
         if fails or all(drops):
@@ -140,10 +139,10 @@ class LossWeight:
         for rule, error in zip(rules, self._added_up([min(e, 1.0) if tells else 0.0 for e in errors]), strict=True):
             self._errors[rule] = self._errors.get(rule, 0.0) + error
         kept = [rule for rule, drop in zip(rules, drops, strict=True) if not drop]
-        # Those that explain the losses alike, to what rounding may do, stay in the order in which they are likely.
+        # Rules whose errors differ by rounding only stay in the order of likelihood.
         least = min(self._errors[rule] for rule in kept)
         kept.sort(key=lambda rule: self._errors[rule] > 2 * least + 1e-6)
-        self._looks += told
+        self._looks += any_tells
         self.rules = tuple(kept if self._looks < MAX_LOOKS else kept[:1])
         self.is_checked = True
         logger.info("losses of parts are weighted by %s", " or ".join(map(str, self.rules)))
@@ -166,29 +165,29 @@ def any_process(flag: bool) -> bool:
 
 
 def any_processes(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[bool]:
-    """For each of `flags`, whether it holds on any process of the group, or of the job."""
+    """Logical or of each of `flags` over the processes of the group, or of the job."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         return list(flags)
-    held = torch.tensor(flags, dtype=torch.int32, device=meeting_place())
-    dist.all_reduce(held, dist.ReduceOp.MAX, group=group or everyone())
-    return [bool(flag) for flag in held.tolist()]
+    reduced = torch.tensor(flags, dtype=torch.int32, device=meeting_place())
+    dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group or everyone())
+    return [bool(flag) for flag in reduced.tolist()]
 
 
 def sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
-    """Each of `values`, added up over the processes of the group, or of the job."""
+    """Sum of each of `values` over the processes of the group, or of the job."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         return list(values)
-    held = torch.tensor(values, dtype=torch.float64, device=meeting_place())
-    dist.all_reduce(held, group=group or everyone())
-    return [float(value) for value in held.tolist()]
+    reduced = torch.tensor(values, dtype=torch.float64, device=meeting_place())
+    dist.all_reduce(reduced, group=group or everyone())
+    return [float(value) for value in reduced.tolist()]
 
 
 def _counts(rules: Sequence[Rule], parts: Sequence[Any], rows: Sequence[int]) -> list[list[float]]:
     """The count by each rule in each micro-batch."""
     counts = {rule: torch.stack([_count(rule, part) for part in parts]) for rule in rules if rule not in _BY_ROWS}
-    # One transfer for all of them.
-    known = dict(zip(counts, torch.stack(list(counts.values())).tolist(), strict=True)) if counts else {}
-    return [known[rule] if rule in known else [float(number) for number in rows] for rule in rules]
+    # One transfer to the host for all counts.
+    by_rule = dict(zip(counts, torch.stack(list(counts.values())).tolist(), strict=True)) if counts else {}
+    return [by_rule[rule] if rule in by_rule else [float(number) for number in rows] for rule in rules]
 
 
 _BY_ROWS = ("rows", "sum")
@@ -217,18 +216,17 @@ def _possible(part: Any) -> tuple[Rule, ...]:
     """The rules that `auto` tries on batches like this one, the likely ones first."""
     shifted, labels, *by_rows = RULES
     names = [name for mask in _masks(part) for name in (mask, _SHIFTED + mask)]
-    found = [rule for rule in (shifted, labels, *names) if _entry(rule, part) is not None]
-    return (*found, *by_rows)
+    rules = [rule for rule in (shifted, labels, *names) if _entry(rule, part) is not None]
+    return (*rules, *by_rows)
 
 
 def _masks(part: Any) -> list[str]:
-    """Names of entries that may be masks: those of booleans, those named so, and in a tuple what follows input and
-    target."""
+    """Names of entries that may be masks: booleans, entries named so, and floats after the first two of a tuple."""
     if isinstance(part, Mapping):
         entries = {name: entry for name, entry in part.items() if isinstance(name, str) and name not in RULES}
         return [name for name, entry in entries.items() if _is_tensor(entry) and (_is_flag(entry) or _is_mask(name))]
     if isinstance(part, (list, tuple)):
-        tensors = [(str(place), entry) for place, entry in enumerate(part) if _is_tensor(entry)]
+        tensors = [(str(index), entry) for index, entry in enumerate(part) if _is_tensor(entry)]
         return [name for name, entry in tensors if _is_flag(entry) or (int(name) > 1 and entry.is_floating_point())]
     return []
 
@@ -260,7 +258,7 @@ def _count(rule: Rule, part: Any) -> torch.Tensor:
 
 
 def _entry(rule: str, part: Any) -> torch.Tensor | None:
-    """The tensor that the rule counts in: the labels, or its entry; without the first of each row where shifted."""
+    """The tensor to count in: the labels, or the rule's entry; shifted rules drop the first of each row."""
     entry = labels_of(part) if rule in RULES else _named(rule, part)
     if entry is not None and rule == "shifted_labels":
         return entry[:, 1:] if entry.dim() > 1 else None
@@ -283,7 +281,7 @@ def labels_of(part: Any) -> torch.Tensor | None:
 
 
 def _named(name: str, part: Any) -> torch.Tensor | None:
-    """The tensor under a key, a field's name, or a place in a list or tuple."""
+    """The tensor at a key, a field's name, or an index of a list or tuple."""
     if isinstance(part, Mapping):
         entry = part.get(name)
     elif isinstance(part, (list, tuple)) and name.isdigit():
@@ -298,5 +296,5 @@ def _are_classes(entry: torch.Tensor) -> bool:
 
 
 def tolerance_of(dtype: torch.dtype | None) -> float:
-    """The relative tolerance of a weighted sum of losses against the loss of the whole when computing in `dtype`."""
+    """Relative tolerance between a weighted sum of losses and the loss of the whole, computed in `dtype`."""
     return {torch.float16: 1e-3, torch.bfloat16: 5e-3}.get(dtype, 1e-4) if dtype is not None else 1e-4

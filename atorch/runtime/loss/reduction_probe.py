@@ -1,7 +1,7 @@
-"""A look at how the losses of some rows of a batch and of others make the loss of all: evidence for a `LossWeight`.
+"""Comparison of the losses of two parts of a batch with the loss of both: evidence for a `LossWeight`.
 
-Where a loss takes no more than the batch and the output, rows of the output are enough. A model that computes its loss
-itself runs again, without gradient. Where every rank has one row, two ranks' rows are put together.
+If a loss takes only the batch and the output, rows of the output are enough. A model that computes its loss itself runs
+again, without gradient. If every rank has one row, the rows of two ranks are joined.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from atorch.runtime.loss.loss_value import value_of
 from atorch.runtime.loss.reduction import IGNORED, Losses, LossWeight, labels_of, tolerance_of
 
 SAME_OUTPUT = 2e-5
-"""The relative tolerance of losses of rows of one output to that of all of it, in fp32."""
+"""Relative tolerance between losses of rows of one output and the loss of all of it, in fp32."""
 KEPT_CALLS = 4
-"""Calls of the model before the first loss whose arguments are kept."""
+"""Latest calls of the model whose arguments are kept for the loss."""
 
 FEW = 4
-"""Rows that a rank sends where ranks are compared."""
+"""Maximum rows that a rank sends when ranks are compared."""
 ALIKE = 1e-3
-"""Differences of shares that are too small to tell rules apart."""
+"""Differences of shares up to this are too small to distinguish rules."""
 
-BatchAndOutput = tuple[Any, Any]  # (batch, its output, or the arguments that the model takes)
+BatchAndOutput = tuple[Any, Any]  # (batch, its output or the model's arguments)
 LossesOf = Callable[
     [Sequence[BatchAndOutput], bool], Sequence[float]
-]  # (samples, whether the model has to run) → their losses
+]  # (samples, True to run the model) → their losses
 
 
 class ForwardHistory:
-    """The latest calls of a model, but for those of the kinds that nobody asks about any more."""
+    """The latest calls of a model, except those of kinds that need no more checks."""
 
     def __init__(self) -> None:
         self.kind: Any = None
@@ -54,22 +54,22 @@ class ForwardHistory:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> ForwardHistory:
-        """The calls of `model` from now on."""
+        """Record the calls of `model` from now on."""
         calls = cls()
         if not nobody_else():
             override(model, "__call__", _noting, calls)
         return calls
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Keep the arguments that gave an output."""
+        """Keep the arguments of the call that returned `output`."""
         self._kept = [*self._kept[1 - KEPT_CALLS :], (id(output), map_tensors(Tensor.detach, (args, kwargs)))]
 
     def of(self, output: Any) -> Any:
-        """The arguments that gave it, (positional, by keyword); None where it was another call's."""
-        return next((call for known, call in reversed(self._kept) if known == id(output)), None)
+        """Arguments of the call that returned `output`, (positional, by keyword); None if none are kept."""
+        return next((call for output_id, call in reversed(self._kept) if output_id == id(output)), None)
 
     def forget(self, known: Collection[Any]) -> None:
-        """Keep no arguments of these kinds any more."""
+        """Drop all arguments, and keep none of these kinds from now on."""
         self.known, self._kept = known, []
 
 
@@ -86,7 +86,7 @@ def _noting(call: Callable[..., Any], calls: ForwardHistory) -> Callable[..., An
 
 
 def kind_of(data: Any) -> Any:
-    """The kind of a batch: the same on every rank, whatever it holds and however long its lists are."""
+    """The kind of a batch by types: the same on every rank, for any values, sizes and lengths of long lists."""
     if isinstance(data, Tensor):
         return data.dtype, data.dim()
     if isinstance(data, Mapping):
@@ -97,16 +97,16 @@ def kind_of(data: Any) -> Any:
 
 
 def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
-    """A function that gives a `Look` the losses of samples: of their outputs, or by running the model."""
+    """A function that computes losses of samples for a `Look`: from their outputs, or by running the model."""
 
     def run(samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
         is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
         inner: Any = model.module if is_wrapped else model
         losses = []
-        # Parts of a batch have shapes of their own, for which a compiled model would be compiled once more each.
+        # Parts of a batch have new shapes; a compiled model would be compiled again for each.
         with torch.no_grad(), untouched(model), still(model), torch.compiler.set_stance("force_eager"):
-            for batch, given in samples:
-                output = inner(*given[0], **given[1]) if runs_model else given
+            for batch, source in samples:
+                output = inner(*source[0], **source[1]) if runs_model else source
                 losses.append(float(value_of(loss_func(batch, output))))
         return losses
 
@@ -116,13 +116,13 @@ def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
 class _Way(NamedTuple):
     runs_model: bool
     tolerance: float | None
-    masks: bool = False  # labels, where no rows can be cut off or joined
+    masks: bool = False  # mask labels, instead of cutting or joining rows
 
 
 class Look:
-    """A look at a batch, its output and its loss `value`. Calling it drops the rules that do not explain the loss.
+    """A check of rules on a batch, its output and its loss `value`. A call drops rules that do not explain the loss.
 
-    run: gives the losses of samples. call: the arguments that the model gave the output for, where they are known.
+    run: computes the losses of samples. call: the model's arguments for the output, or None.
     """
 
     def __init__(self, rule: LossWeight, run: LossesOf, batch: Any, value: Tensor, *, output: Any, call: Any) -> None:
@@ -131,10 +131,10 @@ class Look:
         self._seen: Losses | None = None
 
     def __call__(self) -> None:
-        """Have the rule checked; all ranks together.
+        """Check the rules; all ranks must call it together.
 
         Raises:
-            StrategyError: no rule explains the loss, or nothing can be tried on the batch; on all ranks.
+            StrategyError: no rule explains the loss, or the batch has no parts to compare; on all ranks.
         """
         rows = shared_rows(self._batch)
         follows = rows is not None and _follows(self._output, rows)
@@ -157,15 +157,15 @@ class Look:
         self._try(ways, counts)
 
     def need_no_count(self) -> None:
-        """Refuse a sum that the loop divides by a count, of which only the loop knows whose samples it counts.
+        """Refuse a sum that the loop may divide by a count: only the loop knows whose samples that counts.
 
         Raises:
             ArgumentError: the batch or the model's arguments have a whole number, or a tensor without dimensions.
         """
-        given = (leaf for _, leaf in leaves_of((self._batch, self._call)))
+        leaves = (leaf for _, leaf in leaves_of((self._batch, self._call)))
         if any(
             type(leaf) is int or (isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.dtype != torch.bool)
-            for leaf in given
+            for leaf in leaves
         ):
             raise ArgumentError(
                 "the loss is a sum, divided by a number that your loop gives (as num_items_in_batch is). It may count "
@@ -174,7 +174,7 @@ class Look:
             )
 
     def holds(self) -> bool:
-        """True if the rules explain this loss, too, as far as this rank can tell from the output alone."""
+        """True if the rules also explain this loss, as far as this rank can see from the output alone."""
         rows = shared_rows(self._batch) or 1
         if rows == 1 or not _follows(self._output, rows):
             return True
@@ -182,11 +182,11 @@ class Look:
         one, two = (portion((self._batch, self._output), *bounds, rows) for bounds in ((0, cut), (cut, rows)))
         try:
             first, second = self._run([one, two], False)
-        except Exception:  # users' code, on a part that it never saw
+        except Exception:  # a user's function may fail on a part of a batch
             return True
-        seen = (first, second, float(self._value))
-        # Rounding in 16 bits would be told for another rule; what another rule makes is further off.
-        return self._rule.explains([one[0], two[0]], [cut, rows - cut], seen, tolerance_of(torch.bfloat16))
+        losses = (first, second, float(self._value))
+        # bf16's tolerance, so that 16-bit rounding passes; another rule's loss is further off.
+        return self._rule.explains([one[0], two[0]], [cut, rows - cut], losses, tolerance_of(torch.bfloat16))
 
     def _try(self, ways: Sequence[_Way], rows: Sequence[int]) -> None:
         why, pair = "", self._pair(rows)
@@ -204,40 +204,40 @@ class Look:
         raise self.failure(why)
 
     def _pair(self, rows: Sequence[int]) -> tuple[int, int] | None:
-        """Two ranks whose rows are compared, where no rank's own rows tell the rules apart; None where some do."""
+        """Two ranks whose rows are compared; None if some rank's own rows distinguish the rules."""
         mine, few = shared_rows(self._batch) or 1, min(shared_rows(self._batch) or 1, FEW)
-        own = max(map(self._spread, _cuts(mine)), default=0.0)
+        own_spread = max(map(self._spread, _cuts(mine)), default=0.0)
         counts = self._rule.counts(portion(self._batch, 0, few, mine), few)
-        known = gather_objects((own, counts, _sums(self._batch)))
-        spreads = [_spread(known[0][1], other) for _, other, _ in known]
-        second = max(range(len(known)), key=spreads.__getitem__)
-        if max(rows) > 1 and (max(own for own, _, _ in known) > ALIKE or spreads[second] <= ALIKE):
+        gathered = gather_objects((own_spread, counts, _sums(self._batch)))
+        spreads = [_spread(gathered[0][1], other) for _, other, _ in gathered]
+        second = max(range(len(gathered)), key=spreads.__getitem__)
+        if max(rows) > 1 and (max(spread for spread, _, _ in gathered) > ALIKE or spreads[second] <= ALIKE):
             return None
-        if spreads[second] <= ALIKE:  # ranks that share a sample have the same
-            second = next((rank for rank, each in enumerate(known) if each[2] != known[0][2]), 0)
+        if spreads[second] <= ALIKE:  # ranks with the same sample have equal sums
+            second = next((rank for rank, entry in enumerate(gathered) if entry[2] != gathered[0][2]), 0)
         return 0, second
 
     def _evidence(
         self, way: _Way, all_rows: Sequence[int], pair: tuple[int, int] | None
     ) -> tuple[list[Any], list[int], Callable[[int], Losses]]:
-        """Parts of the batch, their rows, and their losses with that of both as one."""
-        given, rows = self._call if way.runs_model else self._output, shared_rows(self._batch) or 1
+        """Parts of the batch, their rows, and a function for their losses and that of both as one."""
+        source, rows = self._call if way.runs_model else self._output, shared_rows(self._batch) or 1
         if way.masks:
-            return self._masked(way, given)
+            return self._masked(way, source)
         if pair is not None:
             few = [min(all_rows[rank], FEW) for rank in pair]
-            mine = portion((self._batch, given), 0, min(rows, FEW), rows)
+            mine = portion((self._batch, source), 0, min(rows, FEW), rows)
             one, two = (_sent(mine, rank, self._value.device) for rank in pair)
             return [one[0], two[0]], few, lambda place: self._losses(way, one, two, lambda: joined(one, two, *few))
-        whole = portion((self._batch, given), 0, rows, rows)
-        if rows == 1:  # others know; this one takes part in what they do together
+        whole = portion((self._batch, source), 0, rows, rows)
+        if rows == 1:  # no evidence here; takes part in the others' collectives
             return [self._batch] * 2, [1, 1], lambda place: self._losses(way, whole, whole, lambda: whole, tells=False)
         cut = max(_cuts(rows), key=self._spread)
-        one, two = (portion((self._batch, given), *bounds, rows) for bounds in ((0, cut), (cut, rows)))
+        one, two = (portion((self._batch, source), *bounds, rows) for bounds in ((0, cut), (cut, rows)))
         return [one[0], two[0]], [cut, rows - cut], lambda place: self._losses(way, one, two, lambda: whole)
 
-    def _masked(self, way: _Way, given: Any) -> tuple[list[Any], list[int], Callable[[int], Losses]]:
-        """The row as two that share its labels: a padding-free row has a length of its own, and joins no other."""
+    def _masked(self, way: _Way, source: Any) -> tuple[list[Any], list[int], Callable[[int], Losses]]:
+        """Two copies of the row that share its labels: rows without padding differ in length and cannot be joined."""
         labels = labels_of(self._batch)
         assert labels is not None
         places = (labels.reshape(-1) != IGNORED).nonzero().flatten().tolist()
@@ -248,17 +248,17 @@ class Look:
             fewer = torch.where(kept == is_first, labels, IGNORED)
 
             def mask(leaf: Any, place: str) -> Any:
-                is_it = isinstance(leaf, Tensor) and leaf.dtype == labels.dtype and torch.equal(leaf, labels)
-                return fewer if is_it else leaf
+                is_labels = isinstance(leaf, Tensor) and leaf.dtype == labels.dtype and torch.equal(leaf, labels)
+                return fewer if is_labels else leaf
 
-            batch, called = map_leaves(mask, (self._batch, given))
-            return batch, called
+            batch, masked_source = map_leaves(mask, (self._batch, source))
+            return batch, masked_source
 
-        one, two, whole = part(True), part(False), (self._batch, given)
+        one, two, whole = part(True), part(False), (self._batch, source)
         return [one[0], two[0]], [1, 1], lambda place: self._losses(way, one, two, lambda: whole, tells=cut > 0)
 
     def _spread(self, cut: int) -> float:
-        """The difference of the rules on the two parts of a batch that is cut there."""
+        """Spread of the rules' shares in the two parts of the batch, cut at row `cut`."""
         rows = shared_rows(self._batch) or 1
         one, two = (
             self._rule.counts(portion(self._batch, start, stop, rows), stop - start)
@@ -275,7 +275,7 @@ class Look:
         *,
         tells: bool = True,
     ) -> Losses:
-        """Losses of two samples and of the two as one; nothing where the rank has nothing to tell."""
+        """Losses of two samples and of both as one; NaN if this rank has no evidence (`tells` is False)."""
 
         def run() -> Sequence[float]:
             losses = self._run([one, two, both()], way.runs_model)
@@ -285,7 +285,7 @@ class Look:
 
         try:
             first, second, whole = together(run)
-        except Exception as error:  # users' code, on a batch that it never saw
+        except Exception as error:  # a user's function may fail on a part of a batch
             raise StrategyError(f"it fails on a part of a batch ({type(error).__name__}: {error})") from error
         if not tells:
             return math.nan, math.nan, math.nan
@@ -293,7 +293,7 @@ class Look:
         return self._seen
 
     def failure(self, why: str) -> StrategyError:
-        """The error for a user who is not told a rule."""
+        """The error for a loss without a known rule; it names the remedies."""
         return StrategyError(
             f"the loss is averaged over the processes, but {why}. Where it is a mean over rows, of which every process "
             "has as many, that is what it is on one process; where it compares samples with one another (in-batch "
@@ -304,35 +304,35 @@ class Look:
 
 
 def _short(output: Any) -> torch.dtype | None:
-    """The dtype of 16 bits that tensors of an output have."""
-    found = (leaf.dtype for leaf in tensors_in(output) if leaf.requires_grad and leaf.dtype.itemsize == 2)
-    return next(found, None)
+    """The first 16-bit dtype of the output's tensors that need gradients, or None."""
+    dtypes = (leaf.dtype for leaf in tensors_in(output) if leaf.requires_grad and leaf.dtype.itemsize == 2)
+    return next(dtypes, None)
 
 
 def _follows(output: Any, rows: int) -> bool:
-    """True if all that the loss could reach the model by has the batch's rows, or a multiple."""
-    reached = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
-    return bool(reached) and all(leaf.dim() > 0 and leaf.shape[0] > 0 and leaf.shape[0] % rows == 0 for leaf in reached)
+    """True if all of the output's tensors that need gradients have the batch's rows, or a multiple."""
+    leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
+    return bool(leaves) and all(leaf.dim() > 0 and leaf.shape[0] > 0 and leaf.shape[0] % rows == 0 for leaf in leaves)
 
 
 def _cuts(rows: int) -> list[int]:
-    """Places to cut so many rows in two."""
+    """Row indices at which to cut `rows` rows in two."""
     return list(dict.fromkeys(cut for cut in (rows // 3, rows // 2, 1, rows - 1) if 0 < cut < rows))
 
 
 def _spread(one: Sequence[float], two: Sequence[float]) -> float:
-    """The deviation of the rules' counts in two parts from one proportion."""
+    """Spread, over the rules, of the first part's share of the counts."""
     shares = [a / (a + b) if a + b else 0.5 for a, b in zip(one, two, strict=True)]
     return max(shares) - min(shares)
 
 
 def _sums(batch: Any) -> list[float]:
-    """Sums that tell batches apart: ranks that share a sample have the same."""
+    """Sums of a batch's tensors: equal on ranks with the same sample."""
     return [float(leaf.double().sum()) for leaf in tensors_in(batch) if not leaf.is_complex()]
 
 
 def _sent(sample: Any, rank: int, device: torch.device) -> Any:
-    """Rank `rank`'s sample, on every rank."""
+    """Broadcast rank `rank`'s sample to every rank."""
     mine = map_tensors(Tensor.cpu, sample)
     box = [mine if dist.get_rank() == rank else None]
     dist.broadcast_object_list(box, src=rank, group=everyone())

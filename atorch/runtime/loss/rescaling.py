@@ -1,18 +1,18 @@
-"""Weights of the losses of processes that see other samples, so that training is that of the whole batch.
+"""Weights of the losses of processes with different samples, so that training equals that on the whole batch.
 
-    loss_func = RankWeighted(model, loss_func, group)
+    loss_func = RankWeighted(model, loss_func, lambda: RankWeight(rule, group))
     loss = loss_func(batch, model(batch))        # the user's own loss
     loss.backward()                              # its gradient times weight · ranks
 
-Gradients are averaged over ranks. For a mean over rows, of which every rank has as many, that is right as it is. A sum
-would come out too small by the number of ranks, and a mean over labels would give those of a rank with few the same
-say as those of a rank with many. How the losses of parts make the loss of the whole is a `LossWeight`, which the first
-call finds out from the loss of a few rows and of others, of the same output where the loss takes no more than that,
-else by running the model on them without gradient. What no rule explains is told once, and averaged.
+Gradients are averaged over ranks. For a mean over rows, with equal rows on every rank, that is right. A sum would come
+out too small by the number of ranks. A mean over labels would weight a rank with few labels like a rank with many. A
+`LossWeight` describes how losses of parts make the loss of the whole. The first call finds its rule from losses of some
+rows and of others. It takes rows of the output if the loss needs no more, else it runs the model on them without
+gradient. A loss that no rule explains is averaged, with one warning.
 
-    rows, and every rank has as many     nothing is done, and nothing sent
-    sum                                  gradients times the number of ranks; nothing is sent
-    else                                 8 bytes a step, or a few more while several rules hold on all that was seen
+    rows, equal on every rank            no factor, no communication
+    sum                                  gradients times the number of ranks; no communication
+    else                                 8 bytes a step, or a few more while several rules hold on all batches so far
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from atorch.runtime.loss.reduction_probe import ForwardHistory, Look, kind_of, l
 T = TypeVar("T")
 
 KINDS = 32
-"""Kinds of batches that rules are found out for."""
+"""Maximum kinds of batches with a weight of their own."""
 
 
 DOUBTED: Set[int] = frozenset(2**power for power in range(8))
-"""Losses, of those after a rule was found, that are held to it."""
+"""Numbers of the losses after a rule was found that are checked against it."""
 
 
 class LossScaleFactor(NamedTuple):
     """The factor of gradients of this process's loss."""
 
-    factor: Callable[[], float]  # all ranks must ask together, or none
-    is_plain: bool = False  # it is 1
-    is_empty: bool = False  # nothing here counts
+    factor: Callable[[], float]  # all ranks must call it together, or none
+    is_plain: bool = False  # the factor is 1
+    is_empty: bool = False  # no sample of this process counts
 
 
 PLAIN = LossScaleFactor(lambda: 1.0, is_plain=True)
@@ -59,8 +59,8 @@ PLAIN = LossScaleFactor(lambda: 1.0, is_plain=True)
 class RankWeight:
     """The weight of this rank's loss times the number of ranks, batch by batch.
 
-    rule: how losses of parts make that of the whole. group: the ranks that see different samples. equal_rows: asked
-    once, with the rows of this rank, whether every rank gets as many in each step. told: what was said already.
+    rule: weights of the losses of parts. group: ranks with different samples. equal_rows: takes this rank's rows; True
+    if every rank gets as many in each step. told: keys of warnings that were logged already.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RankWeight:
         """True if a rule explains the loss, as far as it was looked at."""
 
     def share(self, batch: Any, rows: int, look: Callable[[], None]) -> LossScaleFactor:
-        """This rank's share of a batch, of which it has `rows` rows. All ranks must ask together.
+        """The factor for a batch of which this rank has `rows` rows. All ranks must call it together.
 
         look: drops the rules that do not explain the loss, by `LossWeight.check`.
         """
@@ -119,11 +119,11 @@ class RankWeight:
 
     @property
     def is_closed(self) -> bool:
-        """True if the model will not have to run again to tell what its loss is made of."""
+        """True if the rule is settled, so that the model need not run again to find it."""
         return self._is_settled and (self._constant is not None or len(self.rule.rules or ()) == 1)
 
     def doubt(self, look: Look) -> None:
-        """Say so where a later loss is not what the rule makes: a first batch of one class tells nothing of weights."""
+        """Warn if the rule does not explain a later loss: a first batch of one class is no evidence for weights."""
         self._closed += 1
         is_due = self._closed in DOUBTED and self.is_explained and not (self.rule.is_named or nobody_else())
         if is_due and not look.holds():
@@ -131,14 +131,14 @@ class RankWeight:
             logger.warning("%s", look.failure("a later batch shows that no rule explains it"), extra=OF_THIS_RANK)
 
     def give_up(self, why: StrategyError) -> None:
-        """Average from now on, as torch does, and say so once."""
+        """Average from now on, as torch does, and warn once."""
         self._constant, self._is_settled, self.is_explained = 1.0, True, False
         if dist.get_rank() == 0 and "loss" not in self._told:
             self._told.add("loss")
             logger.warning("%s", why)
 
     def _settle(self, batch: Any, rows: int, look: Callable[[], None]) -> None:
-        """Settle whether one factor holds for all steps."""
+        """Find the rules, and the factor if one holds for all steps."""
         if not self.rule.is_checked and not nobody_else():
             try:
                 look()
@@ -154,7 +154,7 @@ class RankWeight:
         self._close(batch, rows)
 
     def _close(self, batch: Any, rows: int) -> None:
-        """Settle what the rules that are left come to, where that is one factor."""
+        """Fix the factor if the remaining rules have the same one for all steps."""
         rules = self.rule.rules or ()
         if rules == ("sum",):
             self._constant = float(self._size)
@@ -164,25 +164,25 @@ class RankWeight:
             self._without_classes(batch, rows, rules)
 
     def _without_classes(self, batch: Any, rows: int, rules: tuple[Rule, ...]) -> None:
-        """Leave out labels that are one a row and all count: a mean over them is one over rows."""
+        """Drop the labels rule if every row has one label and all count: it is then a mean over rows."""
         kept = tuple(rule for rule in rules if rule != "labels" or not self.rule.is_one_a_row(batch))
         labelled = self.rule.counts(batch, rows)[rules.index("labels")] if kept != rules else rows
         if not any_processes([labelled != rows], self._group)[0]:
             self.rule.keep(kept)
 
     def _by_rows(self, rows: int) -> float:
-        """The factor of a mean over rows; none any more once all ranks read equal batches."""
+        """The factor of a mean over rows; 1 from now on if all ranks read equal batches."""
         table = self._table([float(rows), float(self._equal_rows(rows))])
         if bool((table[:, 0] == rows).all() and table[:, 1].all()):
             self._constant = 1.0
         return _factor(float(rows), float(table[:, 0].sum()), self._size)
 
     def _while_open(self, batch: Any, rows: int, counts: Sequence[float], look: Callable[[], None]) -> float:
-        """The factor of several rules that were all right so far; where they differ, the losses are looked at again."""
+        """The factor while several rules have held so far; where they differ, the losses are compared again."""
         factors, before = self._factors(counts), math.inf
         if not _agree(factors):
             self._wanted += 1
-        # The 1st, 2nd, 4th, … time; again where a look has left fewer rules, which differ still.
+        # At the 1st, 2nd, 4th, … difference; again if a look has left fewer rules that still differ.
         while not _agree(factors) and len(counts) < before and self._wanted & (self._wanted - 1) == 0:
             before = len(counts)
             try:
@@ -197,7 +197,7 @@ class RankWeight:
         return float(factors[self._rank, 0]) if self.rule.is_told else 1.0
 
     def _factors(self, counts: Sequence[float]) -> Tensor:
-        """(ranks, rules): what each rank's gradient is multiplied by under each rule."""
+        """(ranks, rules): the factor of each rank's gradient under each rule."""
         table = self._table(counts)
         total = table.sum(0)
         factors = torch.where(total != 0, table * self._size / total, 1.0)
@@ -207,12 +207,12 @@ class RankWeight:
         return factors
 
     def _pretended(self) -> float:
-        """Send what is sent where the other ranks are fake ones; no figure."""
+        """Run a real step's collective where the other ranks are fake; the factor means nothing."""
         dist.all_reduce(torch.zeros(self._size, len(self.rule.rules or ()), dtype=torch.float64), group=self._group)
         return 1.0
 
     def _table(self, values: Sequence[float]) -> Tensor:
-        """(ranks, values): those of every rank."""
+        """(ranks, values): the values of every rank."""
         table = [0.0] * (self._size * len(values))
         table[self._rank * len(values) : (self._rank + 1) * len(values)] = values
         return torch.tensor(sums(table, self._group), dtype=torch.float64).reshape(self._size, len(values))
@@ -223,26 +223,26 @@ def _agree(factors: Tensor) -> bool:
 
 
 def likely(rule: LossWeight, batch: Any) -> tuple[Rule, ...]:
-    """The rules that hold where a mean explains the loss and all labels count, as on batches without values."""
+    """The rules that hold if a mean explains the loss and all labels count, as on batches without values."""
     rules = rule.candidates(batch)
-    rules = tuple(each for each in rules if each != "sum") or rules
-    return tuple(each for each in rules if each != "labels" or "rows" not in rules or not rule.is_one_a_row(batch))
+    rules = tuple(name for name in rules if name != "sum") or rules
+    return tuple(name for name in rules if name != "labels" or "rows" not in rules or not rule.is_one_a_row(batch))
 
 
 def num_counts(rule: Rule, batch: Any) -> int:
-    """Figures that each rank tells the others in a step on batches like this one, whose labels all count."""
+    """Numbers that each rank sends in a step with batches like this one, whose labels all count."""
     rules = likely(LossWeight(rule), batch)
     return 0 if rules in (("rows",), ("sum",)) else len(rules)
 
 
-def _factor(own: float, total: float, size: int) -> float:
-    return own * size / total if total else 1.0
+def _factor(count: float, total: float, size: int) -> float:
+    return count * size / total if total else 1.0
 
 
 class RankWeighted:
-    """A loss function whose gradients average to those of the whole batch; its loss is the user's own.
+    """A loss function whose gradients average to those of the whole batch; it returns the user's own loss.
 
-    model: which gives the outputs. make: a `RankWeight`; each kind of batch, by what it is made of, has one of its own.
+    model: computes the outputs. make: returns a new `RankWeight`, called for each kind of batch (`kind_of`).
     """
 
     def __init__(self, model: nn.Module, loss_func: LossFunc, make: Callable[[], RankWeight]) -> None:
@@ -263,7 +263,7 @@ class RankWeighted:
         if weight.is_plain:
             return loss
         share = weight.share(batch, shared_rows(batch) or 1, look)
-        if all(each.is_closed for each in self._weights.values()):
+        if all(rank_weight.is_closed for rank_weight in self._weights.values()):
             self._calls.forget([of_call for _, of_call in self._weights])
         if share.is_plain:
             return loss
@@ -273,20 +273,20 @@ class RankWeighted:
 
 
 def by_kind(known: dict[Any, T], kind: Any, make: Callable[[], T]) -> T:
-    """The known value for this kind of data; made where it is the first of its kind."""
+    """The value for this kind of data, made at its first use; beyond `KINDS` kinds, that of the first kind."""
     if kind not in known and len(known) == KINDS:
         kind = next(iter(known))
     return known[kind] if kind in known else known.setdefault(kind, make())
 
 
 def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:
-    """`value`, whose gradient is multiplied by what `factor` says once backward runs."""
-    known: list[float] = []
+    """`value`, whose gradient is multiplied by `factor()`, called once when backward runs."""
+    factors: list[float] = []
 
     def multiply(gradient: Tensor) -> Tensor:
-        if not known:
-            known.append(factor())
-        return gradient * known[0]
+        if not factors:
+            factors.append(factor())
+        return gradient * factors[0]
 
     alias = value.view_as(value)  # a hook on the user's own tensor would stay with it
     alias.register_hook(multiply)
@@ -294,7 +294,7 @@ def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:
 
 
 def without_gradient(value: Tensor, output: Any) -> Tensor:
-    """`value`, whose backward gives `output` gradients of 0: where nothing counts, 0/0 would not do so."""
+    """`value`, whose backward gives `output` gradients of 0: where nothing counts, 0/0 would give NaN."""
     leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
     # A scalar may be the loss that the model has computed.
     chosen = [leaf for leaf in leaves if leaf.dim() > 0] or leaves

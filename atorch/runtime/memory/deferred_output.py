@@ -1,9 +1,9 @@
-"""An output that is computed later, and gradients that are handed over later.
+"""Deferred outputs, and gradients that are handed over later.
 
-Where a step runs in pieces (micro-batches, pipeline stages), forward and backward of the pieces alternate, and both
-happen inside the loss function: only there are batch, inputs and loss all known. So the model returns a Deferred, the
-loss function runs the pieces with the gradients kept apart, and `loss.backward()` deposits them in `.grad`, times the
-gradient that arrives. So accumulating over calls, `loss / n` and clipping mean what they always mean.
+If a step runs in pieces (micro-batches, pipeline stages), forward and backward of the pieces alternate. Both run inside
+the loss function, since only there batch, inputs and loss are all known. So the model returns a Deferred, and the loss
+function runs the pieces with separate gradients. `loss.backward()` adds these to `.grad`, times the incoming gradient.
+So accumulation over calls, `loss / n` and clipping work as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from atorch.runtime.optimizer.wrapped_optimizer import local
 
 class MicroBatchGradients(list[tuple[torch.Tensor, torch.Tensor]]):
     def detach_from_buckets(self) -> None:
-        """Copy the gradients out of memory that the next reduction writes."""
+        """Copy the gradients out of memory that the next reduction overwrites."""
         self[:] = [(parameter, gradient.clone()) for parameter, gradient in self]
 
 
@@ -43,7 +43,7 @@ def _misused(*args: Any, **kwargs: Any) -> Any:
 
 
 class Deferred:
-    """The output of `model(*args, **kwargs)`, which the loss function computes. Any other use raises TypeError."""
+    """The output of `model(*args, **kwargs)`, to be computed by the loss function. Other uses raise TypeError."""
 
     __slots__ = ("_args", "_kwargs", "_model")
 
@@ -54,7 +54,7 @@ class Deferred:
         return self._model, self._args, self._kwargs
 
     def __getattr__(self, name: str) -> NoReturn:
-        # An AttributeError, because that is what hasattr, copy and inspect ask for.
+        # An AttributeError, as hasattr, copy and inspect need it.
         raise AttributeError(f"{name!r}: {_MISUSE}")
 
     __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __float__ = __int__ = _misused
@@ -65,9 +65,9 @@ class Deferred:
 
 @contextmanager
 def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False) -> Iterator[MicroBatchGradients]:
-    """Inside, every `.grad` starts as None. Afterwards they are as before, and the list holds what inside left there.
+    """Inside, every `.grad` starts as None. Afterwards `.grad` is restored, and the list has the gradients from inside.
 
-    Where inside raises, its gradients are dropped. `reused`: what is there before lies in memory that inside writes.
+    If the body raises, its gradients are dropped. `reused`: the body overwrites the memory of earlier gradients.
     """
     before = [parameter.grad for parameter in parameters]
     if reused:
@@ -79,7 +79,7 @@ def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False)
         yield gradients
         for parameter, earlier in zip(parameters, before, strict=True):
             if (made := parameter.grad) is not None:
-                # What is put back there takes the place of what was made.
+                # The restored gradient takes the new one's place in that memory.
                 gradients.append((parameter, made.clone() if reused and earlier is not None else made))
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -87,18 +87,17 @@ def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False)
 
 
 class Apart:
-    """The gradients of one call after another, apart from `.grad` until the loss of the call hands them over."""
+    """The gradients of successive calls, separate from `.grad` until the loss of each call hands them over."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], reductions: Sequence[Reduction]) -> None:
         self._parameters, self._reductions = parameters, reductions
-        self._waiting: weakref.ref[MicroBatchGradients] = weakref.ref(
-            MicroBatchGradients()
-        )  # of the last call, while its loss lives
-        self.is_open = False  # a call makes gradients
+        # The gradients of the last call, while its loss is alive.
+        self._waiting: weakref.ref[MicroBatchGradients] = weakref.ref(MicroBatchGradients())
+        self.is_open = False  # true while a call computes gradients
 
     @contextmanager
     def gradients(self) -> Iterator[MicroBatchGradients]:
-        """As `gradients_apart`; the reductions find their buckets empty, and are usable where inside raises."""
+        """As `gradients_apart`; also empties the reductions' buckets, and recovers the reductions on an error."""
         postpone(self._parameters, lambda hook, parameter: None)  # until `deposit`
         reused = any(reduction.reuses_gradients for reduction in self._reductions)
         waiting = self._waiting()
@@ -118,9 +117,9 @@ class Apart:
 
 
 def deposit(loss: torch.Tensor, gradients: MicroBatchGradients) -> torch.Tensor:
-    """`loss`, whose backward adds `gradients` times the arriving gradient to `.grad`, of each parameter once.
+    """`loss`, whose backward adds `gradients` times the incoming gradient to `.grad`, once per parameter.
 
-    With `inputs=…` it does so for those alone, and `torch.autograd.grad` gets them in place of `.grad`.
+    With `inputs=…` it does so only for these, and `torch.autograd.grad` returns them instead.
     """
     places = [place for place, (parameter, _) in enumerate(gradients) if can_be_reached(parameter)]
     reached = [gradients[place][0] for place in places]
@@ -130,12 +129,12 @@ def deposit(loss: torch.Tensor, gradients: MicroBatchGradients) -> torch.Tensor:
 
 
 def deposit_loss(loss: Any, gradients: MicroBatchGradients) -> Any:
-    """A loss whose scalar hands the gradients over; other tensors beside it say that they cannot go backward."""
+    """A loss whose scalar hands the gradients over; backward of its other tensors raises ArgumentError."""
     value = value_of(loss)
-    return with_value(loss if loss is value else map_tensors(_aside, loss), deposit(value, gradients))
+    return with_value(loss if loss is value else map_tensors(_refusing_backward, loss), deposit(value, gradients))
 
 
-def _aside(leaf: torch.Tensor) -> Any:
+def _refusing_backward(leaf: torch.Tensor) -> Any:
     if not leaf.is_floating_point():
         return leaf
     return _Aside.apply(leaf, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
@@ -168,33 +167,35 @@ class _Deposit(torch.autograd.Function):
         refuse_second_order("losses that are computed piece by piece (micro_batch, pipeline_parallel)")
         (whole, _), *edges = ctx.next_functions
         reached = dict(zip(ctx.places, (accumulator for accumulator, _ in edges), strict=True))
-        asked = range(len(ctx.gradients)) if is_asked(whole) else [each for each in reached if is_asked(reached[each])]
+        asked: Sequence[int] = range(len(ctx.gradients))
+        if not is_asked(whole):
+            asked = [place for place, accumulator in reached.items() if is_asked(accumulator)]
         if not ctx.gone.isdisjoint(asked) or (not asked and ctx.gone):
             raise RuntimeError("backward ran a second time through this loss; call loss_func again for a new one")
         ctx.gone.update(asked)
-        taken = {each for each in asked if each in reached and is_captured(reached[each])}
+        captured = {place for place in asked if place in reached and is_captured(reached[place])}
         returned: dict[int, torch.Tensor] = {}
-        given = [(each, *ctx.gradients[each]) for each in asked]
-        given = [(each, p, grad.coalesce() if grad.is_sparse else grad) for each, p, grad in given]
-        given = [(each, p, grad.clone() if each in taken else grad) for each, p, grad in given]
-        _multiply([grad for _, _, grad in given], factor)
-        for each, parameter, gradient in given:
-            if each in taken:
-                returned[each] = gradient
+        handed = [(place, *ctx.gradients[place]) for place in asked]
+        handed = [(place, p, grad.coalesce() if grad.is_sparse else grad) for place, p, grad in handed]
+        handed = [(place, p, grad.clone() if place in captured else grad) for place, p, grad in handed]
+        _multiply([grad for _, _, grad in handed], factor)
+        for place, parameter, gradient in handed:
+            if place in captured:
+                returned[place] = gradient
             else:
                 hooks = postponed(parameter)
-                for hook in [each for each in hooks if each.takes_gradient]:
+                for hook in [registered for registered in hooks if registered.takes_gradient]:
                     gradient = hook.changed(gradient)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                for hook in [each for each in hooks if not each.takes_gradient]:
+                for hook in [registered for registered in hooks if not registered.takes_gradient]:
                     hook.hook(parameter)
         if len(ctx.gone) == len(ctx.gradients):
             ctx.gradients = ()
-        return None, None, None, *(returned.get(each) for each in ctx.places)
+        return None, None, None, *(returned.get(place) for place in ctx.places)
 
 
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    if factor.device.type == "cpu" and factor.item() == 1.0:  # elsewhere to look would be to wait
+    if factor.device.type == "cpu" and factor.item() == 1.0:  # reading it on a device would wait
         return
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in map(local, gradients):
@@ -202,5 +203,5 @@ def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     for (device, dtype), values in kinds.items():
         if dtype == factor.dtype:
             torch._foreach_mul_(values, factor.to(device))
-        else:  # a number, so that it is not rounded to 16 bits first
+        else:  # a Python number, so that it is not rounded to 16 bits first
             torch._foreach_mul_(values, factor.item())

@@ -1,14 +1,14 @@
-"""State that a forward reads and may change beside its arguments: kept, so that a recompute reads the same.
+"""State besides its arguments that a forward reads and may change, saved so that a recompute reads the same.
 
     state = ForwardState(modules, leaves, draws=True)    # before forward
     ...                                                  # forward
-    state.settle()                                       # keeps what forward has changed, and no more
-    with state.as_before():                              # the recompute; afterwards all is as it was when it began
+    state.settle()                                       # keeps only state that forward changed
+    with state.as_before():                              # the recompute; afterwards the current state is restored
         ...
 
-That is buffers and other attributes of modules (counters, tensors, lists that blocks append to), in place or replaced;
-the generators of Python and numpy; and generators that a module holds or that are among the arguments. Torch's own
-generators are left to `torch.utils.checkpoint`. What is reached in any other way (a global, a closure) is not seen.
+It has buffers and other attributes of modules (counters, tensors, lists that blocks append to), changed in place or
+replaced; the generators of Python and numpy; and generators that a module holds or that are among the arguments.
+Torch's own generators are left to `torch.utils.checkpoint`. State reached otherwise (globals, closures) is not covered.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from atorch.distributed.rng import RandomState
 
-COUNTER = "_checkpoint_fwd_counter"  # FairScale's name for it; a recompute is meant to change it
+COUNTER = "_checkpoint_fwd_counter"  # FairScale's name; a recompute is meant to change it
 SMALL_BYTES = 1 << 18
-"""Buffers on an accelerator up to this size are kept unseen: to compare them, the host would wait for the device."""
+"""Accelerator buffers up to this size are kept without comparison, for which the host would wait for the device."""
 
 _NO_DATA: Set[str] = frozenset(vars(nn.Module())) | {COUNTER}
 _HOST = torch.device("cpu")
@@ -37,51 +37,51 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class ForwardState:
-    """The state of these modules, and of generators if it `draws`, before a forward. leaves: those of its arguments."""
+    """The state of modules, and of generators if forward `draws`, before a forward. leaves: of its arguments."""
 
     def __init__(self, modules: Iterable[nn.Module], leaves: Iterable[Any], draws: bool) -> None:
         places = [place for module in modules for place in (vars(module), module._buffers) if isinstance(place, dict)]
-        self._places = [(place, _data(place)) for place in places]
-        held = {id(value): value for _, data in self._places for value in data.values()}
-        held.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, _GENERATORS))
-        self._contents = [_Content(value) for value in held.values() if _has_content(value, draws)]
+        self._places = [(place, _attributes(place)) for place in places]
+        values = {id(value): value for _, data in self._places for value in data.values()}
+        values.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, _GENERATORS))
+        self._contents = [_Content(value) for value in values.values() if _has_content(value, draws)]
         self._drawn = RandomState.now(_HOST) if draws else None
 
     def settle(self) -> None:
-        """Keep what has changed since, and forget the rest."""
-        self._places = [(place, data) for place, data in self._places if not _is_same(_data(place), data)]
+        """Keep only state that has changed since."""
+        self._places = [(place, data) for place, data in self._places if not _is_same(_attributes(place), data)]
         self._contents = [content for content in self._contents if content.is_changed()]
         if self._drawn is not None and self._drawn.is_same(RandomState.now(_HOST)):
             self._drawn = None
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, all is as before forward; what is changed there is changed for nobody else."""
-        places = [(place, _data(place)) for place, _ in self._places]
-        contents = [(content.value, _taken(content.value)) for content in self._contents]
+        """Inside, the state is as before forward. Afterwards the current state is restored."""
+        places = [(place, _attributes(place)) for place, _ in self._places]
+        contents = [(content.value, _snapshot(content.value)) for content in self._contents]
         drawn = None if self._drawn is None else RandomState.now(_HOST)
         try:
             for place, data in self._places:
                 _refill(place, data)
             for content in self._contents:
-                _put(content.value, content.kept.clone() if isinstance(content.value, Tensor) else content.kept)
+                _restore(content.value, content.kept.clone() if isinstance(content.value, Tensor) else content.kept)
             if self._drawn is not None:
                 self._drawn.restore()
             yield
         finally:
             for place, data in places:
                 _refill(place, data)
-            for value, taken in contents:
-                _put(value, taken)
+            for value, snapshot in contents:
+                _restore(value, snapshot)
             if drawn is not None:
                 drawn.restore()
 
 
 class _Content:
-    """The contents of a value that can change in place."""
+    """The saved contents of a value that can change in place."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self.kept = value, _taken(value)
+        self.value, self.kept = value, _snapshot(value)
         if isinstance(value, Tensor):
             self._version, self._pointer, self.kept = value._version, value.data_ptr(), self.kept.clone()
 
@@ -91,23 +91,23 @@ class _Content:
             return not _is_same(value, kept)
         if not isinstance(value, Tensor) or (value._version, value.data_ptr()) != (self._version, self._pointer):
             return True
-        # Kernels of normalization, and what goes by `.data`, leave no trace in versions.
+        # Normalization kernels, and writes to `.data`, do not raise the version.
         return (not value.is_cpu and value.nbytes <= SMALL_BYTES) or not torch.equal(value, kept)
 
 
-def _data(place: Mapping[str, Any]) -> dict[str, Any]:
-    names = place.keys() - _NO_DATA  # in C: a block is called often
+def _attributes(place: Mapping[str, Any]) -> dict[str, Any]:
+    names = place.keys() - _NO_DATA  # runs in C, since a block is called often
     return dict(place) if len(names) == len(place) else {name: place[name] for name in names}
 
 
 def _has_content(value: Any, draws: bool) -> bool:
-    if isinstance(value, Tensor):  # fakes, and tensors of other classes, are told apart by what replaces them alone
+    if isinstance(value, Tensor):  # fakes and subclasses change only by replacement
         is_plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
         return is_plain and not (value.requires_grad or value.is_inference())
     return type(value) in _CONTAINERS or (draws and isinstance(value, _GENERATORS))
 
 
-def _taken(value: Any) -> Any:
+def _snapshot(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data
     if isinstance(value, random.Random):
@@ -117,22 +117,22 @@ def _taken(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, _CONTAINERS) else value.get_state()
 
 
-def _put(value: Any, taken: Any) -> None:
+def _restore(value: Any, snapshot: Any) -> None:
     if isinstance(value, Tensor):
-        value.data = taken
+        value.data = snapshot
     elif isinstance(value, random.Random):
-        value.setstate(taken)
+        value.setstate(snapshot)
     elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = taken
+        value.bit_generator.state = snapshot
     elif isinstance(value, _CONTAINERS):
         value.clear()
-        value.update(taken) if isinstance(value, (dict, set)) else value.extend(taken)
+        value.update(snapshot) if isinstance(value, (dict, set)) else value.extend(snapshot)
     else:
-        value.set_state(taken)
+        value.set_state(snapshot)
 
 
 def _refill(place: dict[str, Any], data: Mapping[str, Any]) -> None:
-    for name in [name for name in _data(place) if name not in data]:
+    for name in [name for name in _attributes(place) if name not in data]:
         del place[name]
     place.update(data)
 

@@ -1,4 +1,4 @@
-"""Threads for what the host computes for a device, which has the cores to itself meanwhile."""
+"""Threads for the host's computations on behalf of a device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from atorch.logs import logger
 
 
 def share_of_cores() -> int:
-    """This process's cores, over the processes that the launcher started on the machine."""
+    """This process's cores, divided by the processes that the launcher started on the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size())
 
 
 def tell_threads(device: torch.device) -> None:
-    """Say by how many threads the host will step for `device`, where they are more than the process has."""
+    """Log the number of threads that step on the host for `device`, if the process has fewer."""
     threads = share_of_cores()
     if device.type != "cpu" and torch.get_num_threads() == 1 < threads:
         logger.info(
@@ -31,9 +31,9 @@ def tell_threads(device: torch.device) -> None:
 
 @contextmanager
 def host_threads(device: torch.device) -> Iterator[None]:
-    """Inside, the host works for `device` with this process's share of the cores, where it is left one thread.
+    """Inside, the host uses this process's share of the cores for `device`, if torch has only one thread.
 
-    torchrun sets OMP_NUM_THREADS to 1 where nobody else has set it. A CPU's own steps keep the number they have.
+    torchrun sets OMP_NUM_THREADS to 1 unless it is set already. Steps of a CPU device keep their number of threads.
     """
     before = torch.get_num_threads()
     if device.type == "cpu" or before > 1:

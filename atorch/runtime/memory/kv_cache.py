@@ -1,4 +1,4 @@
-"""Key/value caches that forward fills, which are for generation."""
+"""Key/value caches of forward, which serve generation only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from atorch.logs import logger
 def turn_off_caches(model: nn.Module) -> None:
     """Stop forward from filling a key/value cache (`config.use_cache` of transformers' models).
 
-    A recompute would append to it a second time, and a stage of a pipeline has only its own blocks' part of it.
-    Generation has a setting of its own and keeps it.
+    A recompute would append to it a second time, and a pipeline stage has only its own blocks' part of it.
+    Generation has a separate setting, which stays.
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     for config in configs.values():

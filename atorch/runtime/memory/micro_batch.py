@@ -1,13 +1,13 @@
-"""Micro-batches: gradient accumulation inside one step. The batch stays what it was; activations are of a part of it.
+"""Micro-batches: gradient accumulation inside one step, with the activations of only a part of the batch.
 
     loss_func = MicroBatched(model, loss_func, size=4)
     loss = loss_func(batch, model(**batch))      # forward and backward, 4 rows at a time; gradients reduced once
     loss.backward()                              # hands the gradients over
 
 With gradients enabled the model returns a `Deferred`, which the loss function computes. Under `torch.no_grad()` the
-model runs as ever. Every tensor in the batch, and in the model's arguments, is split along dimension 0, lists of
-strings likewise; anything else, and tensors with one row, go to all micro-batches. What looks at the whole batch
-(BatchNorm) sees a micro-batch instead. Random numbers are drawn in another order than in one pass.
+model runs as usual. Every tensor in the batch, and in the model's arguments, is split along dimension 0, as are lists
+of strings. Anything else, and tensors with one row, go to all micro-batches. Modules with batch statistics (BatchNorm)
+see only a micro-batch. Random numbers are drawn in another order than in one pass.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's posit
 class MicroBatched:
     """A loss function that runs the model in micro-batches. From now on `model` defers its outputs to it.
 
-    size: rows of a micro-batch on this process; "auto" is the largest that the device has memory for, halved from the
-        whole batch on all processes together. count: the number of micro-batches instead.
+    size: rows of a micro-batch on this process; "auto" is the largest that fits into device memory, found by halving
+        the full batch on all processes together. count: the number of micro-batches instead.
     loss_weight, tolerance: see `LossWeight`.
-    reduce: gradients of sharded parameters once, whole until then, or with "each" micro-batch, as shards.
-    over_ranks: what gives a rank's loss its weight among those of ranks with other samples, by the same rule.
-    The items of a loss behind the first are put together by `merge`.
+    reduce: reduce gradients of sharded parameters "once" per step, full until then, or "each" micro-batch, as shards.
+    over_ranks: makes the weights of losses among ranks with other samples, by the same rule.
+    `merge` combines the items of a loss after the first.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class MicroBatched:
                 raise ArgumentError(f"{name} of micro-batches is {number}; it is at least 1")
         self._loss_func, self._size, self._count = loss_func, size if count is None else None, count
         self._make = lambda: _Weights.of(LossWeight(loss_weight, tolerance), over_ranks)
-        self._weights_of: dict[Any, _Weights] = {}  # by what a call is made of: a divisor in it makes a mean a sum
+        self._weights_of: dict[Any, _Weights] = {}  # by kind of call: a divisor in it turns a mean into a sum
         self._switch = _Switch()
         self._reduction = Reduction(model, each=reduce == "each")
-        self._parameters = list(model.parameters())  # now: FSDP2 shows others while it is unsharded
+        self._parameters = list(model.parameters())  # listed now, as FSDP2 shows others while unsharded
         self._apart = Apart(self._parameters, [self._reduction])
-        # The optimizer makes its state in the first step, so the second tries again. The host has no such error.
+        # The optimizer creates its state in the first step, so the second step tries again. CPUs raise no such error.
         self._trials = 2 if self._size == "auto" and torch.accelerator.is_available() else 0
         override(model, "__call__", _deferring, self._switch)
 
@@ -79,7 +79,7 @@ class MicroBatched:
 
         Raises:
             ArgumentError: tensors of the batch differ in dimension 0.
-            StrategyError: the weights of the losses cannot be found out.
+            StrategyError: the weights of the losses cannot be determined.
         """
         if not isinstance(output, Deferred):
             return self._loss_func(batch, output)
@@ -96,7 +96,7 @@ class MicroBatched:
             return self._run(model, pieces, weights, self._factor(rule, ranks, model, call, rows))
 
     def _factor(self, rule: LossWeight, ranks: RankWeight | None, model: nn.Module, call: _Call, rows: int) -> float:
-        """The factor of gradients: applied here, as they are reduced before the loss hands them over."""
+        """The factor of gradients, applied here since they are reduced before the loss hands them over."""
         if ranks is None:
             return 1.0
         batch, args, kwargs = call
@@ -158,15 +158,15 @@ class MicroBatched:
                 raise ArgumentError("not even one row fits into the device's memory; use methods that need less of it")
             size = -(-size // 2)
             logger.info("out of memory; micro-batches of %d rows are tried next", size)
-        # No limit where the whole batch fits: a larger one is run as a whole, too.
+        # No limit if the full batch fits, so that a larger one is not split either.
         self._size = "auto" if size == rows else size
         self._trials -= 1
 
     def _fits(self, model: nn.Module, call: _Call, size: int, rows: int) -> bool:
-        """True if all processes have memory for micro-batches of so many rows.
+        """True if all processes have memory for micro-batches of `size` rows.
 
-        Each tries it alone, so that nobody waits for one that has run out of it. Of several micro-batches two are
-        tried: the second has the gradients of the first beside it.
+        Each process tries without communication, so that none waits for one that is out of memory. Two micro-batches
+        are tried if there are several, since the second also needs room for the gradients of the first.
         """
         fits, starts = True, range(0, rows, size)[:2]
         reused = self._reduction.reuses_gradients
@@ -177,11 +177,11 @@ class MicroBatched:
                         self._forward_backward(model, take(call, start, min(start + size, rows), rows), 1.0)
         except torch.OutOfMemoryError:
             fits = False
-        if not fits:  # out here the error does not hold the frames and their tensors any more
+        if not fits:  # outside of `except`, where the error no longer holds the frames and their tensors
             self._reduction.recover()
-        self._reduction.reshard()  # what was gathered alone is not the others'
+        self._reduction.reshard()  # parameters gathered without communication are not valid
         if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()  # also for what NCCL takes in the first real pass
+            torch.accelerator.empty_cache()  # leaves room for NCCL's buffers in the first real pass
         return not any_process(not fits)
 
     def _alone(self) -> AbstractContextManager[Any]:

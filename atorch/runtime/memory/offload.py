@@ -1,12 +1,12 @@
-"""Optimizer states in host memory: the optimizer steps copies of parameters there, on gradients that are brought down.
+"""Optimizer states in host memory: the optimizer steps copies of parameters there, on gradients copied from the device.
 
-Every step: gradients down, the inner optimizer steps the copies, what it made of them up (ZeRO-Offload, Ren et al.
-2021, arXiv 2101.06840, section 4). Adam's two states leave the device so, and with masters in fp32 inside three of the
-four values of a parameter. Gradients stay where backward puts them until then: clipping, loss scaling and reductions
-before the step do not know of it.
+A step copies gradients to the host, runs the inner optimizer there, and copies the results back
+(ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840, section 4). So Adam's two states leave the device, and with fp32
+masters inside three of the four values of a parameter. Until the step, gradients stay where backward puts them, so
+clipping, loss scaling and reductions work as usual.
 
-Bytes of host memory for a parameter: a copy, the optimizer's states, and a gradient while a step runs. Pinned, where
-the device is another one than the host's. On a CPU both are one memory, and copies are copies all the same.
+Host memory per parameter: a copy, the optimizer's states, and a gradient during a step. It is pinned, unless the device
+is the CPU. On a CPU the copies are separate memory, too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
 
 
 def within(share: float, sizes: Sequence[int], taken: int = 0) -> list[bool]:
-    """Flags of the items taken, each whole, in order, where it still fits: together at most `share` of all sizes.
+    """Flags of the items taken: in order, each entire item that still fits into `share` of all sizes.
 
-    taken: what of that is taken already, by others than these.
+    taken: size of further items, which count among all sizes and are taken already.
     """
     room = share * (sum(sizes) + taken) * (1 + 1e-9) - taken
     chosen = []
@@ -40,15 +40,14 @@ def within(share: float, sizes: Sequence[int], taken: int = 0) -> list[bool]:
 
 
 class HostOptimizer(ShadowOptimizer):
-    """An optimizer that keeps its states, and steps, in host memory for a share of the parameters.
+    """An optimizer that steps a share of the parameters in host memory, and keeps their states there.
 
     Args:
-        make_inner: makes the inner optimizer, whose parameters are then on the host.
+        make_inner: makes the inner optimizer, from copies of parameters on the host.
         groups: parameters, named parameters or groups of either.
-        share: of the elements that train, at most so many; whole parameters, in the order of the groups, each that
-            still fits.
-        away: parameters that are on the host themselves, and count.
-        values: of parameters that were rounded, what they had been; passed on to the copies.
+        share: largest share of the trainable elements, in full parameters, chosen in the order of the groups.
+        away: parameters that are on the host already, and count in the share.
+        values: of rounded parameters, the values before rounding, which are passed on to the copies.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class HostOptimizer(ShadowOptimizer):
         self._chosen = set(_choose(_parameters(listed), share, away))
         self._values: MutableMapping[Tensor, Tensor] = {} if values is None else values
         super().__init__(make_inner, listed)
-        self._device = next((local(each).device for each in self.stand_ins), torch.device("cpu"))
+        self._device = next((local(parameter).device for parameter in self.stand_ins), torch.device("cpu"))
         if self._device.type != "cpu":
             with self._stand_ins_shown():
-                fuse(self.inner)  # by hand, too: a CPU's default is one parameter after another, in six times the time
+                fuse(self.inner)  # a CPU's default steps one parameter after another, in six times the time
         tell_threads(self._device)
 
     def step(self, closure: Any = None) -> Any:
-        """Bring gradients down, step there, and bring parameters up.
+        """Copy gradients to the host, step there, and copy parameters back.
 
         Raises:
             ArgumentError: a closure was given.
@@ -86,7 +85,7 @@ class HostOptimizer(ShadowOptimizer):
         stepped = []
         for parameter, copy in self.stand_ins.items():
             if parameter.grad is not None:
-                copy.grad = _down(parameter.grad, like=copy)
+                copy.grad = _copy_to_host(parameter.grad, like=copy)
                 stepped.append((parameter, copy))
         _wait(self.stand_ins)
         with self._stand_ins_shown(), host_threads(self._device):
@@ -97,16 +96,16 @@ class HostOptimizer(ShadowOptimizer):
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the inner optimizer one more group, of whose parameters as large a share is stepped on the host."""
+        """Add a group to the inner optimizer, and step the same share of its parameters on the host."""
         if not any(param_group is known for known in self.inner.param_groups):
             param_group = materialized(param_group)
             self._chosen.update(_choose(_parameters([param_group]), self.share, self._away))
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also one of an optimizer that keeps it on a device; and parameters, where it holds masters."""
+        """Load a state, also of an optimizer without offload; masters in it become the parameters' values."""
         self._follow_changes()
-        _wait(self.stand_ins)  # what was brought up last
+        _wait(self.stand_ins)  # for the last copies to the device
         before = {copy: local(copy)._version for copy in self.stand_ins.values()}
         with self._stand_ins_shown():
             self.inner.load_state_dict(state_dict)
@@ -116,15 +115,15 @@ class HostOptimizer(ShadowOptimizer):
     def _make_stand_in(self, parameter: Tensor) -> Tensor | None:
         if parameter not in self._chosen:
             return None
-        copy = nn.Parameter(_down(parameter.detach()), requires_grad=parameter.requires_grad)
-        _wait([parameter])  # masters inside start from what has arrived
+        copy = nn.Parameter(_copy_to_host(parameter.detach()), requires_grad=parameter.requires_grad)
+        _wait([parameter])  # masters inside start from the completed copy
         if (value := unrounded(self._values, parameter)) is not None:
             self._values[copy] = value
         return copy
 
     @torch.no_grad()
     def _follow_changes(self) -> None:
-        """Let copies take the values of parameters that were written since the last step."""
+        """Update copies of parameters that were written since the last step."""
         for parameter, copy in self._changed():
             local(copy).copy_(local(parameter))
 
@@ -136,32 +135,30 @@ class HostOptimizer(ShadowOptimizer):
 
 
 def host_bytes(groups: Sequence[Any], share: float, away: Collection[Tensor], state_bytes: float) -> float:
-    """Bytes of host memory that a HostOptimizer of these groups takes, gradients of a step included."""
+    """Bytes of host memory that a HostOptimizer of these groups takes, including gradients in a step."""
     chosen = _choose(_parameters(groups), share, away)
-    masters = {2: 4}  # of 16 bits
-    return sum(
-        local(each).numel() * (2 * each.itemsize + masters.get(each.itemsize, 0) + state_bytes) for each in chosen
-    )
+    masters = {2: 4}  # bytes of an fp32 master, for 16-bit parameters
+    return sum(local(p).numel() * (2 * p.itemsize + masters.get(p.itemsize, 0) + state_bytes) for p in chosen)
 
 
 def on_host(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Tensors of an optimizer, or those inside of it, in host memory by this: copies, masters, and states of both."""
-    inside = [optimizer]
-    while isinstance(inside[-1], WrappedOptimizer):
-        inside.append(inside[-1].inner)
-    here: dict[Tensor, None] = {}
-    for each in inside:
-        if isinstance(each, HostOptimizer):
-            here.update(dict.fromkeys(each.stand_ins.values()))
-        elif isinstance(each, ShadowOptimizer):
-            here.update((stand_in, None) for parameter, stand_in in each.stand_ins.items() if parameter in here)
-    yield from here
-    for tensor in here:
-        yield from (value for value in inside[-1].state.get(tensor, {}).values() if isinstance(value, Tensor))
+    """Tensors in host memory of HostOptimizers in an optimizer: copies, masters, and states of both."""
+    layers = [optimizer]
+    while isinstance(layers[-1], WrappedOptimizer):
+        layers.append(layers[-1].inner)
+    hosted: dict[Tensor, None] = {}
+    for layer in layers:
+        if isinstance(layer, HostOptimizer):
+            hosted.update(dict.fromkeys(layer.stand_ins.values()))
+        elif isinstance(layer, ShadowOptimizer):
+            hosted.update((stand_in, None) for parameter, stand_in in layer.stand_ins.items() if parameter in hosted)
+    yield from hosted
+    for tensor in hosted:
+        yield from (value for value in layers[-1].state.get(tensor, {}).values() if isinstance(value, Tensor))
 
 
 def materialized(entry: Any) -> Any:
-    """A group with its parameters in a list, for more than one look at them; anything else as it is."""
+    """A group with its parameters in a list, to iterate more than once; other entries as they are."""
     if not isinstance(entry, dict):
         return entry
     params = entry["params"]
@@ -178,29 +175,29 @@ def _parameters(groups: Iterable[Any]) -> Iterator[Tensor]:
 
 def _choose(parameters: Iterable[Tensor], share: float, away: Collection[Tensor]) -> Iterator[Tensor]:
     absent = set(away)
-    trained = [each for each in dict.fromkeys(parameters) if each.requires_grad]
-    here = [each for each in trained if each not in absent]
-    sizes = [local(each).numel() for each in here]
-    taken = sum(local(each).numel() for each in trained if each in absent)
-    return (each for each, is_chosen in zip(here, within(share, sizes, taken), strict=True) if is_chosen)
+    trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+    eligible = [parameter for parameter in trained if parameter not in absent]
+    sizes = [local(parameter).numel() for parameter in eligible]
+    taken = sum(local(parameter).numel() for parameter in trained if parameter in absent)
+    return (parameter for parameter, fits in zip(eligible, within(share, sizes, taken), strict=True) if fits)
 
 
 @torch.no_grad()
-def _down(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A copy in host memory, as the tensor is or `like` one that is there; it may still be on its way."""
+def _copy_to_host(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Begin a copy to host memory, in the layout of the tensor or of `like`; `_wait` waits for it."""
     if tensor.is_sparse:
         return tensor.coalesce().to("cpu", copy=True)
-    is_plain, is_apart = local(tensor) is tensor, tensor.device.type != "cpu"
+    is_plain, is_on_device = local(tensor) is tensor, tensor.device.type != "cpu"
     if like is None and not is_plain:
         return tensor.to("cpu", copy=True)
     template = tensor if like is None else like
-    kept = torch.empty_like(template, device="cpu", pin_memory=is_apart and is_plain)
-    local(kept).copy_(local(tensor), non_blocking=is_apart)
-    return kept
+    copy = torch.empty_like(template, device="cpu", pin_memory=is_on_device and is_plain)
+    local(copy).copy_(local(tensor), non_blocking=is_on_device)
+    return copy
 
 
 def _wait(parameters: Iterable[Tensor]) -> None:
-    """Wait until all copies that are queued, from and to the devices of these parameters, are made."""
-    for device in {local(each).device for each in parameters}:
+    """Wait for all queued copies from and to the devices of these parameters."""
+    for device in {local(parameter).device for parameter in parameters}:
         if device.type != "cpu":
             torch.get_device_module(device.type).current_stream(device).synchronize()

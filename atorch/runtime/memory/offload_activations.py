@@ -1,12 +1,12 @@
-"""Activations in host memory: what blocks save for backward goes down as it is saved, and comes up ahead of its use.
+"""Activations in host memory: tensors that blocks save for backward are copied there, and fetched ahead of their use.
 
-A view that autograd saves keeps all of its memory alive; so whole memories go, each once, whatever views of it are
-saved. What others hold anyway stays: parameters and casts of them, buffers, inputs that need no gradient, such as
-masks; and so does what is too small to be worth a copy. The first need of a block in backward fetches all that it has,
-and begins with the block that ran before it: the device has what two blocks saved.
+A view that autograd saves keeps all of its memory alive. So entire storages are moved, each once, for any number of
+saved views. Tensors with other owners stay: parameters and their casts, buffers, and inputs without gradient, such as
+masks. So do storages that are too small to be worth a copy. In backward, the first use of a block's tensor fetches all
+of the block's storages, and starts to fetch those of the preceding block. So the device has the tensors of two blocks.
 
-On a GPU copies run on streams of their own, beside the computation, to and from pinned memory. On a CPU both memories
-are one, and what is on the host is a copy all the same.
+On a GPU copies run on separate streams, overlapped with computation, to and from pinned memory. On a CPU the host's
+copies are separate memory, too.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from atorch.errors import ArgumentError
 from atorch.model.method_override import override
 from atorch.runtime.memory.recompute import is_recomputing
 
-SMALL_BYTES = 2**18  # what a link to the host sends in about the time that it takes to begin
+SMALL_BYTES = 2**18  # bytes that a link to the host sends in about the time of its latency
 CHOSEN = "_offloads_activations"
 
 
 def num_offloaded(share: float, num_blocks: int) -> int:
-    """The number of blocks of that share: whole ones, and not the last of several.
+    """The number of blocks in `share`, rounded down, without the last of several.
 
     Raises:
-        ArgumentError: that is no block.
+        ArgumentError: it is zero.
     """
     num = min(int(share * num_blocks * (1 + 1e-9)), max(1, num_blocks - 1))
     if num < 1:
@@ -46,25 +46,25 @@ def num_offloaded(share: float, num_blocks: int) -> int:
 
 
 def offload_activations(blocks: Iterable[nn.Module], share: float = 1.0, small_bytes: int | None = None) -> Tensor:
-    """Let the first blocks, at most `share` of all, keep what they save for backward in host memory, in place.
+    """Let the first blocks, at most `share` of all, keep saved tensors for backward in host memory, in place.
 
-    The last of several blocks keeps its own on the device in any case, since backward begins there. It is the call of a
-    block that is watched: checkpointing and compilation that are inside stay as they are. A block's class gets a
-    subclass of the same name.
+    The last of several blocks always keeps its own on the device, since backward begins there. This wraps the call of a
+    block, so checkpointing and compilation inside stay as they are. A block's class becomes a subclass of the same
+    name.
 
     Args:
-        small_bytes: memories smaller than this stay. None: 256 KiB beside a GPU, and nothing on a CPU.
+        small_bytes: storages smaller than this stay. None: 256 KiB with a GPU, and 1 byte on a CPU.
 
     Returns:
-        An empty tensor that all of this memory is asked of, by which one who counts bytes can tell it apart.
+        An empty tensor from which all of this host memory is allocated, so that byte counters can recognize it.
 
     Raises:
-        ArgumentError: no whole block is within the share.
+        ArgumentError: the share has no complete block.
     """
     listed = list(blocks)
     num = num_offloaded(share, len(listed))
     host = _Host(small_bytes)
-    for index, block in enumerate(listed):  # all of them, so that they stay of one class
+    for index, block in enumerate(listed):  # all blocks, so that they keep a common class
         vars(block)[CHOSEN] = index < num
         override(block, "__call__", _offloading, host)
     return host.origin
@@ -81,7 +81,7 @@ def _offloading(call: Callable[..., Any], host: _Host) -> Callable[..., Any]:
 
 
 class _Host:
-    """The host's memory, and the way to it. `origin` is a tensor there that more memory is asked of."""
+    """The host's memory and the streams of copies. `origin` is a host tensor from which memory is allocated."""
 
     def __init__(self, small_bytes: int | None = None) -> None:
         self.small_bytes, self.origin = small_bytes, torch.empty(0)
@@ -93,12 +93,12 @@ class _Host:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Host:
         copied = _Host(self.small_bytes)
-        copied.origin = self.origin  # whose memory is told apart in a copy of the model, too
+        copied.origin = self.origin  # so byte counters recognize the memory of a model's copy, too
         return copied
 
     @contextmanager
     def watching(self, block: nn.Module, inputs: Any) -> Iterator[None]:
-        """Let what is saved inside, by a forward of `block`, wait on the host."""
+        """Inside, a forward of `block` saves its tensors on the host."""
         forward = _Pass(self, block, inputs, self._last)
         self._last = weakref.ref(forward)
         with saved_tensors_hooks(forward.pack, forward.unpack):
@@ -106,12 +106,12 @@ class _Host:
         forward.end()
 
     def is_small(self, num_bytes: int, device: torch.device) -> bool:
-        """True if so little is not worth a copy."""
+        """True if a storage is too small to be worth a copy."""
         least = (SMALL_BYTES if device.type != "cpu" else 1) if self.small_bytes is None else self.small_bytes
         return num_bytes < least
 
     def stream(self, device: torch.device, way: str) -> Any:
-        """The stream of copies one way; made at first use, since a fork or a copy of the model has its own."""
+        """The stream of copies in one direction; made at first use, since forks and copies of the model need theirs."""
         key = (device, way)
         if key not in self._streams:
             self._streams[key] = torch.get_device_module(device.type).Stream(device)
@@ -119,7 +119,7 @@ class _Host:
 
 
 class _View(NamedTuple):
-    """A view that autograd keeps instead of a tensor."""
+    """A view in host memory, which autograd saves instead of a tensor."""
 
     memory: _Memory
     size: torch.Size
@@ -128,7 +128,7 @@ class _View(NamedTuple):
 
 
 class _Pass:
-    """One forward pass of a block: what it saved, and the pass before it, which backward comes to next."""
+    """One forward pass of a block: its saved memory, and the preceding pass, which is next in backward."""
 
     def __init__(self, host: _Host, block: nn.Module, inputs: Any, previous: weakref.ref[_Pass] | None) -> None:
         self._host, self._previous = host, previous
@@ -140,17 +140,17 @@ class _Pass:
         self._is_fetched = False
 
     def end(self) -> None:
-        """Nothing more is saved: from now on autograd alone keeps what was."""
+        """End the forward pass; from now on only autograd keeps its saved memory."""
         self._memories = [weakref.ref(memory) for memory in self._known.values()]
         self._known, self._block, self._inputs = {}, None, None
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        """The tensor itself where it stays, or where on the host it is."""
+        """The tensor itself if it stays, else its view on the host."""
         if not _is_plain(tensor) or self._stays(tensor):
-            return tensor if tensor.is_leaf else tensor.detach()  # its own output would hold the operation for ever
+            return tensor if tensor.is_leaf else tensor.detach()  # an output must not hold its operation
         storage = tensor.untyped_storage()
-        # A weak reference keeps the place of a memory that is gone from being taken for a new one.
+        # A weak reference, since a new storage may get the address of a freed one.
         key = StorageWeakRef(storage), tensor._version, tensor.dtype
         memory = self._known.get(key)
         if memory is None:
@@ -170,11 +170,11 @@ class _Pass:
         return packed.memory.on_device().as_strided(packed.size, packed.stride, packed.offset)
 
     def fetch(self) -> None:
-        """Begin to bring everything up; once, for more than one backward pass is rare."""
+        """Begin to fetch all memory; only once, since a second backward pass is rare."""
         if not self._is_fetched:
             self._is_fetched = True
-            for each in self._memories:
-                memory = each()
+            for reference in self._memories:
+                memory = reference()
                 if memory is not None:
                     memory.fetch()
 
@@ -192,15 +192,15 @@ class _Pass:
 
 
 class _Memory:
-    """A memory of the device that waits on the host."""
+    """A device storage that is kept on the host until backward."""
 
     def __init__(self, host: _Host, whole: Tensor) -> None:
         self._host, self._device = host, whole.device
         self._back: Tensor | None = None
         self._event: Any = None
         self.num_views = self._num_given = 0
-        is_apart = whole.device.type != "cpu"
-        self._kept = host.origin.new_empty(whole.shape, dtype=whole.dtype, pin_memory=is_apart)
+        is_on_device = whole.device.type != "cpu"
+        self._kept = host.origin.new_empty(whole.shape, dtype=whole.dtype, pin_memory=is_on_device)
         self._copy(self._kept, whole, "down")
 
     def fetch(self) -> None:
@@ -209,7 +209,7 @@ class _Memory:
             self._copy(self._back, self._kept, "up")
 
     def on_device(self) -> Tensor:
-        """The memory, on the device; let go of when each view of it has been asked for once."""
+        """The memory on the device, which is released once each view has been requested."""
         self.fetch()
         back = self._back
         assert back is not None
@@ -221,14 +221,14 @@ class _Memory:
         return back
 
     def _copy(self, target: Tensor, source: Tensor, way: str) -> None:
-        """Copy after all that is queued now, which wrote the source or used the target's memory."""
+        """Copy after the work queued now, which wrote the source or used the target's memory."""
         if self._device.type == "cpu":
             target.copy_(source)
             return
         module, stream = torch.get_device_module(self._device.type), self._host.stream(self._device, way)
         stream.wait_stream(module.current_stream(self._device))
         if self._event is not None:
-            stream.wait_event(self._event)  # of its way down
+            stream.wait_event(self._event)  # of the copy to the host
         with module.stream(stream):
             target.copy_(source, non_blocking=True)
         (source if way == "down" else target).record_stream(stream)
@@ -236,7 +236,7 @@ class _Memory:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True if a tensor is nothing but numbers in a memory."""
+    """True if a tensor is only a strided view of one storage."""
     is_made_of_others = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "fake_device")
     return tensor.layout is torch.strided and not (
         is_made_of_others or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
@@ -247,13 +247,13 @@ def _is_cast_of_parameter(tensor: Tensor) -> bool:
     node = tensor.grad_fn
     if node is None or not node.name().startswith("ToCopy"):
         return False
-    before = node.next_functions[0][0]
-    return before is not None and isinstance(getattr(before, "variable", None), nn.Parameter)
+    source = node.next_functions[0][0]
+    return source is not None and isinstance(getattr(source, "variable", None), nn.Parameter)
 
 
 def _places(block: nn.Module, inputs: Any) -> Iterator[int]:
-    """Storages of a block's own tensors, and of those it was given that others hold."""
-    given: Sequence[Any] = [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and not each.requires_grad]
-    for tensor in (*block.parameters(), *block.buffers(), *given):
+    """Storages of a block's own tensors, and of inputs without gradient, which have other owners."""
+    fixed: Sequence[Any] = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+    for tensor in (*block.parameters(), *block.buffers(), *fixed):
         if _is_plain(tensor):
             yield tensor.untyped_storage()._cdata

@@ -1,19 +1,19 @@
-"""Activation checkpointing: keep a block's inputs, and compute what lies between again in backward.
+"""Activation checkpointing: keep a block's inputs, and recompute its activations in backward.
 
-Memory falls to a block's inputs; backward pays one more forward (Chen et al., "Training Deep Nets with Sublinear Memory
-Cost", 2016). `torch.utils.checkpoint` does the work. Here is what a block of a real model needs around it:
+Memory falls to a block's inputs, and backward takes one more forward (Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", 2016). This module wraps `torch.utils.checkpoint`, and adds support for blocks of real models:
 
-- tensors may be anywhere in positional and keyword arguments; forward sees the caller's own containers, a recompute
-  sees them as they were before forward;
-- buffers and attributes that forward changes (BatchNorm's statistics, codes that move) are changed once, and the
-  recompute reads them as forward did; so it does random numbers, also those of numpy and Python (`forward_state`);
-- random numbers are restored on the devices of the parameters too, not only on those of the arguments;
-- context variables are those of forward, also where autograd goes backward in a thread of its own, as on CUDA;
-- the checkpointed inputs, and nothing else, can wait in host memory; or the results that took the most work are kept
-  as well (`selective`);
-- the reentrant form takes what torch's does not: keyword arguments, nested outputs, inputs that need no gradient.
+- tensors may be anywhere in positional and keyword arguments; forward gets the caller's own containers, a recompute
+  gets them as they were before forward;
+- buffers and attributes that forward changes (BatchNorm's statistics, EMA codes) change once, and the recompute reads
+  the values that forward read; the same holds for random numbers, also of numpy and Python (`forward_state`);
+- random states are restored on the devices of the parameters, too, not only on those of the arguments;
+- context variables are those of forward, even if autograd runs backward in a separate thread, as on CUDA;
+- only the checkpointed inputs can be moved to host memory; or the results with the most work are kept, too
+  (`selective`);
+- the reentrant form takes keyword arguments, nested outputs and inputs without gradient, unlike torch's.
 
-Not covered: state that forward changes in objects which are neither the module's nor its arguments.
+State that forward changes in objects other than the module or its arguments is not covered.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ M = TypeVar("M", bound=nn.Module)
 _Function = Callable[..., Any]
 _Kwargs = dict[str, Any]
 
-# Of the checkpointed forward that this thread runs: is it a recompute, and what does a call in it add to the counters.
+# (whether this thread's checkpointed forward is a recompute, the increment of forward counters per call).
 _pass: ContextVar[tuple[bool, int]] = ContextVar("atorch_recompute_pass", default=(False, 0))
 
 
@@ -64,7 +64,7 @@ class _Options(NamedTuple):
 
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
-    """Inside, checkpointed modules run their plain forward, and keep what it computes; compiled code does not ask."""
+    """Inside, checkpointed modules run their plain forward, and keep all activations. Compiled code ignores this."""
     token = _disabled.set(True)
     try:
         yield
@@ -73,7 +73,7 @@ def disable_checkpointing() -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """True if the running forward is a recompute in backward; each thread has its own answer."""
+    """True if the running forward of this thread is a recompute in backward."""
     return _pass.get()[0]
 
 
@@ -85,27 +85,27 @@ def checkpoint_wrapper(
     reentrant: bool = False,
     selective: bool = False,
 ) -> M:
-    """The same `module`, whose `forward` from now on keeps its inputs alone and runs again in backward.
+    """Let the `forward` of `module`, in place, keep only its inputs and run again in backward; returns the module.
 
-    Its class, the names in its `state_dict` and the signature of `forward` stay; a deepcopy or a pickle of it
-    checkpoints itself. Where gradients are disabled it is the plain forward.
+    The module's class, the names in its `state_dict` and the signature of `forward` stay. Copies and pickles of it are
+    checkpointed, too. With gradients disabled, the plain forward runs.
 
-    offload_to_cpu: inputs that were computed in this graph wait in host memory (pinned, for CUDA). Leaves (parameters,
-        masks, positions) stay: others hold them anyway. This frees memory only if nothing else keeps the input, as a
-        residual branch around the module would. Inside another checkpoint, the inner inputs are kept on the host too.
-    maintain_forward_counter: `module` and each inner one get an integer `_checkpoint_fwd_counter`, which rises with
-        their calls in forward and falls with their calls in the recompute: after one backward it is where it was.
-    reentrant: use torch's reentrant form, for modules that save differently each time they run (`torch.jit.script`).
-        It serves `loss.backward()` only, and gives no gradient to tensors in objects that are no pytrees.
-    selective: keep the results of products with weights and of attention as well, and compute only the rest again.
-        Backward runs once through such a forward, and what is kept must not be changed in place.
+    offload_to_cpu: keep inputs that were computed in this graph in host memory (pinned, for CUDA). Leaves (parameters,
+        masks, positions) stay, as they have other owners. This frees memory only if nothing else keeps the input, such
+        as a residual branch around the module. Inside another checkpoint, inner inputs are on the host, too.
+    maintain_forward_counter: `module` and its inner modules get an integer `_checkpoint_fwd_counter`, which rises with
+        calls in forward and falls with calls in the recompute. After one backward it is back at its old value.
+    reentrant: use torch's reentrant form, for modules that save differently at each run (`torch.jit.script`). It
+        supports only `loss.backward()`, and gives no gradient to tensors in objects that are no pytrees.
+    selective: also keep the results of products with weights and of attention, and recompute only the rest. Backward
+        can run once through such a forward, and kept results must not be changed in place.
 
-    Under `torch.compile` the plain form and the selective one become part of the graph. Each of the other three options
-    needs Python in backward: such a module runs uncompiled, and `fullgraph=True` refuses it.
+    Under `torch.compile` the plain and the selective form become part of the graph. The other three options need
+    Python in backward. A module with these runs uncompiled, and `fullgraph=True` refuses it.
 
-    Raises ArgumentError for what is no module with a forward; if it is wrapped already: its forward would be recomputed
-    twice; or for `selective` beside `reentrant`, which recomputes everything, or beside `offload_to_cpu`, which would
-    move the least part.
+    Raises ArgumentError for anything but a module with a forward, and for a wrapped module, whose forward would be
+    recomputed twice. It also refuses `selective` with `reentrant`, which recomputes everything, or with
+    `offload_to_cpu`, which would move the smallest part.
     """
     options = _Options(offload_to_cpu, maintain_forward_counter, reentrant, selective)
     _check_module(module)
@@ -134,10 +134,10 @@ def checkpoint_wrapper(
 def checkpoint_sequential(
     functions: Iterable[_Function], segments: int, input: Any, *, offload_to_cpu: bool = False, reentrant: bool = False
 ) -> Any:
-    """The output of `functions` called one after the other on `input`, checkpointed in `segments` even runs of them.
+    """The output of `functions`, called in sequence on `input`, and checkpointed in `segments` equal segments.
 
-    The last run is a plain one: backward starts there and would recompute it at once. `functions` is an
-    `nn.Sequential`, or any callables of one argument. Raises ArgumentError for what is no sequence of these, and unless
+    The last segment is not checkpointed, since backward starts there and would recompute it at once. `functions` is an
+    `nn.Sequential`, or any callables of one argument. Raises ArgumentError for other sequences, and unless
     1 ≤ segments ≤ number of functions.
     """
     steps = _steps(functions)
@@ -161,9 +161,9 @@ def checkpoint_sequential(
 
 
 def recomputed(function: _Function, owners: list[nn.Module], args: Any, kwargs: _Kwargs, **options: bool) -> Any:
-    """`function(*args, **kwargs)`, of which the inputs alone are kept. The `owners` are the modules that it calls.
+    """`function(*args, **kwargs)`, checkpointed. The `owners` are the modules that it calls.
 
-    options: `offload_to_cpu`, as for `checkpoint_wrapper`; and `preserve_rng_state`, without which dropout draws anew.
+    options: `offload_to_cpu`, as for `checkpoint_wrapper`; and `preserve_rng_state`: False lets dropout draw anew.
     """
     return _run(_Options(**options), function, owners, args, kwargs)
 
@@ -175,8 +175,8 @@ def _check_module(module: object) -> None:
             f"model.modules(): if isinstance(module, {module.__name__}): checkpoint_wrapper(module)"
         )
     if not isinstance(module, nn.Module):
-        each = "; call it for each of them" if isinstance(module, (list, tuple, dict)) else ""
-        raise ArgumentError(f"checkpoint_wrapper was given {shown(module)}; it takes a torch.nn.Module{each}")
+        hint = "; call it for each of them" if isinstance(module, (list, tuple, dict)) else ""
+        raise ArgumentError(f"checkpoint_wrapper was given {shown(module)}; it takes a torch.nn.Module{hint}")
     if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
         raise ArgumentError(
             f"checkpoint_wrapper was given a {type(module).__name__}, which has no forward that could run again; call "
@@ -191,7 +191,7 @@ def _check_switches(door: str, **switches: object) -> None:
 
 
 def _steps(functions: object) -> list[_Function]:
-    """The callables of a sequence; raises ArgumentError for what is none."""
+    """The callables of a sequence; raises ArgumentError for anything else."""
     if not isinstance(functions, Iterable) or isinstance(functions, (Tensor, Mapping, nn.ModuleDict, str)):
         what = f"the module {type(functions).__name__}" if isinstance(functions, nn.Module) else shown(functions)
         raise ArgumentError(
@@ -209,24 +209,24 @@ def _steps(functions: object) -> list[_Function]:
 
 
 def chained(functions: Iterable[Callable[..., Any]], value: Any) -> Any:
-    """The value after all functions, one after another."""
+    """The result of all functions, called in sequence on `value`."""
     for function in functions:
         value = function(value)
     return value
 
 
 class _CheckpointedForward:
-    """The checkpointed `module.forward`. It refers to its module weakly, since the module refers to it."""
+    """The checkpointed `module.forward`, with a weak reference to the module, which refers to it."""
 
     def __init__(self, module: nn.Module, forward: _Function | None, options: _Options) -> None:
         self.module, self.options, self.run = weakref.ref(module), options, _runner(options)
-        self.forward = forward  # the instance's own, if somebody had put one there
+        self.forward = forward  # a forward that was set on the instance, if any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.plain(), [self.module()], args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # copy and pickle make the new module before its attributes, so that this argument becomes the new module.
+        # copy and pickle create the new module before its attributes, so this argument becomes the new module.
         return _CheckpointedForward, (self.module(), self.forward, self.options)
 
     @property
@@ -234,7 +234,7 @@ class _CheckpointedForward:
         return inspect.signature(self.plain())
 
     def plain(self) -> _Function:
-        # The class is looked up at each call: `fully_shard` and parametrizations give a module another one.
+        # Look up the class at each call, since `fully_shard` and parametrizations change it.
         module = self.module()
         if module is None:
             raise ReferenceError("The module of this checkpointed forward is gone. Keep the module, not its forward.")
@@ -250,22 +250,21 @@ def _runner(options: _Options) -> _Function:
 
 
 def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: tuple[Any, ...], kwargs: _Kwargs) -> Any:
-    """`forward(*args, **kwargs)`, checkpointed where gradients are recorded. The `owners` hold its tensors."""
-    # Compiled code cannot ask whether checkpointing is disabled; it checkpoints whatever the context it runs in.
-    # Nor can what torch.func transforms be recomputed.
+    """`forward(*args, **kwargs)`, checkpointed if gradients are recorded. The `owners` hold its tensors."""
+    # Compiled code cannot read `_disabled`, and always checkpoints. A forward under torch.func cannot be recomputed.
     is_disabled = not torch.compiler.is_compiling() and (
         _disabled.get() or torch._C._functorch.peek_interpreter_stack() is not None
     )
     if is_disabled or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        # The compiler itself keeps buffers, random numbers and autocast right: it runs forward once.
+        # The compiler itself handles buffers, random numbers and autocast, as it runs forward once.
         again = functools.partial(forward, **kwargs)
         if options.selective:
             return checkpoint(again, *args, use_reentrant=False, context_fn=selective_contexts)
         return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=options.preserve_rng_state)
     leaves, spec = tree_flatten((args, kwargs))
-    # An object given twice is kept once, and stays one in the recompute: attention asks whether `query is key`.
+    # An object passed twice is kept once, and is one object in the recompute: attention tests `query is key`.
     inputs = list({id(leaf): leaf for leaf in leaves}.values())
     places = {id(leaf): place for place, leaf in enumerate(inputs)}
     modules = [module for owner in owners for module in owner.modules()]
@@ -278,14 +277,14 @@ def _run(options: _Options, forward: _Function, owners: list[nn.Module], args: t
     with outside, casting_anew() if options.selective else nullcontext():
         if options.reentrant:
             return _run_reentrant(call, inputs)
-        # An early stop would skip the last inner modules, and leave their counters up.
+        # An early stop would skip the last inner modules, and leave their counters raised.
         early_stop = not any(COUNTER in vars(owner) for owner in owners)
         keeps_rng = options.preserve_rng_state
         return checkpoint(call, *inputs, use_reentrant=False, early_stop=early_stop, preserve_rng_state=keeps_rng)
 
 
 def _run_reentrant(call: _Call, inputs: list[Any]) -> Any:
-    """Torch's reentrant form takes and gives flat tuples, and reaches backward only through inputs with gradient."""
+    """Run torch's reentrant form, which needs flat tuples of inputs and outputs, and an input with gradient."""
     parameters = [parameter for module in call.modules for parameter in module._parameters.values()]
     if not any(tensor.requires_grad for tensor in parameters + inputs if isinstance(tensor, Tensor)):
         return call(*inputs)
@@ -308,15 +307,15 @@ def _run_reentrant(call: _Call, inputs: list[Any]) -> Any:
 
 @dataclass(eq=False)
 class _Call:
-    """One checkpointed call of a forward. Its first run is the forward pass; every later one is a recompute."""
+    """One checkpointed call of a forward. Its first run is the forward pass, and later runs are recomputes."""
 
     forward: _Function
     owners: list[nn.Module]
-    modules: list[nn.Module]  # the owners and all inside them
+    modules: list[nn.Module]  # the owners and all modules inside them
     spec: TreeSpec
-    places: list[int]  # where each leaf of the arguments is found among the inputs
+    places: list[int]  # index in the inputs of each leaf of the arguments
     given: tuple[tuple[Any, ...], _Kwargs] | None
-    draws: bool  # whether a recompute draws the same random numbers
+    draws: bool  # True: a recompute draws the same random numbers
     state: ForwardState | None = None  # before forward
     keeping: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around the forward pass
     handing_out: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around a recompute
@@ -328,14 +327,14 @@ class _Call:
             assert self.state is not None
             with self.state.as_before(), self.handing_out:
                 return self.context.copy().run(self.run, args, kwargs, recomputing=True, count=-1)
-        (args, kwargs), self.given = self.given, None  # from here on autograd alone keeps the inputs
+        (args, kwargs), self.given = self.given, None  # from here on only autograd keeps the inputs
         self.state = ForwardState(self.modules, inputs, self.draws)
-        # In the recompute of an outer checkpoint a forward does not count: its own recompute counts down.
+        # In the recompute of an outer checkpoint a forward does not count, since its own recompute counts down.
         again = is_recomputing()
         try:
             with self.keeping:
                 return self.run(args, kwargs, recomputing=again, count=0 if again else 1)
-        finally:  # also where the recompute of an outer checkpoint stops early, in here
+        finally:  # also if the recompute of an outer checkpoint stops early, in here
             self.state.settle()
 
     def run(self, args: tuple[Any, ...], kwargs: _Kwargs, recomputing: bool, count: int) -> Any:
@@ -350,7 +349,7 @@ class _Call:
 
 
 def _on_other_devices(modules: list[nn.Module], inputs: list[Any]) -> list[Tensor]:
-    """An empty tensor on each device that has parameters and no input: torch restores random numbers by input."""
+    """An empty tensor on each device with parameters but no input; torch restores random states by input device."""
     devices = {p.device for module in modules for p in module._parameters.values() if p is not None}
     devices -= {tensor.device for tensor in inputs if isinstance(tensor, Tensor)}
     return [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
@@ -361,8 +360,8 @@ def _count(module: nn.Module, args: Any = ()) -> None:
 
 
 def _to_host(tensor: Tensor) -> tuple[Tensor, torch.device, int]:
-    # `non_blocking` pins, for CUDA; the order of the stream puts this copy before any later write to `tensor`.
-    # Detached, since an operation that saves its own output would hold itself for ever where that is on the CPU.
+    # `non_blocking` pins, for CUDA; the stream orders this copy before any later write to `tensor`.
+    # Detached, since an operation that saves its own output on the CPU would be in a cycle with it.
     kept = tensor if tensor.is_leaf else tensor.detach().to("cpu", non_blocking=True)
     return kept, tensor.device, kept._version
 

@@ -1,12 +1,12 @@
-"""Selective recomputation: results of products with weights and of attention are kept, what lies between runs again.
+"""Selective recomputation: keep the results of products with weights and of attention, and recompute the rest.
 
-Products and attention do nearly all of a block's work, and norms, activations and dropout take much of its memory, so
-that little is computed twice (Korthikanti et al. 2022, arXiv 2205.05198, section 5, with the roles of attention and
-products as fused attention has made them: it keeps no scores). torch's selective checkpointing does the work.
+Products and attention do nearly all of a block's work, while norms, activations and dropout take much of its memory. So
+little is computed twice (Korthikanti et al. 2022, arXiv 2205.05198, section 5; unlike there, attention is kept, since
+fused attention saves no scores). It uses torch's selective checkpointing.
 
-Products of activations with one another (`bmm`, in attention that is written out) run again: their results grow with
-the square of the sequence. So does attention with dropout, since a kept result would leave its random numbers undrawn,
-and all later ones of the block would be others than in forward.
+Products of activations with one another (`bmm`, in eager attention) are recomputed, since their results grow with the
+square of the sequence. So is attention with dropout: with a kept result it would draw no random numbers in the
+recompute, and all later ones of the block would differ from forward's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ATTENTION: Set[Any] = frozenset(
 
 
 def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Modes for forward and its recompute: the first keeps results, the second hands them out."""
+    """The modes of forward and its recompute: the first keeps results, the second returns them."""
     contexts: tuple[TorchDispatchMode, TorchDispatchMode] = create_selective_checkpoint_contexts(policy)
     return contexts
 
@@ -56,5 +56,5 @@ def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 def _draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if attention draws random numbers, for dropout."""
     names = (argument.name for argument in op._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return bool(given.get("dropout_p", 0.0))
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(arguments.get("dropout_p", 0.0))

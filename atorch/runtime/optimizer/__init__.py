@@ -1,1 +1,1 @@
-"""Wrappers of users' optimizers, and tests of what may be done to them."""
+"""Wrappers of users' optimizers, and tests of the splits that they support."""

@@ -1,9 +1,9 @@
-"""torch's fused kernels for optimizers that were made without saying how to step: one pass instead of a dozen.
+"""torch's fused kernels for optimizers without a chosen implementation: one pass instead of a dozen.
 
-An optimizer whose user gave neither `fused` nor `foreach` takes the kernel that torch has for its parameters; results
-differ by rounding alone. The kernels walk through memory: a CPU's gives wrong numbers, without a word, where a
-gradient or a state lies in another order than its parameter, and none takes sparse gradients. So each step looks first:
-a group that has come by such steps as torch does by default from then on.
+If the user set neither `fused` nor `foreach`, the optimizer uses torch's fused kernel for its parameters; results
+differ only by rounding. The kernels run linearly through memory. A CPU's silently gives wrong numbers if a gradient or
+state has another memory order than its parameter, and none takes sparse gradients. So each step checks first, and a
+group with such tensors uses torch's default implementation from then on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = (Adam, AdamW, SGD, Adagrad)
 
 
 def fuse(optimizer: Any) -> None:
-    """Let groups of torch's optimizers step by fused kernels, where there are some and the user did not choose.
+    """Let groups of torch's optimizers step by fused kernels, if there are any and the user made no choice.
 
     `defaults` stay as they are, and a `GradScaler` works as with any optimizer.
     """
@@ -35,31 +35,31 @@ def fuse(optimizer: Any) -> None:
         for parameter in group["params"]:
             _place_step(optimizer.state.get(parameter, {}), parameter)
     if groups:
-        optimizer.register_step_pre_hook(_keep_to_what_fits)
-        optimizer.register_load_state_dict_pre_hook(_keep_way)
+        optimizer.register_step_pre_hook(_unfuse_unfit_groups)
+        optimizer.register_load_state_dict_pre_hook(_keep_implementation)
 
 
 def fused_by_default(optimizer: Any) -> str | None:
-    """The class of an optimizer, or of the one inside it, that steps by a kernel that `fuse` chose; None for others."""
+    """The class name of the innermost optimizer, if it uses a kernel that `fuse` chose; else None."""
     while isinstance(optimizer, WrappedOptimizer):
         optimizer = optimizer.inner
-    chosen = _keep_to_what_fits in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    chosen = _unfuse_unfit_groups in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     return type(optimizer).__name__ if chosen and any(group["fused"] for group in optimizer.param_groups) else None
 
 
 def _can_fuse(kind: type[Any], group: Mapping[str, Any]) -> bool:
-    """True if a kernel takes such parameters beside each other, with the group's settings."""
+    """True if a kernel takes the group's parameters together, with its settings."""
     if group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
         return False
-    samples = {(type(each), _held(each).device, each.dtype, _mesh(each)): each for each in group["params"]}
-    are_alike = len({_mesh(each) for each in samples.values()}) <= 1  # a list of DTensors has them alone
-    return are_alike and all(_takes(kind, each, group) for each in samples.values())
+    samples = {(type(p), _local(p).device, p.dtype, _mesh(p)): p for p in group["params"]}
+    are_alike = len({_mesh(parameter) for parameter in samples.values()}) <= 1  # DTensors do not mix with others
+    return are_alike and all(_takes(kind, parameter, group) for parameter in samples.values())
 
 
 def _takes(kind: type[Any], like: Tensor, group: Mapping[str, Any]) -> bool:
-    """True if torch has a kernel for such a parameter that gives the right numbers, which a small one tells.
+    """True if torch has a correct kernel for parameters like `like`, tested on a small parameter.
 
-    Kernels differ by device, dtype and torch; up to torch 2.13 that of SGD on CPUs left 16-bit parameters as they were.
+    Kernels differ by device, dtype and torch version; up to torch 2.13 SGD's on CPUs left 16-bit parameters unchanged.
     """
     is_known = type(like) in (Tensor, nn.Parameter, FakeTensor) or hasattr(like, "placements")
     if not (is_known and like.is_floating_point()):
@@ -70,12 +70,12 @@ def _takes(kind: type[Any], like: Tensor, group: Mapping[str, Any]) -> bool:
             return True
         start = _ramp(like)
         return bool((fused - plain).norm() < max(1e-4, 8 * torch.finfo(like.dtype).eps) * (plain - start).norm())
-    except (RuntimeError, AssertionError, TypeError, ValueError):  # of a torch without that kernel, or that device
+    except (RuntimeError, AssertionError, TypeError, ValueError):  # torch has no kernel, or not for the device
         return False
 
 
 def _stepped(kind: type[Any], like: Tensor, group: Mapping[str, Any], is_fused: bool | None) -> Tensor:
-    """A small parameter like `like` after a few large steps; of a DTensor what this process holds."""
+    """The local part of a small parameter like `like` after a few large steps."""
     ramp = _ramp(like)
     parameter = nn.Parameter(_spread(ramp.clone(), like))
     optimizer: Optimizer = kind([parameter])
@@ -83,17 +83,17 @@ def _stepped(kind: type[Any], like: Tensor, group: Mapping[str, Any], is_fused: 
     optimizer.param_groups[0].update({**group, "params": [parameter], "lr": lr, "fused": is_fused})
     if is_fused:
         _place_step(optimizer.state.get(parameter, {}), parameter)
-    for turn in range(3):
-        parameter.grad = _spread((ramp * 7 + turn).sin(), like)
+    for step in range(3):
+        parameter.grad = _spread((ramp * 7 + step).sin(), like)
         optimizer.step()
-    held: Tensor = _held(parameter).detach()
-    return held
+    local_part: Tensor = _local(parameter).detach()
+    return local_part
 
 
 def _ramp(like: Tensor) -> Tensor:
-    """Numbers from 0 to 1, enough for vectors and for what is left over."""
-    ones: Tensor = _held(like).detach().new_ones(67, 67)
-    return ones.tril().sum(1) / 67  # a cumulative sum is refused where algorithms are to be deterministic
+    """Numbers from 0 to 1, enough for a kernel's vector loop and its remainder."""
+    ones: Tensor = _local(like).detach().new_ones(67, 67)
+    return ones.tril().sum(1) / 67  # cumsum raises under deterministic algorithms
 
 
 def _spread(values: Tensor, like: Any) -> Tensor:
@@ -104,12 +104,12 @@ def _spread(values: Tensor, like: Any) -> Tensor:
     return DTensor.from_local(values, like.device_mesh, like.placements, run_check=False)
 
 
-def _keep_to_what_fits(optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Before a step: no kernel for groups of which something lies as kernels do not expect it."""
-    has_closure = any(each is not None for each in (*args[1:], *kwargs.values()))  # whose gradients are not there yet
-    with torch._C.DisableTorchFunctionSubclass():  # what guards gradients
+def _unfuse_unfit_groups(optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before a step, turn the kernel off for groups with tensors that it does not support."""
+    has_closure = any(arg is not None for arg in (*args[1:], *kwargs.values()))  # it makes the gradients only later
+    with torch._C.DisableTorchFunctionSubclass():  # gradients may be guarded
         for group in optimizer.param_groups:
-            if group["fused"] and (has_closure or not _fit(group, optimizer.state)):
+            if group["fused"] and (has_closure or not _group_fits(group, optimizer.state)):
                 group["fused"] = None
                 logger.info(
                     "%s steps without its fused kernel from now on: there is a closure, or a gradient that is sparse, "
@@ -118,23 +118,23 @@ def _keep_to_what_fits(optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[st
                 )
 
 
-def _fit(group: Mapping[str, Any], states: Mapping[Any, Any]) -> bool:
+def _group_fits(group: Mapping[str, Any], states: Mapping[Any, Any]) -> bool:
     if group.get("momentum") and len({bool(states.get(p)) for p in group["params"] if p.grad is not None}) > 1:
-        return False  # the kernel begins with all momenta at once
-    return all(_fits(each, states) for each in group["params"])
+        return False  # the kernel initializes all momenta at once
+    return all(_parameter_fits(parameter, states) for parameter in group["params"])
 
 
-def _fits(parameter: Any, states: Mapping[Any, Any]) -> bool:
+def _parameter_fits(parameter: Any, states: Mapping[Any, Any]) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return True
-    held = _held(parameter)
-    if not held.is_contiguous() and torch.empty_like(held, device="meta").stride() != held.stride():
+    local_part = _local(parameter)
+    if not local_part.is_contiguous() and torch.empty_like(local_part, device="meta").stride() != local_part.stride():
         return False  # it has gaps
-    if not _lies_as(held, _held(gradient)):
+    if not _lies_as(local_part, _local(gradient)):
         return False
     for state in states.get(parameter, {}).values():
-        if isinstance(state, Tensor) and state.dim() and not _lies_as(held, _held(state)):
+        if isinstance(state, Tensor) and state.dim() and not _lies_as(local_part, _local(state)):
             return False
     return True
 
@@ -145,8 +145,8 @@ def _lies_as(held: Tensor, other: Tensor) -> bool:
     return (other.is_contiguous() and held.is_contiguous()) or other.stride() == held.stride()
 
 
-def _keep_way(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state that is loaded, of an optimizer that steps in another way, for this one."""
+def _keep_implementation(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """Replace the implementation choices in a loaded state by those of this optimizer."""
     groups = [
         {**theirs, "fused": mine["fused"], "foreach": mine["foreach"]}
         for theirs, mine in zip(saved["param_groups"], optimizer.param_groups, strict=False)
@@ -155,13 +155,13 @@ def _keep_way(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _place_step(state: dict[str, Any], parameter: Tensor) -> None:
-    """Put a number of steps where a kernel reads it."""
+    """Move the step count to the parameter's device, where a kernel reads it."""
     if isinstance(state.get("step"), Tensor):
         state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
-def _held(tensor: Any) -> Any:
-    """The part of a DTensor that this process holds; anything else itself."""
+def _local(tensor: Any) -> Any:
+    """The local part of a DTensor; other tensors as they are."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

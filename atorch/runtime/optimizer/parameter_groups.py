@@ -1,4 +1,4 @@
-"""Parameter groups hold parameters of the model alone: what else an optimizer is given, no method reduces or shards."""
+"""Checks that parameter groups have only the model's parameters, as no method reduces or shards others."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def is_group(entry: object) -> bool:
 
 
 def in_group(group: Any) -> list[Any]:
-    """Entries of a group, or one that stands without one, without the names that may stand beside parameters."""
+    """The parameters of a group, or of a single entry, without names."""
     entries = group["params"] if is_group(group) else [group]
     entries = [entries] if isinstance(entries, torch.Tensor) else entries
-    return [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in entries]
+    return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
 
 
 def need_own(parameter: torch.Tensor, own: set[int], given: str, model: str) -> None:
-    """Raise for a parameter that the model does not have: it would not be reduced.
+    """Raise for a parameter that the model does not have, since it would not be reduced.
 
     Args:
-        own: the ids of those that it has.
-        given: who gave it, as in "optim_param_func gave".
-        model: how the user has the model.
+        own: ids of the model's parameters.
+        given: the source of the parameter for the message, as in "optim_param_func gave".
+        model: the user's expression for the model.
 
     Raises:
-        ArgumentError: it is another one.
+        ArgumentError: the model does not have it.
     """
     if id(parameter) not in own:
         raise ArgumentError(
@@ -43,27 +43,27 @@ def need_own(parameter: torch.Tensor, own: set[int], given: str, model: str) -> 
 
 
 class TakesParameters:
-    """Base of models that can reduce parameters that they are given once they are accelerated."""
+    """Base of models that can reduce parameters that are added after acceleration."""
 
     def take_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Reduce these, too. All processes call it together."""
+        """Reduce these parameters, too. All processes must call it together."""
         raise NotImplementedError
 
 
 def keep_to(model: nn.Module, optimizer: Optimizer) -> None:
-    """Let `optimizer.add_param_group` refuse, by ArgumentError, parameters of which `model` reduces no gradients."""
+    """Let `optimizer.add_param_group` raise ArgumentError for parameters whose gradients `model` does not reduce."""
     if not hasattr(optimizer, "add_param_group"):
         return
     itself, its_model = weakref.ref(optimizer), weakref.ref(model)
-    known = set(map(id, model.parameters()))
+    known_ids = set(map(id, model.parameters()))
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         adding, trained = itself(), its_model()
         assert adding is not None, "it is called"
         if is_group(param_group) and isinstance(param_group["params"], Iterator):
             param_group = {**param_group, "params": list(param_group["params"])}
-        given = in_group(param_group) if is_group(param_group) else ()
-        new = [each for each in given if isinstance(each, torch.Tensor) and id(each) not in known]
+        entries = in_group(param_group) if is_group(param_group) else ()
+        new = [entry for entry in entries if isinstance(entry, torch.Tensor) and id(entry) not in known_ids]
         if trained is not None and new:
             _take(trained, new)
         type(adding).add_param_group(adding, param_group)

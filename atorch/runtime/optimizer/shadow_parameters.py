@@ -1,8 +1,8 @@
-"""An optimizer whose inner one steps on stand-ins: for some parameters other tensors, wider ones or ones elsewhere.
+"""An optimizer whose inner optimizer steps on stand-ins for some parameters: wider tensors, or tensors elsewhere.
 
-Users, schedulers and clipping see the model's parameters. The groups are the inner optimizer's own, which hold the
-stand-ins only while that one works, so that a changed learning rate reaches it. Stand-ins may be nested: the inner
-optimizer of masters in fp32 on the host is one whose stand-ins are on the host.
+Users, schedulers and clipping see the model's parameters. The groups are the inner optimizer's own, so that a changed
+learning rate reaches it. They have the stand-ins only while the inner optimizer runs. Stand-ins may be nested: fp32
+masters may have an inner optimizer with stand-ins on the host.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
 
 
 class ShadowOptimizer(WrappedOptimizer):
-    """Base of such optimizers: subclasses make a parameter's stand-in, and step.
+    """Base of such optimizers; subclasses implement `_make_stand_in` and `step`.
 
-    make_inner: makes the inner optimizer from parameters, named parameters or groups of either, as `groups` are.
+    make_inner: makes the inner optimizer, from entries like `groups`.
+    groups: parameters, named parameters or groups of either.
     """
 
     def __init__(self, make_inner: MakeOptimizer, groups: Iterable[Any]) -> None:
@@ -42,7 +43,7 @@ class ShadowOptimizer(WrappedOptimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the inner optimizer one more group, with stand-ins of its own; a group that it has stays as it is."""
+        """Add a group, with new stand-ins, to the inner optimizer; a group that it already has is left alone."""
         if any(param_group is known for known in self.inner.param_groups):
             return
         (converted,) = _converted([param_group], self._stand_in_of)
@@ -73,28 +74,28 @@ class ShadowOptimizer(WrappedOptimizer):
 
     def _stand_in_of(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter not in self.stand_ins:
-            made = self._make_stand_in(parameter)
-            if made is None:
+            stand_in = self._make_stand_in(parameter)
+            if stand_in is None:
                 return parameter
-            self.stand_ins[parameter] = made
+            self.stand_ins[parameter] = stand_in
         return self.stand_ins[parameter]
 
     def _originals(self) -> dict[torch.Tensor, torch.Tensor]:
         return {stand_in: parameter for parameter, stand_in in self.stand_ins.items()}
 
     def _note_values(self) -> None:
-        """From now on, what is written to parameters is told by `_changed`."""
+        """Note the parameters' current values, so that `_changed` finds later writes."""
         parameters = [local(parameter) for parameter in self.stand_ins]
-        self._versions, self._norms = [each._version for each in parameters], _norms(parameters)
+        self._versions, self._norms = [parameter._version for parameter in parameters], _norms(parameters)
 
     def _changed(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters that were written since values were noted, each with its stand-in.
+        """Parameters that were written since `_note_values`, with their stand-ins.
 
-        What is written to `parameter.data` counts as no version of the parameter, and is seen by its norm. What
-        leaves the norm as it is, such as other signs or another order, is not seen.
+        A write to `parameter.data` does not raise the parameter's version, and is detected by its norm. A write that
+        keeps the norm, such as other signs or another order, is not detected.
         """
         parameters = [local(parameter) for parameter in self.stand_ins]
-        written = [each._version != then for each, then in zip(parameters, self._versions, strict=True)]
+        written = [parameter._version != then for parameter, then in zip(parameters, self._versions, strict=True)]
         for (places, now), (_, then) in zip(_norms(parameters), self._norms, strict=True):
             if not torch.equal(now, then):
                 for place, differs in zip(places, (now != then).tolist(), strict=True):
@@ -104,31 +105,31 @@ class ShadowOptimizer(WrappedOptimizer):
 
 @torch.no_grad()
 def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
-    """Places of tensors by device, and their norms, in which one element of a large one tells."""
+    """Indices of tensors by device, with norms in fp64, which show a change of a single element."""
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
     return [
-        (held, torch.stack(torch._foreach_norm([tensors[place].detach() for place in held], dtype=torch.float64)))
-        for held in places.values()
+        (indices, torch.stack(torch._foreach_norm([tensors[place].detach() for place in indices], dtype=torch.float64)))
+        for indices in places.values()
     ]
 
 
 def unrounded(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
-    """The value of a parameter, or of a slice, before rounding, taken out of `values`; None where not known."""
+    """The value of a parameter, or of a slice of one, before rounding, removed from `values`; None if unknown."""
     whole, where = origin(parameter)
     value = values.pop(whole, None)
     return value if value is None or where is None else value.view(-1)[where].clone()
 
 
 def _converted(groups: list[Any], stand_in_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """Parameters, named parameters or groups of either, with stand-ins in their places."""
+    """Parameters, named parameters or groups of either, with stand-ins for parameters."""
 
     def convert(entry: Any) -> Any:
         if isinstance(entry, dict):
             params = entry["params"]
             listed = [params] if isinstance(params, torch.Tensor) else list(params)
-            return {**entry, "params": [convert(each) for each in listed]}
+            return {**entry, "params": [convert(param) for param in listed]}
         if isinstance(entry, tuple):
             name, parameter = entry
             return name, stand_in_of(parameter)

@@ -1,10 +1,10 @@
-"""Tests if an optimizer computes the same where it sees only a part of what it would see on one process.
+"""Tests whether an optimizer computes the same if its process has only a part of the parameters.
 
-A method that spreads parameters gives each process's optimizer some parameters (`APART`), some rows or columns of each
-(`ROWS`, `COLUMNS`), some elements of each (`FLAT`), or DTensors, which look whole (`SHARDED`). Steps of one element by
-its own gradient, such as Adam's, are the same under all of them; a norm of a parameter, statistics of its rows, or
-anything of all parameters together is not. No list of classes knows a stranger's optimizer, so it is tried: a few steps
-on small parameters like the given ones, whole and spread.
+A sharding method gives each process's optimizer some parameters ("apart"), some rows or columns of each ("rows",
+"columns"), or some elements of each ("flat"). DTensors ("sharded") look like full tensors. Element-wise steps,
+such as Adam's, are the same under all of them. Steps that use a parameter's norm, statistics of its rows, or all
+parameters together are not. No list of classes covers users' optimizers. So the optimizer is tried: a few steps on
+small parameters like the given ones, full and split.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _DEPENDS: Mapping[ShardKind, str] = {
 
 
 def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups with the settings of `groups` and a few small parameters like theirs, two of each number of dims."""
-    given = list(groups)
-    parts = given if given and isinstance(given[0], dict) else [{"params": given}]
-    made = []
+    """Groups with the settings of `groups` and small parameters like theirs, two for each number of dimensions."""
+    listed = list(groups)
+    parts = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    small_groups = []
     for part in parts:
         entries = [part["params"]] if isinstance(part["params"], Tensor) else list(part["params"])
         kinds: dict[Any, Any] = {}
@@ -55,29 +55,29 @@ def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
             tensor = tensor_of(entry)
             if tensor.requires_grad and tensor.is_floating_point():
                 kinds.setdefault(tensor.dim(), entry)
-        few: list[Any] = []
+        copies: list[Any] = []
         for entry in kinds.values():
             tensor = tensor_of(entry)
             for copied in range(2):
                 shape = [min(size, 6 - 2 * copied + 2 * (dim % 2)) for dim, size in enumerate(tensor.shape)]
                 value = nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=_place(tensor)))
-                few.append(
+                copies.append(
                     (f"{entry[0]}.{copied}" if copied else entry[0], value) if isinstance(entry, tuple) else value
                 )
-        made.append({**{k: v for k, v in part.items() if k != "params"}, "params": few})
-    return [part for part in made if part["params"]]
+        small_groups.append({**{k: v for k, v in part.items() if k != "params"}, "params": copies})
+    return [part for part in small_groups if part["params"]]
 
 
 def makes_elementwise(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> bool:
-    """True if what is made for such groups is such an optimizer, or one around it."""
-    made = made_small(make_optimizer, groups)
-    while isinstance(made, WrappedOptimizer):
-        made = made.inner
-    return made is not None and is_elementwise(made)
+    """True if `make_optimizer` makes an element-wise optimizer for such groups, or a wrapper of one."""
+    optimizer = made_small(make_optimizer, groups)
+    while isinstance(optimizer, WrappedOptimizer):
+        optimizer = optimizer.inner
+    return optimizer is not None and is_elementwise(optimizer)
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """True if its step cannot do without a closure."""
+    """True if the optimizer's step requires a closure."""
     try:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
     except (TypeError, ValueError):
@@ -86,7 +86,7 @@ def needs_closure(optimizer: Any) -> bool:
 
 
 def made_small(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> Optimizer | None:
-    """The optimizer on small parameters; None where it cannot be made on any but its own."""
+    """The optimizer on small parameters; None if it cannot be made for them."""
     made, error = _attempt(lambda: make_optimizer(small(groups)))
     if error is not None:
         logger.info("the optimizer cannot be tried on small parameters: %s", error)
@@ -96,16 +96,16 @@ def made_small(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> Optimize
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # a stranger's optimizer may refuse in any way
+    except Exception as error:  # a user's optimizer may raise anything
         return None, error
 
 
 def difference(
     make_optimizer: MakeOptimizer, groups: Iterable[Any], split: ShardKind, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """Why the optimizer cannot be split so; None where it computes the same, or cannot be tried at all.
+    """The reason why the optimizer does not support `split`; None if it computes the same, or cannot be tried.
 
-    group: for `sharded`, the processes, all of which must call this.
+    group: for "sharded", the processes, all of which must call this.
     """
     few = small(groups)
     optimizer = made_small(make_optimizer, few)
@@ -124,7 +124,7 @@ def difference(
     return None
 
 
-OptimizerView = Callable[[int, Tensor], "Tensor | None"]  # what one optimizer has of the parameter of an index
+OptimizerView = Callable[[int, Tensor], "Tensor | None"]  # one optimizer's part of the parameter with an index
 
 
 def _compared(trial: _Trial, split: ShardKind, group: dist.ProcessGroup | None, expected: list[Any]) -> str | None:
@@ -140,79 +140,79 @@ def _compared(trial: _Trial, split: ShardKind, group: dist.ProcessGroup | None, 
             return f"it cannot step on them ({type(error).__name__}: {text[:120]})"
         for index, update in enumerate(got):
             if update is not None:
-                wanted = view(index, expected[index])
-                assert wanted is not None
-                sums[0] += (local(update).double() - local(wanted).double()).square().sum().cpu()
-                sums[1] += local(wanted).double().square().sum().cpu()
+                expected_part = view(index, expected[index])
+                assert expected_part is not None
+                sums[0] += (local(update).double() - local(expected_part).double()).square().sum().cpu()
+                sums[1] += local(expected_part).double().square().sum().cpu()
     if split == "sharded":
-        forget_shardings()  # or tensors on another mesh of this shape would take this one's group
+        forget_shardings()  # else tensors on another mesh of this shape would use this mesh's group
         shares = gather_objects(sums.tolist(), group)
         sums = torch.tensor(shares, dtype=torch.float64).sum(0)
-    # Who computes in 16 bits inside (Muon) rounds sums of parts otherwise than those of wholes.
+    # An optimizer that computes in 16 bits inside (Muon) rounds sums of parts differently.
     tolerance = 2e-2 if split == "sharded" else 1e-5
     return _DEPENDS[split] if float(sums[0]) > tolerance**2 * float(sums[1]) else None
 
 
 class _Trial:
-    """A few steps from fixed values with fixed gradients, by optimizers that see a part of them."""
+    """A few steps from fixed values with fixed gradients, by optimizers that get parts of them."""
 
     def __init__(
         self, make_optimizer: MakeOptimizer, few: list[dict[str, Any]], dtype: torch.dtype, is_sparse: bool
     ) -> None:
         self._make, self._groups, self._is_sparse = make_optimizer, few, is_sparse
         self._largest: float | None = None  # learning rate
-        shapes = [(each.shape, each.device) for each in _tensors(few)]
+        shapes = [(tensor.shape, tensor.device) for tensor in _tensors(few)]
         generator = torch.Generator().manual_seed(3)
 
         def drawn() -> list[Tensor]:
             return [torch.randn(shape, generator=generator).to(place, dtype) for shape, place in shapes]
 
         self._values = drawn()
-        self._gradients = [[each * (1 + 2 * number) for number, each in enumerate(drawn())] for _ in range(_STEPS)]
+        self._gradients = [[grad * (1 + 2 * number) for number, grad in enumerate(drawn())] for _ in range(_STEPS)]
 
     def updates(self, view: OptimizerView) -> list[Any]:
-        """Updates by the steps of each parameter, or of what `view` has of it."""
+        """The total update of each parameter's part in `view`; None for parameters without one."""
         torch.manual_seed(5)
-        mine, groups = self._parameters(view)
+        parameters, groups = self._parameters(view)
         optimizer = self._make(groups)
-        if self._largest is None:  # of the whole, which is tried first
+        if self._largest is None:  # in the first trial, which is on full parameters
             self._largest = max(
                 (abs(float(part["lr"])) for part in optimizer.param_groups if "lr" in part), default=0.0
             )
-        for part in optimizer.param_groups:  # an update that drowns in its parameter's rounding tells nothing
+        for part in optimizer.param_groups:  # scaled, since updates must exceed the rounding of parameters
             if isinstance(part.get("lr"), float):
                 part["lr"] *= 0.1 / self._largest if self._largest else 1.0
-        before = {index: parameter.detach().clone() for index, parameter in mine.items()}
+        before = {index: parameter.detach().clone() for index, parameter in parameters.items()}
         for gradients in self._gradients:
-            given = {index: view(index, gradients[index]) for index in mine}
+            gradient_parts = {index: view(index, gradients[index]) for index in parameters}
             if needs_closure(optimizer):
-                closure: Any = partial(_evaluate, mine, given)
+                closure: Any = partial(_evaluate, parameters, gradient_parts)
                 optimizer.step(closure)
                 continue
-            for index, parameter in mine.items():
-                gradient = given[index]
+            for index, parameter in parameters.items():
+                gradient = gradient_parts[index]
                 assert gradient is not None
                 parameter.grad = gradient.to_sparse(1) if self._is_sparse and gradient.dim() else gradient.clone()
             optimizer.step()
-        return [mine[i].detach() - before[i] if i in mine else None for i in range(len(self._values))]
+        return [parameters[i].detach() - before[i] if i in parameters else None for i in range(len(self._values))]
 
     def _parameters(self, view: OptimizerView) -> tuple[dict[int, nn.Parameter], list[dict[str, Any]]]:
-        mine: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         groups, index = [], 0
         for part in self._groups:
             entries: list[Any] = []
             for entry in part["params"]:
                 value = view(index, self._values[index])
                 if value is not None:
-                    mine[index] = nn.Parameter(value.clone())
-                    entries.append((entry[0], mine[index]) if isinstance(entry, tuple) else mine[index])
+                    parameters[index] = nn.Parameter(value.clone())
+                    entries.append((entry[0], parameters[index]) if isinstance(entry, tuple) else parameters[index])
                 index += 1
             groups.append({**part, "params": entries})
-        return mine, [part for part in groups if part["params"]]
+        return parameters, [part for part in groups if part["params"]]
 
 
 def _evaluate(parameters: dict[int, nn.Parameter], targets: Mapping[int, Any]) -> Tensor:
-    """A closure: a loss with many minima, of which a step from another point finds another, with its gradients."""
+    """Evaluate, as a closure, a loss with many minima, and its gradients; other steps lead to other minima."""
     losses = []
     for index, parameter in parameters.items():
         distance = 3.0 * (parameter.detach() - targets[index])
@@ -226,7 +226,7 @@ def _all_of(index: int, tensor: Tensor) -> Tensor:
 
 
 def _cut(split: ShardKind, number: int, index: int, tensor: Tensor) -> Tensor | None:
-    """The part of optimizer `number` of two."""
+    """The part of a tensor for optimizer `number` of two."""
     if split == "apart":
         return tensor if index % 2 == number else None
     dim = 1 if split == "columns" else 0
@@ -245,7 +245,7 @@ def _mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 def _shard(mesh: DeviceMesh, index: int, tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    if tensor.dim() == 0:  # fsdp keeps it whole, a plain tensor
+    if tensor.dim() == 0:  # fsdp keeps it as a plain tensor
         return tensor
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(0)])
@@ -266,6 +266,6 @@ def _tensors(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
 
 
 def tensor_of(entry: Any) -> Tensor:
-    """The tensor of a group's entry, which may be a pair of a name and a parameter."""
+    """The tensor of a group's entry, which may be a pair of name and parameter."""
     tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
     return tensor

@@ -1,4 +1,4 @@
-"""An optimizer around another one, which learning-rate schedulers and users take for the inner one."""
+"""An optimizer around another one, which learning-rate schedulers and users can treat as the inner one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from atorch.errors import ArgumentError, shown
 
 
 class WrappedOptimizer(Optimizer):
-    """Shares the inner optimizer's parameter groups, state and defaults. Subclasses say what a step is."""
+    """Shares the inner optimizer's parameter groups, state and defaults. Subclasses implement `step`."""
 
     inner: Optimizer
     copied: Collection[torch.Tensor] = ()
-    """Parameters whose states are those of copies or parts of them."""
+    """Parameters whose states belong to copies or parts of them."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -32,7 +32,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """The inner optimizer's state; another that is put here is put there."""
+        """The inner optimizer's state; assigning it assigns the inner one's."""
         states: Any = self.inner.state
         return _StatesOfCopies(states, self.copied) if self.copied else states  # type: ignore[return-value]
 
@@ -44,32 +44,33 @@ class WrappedOptimizer(Optimizer):
         """Attributes of the inner optimizer. Its methods may work on parameters and states, not on gradients."""
         if name == "inner" or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = getattr(self.inner, name)
-        return partial(self._call, found) if getattr(found, "__self__", None) is self.inner else found
+        attribute = getattr(self.inner, name)
+        return partial(self._call, attribute) if getattr(attribute, "__self__", None) is self.inner else attribute
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the inner optimizer's own, which would step by other gradients than it takes them for."""
-        params = [each for group in self.inner.param_groups for each in group["params"]]
-        before = [each.grad for each in params]
-        for each, gradient in zip(params, before, strict=True):
+        """Call a method that only the inner optimizer has; gradients, which may be parts or scaled, are unreadable."""
+        params = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        before = [parameter.grad for parameter in params]
+        for parameter, gradient in zip(params, before, strict=True):
             if gradient is not None:
-                each.grad = gradient.detach().as_subclass(_Unreadable)
+                parameter.grad = gradient.detach().as_subclass(_Unreadable)
         try:
             result = method(*args, **kwargs)
-            cleared = any(each.grad is None is not gradient for each, gradient in zip(params, before, strict=True))
+            # Chained: the gradient is None now, and was not before.
+            cleared = any(p.grad is None is not gradient for p, gradient in zip(params, before, strict=True))
         finally:
-            for each, gradient in zip(params, before, strict=True):
-                each.grad = gradient
+            for parameter, gradient in zip(params, before, strict=True):
+                parameter.grad = gradient
         if cleared:
             self.zero_grad()
         return result
 
     def _share(self) -> None:
-        # The very objects, so that a learning rate set here is set there. Loading a state makes new ones.
+        # The same objects, so that a learning rate set here is set there. Loading a state makes new ones.
         self.param_groups = self.inner.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the inner optimizer one more group; a group that it has stays as it is."""
+        """Add a group to the inner optimizer; a group that it already has is left alone."""
         if not any(param_group is known for known in self.inner.param_groups):
             self.inner.add_param_group(param_group)
 
@@ -77,7 +78,7 @@ class WrappedOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """The values of all gradients that a step reads on this process, as `dense_gradient` gives them."""
+        """The values of all gradients that a step reads on this process, as `dense_gradient` returns them."""
         if isinstance(self.inner, WrappedOptimizer):
             yield from self.inner.gradients()
             return
@@ -93,7 +94,7 @@ class WrappedOptimizer(Optimizer):
         return self.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned, or that of a bare inner optimizer."""
+        """Load a state from `state_dict`, or from an unwrapped inner optimizer."""
         self.inner.load_state_dict(state_dict)
         self._share()
 
@@ -114,7 +115,7 @@ class WrappedOptimizer(Optimizer):
 
 
 class _StatesOfCopies(MutableMapping[torch.Tensor, Any]):
-    """States by what the inner optimizer steps on, which refuse the model's parameters as keys: they have no entry."""
+    """States by the tensors that the inner optimizer steps on; the model's parameters are refused as keys."""
 
     def __init__(self, states: MutableMapping[torch.Tensor, Any], copied: Collection[torch.Tensor]) -> None:
         self._states, self._copied = states, copied
@@ -143,8 +144,8 @@ class _StatesOfCopies(MutableMapping[torch.Tensor, Any]):
                 f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
                 "(half, offload, chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
             )
-        known: torch.Tensor = key
-        return known
+        tensor: torch.Tensor = key
+        return tensor
 
 
 class _Unreadable(torch.Tensor):
@@ -159,8 +160,8 @@ class _Unreadable(torch.Tensor):
 
 
 def before_steps(optimizer: Optimizer | None, work: Callable[..., Any]) -> None:
-    """Call `work` before each step of `optimizer`, as torch's hook, if it is one that can be told to."""
-    # What hooks are kept in is made by a constructor that a stranger's class may not call.
+    """Call `work` before each step of `optimizer`, by torch's hook, if the optimizer supports it."""
+    # torch's constructor makes the dict of hooks, and a user's class may not call it.
     if optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         optimizer.register_step_pre_hook(work)
 
@@ -171,16 +172,16 @@ def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def dense_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The values of its gradient that this process holds; a sparse one is coalesced first."""
+    """The local values of the gradient, or None; a sparse one is coalesced first."""
     if parameter.grad is None:
         return None
-    if parameter.grad.is_sparse:  # entries of one row may overflow when they are added up
+    if parameter.grad.is_sparse:  # summing entries of one row may overflow
         parameter.grad = parameter.grad.coalesce()
     return local(parameter.grad)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense values of `tensor` that this process holds, sharing memory: a DTensor's shard, a sparse one's values.
+    """The local dense values of `tensor`, sharing its memory: a DTensor's shard, or a sparse tensor's values.
 
     A sparse tensor must be coalesced.
     """

@@ -1,1 +1,1 @@
-"""Pipeline parallelism for any model: cut into stages by its structure, and run by torch's own schedules."""
+"""Pipeline parallelism for any model: cut into stages by its structure, and run by torch's schedules."""

@@ -1,8 +1,8 @@
 """Runs micro-batches through the stages, by torch's schedules.
 
-What travels through torch's splitting is the number of a micro-batch; its arguments are looked up, so they may be
-anything. Batches of another shape, and passes without backward, get schedules of their own, of which the last few are
-kept, for their buffers; in which order passes come is found out once for each number of micro-batches.
+Torch splits only the numbers of the micro-batches; their arguments are looked up, so they may be of any type. Each
+shape of batches has its own schedule, as have passes without backward. The last few schedules are kept, with their
+buffers. The order of passes is computed once for each number of micro-batches.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from atorch.runtime.pipeline.stage import ModelStage, stage_of
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule
 
 KEPT = 4
-"""Schedules, with the buffers of their micro-batches."""
+"""The number of cached schedules, each with the buffers of its micro-batches."""
 KEPT_SHAPES = 64
-"""Sizes of batches of which it is kept what crosses between stages."""
+"""The number of batch sizes for which the shapes sent between stages are cached."""
 
 ModelArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call of the model."""
 Conclude = Callable[[int, Any], Tensor]
-"""(number of the micro-batch, the model's output) → what the last stage gives to the schedule."""
+"""(number of the micro-batch, the model's output) → the last stage's result for the schedule."""
 
 
 class PassWork(Protocol):
-    """The work of a pass: something around each micro-batch's call of the model."""
+    """The work of a pass: code around each micro-batch's call of the model."""
 
     @property
     def count(self) -> int: ...
 
     @property
     def sizes(self) -> Hashable:
-        """Passes whose sizes are equal hand over tensors of equal shapes."""
+        """A key that is equal for passes whose stages send tensors of equal shapes."""
         ...
 
     def look(self, part: nn.Module) -> None:
-        """Call a stage's model on the first micro-batch, without gradients, to see what it makes."""
+        """Call a stage's model on the first micro-batch, without gradients, to observe its tensors."""
         ...
 
     def run(self, number: int, part: nn.Module) -> Any:
-        """Call a stage's model on a micro-batch: what that gives, or, of the last stage, the micro-batch's loss."""
+        """Call a stage's model on a micro-batch: returns its output, or, on the last stage, the micro-batch's loss."""
         ...
 
 
 @dataclass(frozen=True)
 class StageCalls:
-    """Calls of the model, each of which is concluded where the output is made."""
+    """Calls of the model; `conclude` runs on each output, on the last stage."""
 
     calls: Sequence[ModelArguments]
     conclude: Conclude
@@ -80,7 +80,7 @@ class StageCalls:
 
     @property
     def sizes(self) -> Hashable:
-        """Sizes of the first call's arguments; all calls are of equal sizes."""
+        """Sizes of the first call's arguments, which are equal for all calls."""
         return sizes_of(self.calls[0])
 
     def look(self, part: nn.Module) -> None:
@@ -97,11 +97,11 @@ class StageCalls:
 class _Job:
     work: PassWork
     shapes: Sequence[Sequence[TensorSpec]]
-    failures: list[Exception] | None = None  # of a pass that all processes end before one of them raises
+    failures: list[Exception] | None = None  # of a pass that all ranks end before any of them raises
 
 
 class Engine:
-    """The stages `parts` of this process, which are run together with those of the other processes of `group`."""
+    """The stages `parts` of this process, run together with those of the other processes of `group`."""
 
     def __init__(
         self,
@@ -113,9 +113,9 @@ class Engine:
         replicas: dist.ProcessGroup | None = None,
         reductions: Sequence[StageReduction] | None = None,
     ) -> None:
-        """`understudy`: speaks for the other processes, where they are fake ones. `replicas`: who has other batches.
+        """`understudy`: replaces the other processes in a fake world. `replicas`: the ranks with other batches.
 
-        reductions: of the parts' gradients; None: as each part reduces by itself.
+        reductions: control the reduction of the parts' gradients; None: the default of each part.
         """
         self.parts, self.group, self.device = tuple(parts), group, device
         self.stages = [stage_of(part) for part in parts]
@@ -123,60 +123,60 @@ class Engine:
         self.places = places_of(schedule, self.stages[0].num_stages, group.size())
         self.last_place = self.places[-1]
         self._name, self.understudy = schedule, understudy
-        # Where parameters are shards, a pass that one process makes, all that hold them have to make.
-        self._looks_with = replicas if any(each.is_sharded for each in self.reductions) else None
+        # With sharded parameters, all ranks of a shard group must run the same passes.
+        self._looks_with = replicas if any(reduction.is_sharded for reduction in self.reductions) else None
         self.pieces = [LocalStage(part, self) for part in parts]
         self._patterns: dict[tuple[str | PlacedSchedule, int, bool], Pattern] = {}
         self._schedules: dict[Any, Any] = {}
-        self._seen: dict[Any, list[Sequence[TensorSpec]]] = {}  # sizes of a call's arguments → shapes that it makes
+        self._seen: dict[Any, list[Sequence[TensorSpec]]] = {}  # sizes of a call's arguments → shapes of its results
         self.job: _Job | None = None
 
     @property
     def has_last(self) -> bool:
-        """True if the model's output is made on this process."""
+        """True if this process has the last stage, which returns the model's output."""
         return self.group.rank() == self.last_place
 
     def run(self, calls: Sequence[ModelArguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
-        """One pass of all micro-batches `calls`, which are equal in shape, through all stages.
+        """Run all micro-batches `calls`, which have equal shapes, through all stages.
 
-        With `train`, what `conclude` returns is the loss of a micro-batch, and gradients are left in `.grad`. With
+        With `train`, `conclude` returns the loss of a micro-batch, and `.grad` holds the gradients afterwards. With
         `whole`, all forward passes come before the first backward.
 
         Raises:
-            StrategyError: the model does not do on this batch what it did on the sample.
+            StrategyError: the model calls its units differently on this batch than on the sample.
         """
         self.run_work(StageCalls(calls, conclude), train=train, whole=whole)
 
     def run_work(self, work: PassWork, *, train: bool, whole: bool = False) -> None:
-        """The same with anything around the calls of the model."""
+        """As `run`, with arbitrary code around the calls of the model."""
         key = (train, whole, work.count, work.sizes)
         name = whole_batch(self._name) if whole and isinstance(self._name, str) else self._name
         numbers = torch.arange(work.count)
         first = [numbers] if self.stages[0].is_first else []
         with self.working_on(work) as shapes:
-            known = self._schedules.pop(key, None)
-            schedule = known or self._make(name, shapes, work.count, train)
+            cached = self._schedules.pop(key, None)
+            schedule = cached or self._make(name, shapes, work.count, train)
 
             failures: list[Exception] = []
-            # What fails on one process alone mostly does so at first, or in evaluation.
-            ends_together = self.understudy is None and (known is None or not train)
+            # Failures on a single rank mostly occur in the first pass, or in evaluation.
+            ends_together = self.understudy is None and (cached is None or not train)
             if ends_together:
                 self.job = _Job(work, shapes, failures)
             try:
                 schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
-            except RuntimeError as error:  # torch puts what a pass raised behind one of its own
+            except RuntimeError as error:  # torch wraps the error of a pass in its own
                 if error.__cause__ is not None:
                     raise error.__cause__ from None
-                raise  # at once, what backward raised among it: others wait for this process
+                raise  # at once, also errors of backward: other ranks wait for this one
             if ends_together:
                 together(functools.partial(_raise_first, failures), self.group)
-        self._schedules[key] = schedule  # only now: one that failed is in no state to go on
+        self._schedules[key] = schedule  # only now: the state of a schedule that failed is undefined
         if len(self._schedules) > KEPT:
             del self._schedules[next(iter(self._schedules))]
 
     @contextmanager
     def working_on(self, work: PassWork) -> Iterator[Sequence[Sequence[TensorSpec]]]:
-        """Inside, `pieces` run the micro-batches of `work`; gives the shapes of what the model's calls return."""
+        """Make `pieces` run the micro-batches of `work` inside; yields the shapes of the results of all calls."""
         shapes = self._seen.pop(work.sizes, None)
         is_new = shapes is None if self._looks_with is None else any_processes([shapes is None], self._looks_with)[0]
         if shapes is None or is_new:
@@ -201,8 +201,8 @@ class Engine:
 
     def _torch_stages(self, name: str | PlacedSchedule, shapes: Sequence[Sequence[TensorSpec]]) -> list[TorchStage]:
         def described(stage: ModelStage, wires: Sequence[Any]) -> list[tuple[TensorSpec, bool]]:
-            found = [(shapes[wire.call][wire.number], wire.call in stage.route.trained) for wire in wires]
-            return [(shape, trained and shape.dtype.is_floating_point) for shape, trained in found]
+            pairs = [(shapes[wire.call][wire.number], wire.call in stage.route.trained) for wire in wires]
+            return [(shape, trained and shape.dtype.is_floating_point) for shape, trained in pairs]
 
         return [
             torch_stage(
@@ -220,9 +220,9 @@ class Engine:
         ]
 
     def _see(self, work: PassWork) -> list[Sequence[TensorSpec]]:
-        """Run the stages one after another on a micro-batch, to see the shapes that they give.
+        """Run the stages one after another on a micro-batch, to observe the shapes of their results.
 
-        The processes of this pipeline fail together. Others have other batches, and may know the shapes of theirs.
+        Only the ranks of this pipeline fail together: others have other batches, and may have cached their shapes.
         """
         if self.understudy is not None:
             assert isinstance(work, StageCalls), "only strategies are simulated"
@@ -235,7 +235,7 @@ class Engine:
         return table
 
     def _seen_by(self, index: int, work: PassWork, table: Sequence[Sequence[TensorSpec]]) -> list[list[TensorSpec]]:
-        """Shapes that the calls of stage `index` return, where it is on this process."""
+        """The shapes that the calls of stage `index` return; empty where it is not on this process."""
         place = next((place for place, stage in enumerate(self.stages) if stage.index == index), None)
         if place is None:
             return []
@@ -252,7 +252,7 @@ def _raise_first(failures: Sequence[Exception]) -> None:
 
 
 class LocalStage(nn.Module):
-    """A stage as a schedule calls it: with what came in and the number of the micro-batch."""
+    """A stage as a schedule calls it: with the received tensors and the number of the micro-batch."""
 
     def __init__(self, part: nn.Module, engine: Engine) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class LocalStage(nn.Module):
         self._engine, self.stage = engine, stage_of(part)
 
     def forward(self, *wires: Tensor, number: Tensor) -> Any:
-        """The input of the next stage, or the last one's result."""
+        """The inputs of the next stage, or the last stage's result."""
         stage, job = self.stage, self._engine.job
         assert job is not None, "only the engine runs schedules"
         try:
@@ -269,7 +269,7 @@ class LocalStage(nn.Module):
         except Exception as error:
             if job.failures is None:
                 raise
-            job.failures.append(error)  # raised when other stages do not wait for what this one sends any more
+            job.failures.append(error)  # raised after the pass, when no other stage waits for this one
             return self._nothing(wires, job)
         if stage.is_last:
             return output
@@ -284,10 +284,10 @@ class LocalStage(nn.Module):
         return tuple(tensor.contiguous() for tensor in output)
 
     def _nothing(self, wires: Sequence[Tensor], job: _Job) -> Any:
-        """Zeros in the place of what a failed stage would have made, by which zeros come back in backward."""
+        """Zeros instead of a failed stage's outputs, connected to its inputs so that backward sends zeros."""
         zero = torch.zeros((), device=self._engine.device, requires_grad=torch.is_grad_enabled())
         zero = sum((wire.sum() * 0 for wire in wires if wire.requires_grad), zero)
         if self.stage.is_last:
             return zero
-        made = [job.shapes[value.call][value.number].stand_in(self._engine.device) for value in self.stage.outgoing]
-        return tuple(each + zero.to(each.dtype) if each.is_floating_point() else each.contiguous() for each in made)
+        zeros = [job.shapes[value.call][value.number].stand_in(self._engine.device) for value in self.stage.outgoing]
+        return tuple(item + zero.to(item.dtype) if item.is_floating_point() else item.contiguous() for item in zeros)

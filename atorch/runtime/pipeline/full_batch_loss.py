@@ -1,7 +1,7 @@
-"""A loss of all micro-batches together, for one that no weights make of theirs: contrastive losses, rankings, medians.
+"""A loss of all micro-batches together, where it is no weighted sum of theirs: contrastive losses, rankings, medians.
 
-Each micro-batch gives the schedule a scalar whose backward is the rest of the whole loss's. The first backward comes
-after all forward passes (GPipe), and there the loss is taken once, of the outputs put together.
+Each micro-batch gives the schedule a scalar whose backward continues that of the full-batch loss. The first backward
+comes after all forward passes (GPipe), and computes the loss once, on the merged outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atorch.runtime.loss.loss_value import value_of
 
 
 class Gathered:
-    """Concludes `count` micro-batches of `batch`; afterwards `loss` is what `loss_func` returned."""
+    """Collects the outputs of `count` micro-batches of `batch`; after backward, `loss` is the loss of all."""
 
     def __init__(self, batch: Any, loss_func: LossFunc, count: int) -> None:
         self._batch, self._loss_func, self._count = batch, loss_func, count
@@ -29,27 +29,27 @@ class Gathered:
 
     def __call__(self, number: int, output: Any) -> Tensor:
         """A stand-in for the loss of micro-batch `number`."""
-        given: list[Tensor] = []
+        tensors: list[Tensor] = []
         leaves: list[Tensor] = []
 
-        def apart(leaf: Tensor) -> Tensor:
+        def detach(leaf: Tensor) -> Tensor:
             detached = leaf.detach().requires_grad_(leaf.requires_grad)
             if leaf.requires_grad:
-                given.append(leaf)
+                tensors.append(leaf)
                 leaves.append(detached)
             return detached
 
-        self._outputs.append(map_tensors(apart, output))
+        self._outputs.append(map_tensors(detach, output))
         self._leaves.append(leaves)
-        standing_in: Tensor = _Later.apply(self, number, *given)  # type: ignore[no-untyped-call]
-        return standing_in
+        stand_in: Tensor = _Later.apply(self, number, *tensors)  # type: ignore[no-untyped-call]
+        return stand_in
 
     def gradients(self, number: int) -> Sequence[Tensor | None]:
-        """The whole loss's gradients of the outputs of a micro-batch."""
+        """The gradients of the full-batch loss with respect to the outputs of a micro-batch."""
         if self.loss is None:
             with torch.enable_grad():
-                whole = merge(self._outputs, [1.0 / self._count] * self._count)
-                loss = self._loss_func(self._batch, whole)
+                output = merge(self._outputs, [1.0 / self._count] * self._count)
+                loss = self._loss_func(self._batch, output)
                 value_of(loss).backward()
             self.loss = map_tensors(Tensor.detach, loss)
         return [leaf.grad for leaf in self._leaves[number]]
@@ -57,9 +57,9 @@ class Gathered:
 
 class _Later(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gathered: Gathered, number: int, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, gathered: Gathered, number: int, *tensors: Tensor) -> Tensor:
         ctx.gathered, ctx.number = gathered, number
-        return given[0].new_zeros(())
+        return tensors[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Nested data from one process of a group to all others: the structure as an object, then tensor by tensor."""
+"""Broadcasts nested data over a group: the structure as an object, then tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 
 
 def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The `data` of `place` of the group, on every process of it; its tensors are detached.
+    """Broadcast `data` from rank `place` of the group; returns it with detached tensors.
 
-    In a world of fakes it is what this process gives.
+    In a fake world returns this process's data.
     """
     is_source = group.rank() == place
     tensors: list[torch.Tensor] = []

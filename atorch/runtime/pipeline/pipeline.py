@@ -1,12 +1,12 @@
-"""A pipeline as users see it: a model and a loss function, and the loop that they have.
+"""The user's view of a pipeline: a model and a loss function in the usual training loop.
 
-    model = Pipeline(parts, engine, ties)
+    model = Pipeline(engine, ties, names)
     loss_func = PipelinedLoss(model, loss_func, count_of)
     loss = loss_func(batch, model(**batch))      # runs the schedule; every process gets the loss
     loss.backward()                              # hands the gradients over
 
 With gradients enabled the model returns a `Deferred`, which the loss function computes. Under `torch.no_grad()` the
-whole batch passes the stages as one micro-batch, so that the output is what the model gives, and everybody gets it.
+full batch passes the stages as one micro-batch, and every process gets the model's output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's posit
 
 
 class Pipeline(Wrapper):
-    """The stages of this process, called as the whole model is. Names are those that parameters have in it."""
+    """The stages of this process, called as the whole model is. Parameters keep their names in the whole model."""
 
     def __init__(self, engine: Engine, ties: Ties, names: Sequence[str]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Pipeline(Wrapper):
         """A deferred output, or, without gradients, the output itself on every process.
 
         Raises:
-            ArgumentError: an argument requires a gradient, which no process but the first stage's would get.
+            ArgumentError: an argument requires a gradient, which only the first stage's process would get.
         """
         if torch.is_grad_enabled():
             for place, leaf in leaves_of({**dict(enumerate(args)), **kwargs}, "argument"):
@@ -87,42 +87,42 @@ class Pipeline(Wrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of all stages here, by the whole model's names."""
+        """The modules of all stages on this process, by their names in the whole model."""
         for part in self.engine.parts:
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the stages here, by the whole model's names."""
-        for tell in self._state_dict_pre_hooks.values():
-            tell(self, "", False)
+        """The state of the stages on this process, by names in the whole model."""
+        for hook in self._state_dict_pre_hooks.values():
+            hook(self, "", False)
         state, *others = (part.state_dict(*args, **kwargs) for part in self.engine.parts)
         for other in others:
             state.update(other)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take from a state, which may be the whole model's, what belongs to the stages here."""
+        """Load the part of a state, which may be the whole model's, for the stages on this process."""
         unknown = sorted(state_dict.keys() - set(self.state_names))
         if strict and unknown:
             raise RuntimeError(f"the model has no {', '.join(unknown)}; load with strict=False to leave them out")
         for part in self.engine.parts:
-            own = {name: state_dict[name] for name in part.state_dict() if name in state_dict}
-            result = part.load_state_dict(own, strict=strict, assign=assign)
+            part_state = {name: state_dict[name] for name in part.state_dict() if name in state_dict}
+            result = part.load_state_dict(part_state, strict=strict, assign=assign)
         return result
 
     @property
     def counted_elsewhere(self) -> Collection[Tensor]:
-        """Parameters that another process has as well and counts in norms: see `clip.clip_grads`."""
+        """Parameters that another process also has and counts in norms: see `clip.clip_grads`."""
         return self.ties.counted_elsewhere
 
 
 class PipelinedLoss:
     """The loss function that runs a pipeline.
 
-    count_of: how many micro-batches to make of so many rows; it divides them.
-    over_ranks: what gives a rank's loss its weight among those of ranks with other samples, by the same rule.
+    count_of: returns the number of micro-batches for a number of rows, which it divides.
+    over_ranks: returns the weight of a rank's loss among those of ranks with other samples, by the same rule.
     loss_weight, tolerance, replicas (its group): see `LossWeight`. Where no rule explains the loss, the last stage runs
-        it once on the outputs of all micro-batches, which are then all held until the first backward.
+        it once on the outputs of all micro-batches, and keeps all of them until the first backward.
     """
 
     def __init__(
@@ -140,20 +140,20 @@ class PipelinedLoss:
         self._weight: LossWeight | None = LossWeight(loss_weight, tolerance, replicas)
         self._ranks = over_ranks(self._weight)
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
-        parameters = list(dict.fromkeys(model.parameters()))  # now: FSDP2 shows others while it is unsharded
+        parameters = list(dict.fromkeys(model.parameters()))  # now: while unsharded, FSDP2 has other parameters
         self._apart = Apart(parameters, [Reduction(part) for part in self._engine.parts])
-        self._named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        for name, each in self._named.items():
-            each.register_hook(expects_none(partial(weakly(self._refuse_direct), name)))
-        self._plain: torch.dtype | None = None  # the type of a loss that is nothing but a scalar
-        self._foretold: Any = None  # by an understudy
+        self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for name, parameter in self._named.items():
+            parameter.register_hook(expects_none(partial(weakly(self._refuse_direct), name)))
+        self._plain: torch.dtype | None = None  # the dtype of a loss that is a bare scalar
+        self._foretold: Any = None  # the loss that the understudy computed
 
     def __call__(self, batch: Any, output: Any) -> Any:
         """The loss, as the user's function returns it, on every process.
 
         Raises:
             ArgumentError: tensors of the batch differ in dimension 0.
-            StrategyError: the weights of the losses cannot be found out.
+            StrategyError: no rule gives the weights of the losses.
         """
         if not isinstance(output, Deferred):
             return self._loss_func(batch, output)
@@ -174,7 +174,7 @@ class PipelinedLoss:
             )
 
     def _factor(self, call: _Call, is_gathered: bool) -> float:
-        """The factor of gradients: applied here, as they are reduced before the loss hands them over."""
+        """The factor of gradients for ranks: applied here, as gradients are reduced before the loss hands them over."""
         batch, args, kwargs = call
         if self._ranks is None:
             return 1.0
@@ -186,13 +186,13 @@ class PipelinedLoss:
         return self._ranks.share(batch, rows, look).factor()
 
     def _losses_of(self, samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
-        return self._losses([(batch, *given) for batch, given in samples])
+        return self._losses([(batch, *call) for batch, call in samples])
 
     def settle(self, batch: Any, output: Deferred) -> None:
-        """Find out on a sample how losses of micro-batches make the batch's; what it leaves open, later batches tell.
+        """Find the rule on a sample by which losses of micro-batches make the batch's; later batches refine it.
 
         Raises:
-            StrategyError: nothing does. On all processes, as what else the model or the loss raises.
+            StrategyError: no rule does; raised on all processes, as are other errors of the model or the loss.
         """
         if self._is_auto:
             call: _Call = (batch, *output.call()[1:])
@@ -228,7 +228,7 @@ class PipelinedLoss:
         return deposit_loss(loss, gradients)
 
     def _told(self, piece: _Call) -> Any:
-        """This process's knowledge of a loss that the last stage takes: nothing, but in a world of fakes."""
+        """The loss on processes without the last stage: None, but in a fake world the understudy's."""
         understudy = self._engine.understudy
         if understudy is not None and self._foretold is None:
             with torch.no_grad():
@@ -248,7 +248,7 @@ class PipelinedLoss:
         return loss
 
     def _weights(self, call: _Call, pieces: Sequence[_Call], size: int) -> list[float] | None:
-        """The weights of the micro-batches' losses; None where the loss is to be taken of all outputs together."""
+        """The weights of the micro-batches' losses; None where all outputs together give the loss."""
         if self._weight is None:
             return None
 
@@ -284,7 +284,7 @@ class PipelinedLoss:
         return self._floats(losses, len(calls))
 
     def _look(self, call: _Call, see: Callable[[int, Any], None]) -> None:
-        """Run a call without gradients, and show the last stage's output to `see`."""
+        """Run a call without gradients, and pass the last stage's output to `see`."""
 
         def conclude(number: int, output: Any) -> Tensor:
             see(number, output)
@@ -305,7 +305,7 @@ class PipelinedLoss:
         return [float(value) for value in sent.tolist()]
 
     def _check_gathering(self, call: _Call, pieces: Sequence[_Call], size: int, error: StrategyError) -> None:
-        """Check that two outputs put together have the loss of the two as one; raises `error` where they have not."""
+        """Check that two merged outputs have the loss of both micro-batches run as one; else raises `error`."""
         pair = [pieces[0], pieces[min(1, len(pieces) - 1)]]
         both = take(call, 0, min(2, len(pieces)) * size, size * len(pieces))
         outputs: list[Any] = []
@@ -315,8 +315,8 @@ class PipelinedLoss:
         self._look(both, lambda number, output: losses.append(self._value(both[0], output)))
         if outputs:
             losses.append(self._value(both[0], merge(outputs, [0.5, 0.5])))
-        whole, apart = self._floats(losses, 2)
-        if len(pieces) > 1 and abs(whole - apart) > self._tolerance * max(abs(whole), 1e-30):
+        whole, merged = self._floats(losses, 2)
+        if len(pieces) > 1 and abs(whole - merged) > self._tolerance * max(abs(whole), 1e-30):
             raise error
 
 

@@ -1,4 +1,4 @@
-"""Stand-ins in a stage for parameters and buffers of another stage: their description, and no values."""
+"""Stand-ins in a stage for parameters and buffers of other stages: shape, dtype and device, but no values."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BY_SHAPE = frozenset([_TENSOR.expand_as, _TENSOR.view_as, _TENSOR.reshape_as])
 
 
 class Away(Tensor):
-    """A tensor on the meta device that says it were on the stage's, for code that puts others beside it.
+    """A tensor on the meta device that reports the stage's device, for code that creates other tensors on it.
 
-    What is computed of it alone is of its kind, since a stage runs the whole of a model's forward and needs part of it.
-    So is, while that code runs, what is computed of it and others.
+    Results computed from it alone are stand-ins, too, since a stage runs the model's entire forward but needs only part
+    of it. So are, while code between units runs, results computed from it and other tensors.
     """
 
     path: str
@@ -30,36 +30,36 @@ class Away(Tensor):
 
     @classmethod
     def of(cls, path: str, tensor: Tensor, place: torch.device, passes_by: Callable[[], bool] = lambda: False) -> Away:
-        """In place of `tensor`, which the model has under this name.
+        """A stand-in for `tensor`, which the model has under the name `path`.
 
-        passes_by: whether code runs whose results need have no values.
+        passes_by: returns True while code runs whose results need no values.
         """
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return cls._from(empty, path, place, passes_by)
 
     @classmethod
     def _from(cls, empty: Tensor, path: str, place: torch.device, passes_by: Callable[[], bool]) -> Away:
-        made = Tensor._make_subclass(cls, empty)
-        made.path, made.place, made.passes_by = path, place, passes_by
-        return made
+        stand_in = Tensor._make_subclass(cls, empty)
+        stand_in.path, stand_in.place, stand_in.passes_by = path, place, passes_by
+        return stand_in
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Compute shapes.
 
         Raises:
-            ArgumentError: values are asked for.
+            ArgumentError: the function needs values.
         """
         kwargs = kwargs or {}
-        read = next((each for each in (*args, *kwargs.values()) if isinstance(each, cls)), None)
+        read = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, cls)), None)
         with torch._C.DisableTorchFunctionSubclass():
             if read is not None and func == _DEVICE:
                 return read.place
             if read is None or is_descriptive(func) or func in _BY_SHAPE:
                 result = func(*args, **kwargs)
-                if read is args[0] and result is not read and isinstance(result, Tensor):  # a tensor like it
-                    shown = torch.empty((), dtype=read.dtype, device=read.place).expand(read.shape)
-                    return func(shown, *args[1:], **kwargs)
+                if read is args[0] and result is not read and isinstance(result, Tensor):  # func made a new tensor
+                    like = torch.empty((), dtype=read.dtype, device=read.place).expand(read.shape)
+                    return func(like, *args[1:], **kwargs)
                 return result
             try:
                 if read.passes_by():
@@ -67,12 +67,12 @@ class Away(Tensor):
                 result = func(*args, **kwargs)
             except RuntimeError as error:
                 raise read.fault() from error
-            if any(isinstance(each, Tensor) and not each.is_meta for each in tree_leaves(result)):
-                raise read.fault()  # torch multiplies a matrix by one without values
+            if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(result)):
+                raise read.fault()  # torch lets real tensors multiply meta ones, with wrong results
             return tree_map(read._like, result)
 
     def fault(self) -> ArgumentError:
-        """The error where its values are asked for."""
+        """The error for code that needs its values."""
         return ArgumentError(
             f"{self.path} is of another stage of the pipeline than the one that reads it: the loss function, or code "
             "between modules, uses it outside of the module that holds it. Return what is to be computed of it from "
@@ -80,15 +80,15 @@ class Away(Tensor):
         )
 
     def _like(self, value: Any) -> Any:
-        is_made = isinstance(value, Tensor) and value.is_meta and not isinstance(value, Away)
-        return self._from(value, self.path, self.place, self.passes_by) if is_made else value
+        is_meta = isinstance(value, Tensor) and value.is_meta and not isinstance(value, Away)
+        return self._from(value, self.path, self.place, self.passes_by) if is_meta else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Away:
         return self.of(self.path, self, self.place)
 
 
 def need_values(data: Any) -> None:
-    """Raise the fault of the first tensor in `data` that is of another stage."""
+    """Raise the error of the first tensor in `data` that belongs to another stage."""
     for leaf in tree_leaves(data):
         if isinstance(leaf, Away):
             raise leaf.fault()

@@ -1,7 +1,7 @@
-"""The passes of each process of a pipeline in a step, in the order of torch's own schedule.
+"""The passes of each process of a pipeline in a step, in the order of torch's schedule.
 
-The schedule is the one that trains, made for stages that hold nothing, and its own plan (`pipeline_order`) is read. So
-nobody needs other processes to see it.
+Creates the schedule used in training for empty stages, and reads its plan (`pipeline_order`). This needs no other
+processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ KINDS: Mapping[str, PassKind] = {
     "BACKWARD_INPUT": "input",
     "BACKWARD_WEIGHT": "weight",
 }
-"""Torch's names of the kinds of passes; its plan also says when gradients are reduced."""
+"""Torch's names of the kinds of passes; its plan also has other actions, such as reductions of gradients."""
 
 
 class StagePass(NamedTuple):
-    """One micro-batch through one stage: forward, backward, or backward for inputs and for weights alone."""
+    """One pass of one micro-batch through one stage: forward, backward, or backward of only inputs or weights."""
 
     kind: PassKind
     stage: int
@@ -37,10 +37,10 @@ def order(schedule: str, processes: int, micro_batches: int, pieces: int = 1) ->
     """The passes of each process under the schedule of that name, with `pieces` stages on each process.
 
     Raises:
-        StrategyError: torch's schedule does not take so many micro-batches.
+        StrategyError: torch's schedule does not accept this number of micro-batches.
     """
-    held = stages_of(0, processes, pieces)
-    stages: Sequence[Any] = [_Hollow(stage, processes * pieces, processes) for stage in held]
+    indices = stages_of(0, processes, pieces)
+    stages: Sequence[Any] = [_Hollow(index, processes * pieces, processes) for index in indices]
     try:
         plan = make_schedule(schedule, stages, micro_batches, train=True).pipeline_order
     except ValueError as error:
@@ -52,11 +52,11 @@ def order(schedule: str, processes: int, micro_batches: int, pieces: int = 1) ->
 
 
 def _numbered(actions: Sequence[Any]) -> list[StagePass]:
-    """Micro-batches pass a stage one after another. Torch's plan numbers those of the last one otherwise under 1f1b."""
+    """Number micro-batches by their order in each stage: under 1f1b torch numbers those of the last differently."""
     done: Counter[tuple[PassKind, int]] = Counter()
     passes = []
     for action in actions:
-        if action is None or action.computation_type.name not in KINDS:  # it waits, or does something else
+        if action is None or action.computation_type.name not in KINDS:  # idle, or no pass
             continue
         key = KINDS[action.computation_type.name], action.stage_index
         passes.append(StagePass(*key, done[key]))
@@ -66,7 +66,7 @@ def _numbered(actions: Sequence[Any]) -> list[StagePass]:
 
 @dataclass(eq=False)
 class _Hollow:
-    """Stands on the first process where a schedule has a stage."""
+    """Replaces a stage of the first process in a schedule."""
 
     stage_index: int
     num_stages: int

@@ -4,10 +4,10 @@
     1f1b          backward as soon as it can be, so that a stage holds fewer micro-batches (Narayanan et al. 2021,
                   arXiv 2104.04473)
     interleaved   1f1b with several pieces of the model on each process: process i has stages i, i + p, i + 2p, …
-    zero_bubble   backward in two halves, of which that for the weights waits for gaps (Qi et al. 2023, arXiv
+    zero_bubble   backward in two halves; the half for the weights fills idle gaps (Qi et al. 2023, arXiv
                   2401.10241, ZB-H1)
 
-Where a loss needs all micro-batches at once, gpipe, or for several pieces its like, is run instead ("looped").
+Where a loss needs all micro-batches at once, gpipe runs instead, or "looped" for several pieces.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from atorch.runtime.pipeline.capture.shapes import TensorSpec
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns
 
 Users = Mapping[Node, list[Node]]
-"""For each node of a graph those that backward comes from."""
+"""For each node of an autograd graph, the nodes from which backward reaches it."""
 
 
 def comes_apart(outputs: Iterable[Any], inputs: Iterable[Any], weights: Iterable[Any]) -> bool:
     """True if torch can split backward from `outputs`: gradients of `inputs` now, and of the leaves `weights` later.
 
-    On its way to the inputs torch notes what arrives at each *branch*, an operation from which a weight is reached by a
-    way of its own, and later starts there (`stage_backward_weight`). The second walk frees what others still need where
-    weights share some branches but not all, or where one branch of a weight is reached from another. So a weight that
-    is used twice, one use behind the other, or biases of positions that all blocks share, keep a stage whole. A weight
-    that no input meets has no branch, and would get no gradient.
+    On its way to the inputs (the *stem*) torch records the gradient at each *branch*: an operation with a path to a
+    weight that leaves the stem. It later starts there (`stage_backward_weight`). This second walk frees buffers too
+    early if weights share some branches but not all, or if one branch of a weight reaches another. So a weight that is
+    used twice, one use after the other, prevents the split, as do position biases that all blocks share. A weight
+    whose paths meet those of no input has no branch, and would get no gradient.
     """
     users = _users(_nodes(outputs))
     stem = _above(_nodes(inputs), users)
     branches = {_branches(node, users, stem) for node in _nodes(weights) if node in users}
-    are_apart = len(frozenset().union(*branches)) == sum(map(len, branches))
-    return all(branches) and are_apart and not any(_reach_another(each) for each in branches)
+    are_disjoint = len(frozenset().union(*branches)) == sum(map(len, branches))
+    return all(branches) and are_disjoint and not any(_reach_another(nodes) for nodes in branches)
 
 
 def _nodes(values: Iterable[Any]) -> list[Node]:
-    """Nodes where backward begins, at tensors, or at the edges that are kept of tensors that were let go."""
-    edges = (get_gradient_edge(each) if isinstance(each, Tensor) and each.requires_grad else each for each in values)
+    """The nodes where backward begins, of tensors, or of gradient edges that replace freed tensors."""
+    edges = (get_gradient_edge(item) if isinstance(item, Tensor) and item.requires_grad else item for item in values)
     return [edge.node for edge in edges if isinstance(edge, GradientEdge)]
 
 
@@ -72,14 +72,14 @@ def _users(roots: Iterable[Node]) -> Users:
 
 
 def _above(nodes: Iterable[Node], users: Users) -> Collection[Node]:
-    """The nodes, and all from which backward comes to them."""
+    """The nodes, and all nodes from which backward reaches them."""
     return _walk(nodes, lambda node: users.get(node, ()))
 
 
 def _branches(weight: Node, users: Users, stem: Collection[Node]) -> frozenset[Node]:
-    """Nodes where the way to a weight leaves the stem."""
-    own = _walk([weight], lambda node: (other for other in users.get(node, ()) if other not in stem))
-    return frozenset(other for node in own for other in users.get(node, ()) if other in stem)
+    """The nodes of the stem from which paths to a weight leave it."""
+    off_stem = _walk([weight], lambda node: (other for other in users.get(node, ()) if other not in stem))
+    return frozenset(other for node in off_stem for other in users.get(node, ()) if other in stem)
 
 
 def _reach_another(branches: frozenset[Node]) -> bool:
@@ -94,18 +94,18 @@ def _next(node: Node) -> Iterable[Node]:
 
 
 def _walk(starts: Iterable[Node], onwards: Any) -> set[Node]:
-    """All nodes that are reached from `starts`, these among them."""
-    found, waiting = set[Node](), list(starts)
+    """All nodes that are reachable from `starts`, including these."""
+    visited, waiting = set[Node](), list(starts)
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in visited:
+            visited.add(node)
             waiting.extend(onwards(node))
-    return found
+    return visited
 
 
 def stages_of(place: int, size: int, pieces: int) -> tuple[int, ...]:
-    """The stages of process `place` of `size`, each of which has `pieces`."""
+    """The stages of process `place` of `size`, with `pieces` stages on each."""
     return tuple(place + size * number for number in range(pieces))
 
 
@@ -115,36 +115,36 @@ def places_of(schedule: str | PlacedSchedule, num_stages: int, size: int) -> tup
 
 
 class StageReduction(Protocol):
-    """When the gradients of a stage are reduced: `runtime.reduction.Reduction`, or one that is told by its owner."""
+    """Controls the reduction of a stage's gradients: `gradient_sync.Reduction`, or another implementation."""
 
     @property
     def is_sharded(self) -> bool:
-        """True if a forward pass gathers parameters from other processes."""
+        """True if a forward pass gathers parameters from other ranks."""
         ...
 
     def forward(self) -> AbstractContextManager[None]: ...
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
-        """The backward pass of an earlier forward pass; gradients are reduced with the last one."""
+        """Context of the backward pass of an earlier forward pass; the last one reduces gradients."""
         ...
 
     def afterwards(self) -> None:
-        """Reduce what backward passes have left that were none of them the last."""
+        """Reduce the gradients of backward passes none of which was the last."""
         ...
 
     def reshard(self) -> None:
-        """After a forward pass that no backward follows."""
+        """Free gathered parameters after a forward pass that no backward follows."""
         ...
 
     def takes(self, error: Exception) -> bool:
-        """True if somebody tells what a backward pass raised later, and the schedule is to go on without gradients."""
+        """True if the owner raises the error of a backward pass later, so that the schedule goes on with zeros."""
         ...
 
 
 class TorchStage(PipelineStage):
-    """A stage as torch's schedules take it, whose gradients are reduced as `reduction` says.
+    """A stage for torch's schedules, whose gradients `reduction` reduces.
 
-    splits_backward: weights' gradients are computed apart from autograd's hooks, which then cannot reduce them.
+    splits_backward: weights' gradients are computed without autograd's hooks, which then cannot reduce them.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class TorchStage(PipelineStage):
     ) -> None:
         super().__init__(module, *args, **kwargs)
         self._reduction, self._splits_backward = reduction, splits_backward
-        self._comes_apart: bool | None = None  # known from the first micro-batch on
+        self._comes_apart: bool | None = None  # set with the first micro-batch
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self._reduction.forward():
             return self.submod(*args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """A backward pass of one micro-batch, or half of one: the first is all of it where that does not come apart."""
+        """Run backward of one micro-batch, or a half; the first half runs all if backward cannot be split."""
         if backward_type == "input" and not self._in_halves(bwd_kwargs):
             backward_type = "full"
             if bwd_kwargs["output_grads"] is None:
@@ -173,11 +173,11 @@ class TorchStage(PipelineStage):
             if not self._reduction.takes(error):
                 raise
             inputs = bwd_kwargs["input_values"]
-            return tuple(torch.zeros_like(each) if each.requires_grad else None for each in inputs), None
+            return tuple(torch.zeros_like(value) if value.requires_grad else None for value in inputs), None
 
-    def _in_halves(self, given: Mapping[str, Any]) -> bool:
+    def _in_halves(self, kwargs: Mapping[str, Any]) -> bool:
         if self._comes_apart is None:
-            self._comes_apart = comes_apart(given["stage_output"], given["input_values"], self.submod.parameters())
+            self._comes_apart = comes_apart(kwargs["stage_output"], kwargs["input_values"], self.submod.parameters())
             if not self._comes_apart:
                 logger.info(
                     "stage %d of the pipeline goes backward as a whole: a weight of it is used several times",
@@ -201,10 +201,10 @@ def torch_stage(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> TorchStage:
-    """Stage `index`, with the shapes of what comes in and goes out, and whether each has a gradient.
+    """Stage `index`; `incoming` and `outgoing` have the shape of each tensor, and True where it has a gradient.
 
-    With these torch asks nobody for them. The first stage takes the number of the micro-batch, and the last one gives
-    its loss.
+    With these torch need not exchange shapes. The first stage takes the number of the micro-batch, and the last one
+    returns its loss.
     """
     takes = [torch.zeros(1, dtype=torch.int64)] if index == 0 else [_empty(*wire) for wire in incoming]
     gives = [torch.zeros((), device="meta")] if index == num_stages - 1 else [_empty(*wire) for wire in outgoing]
@@ -228,14 +228,14 @@ def _empty(shape: TensorSpec, has_gradient: bool) -> torch.Tensor:
 
 
 def whole_batch(name: str) -> str:
-    """The schedule that has all forward passes before the first backward, for stages as schedule `name` has them."""
+    """The schedule with all forward passes before the first backward, for the stage assignment of schedule `name`."""
     return "looped" if name == "interleaved" else "gpipe"
 
 
 def make_schedule(name: str | PlacedSchedule, stages: Sequence[TorchStage], micro_batches: int, *, train: bool) -> Any:
-    """Torch's schedule of that name; forward passes alone unless it is to `train`.
+    """Torch's schedule of that name; without `train` forward passes only.
 
-    Fewer micro-batches than processes cannot fill 1F1B, which then is GPipe.
+    1F1B needs at least as many micro-batches as stages; with fewer this returns GPipe.
     """
     options: dict[str, Any] = {"scale_grads": False}
     if train:
@@ -255,35 +255,35 @@ def make_schedule(name: str | PlacedSchedule, stages: Sequence[TorchStage], micr
 
 
 class _PlacedSchedule(_PipelineScheduleRuntime):
-    """Torch's runtime on an order of our own; it finds out who sends what to whom when."""
+    """Torch's runtime with the order of `PlacedSchedule`; the runtime derives the sends and receives."""
 
     def __init__(
         self, placed: PlacedSchedule, stages: Sequence[TorchStage], micro_batches: int, options: dict[str, Any]
     ) -> None:
         super().__init__(list(stages), micro_batches, **options)  # type: ignore[no-untyped-call]
         kinds = {False: _ComputationType.FORWARD, True: _ComputationType.FULL_BACKWARD}
-        found = turns(placed, micro_batches)
+        order = turns(placed, micro_batches)
         self.pipeline_order = {
-            place: [_Action(turn.stage, kinds[turn.is_backward], turn.number) for turn in own]
-            for place, own in enumerate(found)
+            place: [_Action(turn.stage, kinds[turn.is_backward], turn.number) for turn in passes]
+            for place, passes in enumerate(order)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A schedule that is never run, and its stages: those that run are copies of it, on stages of other shapes.
+    """A template schedule, never run itself, and its stages: the schedules that run are copies, on other stages.
 
-    The order of passes depends on stages and micro-batches alone, and torch takes seconds to find it where both are
-    many. Its tables, which no step writes to, are shared.
+    The order of passes depends only on the numbers of stages and micro-batches, and torch may take seconds to compute
+    it. Copies share its tables, which no step writes to.
     """
 
     schedule: Any
     stages: Sequence[TorchStage]
 
     def on(self, stages: Sequence[TorchStage]) -> Any:
-        """The same schedule of other `stages`."""
-        memo: dict[int, Any] = {id(own): other for own, other in zip(self.stages, stages, strict=True)}
+        """A copy of the schedule on other `stages`."""
+        memo: dict[int, Any] = {id(stage): other for stage, other in zip(self.stages, stages, strict=True)}
         for table in vars(self.schedule).values():
             if isinstance(table, dict) and any(isinstance(row, list) and row for row in table.values()):
                 memo[id(table)] = table
@@ -291,5 +291,5 @@ class Pattern:
 
 
 def _same(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The last stage's own output is the loss."""
+    """Loss function for torch: the last stage's output is the loss already."""
     return loss

@@ -1,8 +1,8 @@
-"""Stands in for the other processes of a pipeline, where these are not there: in a world of fakes.
+"""Replaces the other processes of a pipeline in a fake world.
 
-A stage must know the shapes that earlier stages send, and every process gets the loss from the last one. In a
-simulation nobody is there to tell. Then an understudy does: the whole model in one piece, on fake tensors, which take
-no memory, with all done to it that was done to the stages.
+A stage must know the shapes that earlier stages send, and every process gets the loss from the last one. A simulation
+has no other processes, so the oracle computes both: it is the full model in one piece, on fake tensors, which take no
+memory, with the same strategy applied as to the stages.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from atorch.runtime.pipeline.capture.shapes import TensorSpec
 from atorch.runtime.pipeline.stage import stage_of
 
 ObservedCalls = tuple[Sequence[Sequence[TensorSpec]], Any]
-"""The shapes of what each call of a model's units returns, and the model's output."""
+"""The shapes that each call of a model's units returns, and the model's output."""
 
 
 class ShapeOracle:
-    """`part` is a stage made by `stage.cut` that has all calls of the model."""
+    """Runs `part`, a stage made by `stage.cut` that has all calls of the model."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part, self._stage, self._reduction = part, stage_of(part), Reduction(part)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Tensors that it holds, and no process of the pipeline does."""
+        """The oracle's tensors, which no process of the pipeline holds."""
         yield from self._part.parameters()
         yield from self._part.buffers()
 

@@ -1,6 +1,6 @@
-"""Parameters that several stages hold: tied weights, a module that is called twice, what lies outside of units.
+"""Parameters that several stages hold: tied weights, modules that are called twice, parameters outside of units.
 
-Each stage that holds one has the gradient of its own use. The sum, in one order everywhere, keeps all copies equal.
+Each stage that holds one has the gradient of its own use. Their sum, in the same order everywhere, keeps copies equal.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ from atorch.runtime.optimizer.wrapped_optimizer import local
 from atorch.runtime.pipeline.stage import stage_of
 
 Shared = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
-"""For each parameter that several stages hold all its names, and the stages, ascending."""
+"""For each parameter that several stages hold: all its names, and the stages, ascending."""
 
 
 class Ties:
-    """The shared parameters that the stages `parts` of this process hold; `places` have the stages, in order."""
+    """The shared parameters of the stages `parts` on this process; `places` are the processes of all stages."""
 
     def __init__(
         self, shared: Shared, parts: Sequence[nn.Module], group: dist.ProcessGroup, places: Sequence[int]
     ) -> None:
         self._group = group
-        self._ties: list[tuple[list[int], list[Tensor]]] = []  # (processes, this one's copies)
+        self._ties: list[tuple[list[int], list[Tensor]]] = []  # (processes, copies on this one)
         self.counted_elsewhere: set[Tensor] = set()
         named = {stage_of(part).index: dict(part.named_parameters(remove_duplicate=False)) for part in parts}
         for names, stages in shared:
-            mine = [stage for stage in stages if stage in named]
+            local_stages = [stage for stage in stages if stage in named]
             copies: list[Tensor] = list(
-                {id(each): each for each in (_copy(named[stage], names) for stage in mine)}.values()
+                {id(tensor): tensor for tensor in (_copy(named[stage], names) for stage in local_stages)}.values()
             )
-            held_at = sorted({places[stage] for stage in stages})
-            if copies and copies[0].requires_grad and len(held_at) + len(copies) > 2:
-                self._ties.append((held_at, copies))
-                self.counted_elsewhere.update(copies[stages[0] in mine :])
+            processes = sorted({places[stage] for stage in stages})
+            if copies and copies[0].requires_grad and len(processes) + len(copies) > 2:
+                self._ties.append((processes, copies))
+                self.counted_elsewhere.update(copies[stages[0] in local_stages :])  # the first stage's counts
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The copies that are on this process."""
-        return [each for _, copies in self._ties for each in copies]
+        """The copies on this process."""
+        return [parameter for _, copies in self._ties for parameter in copies]
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Let every copy's gradient be the sum of all."""
-        with torch._C.DisableTorchFunctionSubclass():  # gradients of a stage refuse to be added up by a loop
+        """Set the gradient of every copy to the sum over all copies."""
+        with torch._C.DisableTorchFunctionSubclass():  # as subclasses, gradients of a stage refuse to be added up
             for places, copies in self._ties:
-                gradients = [_gradient(each) for each in copies]
-                own = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
-                found = self._exchanged(own.contiguous(), places)
-                total = torch.stack(found).sum(0) if len(found) > 1 else own
+                gradients = [_gradient(parameter) for parameter in copies]
+                local_sum = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+                sums = self._exchanged(local_sum.contiguous(), places)
+                total = torch.stack(sums).sum(0) if len(sums) > 1 else local_sum
                 for gradient in gradients:
                     gradient.copy_(total)
 
     def _exchanged(self, own: Tensor, places: Sequence[int]) -> list[Tensor]:
-        """The values of each of the processes, in their order."""
+        """The tensors of all processes in `places`, in that order."""
         here, group = self._group.rank(), self._group
-        found = [own if place == here else torch.empty_like(own) for place in places]
+        tensors = [own if place == here else torch.empty_like(own) for place in places]
         exchanges = [
             dist.P2POp(operation, tensor, group=group, group_peer=place)
-            for place, other in zip(places, found, strict=True)
+            for place, other in zip(places, tensors, strict=True)
             if place != here
             for operation, tensor in ((dist.isend, own), (dist.irecv, other))
         ]
         for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
             work.wait()
-        return found
+        return tensors
 
 
 def _copy(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
@@ -75,7 +75,7 @@ def _copy(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """This process's part of a parameter's gradient, zeros where nothing has reached it."""
+    """The local part of a parameter's gradient; first sets it to zeros where there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     elif parameter.grad.is_sparse:

@@ -1,12 +1,12 @@
 """A stage of a pipeline: the whole model, of which only the stage's own units hold parameters and run.
 
-A stage runs the model's own forward, so masks, positions and whatever else lies between units are made as ever. Units
-of other stages are hollow: the module and its attributes stay, its parameters are on the meta device and no longer its
-own, and a call of it returns what an earlier stage sent, or stand-ins of the right shape for what nobody needs here.
-At the first call that is a later stage's the forward ends, and what that stage needs is handed over.
+A stage runs the model's own forward, so masks, positions and other code between units work as usual. Units of other
+stages are hollow: the module and its attributes stay, but stand-ins without values replace its parameters. Calling one
+returns the tensors that an earlier stage sent, or stand-ins of the right shape for tensors that this stage does not
+need. The forward ends at the first call of a later stage, and the stage sends the tensors that are needed there.
 
-A unit that several stages call is held by each of them, and so is a parameter outside of units that several need; their
-gradients are added up (`ties`).
+Each stage that calls a unit holds it, as it does a parameter outside of units that it needs. The gradients of those
+that several stages hold are summed (`shared_parameters`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputInd
 from atorch.runtime.pipeline.remote_parameter import Away, need_values
 
 STAGE = "_atorch_stage"
-"""The attribute in which units know their stage and their name, and a stage's model its stage."""
+"""The attribute of units with their stage and their name; on a stage's model the name is empty."""
 
 
 @dataclass(eq=False)
 class ModelStage:
-    """The calls from `start` to before `stop`, and what crosses before and after them."""
+    """The calls from `start` to before `stop`, and the tensors that cross before and after them."""
 
     route: Route
     index: int
@@ -54,21 +54,21 @@ class ModelStage:
 
     @functools.cached_property
     def incoming(self) -> tuple[CallOutput, ...]:
-        """Values that earlier stages hand over."""
+        """Values that this stage receives."""
         return self.route.wires(self.start)
 
     @functools.cached_property
     def outgoing(self) -> tuple[CallOutput, ...]:
-        """Values that this stage hands over, the next one's `incoming`."""
+        """Values that this stage sends, the next one's `incoming`."""
         return () if self.is_last else self.route.wires(self.stop)
 
     def passes_by(self) -> bool:
-        """True if the model's code between units runs, of which a stage needs part."""
+        """True while the model's code between units runs, of which a stage needs only part of the results."""
         return self.current is not None and self.current.passes_by
 
     @contextmanager
     def visit(self, wires: Sequence[Tensor], shapes: Sequence[Sequence[TensorSpec]]) -> Iterator[_Visit]:
-        """Inside, calling the stage's model runs the stage on what came in; `shapes` are those of all calls before."""
+        """Make calls of the stage's model run it on `wires` inside; `shapes` are those of all earlier calls."""
         visit = _Visit(self, dict(zip(self.incoming, wires, strict=True)), shapes)
         self.current = visit
         try:
@@ -82,7 +82,7 @@ class _Visit:
     stage: ModelStage
     values: dict[CallOutput, Tensor]
     shapes: Sequence[Sequence[TensorSpec]]
-    made: list[list[TensorSpec]] = field(default_factory=list)  # what the stage's own calls returned
+    made: list[list[TensorSpec]] = field(default_factory=list)  # shapes that the stage's own calls returned
     count: int = 0
     passes_by: bool = False  # the model's code between units runs
 
@@ -138,12 +138,12 @@ class _Visit:
         self.made.append(shapes)
 
     def _own(self, value: CallOutput, tensor: Tensor) -> Tensor:
-        """`tensor`, or a copy of what the model is going to write to: the next stage does so, too."""
+        """`tensor`, or a copy if the model writes to it later: the next stage repeats that write."""
         return tensor.clone() if value in self.stage.route.written else tensor
 
 
 class _Done(BaseException):
-    """Ends a model's forward where a later stage goes on; no handler of the model's own shall stop it."""
+    """Ends a model's forward where a later stage goes on; a BaseException, so that handlers in models miss it."""
 
 
 def cut(
@@ -156,12 +156,12 @@ def cut(
     *,
     shares: bool = False,
 ) -> tuple[nn.Module, ...]:
-    """The stages `mine` of the model, cut before the calls `starts`: each a module that is called as the model is.
+    """The stages `mine` of the model, cut before the calls `starts`: each a module that is called like the model.
 
-    The first is `model` itself, in place; others are copies of its structure. Parameters of no stage in `mine` are let
-    go of. A stage's module has it as attribute (`stage_of`).
+    The first is `model` itself, in place; others are copies of its structure. Frees the parameters of all other
+    stages. `stage_of` returns the stage of a module.
 
-    shares: a parameter that several of them hold is one and the same, and not a copy in each.
+    shares: stages that hold the same parameter share it, instead of a copy in each.
     """
     keeping = _keeping(model, units, route, starts)
     ends = (*starts[1:], len(route.calls))
@@ -176,43 +176,43 @@ def cut(
             vars(unit)[STAGE] = (stage, name)
             override(unit, "__call__", _through_stage)
         vars(part)[STAGE] = (stage, "")
-        # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
+        # A forward on the instance would hide an overridden one of the class; then override the call itself.
         override(part, "__call__" if "forward" in vars(part) else "forward", _until_done)
     return tuple(parts)
 
 
 def stage_of(part: nn.Module) -> ModelStage:
-    """The stage that a module made by `cut` is, also where something wraps it."""
+    """The stage of a module made by `cut`, also through wrappers that forward attributes."""
     return getattr(part, STAGE)[0]  # type: ignore[no-any-return]
 
 
 def holders(
     model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]
 ) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Parameters that several stages hold: all their names, and the stages, in ascending order."""
+    """The parameters that several stages hold: all names of each, and the stages, in ascending order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     keeping = _keeping(model, units, route, starts)
-    found = []
-    for same in names.values():
-        stages = tuple(index for index, kept in enumerate(keeping) if not kept.isdisjoint(same))
+    shared = []
+    for aliases in names.values():
+        stages = tuple(index for index, kept in enumerate(keeping) if not kept.isdisjoint(aliases))
         if len(stages) > 1:
-            found.append((tuple(same), stages))
-    return found
+            shared.append((tuple(aliases), stages))
+    return shared
 
 
 def held_for_loss(model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]) -> list[str]:
     """Names of the parameters that the last stage holds only because the loss function reads them."""
     unread = replace(route, read_by_loss=frozenset())
-    held, own = (_keeping(model, units, each, starts)[-1] for each in (route, unread))
-    return [name for name, _ in model.named_parameters() if name in held and name not in own]
+    held, needed = (_keeping(model, units, variant, starts)[-1] for variant in (route, unread))
+    return [name for name, _ in model.named_parameters() if name in held and name not in needed]
 
 
 def _keeping(model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]) -> list[set[str]]:
-    """Names of each stage's parameters and buffers, under every name that they have in the stage's modules.
+    """Names of each stage's parameters and buffers, under all their names in the stage's modules.
 
-    What no call needs is the first stage's; buffers outside of units are everybody's.
+    The first stage takes those that no call needs; every stage has the buffers outside of units.
     """
     inside = {name: _names_inside(model, unit) for name, unit in units.items()}
     everywhere = dict(model.named_parameters(remove_duplicate=False)) | dict(
@@ -235,7 +235,7 @@ def _keeping(model: nn.Module, units: Mapping[str, nn.Module], route: Route, sta
 
 
 def _names_inside(model: nn.Module, unit: nn.Module) -> set[str]:
-    """Names in `model` of the parameters and buffers that are in modules of `unit`, under all names of these."""
+    """Names in `model` of the parameters and buffers in modules of `unit`, under all names of these."""
     modules = set(unit.modules())
     return {
         f"{path}.{name}" if path else name
@@ -246,7 +246,7 @@ def _names_inside(model: nn.Module, unit: nn.Module) -> set[str]:
 
 
 def _hollow(part: nn.Module, kept: set[str], stage: ModelStage) -> None:
-    """Let go of parameters and buffers that are not `kept`: attributes without values take their places."""
+    """Replace parameters and buffers that are not `kept` by attributes without values."""
     for path, module in list(part.named_modules()):
         for held in (module._parameters, module._buffers):
             for name, tensor in list(held.items()):
@@ -257,14 +257,14 @@ def _hollow(part: nn.Module, kept: set[str], stage: ModelStage) -> None:
 
 
 def _structure(model: nn.Module, before: set[str], own: set[str]) -> nn.Module:
-    """A copy of the model that has the same parameters, but those that stages `before` hold and it as well.
+    """A copy of the model that shares its parameters, except those both in `before` (of earlier stages) and in `own`.
 
-    Buffers are its own: stages change them at other times.
+    It copies buffers, too: stages change them at different times.
     """
     named = list(model.named_parameters(remove_duplicate=False))
-    twice = {id(parameter) for name, parameter in named if name in before}
-    twice &= {id(parameter) for name, parameter in named if name in own}
-    memo: dict[int, Any] = {id(parameter): parameter for _, parameter in named if id(parameter) not in twice}
+    copied = {id(parameter) for name, parameter in named if name in before}
+    copied &= {id(parameter) for name, parameter in named if name in own}
+    memo: dict[int, Any] = {id(parameter): parameter for _, parameter in named if id(parameter) not in copied}
     return duplicate(model, memo)
 
 

@@ -1,10 +1,10 @@
-"""Stages that are anywhere among the processes of a pipeline, and the order of their passes.
+"""Pipelines with an arbitrary placement of stages on processes, and the order of their passes.
 
-A process may have several stages, wherever in the model they lie. Which pass it runs next is found by playing the step
-through: a forward pass takes one unit of time, a backward pass two, and a process that is free runs the first that is
-ready, a backward one before a forward one (1F1B, Narayanan et al. 2021, arXiv 2104.04473) or, in rounds, after all
-forward passes of a round (GPipe, Huang et al. 2018, arXiv 1811.06965). A micro-batch begins when fewer than `active`
-are under way.
+A process may have several stages, anywhere in the model. A simulation of the step gives the order of its passes: a
+forward pass takes one unit of time, a backward pass two, and a free process runs the first pass that is ready. Backward
+passes come before forward passes (1F1B, Narayanan et al. 2021, arXiv 2104.04473) or, in rounds, after all forward
+passes of a round (GPipe, Huang et al. 2018, arXiv 1811.06965). A micro-batch starts when fewer than `active` are in
+flight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class PlacedSchedule:
-    """The process of each stage, and the most micro-batches under way.
+    """The process of each stage, and the largest number of micro-batches in flight.
 
     rounds: all forward passes of `active` micro-batches come before their first backward.
     """
@@ -28,9 +28,9 @@ class PlacedSchedule:
 
 
 def by_torch(placed: PlacedSchedule, micro_batches: int) -> str | PlacedSchedule:
-    """The name of torch's schedule that does the same, which costs the host less; `placed` itself where none does.
+    """The name of torch's equivalent schedule, which costs the host less; `placed` itself where there is none.
 
-    Under torch's 1F1B as many micro-batches are under way as there are stages, under its GPipe all.
+    Torch's 1F1B has as many micro-batches in flight as stages, its GPipe all.
     """
     num_stages = len(placed.places)
     if placed.places != tuple(range(num_stages)):
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 
 def turns(placed: PlacedSchedule, micro_batches: int) -> list[list[Turn]]:
-    """The passes of each process, in order; where nothing goes backward, torch leaves those passes out."""
+    """The passes of each process, in order; without training, torch leaves out the backward passes."""
     course = _Course(placed, micro_batches)
     order: list[list[Turn]] = [[] for _ in range(max(placed.places) + 1)]
     running: list[tuple[int, int, Turn]] = []  # (when it ends, process, pass)
@@ -66,14 +66,14 @@ def turns(placed: PlacedSchedule, micro_batches: int) -> list[list[Turn]]:
         if not running:
             return order
         now = running[0][0]
-        while running and running[0][0] == now:  # all that end now, before anybody chooses
+        while running and running[0][0] == now:  # end all that end now, before a process chooses its next pass
             _, place, turn = heapq.heappop(running)
             busy.remove(place)
             course.end(turn)
 
 
 class _Course:
-    """The progress of each stage. Micro-batches pass a stage one after another, forward and backward."""
+    """The progress of each stage. Micro-batches pass a stage in their order, forward and backward."""
 
     def __init__(self, placed: PlacedSchedule, micro_batches: int) -> None:
         self._placed, self._count = placed, micro_batches
@@ -88,7 +88,7 @@ class _Course:
         self._ended[turn.is_backward][turn.stage] += 1
 
     def next(self, place: int) -> Turn | None:
-        """The next turn of a free process; None where nothing is ready."""
+        """The next pass of a free process; None where none is ready."""
         stages = [stage for stage in range(self._last, -1, -1) if self._placed.places[stage] == place]
         return next(self._ready(stages), None)
 

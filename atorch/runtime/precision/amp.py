@@ -1,12 +1,12 @@
-"""Mixed precision: autocast around forward and loss, and for fp16 a loss scale that keeps small gradients alive.
+"""Mixed precision: autocast around forward and loss, and for fp16 a loss scale against underflow of small gradients.
 
-fp16 holds nothing below 6e-8, and gradients get there. So backward starts from a large number S instead of 1, all
-gradients come out S times larger, and the optimizer divides them by S (Micikevicius et al., "Mixed Precision
-Training", arXiv 1710.03740). The scaling is the identity forward and multiplies backward: the loss that users print is
-the true one. Where a gradient overflows, the step is skipped and S halved; after 2,000 good steps in a row S doubles.
+fp16 has no numbers below 6e-8, and gradients can be smaller. So backward starts from a large number S instead of 1,
+which makes all gradients S times larger. The optimizer divides them by S (Micikevicius et al., "Mixed Precision
+Training", arXiv 1710.03740). The scaling is the identity in forward and multiplies in backward, so users see the true
+loss. If a gradient overflows, the step is skipped and S is halved. After 2,000 consecutive good steps S doubles.
 
-Gradients stay scaled until the optimizer steps; what looks at them before divides by `LossScale()`. All processes of
-the job skip together: they agree on one flag a step.
+Gradients stay scaled until the optimizer steps; code that reads them earlier divides by `LossScale()`. All processes of
+the job skip steps together, as they reduce one flag per step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from atorch.model.user_functions import LossFunc
 from atorch.runtime.loss.loss_value import value_of, with_value
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local_state_dict
 
-_LARGEST = 2.0**127  # the largest power of two in fp32, which gradients of the loss are computed in
+_LARGEST = 2.0**127  # the largest power of two in fp32, the dtype of the loss's gradient
 
 
 def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     """Run `model.forward` under autocast from now on. Its state, signature and class name stay."""
-    # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
+    # A forward set on the instance hides the class's; then `__call__` is overridden instead.
     name = "__call__" if "forward" in vars(model) else "forward"
     override(model, name, _autocasting, device_type, dtype)
 
@@ -59,7 +59,7 @@ def autocast_loss(loss_func: LossFunc, device_type: str, dtype: torch.dtype) -> 
 
 @contextmanager
 def casting_anew() -> Iterator[None]:
-    """Inside, autocast casts a weight whenever it is used, and keeps no cast for who uses it next."""
+    """Inside, autocast casts a weight at each use, without its cache."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -69,12 +69,12 @@ def casting_anew() -> Iterator[None]:
 
 
 class LossScale:
-    """The factor of gradients: `scale()`. Dynamic, or constant where growth and backoff are 1.
+    """The factor of gradients, `scale()`: dynamic, or constant if growth and backoff are 1.
 
-    init: the first scale. growth: factor after `interval` good steps in a row. backoff: factor after a skipped step.
-    hysteresis: skipped steps after which it backs off; they are counted anew once it has grown.
-    smallest: it never falls below.
-    consecutive: a good step lets skipped ones be counted anew, too.
+    init: the first scale. growth: factor after `interval` consecutive good steps. backoff: factor after a skipped step.
+    hysteresis: number of skipped steps before it backs off; the count restarts after a growth.
+    smallest: lower bound of the scale.
+    consecutive: restart that count after every good step, too.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LossScale:
             )
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, how many good steps it has had, and how many skipped ones make it back off."""
+        """The scale, its number of good steps, and the number of skipped steps left before it backs off."""
         return {"scale": self.value, "good_steps": self.good_steps, "patience": self.patience}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -131,7 +131,7 @@ class LossScale:
 
 
 def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
-    """`loss_func` whose loss is the same number, and whose gradients are `scale()` times as large."""
+    """`loss_func` with the same loss, whose gradients are `scale()` times as large."""
 
     @functools.wraps(loss_func)
     def scaled(batch: Any, output: Any) -> Any:
@@ -139,8 +139,8 @@ def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
         value = value_of(loss)
         if not value.requires_grad:
             return loss
-        alias = value.view_as(value)  # a hook on the user's own tensor would stay with it
-        alias.register_hook(lambda gradient: gradient * scale())  # the scale of the time when backward runs
+        alias = value.view_as(value)  # a hook on the user's own tensor would stay on it
+        alias.register_hook(lambda gradient: gradient * scale())  # the scale at the time of backward
         return with_value(loss, alias)
 
     return scaled
@@ -148,30 +148,30 @@ def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
 
 @torch.no_grad()
 def unscale(gradients: Iterable[torch.Tensor], factor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Multiply dense gradients by `factor`, in place; a number on `device`, 0 if all of them were finite."""
+    """Multiply dense gradients by `factor`, in place; returns a number on `device`, 0 if all were finite."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     overflow = torch.zeros((), device=device)
-    for (where, _), same in kinds.items():
-        found = overflow if where == device else torch.zeros((), device=where)
-        # One fused pass that checks and multiplies; the one torch.amp.GradScaler is made of.
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found, factor.to(where))
-        if found is not overflow:
-            overflow += found.to(device)
+    for (place, _), same in kinds.items():
+        nonfinite = overflow if place == device else torch.zeros((), device=place)
+        # One fused pass that checks and multiplies, as in torch.amp.GradScaler.
+        torch._amp_foreach_non_finite_check_and_unscale_(same, nonfinite, factor.to(place))
+        if nonfinite is not overflow:
+            overflow += nonfinite.to(device)
     return overflow
 
 
 class ScaledOptimizer(WrappedOptimizer):
-    """Steps where all gradients of all processes are finite, and skips the step everywhere where one is not.
+    """Steps if all gradients of all processes are finite, and skips the step on all processes otherwise.
 
-    scale: what the gradients are multiplied by; updated after each step. `LossScale(1.0, growth=1.0, backoff=1.0)`
-        gives an optimizer that only skips.
-    unscale: divide the gradients by the scale before stepping; False where the inner optimizer does it in fp32.
-    device: where the processes exchange the flag; None for the gradients' own device.
+    scale: the factor of the gradients, updated after each step. `LossScale(1.0, growth=1.0, backoff=1.0)` gives an
+        optimizer that only skips.
+    unscale: divide the gradients by the scale before stepping; False if the inner optimizer does it in fp32.
+    device: the device of the flag that processes reduce; None for the gradients' own device.
     """
 
-    step_was_skipped = False  # whether the last step() was
+    step_was_skipped = False  # of the last step()
 
     def __init__(
         self, inner: Optimizer, scale: LossScale, *, unscale: bool = True, device: torch.device | None = None
@@ -180,7 +180,7 @@ class ScaledOptimizer(WrappedOptimizer):
         self.scale, self._unscale, self._device = scale, unscale, device
 
     def step(self, closure: Any = None) -> Any:
-        """Un-scale the gradients and step, or skip; `step_was_skipped` says which.
+        """Un-scale the gradients and step, or skip; `step_was_skipped` has the outcome.
 
         Raises:
             ArgumentError: a closure was given.
@@ -192,14 +192,14 @@ class ScaledOptimizer(WrappedOptimizer):
         return result
 
     def overflows(self) -> bool:
-        """True if a gradient of any process is infinite or no number, which skips the next step; all processes ask."""
+        """True if a gradient of any process is not finite, so the next step skips. All processes must call it."""
         return self._unscaled_overflow(unscales=False)
 
     @torch.no_grad()
     def _unscaled_overflow(self, unscales: bool) -> bool:
-        """Un-scale all gradients in place, if so; whether one of any process is infinite or no number."""
+        """Un-scale all gradients in place, if `unscales`. True if one of any process is not finite."""
         gradients = list(self.gradients())
-        device = self._device or next((each.device for each in gradients), torch.device("cpu"))
+        device = self._device or next((gradient.device for gradient in gradients), torch.device("cpu"))
         factor = torch.full((), 1.0 / self.scale() if unscales else 1.0, device=device)
         overflow = unscale(gradients, factor, device)
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -215,7 +215,7 @@ class ScaledOptimizer(WrappedOptimizer):
         return local_state_dict(self.inner)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; one without a scale, of another precision, keeps this one's."""
+        """Load a state; one of another precision, without a scale, keeps the current scale."""
         state_dict = dict(state_dict)
         if (saved := state_dict.pop("loss_scale", None)) is not None:
             self.scale.load_state_dict(saved)

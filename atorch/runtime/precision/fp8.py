@@ -1,16 +1,16 @@
 """Linear layers that multiply in 8-bit floats and keep their parameters as they are.
 
-Hardware of compute capability 8.9 does twice as many fp8 as bf16 products a second. A tensor needs a scale to fit the
-range: e4m3 has 3 bits of mantissa and reaches 448, e5m2 has 2 and reaches 57344 (Micikevicius et al. 2022, arXiv
+Hardware of compute capability 8.9 computes twice as many fp8 as bf16 products a second. A tensor needs a scale to fit
+the range: e4m3 has 3 bits of mantissa and reaches 448, e5m2 has 2 and reaches 57344 (Micikevicius et al. 2022, arXiv
 2209.05433). Inputs and weights are e4m3; gradients are e5m2 under "HYBRID" and e4m3 under "E4M3".
 
-Two packages do it. transformer-engine ("te") takes the scale from the largest values of past steps (delayed scaling),
-so each layer has a state, and the model's forward runs inside its autocast. torchao takes it from the tensor at hand:
-one more pass over it, no state, nothing around the forward, and it composes with torch.compile and recomputation. It
-can also emulate: quantize, and multiply in the dtype of before. That is how it runs where no fp8 matmul is (CPUs).
+There are two backends. transformer-engine ("te") takes the scale from the largest values of past steps (delayed
+scaling). So each layer has a state, and the model's forward runs inside its autocast. torchao takes the scale from the
+current tensor, by one more pass over it, without state or a context around forward. It supports torch.compile and
+recomputation. It can also emulate fp8 on devices without an fp8 matmul (CPUs): quantize, and multiply in the old dtype.
 
-Only `nn.Linear` whose weight is a multiple of 16 in both dimensions is converted; tokens per batch must be one too for
-the gradient of the weight. The output layer of a language model is best left out: exclude=("lm_head",).
+Only `nn.Linear` modules whose weight is a multiple of 16 in both dimensions are converted. The gradient of the weight
+also needs a multiple of 16 tokens per batch. Leave out the output layer of a language model: exclude=("lm_head",).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MIN_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 class Fp8Recipe:
     """The choice of scales: the fields of transformer-engine's `DelayedScaling`, with its defaults.
 
-    torchao scales by the tensor at hand: only `fp8_format` means something there.
+    torchao scales by the current tensor, and uses only `fp8_format`.
     """
 
     margin: int = 0  # scales are divided by 2**margin
@@ -53,7 +53,7 @@ class Fp8Recipe:
     reduce_amax: bool = True  # over the ranks that hold the same layers
 
     def delayed(self) -> tuple[str, ...]:
-        """The fields that were set and that only delayed scaling has."""
+        """The names of fields that differ from their defaults and need delayed scaling."""
         default = Fp8Recipe()
         names = (field.name for field in dataclasses.fields(self) if field.name != "fp8_format")
         return tuple(name for name in names if getattr(self, name) != getattr(default, name))
@@ -61,7 +61,7 @@ class Fp8Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Report:
-    """Layers that were converted, by which backend, and Linear layers that were left, and why."""
+    """The converted layers and their backend, and the Linear layers that were kept, with reasons."""
 
     backend: Literal["te", "torchao"]
     emulated: bool
@@ -74,7 +74,7 @@ class Fp8Report:
 
     @property
     def left(self) -> tuple[KeptModule, ...]:
-        """The Linear layers that stay, with the reason."""
+        """The Linear layers that were kept, with the reason."""
         return self.layers.kept
 
 
@@ -94,14 +94,14 @@ def convert_linears(
     Args:
         include: substrings, one of which a layer's dotted name must have; None for all layers.
         exclude: substrings, none of which it may have.
-        backend: "auto" is te where it is installed and the model runs on CUDA, else torchao.
-        recipe: how scales are chosen.
-        emulate: torchao alone: quantize, but multiply in the dtype of before. None: where the device is no CUDA device.
-        device: where the model will run; by default where its parameters are.
-        group: te alone: the ranks that hold the same layers, over which the largest values are shared; all by default.
+        backend: "auto" is te if it is installed and the model runs on CUDA, else torchao.
+        recipe: the choice of scales.
+        emulate: torchao only: quantize, but multiply in the old dtype. None: only if the device is not CUDA.
+        device: the device on which the model will run; by default that of its parameters.
+        group: te only: the ranks with the same layers, which share their largest values; all by default.
 
     Raises:
-        CapabilityError: no package for it is installed.
+        CapabilityError: the backend's package is not installed.
         StrategyError: the arguments contradict each other, or a substring is in no Linear layer's name.
     """
     recipe = recipe or Fp8Recipe()
@@ -142,7 +142,7 @@ def choose_backend(
 
     Raises:
         CapabilityError: it is not installed.
-        StrategyError: the recipe or emulation is not for that backend or device.
+        StrategyError: the backend or device does not support the recipe or emulation.
     """
     delayed = recipe.delayed()
     if backend == "auto":
@@ -179,17 +179,17 @@ def _installed(package: str) -> bool:
 
 
 def _check_names(model: nn.Module, parts: Collection[str] | None, knob: str) -> None:
-    """A substring that is in no name is a mistake, and a mistyped exclude would convert what must not be.
+    """Raise for substrings that are in no name, as a mistyped exclude would convert a layer by mistake.
 
-    One of several to include is told; alone it would convert nothing, and is refused.
+    If another include matches a layer, this only logs a warning.
     """
     if isinstance(parts, str):
         raise StrategyError(f"fp8 {knob} was given the string {parts!r}; give a list of them: [{parts!r}]")
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    found = any(part in name for part in parts or () for name in names)
+    any_match = any(part in name for part in parts or () for name in names)
     for part in parts or ():
         if not any(part in name for name in names):
-            if found and knob == "include":  # the others say what to convert
+            if any_match and knob == "include":  # other substrings still select layers
                 logger.warning("fp8 include has %r, but no nn.Linear of %s is called so", part, type(model).__name__)
                 continue
             near = near_miss(part, {step for name in names for step in name.split(".") if not step.isdigit()})
@@ -218,7 +218,7 @@ def _in_several_places(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def _inside_adapters(model: nn.Module) -> frozenset[str]:
-    """Names of modules below a peft layer. The layer itself is told from peft's model classes by its base_layer."""
+    """Names of modules inside peft layers, which, unlike peft's model classes, have a `base_layer`."""
     prefixes = tuple(
         f"{name}."
         for name, module in model.named_modules()
@@ -237,8 +237,8 @@ def _torchao_linear(recipe: Fp8Recipe, emulate: bool) -> Callable[[nn.Linear], n
         config = Float8LinearConfig(emulate=emulate)
 
     def make(module: nn.Linear) -> nn.Module:
-        made: nn.Module = convert_to_float8_training(module, config=config)
-        return made
+        converted: nn.Module = convert_to_float8_training(module, config=config)
+        return converted
 
     return make
 
@@ -253,18 +253,18 @@ def _te_linear() -> Callable[[nn.Linear], nn.Module]:
         ) from error
 
     def make(module: nn.Linear) -> nn.Module:
-        # On the meta device it allocates nothing and draws no random numbers; its own parameters are not used.
-        made: nn.Module = te.Linear(
+        # The meta device avoids allocation and random draws, since its own parameters are replaced.
+        linear: nn.Module = te.Linear(
             module.in_features,
             module.out_features,
             bias=module.bias is not None,
             params_dtype=module.weight.dtype,
             device="meta",
         )
-        made.weight = module.weight
+        linear.weight = module.weight
         if module.bias is not None:
-            made.bias = module.bias
-        return made
+            linear.bias = module.bias
+        return linear
 
     return make
 
@@ -291,9 +291,9 @@ def _te_region(recipe: Fp8Recipe, group: ProcessGroup | None) -> Callable[[], Ab
 
 
 def _run_inside(model: nn.Module, make_region: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Let every forward of `model` run inside a region, left also where the forward raises.
+    """Let every forward of `model` run inside a region, which is left even if the forward raises.
 
-    One region around the whole model, not one a layer: te updates all scales when the outermost one is left.
+    There is one region around the model, not one per layer: te updates all scales when the outermost region ends.
     """
     entered: list[AbstractContextManager[Any]] = []
 

@@ -1,12 +1,12 @@
 """Half precision: the model's floating-point values in 16 bits, and fp32 master weights in the optimizer.
 
-An update smaller than half the distance to a weight's 16-bit neighbour (2⁻⁹ of it in bf16) would be rounded away; the
-fp32 master adds it up until it shows. Every step: gradients to fp32 and un-scaled, the inner optimizer steps on the
-masters, the masters are rounded into the model.
+An update smaller than half the distance to a weight's 16-bit neighbour (2⁻⁹ of it in bf16) would be rounded away. The
+fp32 master accumulates such updates. A step casts gradients to fp32 and un-scales them, runs the inner optimizer on the
+masters, and rounds the masters into the model.
 
-Bytes per parameter: 2 weight + 2 gradient + 4 master + the optimizer's own in fp32 (Adam 8), and 4 for the fp32
-gradient while a step runs. Plain fp32 has 4 + 4 + 8, the same 16 for Adam; what shrinks are activations, gradients and
-what processes send.
+Bytes per parameter: 2 weight + 2 gradient + 4 master + the optimizer's fp32 states (Adam 8). The fp32 gradient takes
+4 more during a step. Plain fp32 has 4 + 4 + 8, the same 16 for Adam; the savings are in activations, gradients and
+communication.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ MASTER = "master"  # the masters' key in the saved state of a parameter
 def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDictionary:
     """Cast the models' floating-point parameters and buffers to `dtype` (fp16 or bf16), in place.
 
-    Returns the values that their trainable parameters had, by parameter: what `with_master_weights` starts from. They
-    are let go of with their parameters, as when sharding puts others in their place.
+    Returns the former values of their trainable parameters, by parameter, from which `with_master_weights` starts. They
+    are freed with their parameters, for example when sharding replaces these.
     """
     values = WeakTensorKeyDictionary()
     for model in models:
-        trainable = (each for each in model.parameters() if each.requires_grad and each.is_floating_point())
+        trainable = (p for p in model.parameters() if p.requires_grad and p.is_floating_point())
         # A detached value would share the parameter's version counter.
         before = [(parameter, parameter.data) for parameter in trainable if not parameter.is_meta]
         if dtype == torch.float16:
             model.half()
         else:
             model.bfloat16()
-        for parameter, value in before:  # now: a fake parameter that is referred to weakly cannot be cast
+        for parameter, value in before:  # only now, as a fake parameter with a weak reference cannot be cast
             values[parameter] = value
     return values
 
 
 def cast_inputs(prepare_input: Callable[[Any, Any], Any], dtype: torch.dtype) -> Callable[[Any, Any], Any]:
-    """`prepare_input` whose floating-point tensors come out in `dtype`, wherever they are nested."""
+    """`prepare_input` with a cast of all floating-point tensors in its result, nested ones included, to `dtype`."""
 
     return lambda data, device: map_tensors(lambda leaf: _cast(dtype, leaf), prepare_input(data, device))
 
 
 def cast_arguments(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let `model` cast floating-point tensors that it is called with to `dtype`, for who calls it by another road."""
+    """Let `model` cast its floating-point arguments to `dtype`, for inputs that do not pass `cast_inputs`."""
     if not isinstance(model, torch.jit.ScriptModule):  # takes no hooks
         model.register_forward_pre_hook(functools.partial(_cast_call, dtype), with_kwargs=True)
 
@@ -65,7 +65,7 @@ def _cast_call(dtype: torch.dtype, model: nn.Module, args: Any, kwargs: Any) -> 
     leaves, spec = tree_flatten((args, kwargs))
     cast = [_cast(dtype, leaf) for leaf in leaves]
     if all(map(operator.is_, cast, leaves)):
-        return None  # containers stay what they are
+        return None  # keep the caller's containers
     return tree_unflatten(cast, spec)
 
 
@@ -78,19 +78,19 @@ def with_master_weights(
     loss_scale: Callable[[], float] = lambda: 1.0,
     values: WeakTensorKeyDictionary | None = None,
 ) -> MakeOptimizer:
-    """`make_optimizer` whose optimizers step on fp32 masters of the 16-bit parameters they are given.
+    """`make_optimizer` whose optimizers step on fp32 masters of their 16-bit parameters.
 
-    loss_scale: what gradients are divided by, in fp32. values: what parameters were before they were rounded.
+    loss_scale: the divisor of gradients, applied in fp32. values: the parameters' values before rounding.
     """
     before = WeakTensorKeyDictionary() if values is None else values
     return lambda groups: MasterWeights(make_optimizer, groups, loss_scale, before)
 
 
 class MasterWeights(ShadowOptimizer):
-    """An optimizer of 16-bit parameters around one of their fp32 masters, which stand in for them.
+    """An optimizer of 16-bit parameters around an optimizer of their fp32 masters.
 
-    Frozen parameters, and fp32 ones, have no master. A weight that somebody else writes (`load_state_dict`, an average)
-    becomes its master's new value.
+    Frozen parameters, and fp32 ones, have no master. A weight written elsewhere (`load_state_dict`, an average) becomes
+    its master's new value.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class MasterWeights(ShadowOptimizer):
     ) -> None:
         self._loss_scale, self._values = loss_scale, values
         super().__init__(make_inner, groups)
-        self._values = WeakTensorKeyDictionary()  # those of parameters that other processes step on need not stay
+        self._values = WeakTensorKeyDictionary()  # free values of parameters that other processes step
 
     def step(self, closure: Any = None) -> Any:
         """Step on the masters and round them into the parameters.
@@ -125,7 +125,7 @@ class MasterWeights(ShadowOptimizer):
                 scaled.append(master)
         factor = 1.0 / self._loss_scale()
         if factor != 1.0 and scaled:
-            torch._foreach_mul_([_dense_gradient(each) for each in scaled], factor)
+            torch._foreach_mul_([_dense_gradient(parameter) for parameter in scaled], factor)
         with self._stand_ins_shown():
             result = self.inner.step()
         for master in masters:
@@ -134,14 +134,14 @@ class MasterWeights(ShadowOptimizer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state; each parameter's also holds its master, under `master`."""
+        """The inner optimizer's state, with each parameter's master under `master`."""
         saved = super().state_dict()
         for number, master in self._numbered(saved):
             saved["state"][number] = {**saved["state"].get(number, {}), MASTER: master.detach()}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, and the parameters' values with it. One without masters leaves both as they are."""
+        """Load a state, and the parameters' values from its masters; without any, masters and parameters stay."""
         state = {
             number: {key: value for key, value in entry.items() if key != MASTER} if isinstance(entry, dict) else entry
             for number, entry in state_dict["state"].items()
@@ -158,7 +158,7 @@ class MasterWeights(ShadowOptimizer):
         self._share()
 
     def _numbered(self, saved: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
-        """The masters with the numbers that a saved state calls their parameters by."""
+        """The masters with the numbers of their parameters in a saved state."""
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         hidden = [tensor for params in self._hidden for tensor in params]
         masters = set(self.stand_ins.values())
@@ -171,11 +171,11 @@ class MasterWeights(ShadowOptimizer):
         if value is not None:
             value = value.to(parameter.device, torch.float32)
         if value is None or not torch.equal(value.to(parameter.dtype), parameter.detach()):
-            value = parameter.detach().to(torch.float32)  # the weight was changed since, or never wider
+            value = parameter.detach().to(torch.float32)  # the weight changed since, or was never wider
         return nn.Parameter(value)
 
     def _give_late_masters(self) -> None:
-        """Masters for parameters that were frozen when the optimizer was made and have a gradient now."""
+        """Make masters for parameters that were frozen when the optimizer was made and now have a gradient."""
         for shown, hidden in zip(self._shown, self._hidden, strict=True):
             for index, parameter in enumerate(shown):
                 if hidden[index] is parameter and _is_half(parameter) and parameter.grad is not None:
@@ -183,18 +183,18 @@ class MasterWeights(ShadowOptimizer):
 
     @torch.no_grad()
     def _follow_changes(self) -> None:
-        """Let masters take the values of weights that were written since the last step.
+        """Update masters of weights that were written since the last step.
 
-        A weight that equals its rounded master keeps it: broadcasting weights after a step writes them, too.
+        A master whose rounded value equals the weight stays, since broadcasting weights after a step writes them, too.
         """
         for parameter, master in self._changed():
-            mine, theirs = local(master), local(parameter)
-            mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
+            wide, weight = local(master), local(parameter)
+            wide.copy_(torch.where(wide.to(weight.dtype) == weight, wide, weight.to(wide.dtype)))
 
     @torch.no_grad()
     def _round(self, parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
         if parameters:
-            torch._foreach_copy_([local(each) for each in parameters], [local(each) for each in masters])
+            torch._foreach_copy_([local(parameter) for parameter in parameters], [local(master) for master in masters])
         self._note_values()
 
 

@@ -1,4 +1,4 @@
-"""Sequences split by tokens over ranks, and attention that sees all of them."""
+"""Sequence parallelism: sequences are split by tokens over ranks, and attention sees all tokens."""
 
 from atorch.runtime.sequence_parallel.attention import AttentionCall, Exchange
 from atorch.runtime.sequence_parallel.megatron import check_tokens, split_between

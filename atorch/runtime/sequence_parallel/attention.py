@@ -1,8 +1,8 @@
-"""The attention of a block, seen where it is called, whoever wrote the block.
+"""The attention calls of any block, intercepted while its forward runs.
 
-`scaled_dot_product_attention` is the one operation through which tokens meet in blocks that can be split by tokens. A
-mode that is on while the block's forward runs hands its calls to a chain of exchanges, the last added first; what is
-left of the chain, and in the end the operation itself, is what each of them calls. Nothing of torch is changed.
+`scaled_dot_product_attention` is the one operation that mixes tokens in blocks that can be split by tokens. A mode is
+active while the block's forward runs. It passes these calls to a chain of steps, the last added first. Each step calls
+the rest of the chain, and the last one the operation itself. Nothing of torch is patched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from atorch.model.method_override import override
 
-CHAIN = "_attention_chain"  # the attribute of a block that has one
+CHAIN = "_attention_chain"  # attribute of a block that holds its chain
 
 
 class AttentionCall(NamedTuple):
@@ -38,14 +38,14 @@ Attend = Callable[[AttentionCall], Tensor]
 
 
 class Exchange(Protocol):
-    """Work around attention where a rank has a part of the tokens."""
+    """A step around attention, for ranks that have a part of the tokens each."""
 
     def unfit(self, call: AttentionCall) -> str | None:
-        """Why a call that has all tokens cannot be split in this way, or None."""
+        """The reason why a call with all tokens cannot be split in this way, or None."""
         ...
 
     def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
-        """The rank's part of the result, for the rank's part of queries, keys and values, and the whole mask."""
+        """The rank's part of the result, from its part of queries, keys and values, and the full mask."""
         ...
 
 
@@ -53,7 +53,7 @@ AttentionWrapper = Callable[[AttentionCall, Attend], Tensor]
 
 
 class Chain(TorchFunctionMode):
-    """Work around the attention of one block."""
+    """The steps around the attention of one block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +67,10 @@ class Chain(TorchFunctionMode):
             return self._attend(0, AttentionCall(*args, **kwargs))
         return func(*args, **kwargs)
 
-    def _attend(self, at: int, call: AttentionCall) -> Tensor:
-        if at == len(self.steps):
+    def _attend(self, index: int, call: AttentionCall) -> Tensor:
+        if index == len(self.steps):
             return F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
-        return self.steps[at](call, partial(self._attend, at + 1))
+        return self.steps[index](call, partial(self._attend, index + 1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
         twin = Chain()
@@ -79,7 +79,7 @@ class Chain(TorchFunctionMode):
 
 
 def chain_of(block: nn.Module) -> Chain:
-    """The chain around the attention of `block`, made where there is none. It also serves recomputations."""
+    """The chain around the attention of `block`, made at its first use. Recomputed forwards use it too."""
     chain: Chain | None = vars(block).get(CHAIN)
     if chain is None:
         chain = Chain()
@@ -89,13 +89,13 @@ def chain_of(block: nn.Module) -> Chain:
 
 
 def exchange_attention(block: nn.Module, step: AttentionWrapper) -> None:
-    """Let `step` be called for the block's attention before those that are there already."""
+    """Add `step` to the chain of the block's attention, before all earlier steps."""
     chain_of(block).steps.insert(0, step)
 
 
 @contextmanager
 def watching(block: nn.Module, step: AttentionWrapper) -> Iterator[None]:
-    """`exchange_attention` inside alone."""
+    """Add `step` as `exchange_attention` does, inside the context only."""
     had_chain, cls = CHAIN in vars(block), type(block)
     chain = chain_of(block)
     chain.steps.insert(0, step)
@@ -108,9 +108,9 @@ def watching(block: nn.Module, step: AttentionWrapper) -> Iterator[None]:
             block.__class__ = cls
 
 
-def _attended(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _attended(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with vars(self)[CHAIN]:
-            return theirs(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     return forward

@@ -1,4 +1,4 @@
-"""One evaluation of a model: the arguments of its blocks, and the blocks that these came from."""
+"""One evaluation of a model: the arguments of its blocks, and the blocks that computed them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ RunModel = Callable[[nn.Module], Any]
 class BlockCalls:
     path: str
     kind: Any
-    """Equal for blocks that can be looked at as one."""
+    """Equal for blocks that can be analysed as one."""
     origins: dict[str, tuple[str, str]]
-    """For arguments that are an output of a block before: its path, and the place in its output."""
+    """By place of an argument that an earlier block returned: its path, and the place in its output."""
     num_calls: int = 1
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -42,10 +42,10 @@ class Evaluation:
 
 
 def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -> Evaluation:
-    """The model run once, in eval mode and without gradients."""
+    """Run the model once, in eval mode and without gradients."""
     seen: dict[str, BlockCalls] = {}
     calls: dict[Any, ForwardCall] = {}
-    made: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # outputs by id, kept alive so that ids stay theirs
+    outputs: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # by id; kept alive so that ids stay unique
 
     def before(path: str) -> Callable[..., None]:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -53,10 +53,10 @@ def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -
                 seen[path].num_calls += 1
                 return
             tensors = by_place((args, kwargs))
-            origins = {place: made[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in made}
+            origins = {place: outputs[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in outputs}
             kind = _kind(block, tensors, origins)
             if kind not in calls:
-                calls[kind] = ForwardCall(*copied((args, kwargs)))  # caches among them are filled later
+                calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
             seen[path] = BlockCalls(path, kind, origins)
 
         return hook
@@ -64,7 +64,7 @@ def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -
     def after(path: str) -> Callable[..., None]:
         def hook(block: nn.Module, args: Any, output: Any) -> None:
             seen[path].outputs = by_place(output)
-            made.update({id(tensor): (tensor, (path, place)) for place, tensor in seen[path].outputs.items()})
+            outputs.update({id(tensor): (tensor, (path, place)) for place, tensor in seen[path].outputs.items()})
 
         return hook
 
@@ -79,17 +79,17 @@ def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -
 
 
 def by_place(data: Any) -> dict[str, Tensor]:
-    """The tensors in containers, by where they are."""
+    """The tensors in nested containers, by place."""
     return {_keystr(path): leaf for path, leaf in tree_flatten_with_path(data)[0] if isinstance(leaf, Tensor)}
 
 
 def copied(data: Any) -> Any:
-    """The containers and all in them again; of objects that are no containers, copies with copies inside."""
+    """A deep copy of `data`; tensors in its containers become detached clones."""
     return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
 
 
 def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> Any:
-    """The containers with `change(tensor, dim)` at the places of `dims`."""
+    """`data` with `change(tensor, dim)` at the places of `dims`."""
     leaves, spec = tree_flatten_with_path(data)
     places = ((_keystr(path), leaf) for path, leaf in leaves)
     values = [
@@ -100,12 +100,12 @@ def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[st
 
 def _kind(block: nn.Module, tensors: Mapping[str, Tensor], origins: Mapping[str, Any]) -> Any:
     parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
-    given = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
-    return type(block), parameters, given
+    arguments = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
+    return type(block), parameters, arguments
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode and records no gradients; each module's own mode is back afterwards."""
+    """Eval mode without gradients inside; each module's own mode is restored afterwards."""
     with evaluation_mode(model), torch.no_grad(), preserved_rng():
         yield

@@ -1,8 +1,8 @@
-"""Tries on one rank alone how one block meets tokens that are split.
+"""Trials, on one rank, of one block with split tokens.
 
-The whole block is run once, and its attention noted. Then it is run on a rank's tokens, where attention gives the
-rank's part of what it gave before: if its queries, keys, masks and results are those of the whole block, everything
-else in it works token by token. Which dim of which argument goes along the tokens is found by trying.
+The whole block runs once, and its attention calls are recorded. Then it runs on a rank's tokens, and attention returns
+the rank's part of the recorded results. If its queries, keys, masks and results match the whole block's, everything
+else in it works token by token. Trials also find the dim of tokens of each argument.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
 from atorch.runtime.tensor_parallel.random_numbers import random_state
 
-CLOSE = 1e-4  # of a tensor's norm; what is computed wrongly is off by much more, and fp32 rounds by less
-HIDDEN = -1e4  # what masks add where attention must not look is below
-MOST = 64  # ways to cut the arguments that are tried
-# What torch and models raise where sizes do not fit.
+CLOSE = 1e-4  # of a tensor's norm; wrong results are off by much more, and fp32 rounding by less
+HIDDEN = -1e4  # additive masks are below this where attention is masked
+MOST = 64  # maximum ways to cut the arguments that are tried
+# Errors that torch and models raise if sizes do not fit.
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ZeroDivisionError)
 
 
 @dataclass(frozen=True)
 class BlockStream:
-    """A block's way with split tokens: the cuts of its arguments, and the parts among its outputs."""
+    """The token split of a block: dims of its cut arguments, and of its partial outputs."""
 
     arguments: Mapping[str, int]
     """The dim of tokens, by place."""
@@ -55,15 +55,15 @@ class AttentionTrace:
 
     @property
     def lengths(self) -> set[int]:
-        """Numbers of tokens that queries and keys have."""
-        return {each.shape[-2] for call, _ in self.calls for each in (call.query, call.key)}
+        """Numbers of tokens of queries and keys."""
+        return {tensor.shape[-2] for call, _ in self.calls for tensor in (call.query, call.key)}
 
 
 @dataclass
 class Whole:
     call: ForwardCall
     masks: set[str]
-    """Places of its arguments that attention was given as masks."""
+    """Places of the arguments that attention takes as masks."""
     attention: AttentionTrace
     outputs: dict[str, Tensor]
     inner: list[tuple[str, list[Tensor]]]
@@ -73,12 +73,12 @@ class Whole:
 
 @torch.no_grad()
 def run_whole(block: nn.Module, call: ForwardCall) -> Whole:
-    """The block on all tokens. It is in eval mode before and after."""
+    """Run the block on all tokens. It is in eval mode before and after."""
     attention = AttentionTrace()
-    args, kwargs = copied((call.args, call.kwargs))  # caches among them are filled
+    args, kwargs = copied((call.args, call.kwargs))  # the block may fill caches among them
     with watching(block, attention), _noting(block) as inner:
         outputs = by_place(block(*args, **kwargs))
-    storages = {_storage(each.attn_mask) for each, _ in attention.calls if each.attn_mask is not None}
+    storages = {_storage(recorded.attn_mask) for recorded, _ in attention.calls if recorded.attn_mask is not None}
     arguments = by_place((args, kwargs))
     masks = {place for place, tensor in arguments.items() if _storage(tensor) in storages}
     return Whole(call, masks, attention, outputs, inner, uses_random_numbers(block, call))
@@ -100,7 +100,7 @@ def uses_random_numbers(block: nn.Module, call: ForwardCall) -> bool:
 
 
 def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: TokenPartition) -> BlockStream | str:
-    """The block's way with split tokens, or why it does not compute the same on them.
+    """The block's token split, or the reason why it computes something else on a part of the tokens.
 
     lengths: the numbers of tokens of all blocks' attention.
     """
@@ -109,21 +109,21 @@ def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: TokenP
         dims: list[int | None] = [dim for dim in usual(tensor.dim()) if tensor.shape[dim] in lengths]
         if dims:
             options[place] = [None, *dims] if place in whole.masks else [*dims, None]
-    choices = sorted(islice(product(*(range(len(each)) for each in options.values())), 64 * MOST), key=sum)
+    choices = sorted(islice(product(*(range(len(option)) for option in options.values())), 64 * MOST), key=sum)
     first_reason: str | None = None
-    for chosen in islice(choices, MOST):
-        cut = {place: options[place][index] for place, index in zip(options, chosen, strict=True)}
+    for indices in islice(choices, MOST):
+        cut = {place: options[place][index] for place, index in zip(options, indices, strict=True)}
         dims_cut = {place: dim for place, dim in cut.items() if dim is not None}
-        # The last rank's tokens: those of the first are where a block that counts by itself would have them, too.
-        found = try_part(block, whole, dims_cut, share, share.size - 1)
-        if not isinstance(found, str):
-            return found
-        first_reason = first_reason or found
+        # The last rank's tokens: a block that counts positions itself would compute the first rank's correctly.
+        result = try_part(block, whole, dims_cut, share, share.size - 1)
+        if not isinstance(result, str):
+            return result
+        first_reason = first_reason or result
     return first_reason or "it has no argument that goes along the tokens"
 
 
 def usual(num_dims: int) -> list[int]:
-    """Dims in the order in which tokens are looked for: before the width, first or in between, last."""
+    """Dims in order of trial as the dim of tokens: the last but one, then the others from the first to the last."""
     return sorted(range(num_dims), key=lambda dim: (dim != num_dims - 2, dim == num_dims - 1, dim))
 
 
@@ -131,23 +131,23 @@ def usual(num_dims: int) -> list[int]:
 def try_part(
     block: nn.Module, whole: Whole, arguments: Mapping[str, int], share: TokenPartition, rank: int
 ) -> BlockStream | str:
-    """The block on the tokens of `rank`, or why it does not compute the same."""
+    """The block's token split on the tokens of `rank`, or the reason why it computes something else."""
     if not arguments:
         return "it has no argument that goes along the tokens"
 
-    def own(tensor: Tensor, dim: int) -> Tensor:
+    def part(tensor: Tensor, dim: int) -> Tensor:
         return share.part(tensor, dim, rank)
 
-    args, kwargs = changed(copied((whole.call.args, whole.call.kwargs)), own, arguments)
-    played = _Played(whole.attention, share, rank)
+    args, kwargs = changed(copied((whole.call.args, whole.call.kwargs)), part, arguments)
+    replay = _Played(whole.attention, share, rank)
     inner: list[tuple[str, list[Tensor]]] = []
     try:
-        with watching(block, played), _noting(block) as inner:
+        with watching(block, replay), _noting(block) as inner:
             outputs = by_place(block(*args, **kwargs))
     except MISFITS as error:
         return f"{_where(whole, inner, share, rank)} raises {type(error).__name__}: {error}"
-    if played.reason is not None:
-        return f"{played.reason} ({_where(whole, inner, share, rank)} differs first)"
+    if replay.reason is not None:
+        return f"{replay.reason} ({_where(whole, inner, share, rank)} differs first)"
     dims: dict[str, int] = {}
     for place, expected in whole.outputs.items():
         dim = cut_along(outputs.get(place), expected, share, rank)
@@ -159,7 +159,7 @@ def try_part(
 
 
 class _Played:
-    """Attention as it was for all tokens."""
+    """Attention that checks its arguments, and returns its part of the results for all tokens."""
 
     def __init__(self, whole: AttentionTrace, share: TokenPartition, rank: int) -> None:
         self._calls = iter(whole.calls)
@@ -187,7 +187,7 @@ class _Played:
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
-    """True if two tensors agree but for rounding; of those without values, the shapes."""
+    """True if two tensors agree up to rounding; without values, if their shapes and dtypes agree."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     if not (has_values(got) and has_values(expected)):
@@ -208,14 +208,14 @@ def _same_mask(got: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """True if a tensor has more than a shape."""
+    """True if a tensor has values: it is neither on meta nor fake."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def cut_along(got: Tensor | None, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
-    """The dim along which `got` is the rank's part; None where it is the whole; a string where it is neither."""
+    """The dim along which `got` is the rank's part; None if it is the whole; a reason if it is neither."""
     if got is None:
         return "there is no such output"
     if got.shape == whole.shape:
@@ -228,7 +228,7 @@ def cut_along(got: Tensor | None, whole: Tensor, share: TokenPartition, rank: in
 
 
 def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: TokenPartition, rank: int) -> str:
-    """The first module inside that gives something else than it did for all tokens."""
+    """The path of the first inner module whose outputs are no part of those for all tokens."""
     for index, (path, expected) in enumerate(whole.inner):
         if index >= len(inner) or inner[index][0] != path:
             return path
@@ -240,15 +240,15 @@ def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: TokenPart
 
 
 def _part_of(got: Tensor, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
-    """As `cut_along`, also for batch and tokens as one dim."""
-    found = cut_along(got, whole, share, rank)
+    """`cut_along`, but accept a batch and tokens in one dim."""
+    dim = cut_along(got, whole, share, rank)
     is_flat = got.dim() > 0 and got.shape[0] * share.size == whole.shape[0] and got.shape[1:] == whole.shape[1:]
-    return None if isinstance(found, str) and is_flat else found
+    return None if isinstance(dim, str) and is_flat else dim
 
 
 @contextmanager
 def _noting(block: nn.Module) -> Iterator[list[tuple[str, list[Tensor]]]]:
-    """The outputs of the modules of the block, as they are made."""
+    """Record the outputs of the block's inner modules, in order."""
     noted: list[tuple[str, list[Tensor]]] = []
 
     def note(path: str) -> Callable[..., None]:

@@ -1,9 +1,9 @@
-"""Modules outside of the blocks that work token by token, computed by each rank of its own tokens.
+"""Modules outside of the blocks that work token by token, computed by each rank on its own tokens.
 
-Embeddings, final norms, heads: each of those that are outermost outside of the blocks, and are given one tensor, is run
-once on all tokens of a small batch and once on a rank's. Where it gives the rank's part of what it gave before, on
-every rank, it is given the rank's tokens from then on; its result is split by tokens until somebody asks for all of it
-(`split_tokens`). All others are left as they are. On fake tensors, which have no values, shapes tell (`positions`).
+Candidates are the outermost modules outside of the blocks with one tensor argument: embeddings, final norms, heads.
+Each runs once on all tokens of a small batch and once on a rank's. If every rank gets its part of the whole result, the
+module takes the rank's tokens from then on. Its result stays split until a caller needs all tokens (`split_tokens`).
+All other modules stay unchanged. Fake tensors have no values, so shapes decide (`position_dependence`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from atorch.runtime.tensor_parallel.random_numbers import RankStream
 
 @dataclass(frozen=True)
 class ByToken:
-    """The way a module works token by token."""
+    """The token split of a module that works token by token."""
 
     place: str
-    """Of the argument that goes along the tokens."""
+    """The place of the argument that is cut by tokens."""
     given: int
-    """Its dim of tokens, from the first one."""
+    """Its dim of tokens, counted from the first."""
     made: int
-    """That of the result."""
+    """The result's dim of tokens."""
     draws: bool
     """True if it draws random numbers in training."""
 
@@ -49,42 +49,42 @@ class ByToken:
 def find_by_token(
     model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel, dims: Set[int], share: TokenPartition
 ) -> dict[str, ByToken]:
-    """Modules outside of `blocks`, by path, that compute the same of a rank's tokens, on all ranks.
+    """Modules outside of `blocks`, by path, that compute the same on a rank's tokens, on all ranks.
 
     Args:
-        dims: along which tokens lie in what blocks give; results have theirs along one of these.
+        dims: the dims of tokens in the blocks' outputs; results must have one of these.
     """
-    found = {}
+    by_path = {}
     with evaluating(model):
         with _called(dict(outside_of(model, blocks.keys()))) as calls:
             run(model)
         for path, (call, result) in calls.items():
             way = None if call is None else _way(model.get_submodule(path), call, result, dims, share)
             ways = gather_objects(way, share.group)
-            if way is not None and all(each == way for each in ways):
-                found[path] = way
-    return found
+            if way is not None and all(other == way for other in ways):
+                by_path[path] = way
+    return by_path
 
 
 def compute_by_token(module: nn.Module, way: ByToken, share: TokenPartition) -> None:
-    """Let `module` be given its rank's tokens, whatever it is given; in place."""
+    """Let `module` compute on its rank's tokens of any argument; in place."""
     if way.draws:
         override(module, "forward", drawing, share.rank)
     override(module, "__call__", _by_token, way, share)
 
 
-def _by_token(theirs: Callable[..., Any], way: ByToken, share: TokenPartition) -> Callable[..., Any]:
+def _by_token(original: Callable[..., Any], way: ByToken, share: TokenPartition) -> Callable[..., Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = by_place((args, kwargs))
-        tensor = given.get(way.place)
-        if tensor is None or len(given) > 1 or not _can_be_cut(tensor, way, share):
-            return theirs(self, *args, **kwargs)
+        tensors = by_place((args, kwargs))
+        tensor = tensors.get(way.place)
+        if tensor is None or len(tensors) > 1 or not _can_be_cut(tensor, way, share):
+            return original(self, *args, **kwargs)
 
-        def own(tensor: Tensor, dim: int) -> Tensor:
+        def cut(tensor: Tensor, dim: int) -> Tensor:
             return own_tokens(tensor, share, dim)
 
-        args, kwargs = changed((args, kwargs), own, {way.place: way.given})
-        return split_tokens(theirs(self, *args, **kwargs), share, way.made)
+        args, kwargs = changed((args, kwargs), cut, {way.place: way.given})
+        return split_tokens(original(self, *args, **kwargs), share, way.made)
 
     return call
 
@@ -94,18 +94,18 @@ def _can_be_cut(tensor: Tensor, way: ByToken, share: TokenPartition) -> bool:
         return False
     if isinstance(tensor, SplitTokens):
         return not tensor._is_whole and tensor._axis == way.given
-    return not tensor.requires_grad  # a stream that was gathered is not cut again
+    return not tensor.requires_grad  # a gathered stream is not cut again
 
 
-def drawing(theirs: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    """Dropout falls on other elements on every rank, whose tokens are others."""
+def drawing(original: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    """A forward with its own random numbers on every rank, so that dropout differs between tokens."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stream = RankStream(rank)
         if self.training:
             stream.enter(next(iter(by_place((args, kwargs)).values())).device)
         try:
-            return theirs(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
             stream.leave()
 
@@ -114,7 +114,7 @@ def drawing(theirs: Callable[..., Any], rank: int) -> Callable[..., Any]:
 
 @contextmanager
 def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[ForwardCall | None, Any]]]:
-    """First calls of modules, and their results; no call where the first one was not a plain one."""
+    """Record first calls of modules and their results; (None, None) without exactly one tensor in and out."""
     calls: dict[str, tuple[ForwardCall | None, Any]] = {}
 
     def note(path: str) -> Callable[..., None]:
@@ -134,29 +134,29 @@ def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Forwar
 
 
 def _way(module: nn.Module, call: ForwardCall, result: Tensor, dims: Set[int], share: TokenPartition) -> ByToken | None:
-    """A way to compute the same of this rank's tokens; None where there is none."""
-    if any(isinstance(each, _BatchNorm) for each in module.modules()):
-        return None  # in training it looks at all tokens
+    """The token split with which a module computes the same on this rank's tokens, or None."""
+    if any(isinstance(submodule, _BatchNorm) for submodule in module.modules()):
+        return None  # in training its statistics are those of all tokens
     ((place, tensor),) = by_place((call.args, call.kwargs)).items()
-    is_fake, of_all = dist.get_backend(share.group) == "fake", None
+    is_fake, shapes_of_all = dist.get_backend(share.group) == "fake", None
     if is_fake:
-        _, of_all = made_alone(partial(module, *call.args, **call.kwargs), [tensor])
+        _, shapes_of_all = made_alone(partial(module, *call.args, **call.kwargs), [tensor])
     for dim in usual(tensor.dim()):
         if tensor.shape[dim] % share.pieces or tensor.shape[dim] < share.pieces:
             continue
 
-        def own(whole: Tensor, dim: int) -> Tensor:
+        def part(whole: Tensor, dim: int) -> Tensor:
             return share.part(whole, dim)
 
-        args, kwargs = changed(copied((call.args, call.kwargs)), own, {place: dim})
+        args, kwargs = changed(copied((call.args, call.kwargs)), part, {place: dim})
         try:
             run = partial(module, *args, **kwargs)
-            got, alone = made_alone(run, by_place((args, kwargs)).values()) if is_fake else (run(), None)
+            got, shapes = made_alone(run, by_place((args, kwargs)).values()) if is_fake else (run(), None)
         except MISFITS:
             continue
-        if alone != of_all:
+        if shapes != shapes_of_all:
             continue
-        made = cut_along(got, result, share, share.rank) if isinstance(got, Tensor) else None
-        if isinstance(made, int) and made in dims:
-            return ByToken(place, dim, made, uses_random_numbers(module, call))
+        result_dim = cut_along(got, result, share, share.rank) if isinstance(got, Tensor) else None
+        if isinstance(result_dim, int) and result_dim in dims:
+            return ByToken(place, dim, result_dim, uses_random_numbers(module, call))
     return None

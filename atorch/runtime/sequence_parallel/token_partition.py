@@ -1,9 +1,9 @@
-"""Tokens dealt out evenly over the ranks of a group, and put together again.
+"""Tokens split evenly over the ranks of a group, and gathered again.
 
-A loss that every rank computes from whole results has whole gradients on every rank; inside of what is split, a rank's
-gradients are those of its own tokens. Where parameters are whole on all ranks and their gradients are averaged over the
-group in the end, the part's gradients are multiplied by its size on the way in and divided on the way out: the average
-is right on both sides.
+A loss that every rank computes from whole results has whole gradients on every rank. In the split region, a rank's
+gradients are those of its own tokens. Gradients of parameters that all ranks hold whole may be averaged over the group
+in the end. Then the region's gradients are multiplied by the group's size on the way in, and divided on the way out.
+The average is then right on both sides.
 
 | | forward | backward |
 |---|---|---|
@@ -31,12 +31,12 @@ class TokenPartition:
 
     group: dist.ProcessGroup
     balanced: bool = False
-    """A piece from the front and its mirror image from the back, so that all have the same share of a causal mask;
-    else one contiguous piece."""
+    """A rank has a piece from the front and its mirror image from the back, for equal work under a causal mask; else
+    one contiguous piece."""
     averaged: bool = True
     """True if the gradients of parameters are averaged over the group in the end."""
     told: set[str] = field(default_factory=set, repr=False)
-    """Functions of which was said that they gather what is split."""
+    """Names of functions whose gather of split tokens was logged."""
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class TokenPartition:
         return self.size * (2 if self.balanced else 1)
 
     def part(self, x: Tensor, dim: int, rank: int | None = None) -> Tensor:
-        """The tokens of `rank`, by default this one, along `dim`: a view where they are one piece.
+        """The tokens of `rank`, by default this one, along `dim`: a view if they are one piece.
 
         Raises:
             ArgumentError: the tokens cannot be cut into equal pieces.
@@ -77,7 +77,7 @@ class TokenPartition:
         return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of what every rank has whole."""
+        """This rank's tokens of a tensor that every rank has whole."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return self.part(x, dim)
         scale = self.size if self.averaged else 1
@@ -92,7 +92,7 @@ class TokenPartition:
         return mapped(x, lambda x: self.all_gather(x, dim), lambda grad: self.part(grad, dim) * scale)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The same outside of autograd."""
+        """`gather` without gradients."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.group)

@@ -1,11 +1,11 @@
-"""A model whose repeated blocks work on a part of the tokens: dealt out before the first, together after the last.
+"""A model whose repeated blocks work on a part of the tokens: scattered before the first, gathered after the last.
 
     split_stream(model, lambda model: model(**batch), share, Ulysses(group))
 
-Tokens meet in attention, and `exchange` lets them meet over ranks; everything else in a block must work token by token,
-which is tried before anything is changed. What one block hands to the next stays split; tables of positions, which each
-block is given whole, are cut by each. Outside of them modules that work token by token are given a rank's own
-(`outside`), and what the last block gives is gathered for whoever asks for all of it (`split_tokens`).
+Attention mixes tokens, and `exchange` lets it do so over ranks. Everything else in a block must work token by token; a
+trial checks that before anything is changed. The stream stays split between blocks. Each block cuts tables of
+positions, which it gets whole. Outside of the blocks, token-local modules get a rank's own tokens
+(`token_local_modules`). The last block's output is gathered when a caller needs all of it (`split_tokens`).
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from atorch.runtime.sequence_parallel.token_local_modules import compute_by_toke
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor, whole_of
 
-ENDS = "_ends_of_stream"  # the attribute of a block that says what it cuts and gathers
+ENDS = "_ends_of_stream"  # attribute of a block that holds its scatter and gather
 Streams = Mapping[str, BlockStream]
-"""By the path of the block: what it cuts of its arguments, and what it gathers of its outputs."""
+"""By the path of the block: the arguments that it cuts, and the outputs that it gathers."""
 
 
 def split_stream(
     model: nn.Module, run: RunModel, share: TokenPartition, exchange: Exchange, *, outside: bool = True
 ) -> Streams:
-    """Split the tokens of `model` in place over the ranks of `share`; returns how its blocks are.
+    """Split the tokens of `model` in place over the ranks of `share`; returns each block's token split.
 
     Args:
         run: calls the model on a small batch, the same on all ranks: a few samples of whole sequences.
-        exchange: what attention does where each rank has its share of the tokens.
-        outside: also of modules outside of the blocks that work token by token; of results, until somebody asks for
-            all of them. Otherwise what blocks give is gathered.
+        exchange: the step around attention, for ranks with their own tokens.
+        outside: also split token-local modules outside of the blocks, and keep results split until a caller needs
+            all tokens. Otherwise the blocks' outputs are gathered.
 
     Raises:
-        StrategyError: a block cannot be split, with the module that stands against it. Nothing has been changed then.
+        StrategyError: a block cannot be split; names the module that prevents it. The model is then unchanged.
     """
     if share.size == 1:
         return {}
     blocks = repeated_blocks(model)
     if not blocks:
         raise StrategyError(f"{type(model).__name__} has no repeated blocks, whose tokens could be split")
-    seen = evaluate(model, blocks, run)
+    evaluation = evaluate(model, blocks, run)
     with evaluating(model):
-        by_kind = _by_kind(blocks, seen, share, exchange)
-    streams = linked(seen, {path: by_kind[each.kind] for path, each in seen.blocks.items()})
+        by_kind = _by_kind(blocks, evaluation, share, exchange)
+    streams = linked(evaluation, {path: by_kind[calls.kind] for path, calls in evaluation.blocks.items()})
     by_token = find_by_token(model, blocks, run, _dims(streams), share) if outside else {}
     for path, stream in streams.items():
         exchange_attention(blocks[path], exchange)
@@ -65,18 +65,18 @@ def split_stream(
     for path, way in by_token.items():
         compute_by_token(model.get_submodule(path), way, share)
     with evaluating(model):
-        check_output(model, by_place(seen.output), by_place(run(model)), share.group)
+        check_output(model, by_place(evaluation.output), by_place(run(model)), share.group)
     return streams
 
 
 def _by_kind(
-    blocks: Mapping[str, nn.Module], seen: Evaluation, share: TokenPartition, exchange: Exchange
+    blocks: Mapping[str, nn.Module], evaluation: Evaluation, share: TokenPartition, exchange: Exchange
 ) -> dict[Any, BlockStream]:
-    """The way of each kind of block with split tokens, the same on all ranks."""
-    paths = {each.kind: each.path for each in reversed(seen.blocks.values())}
-    wholes = {kind: run_whole(blocks[paths[kind]], call) for kind, call in seen.calls.items()}
+    """The token split of each kind of block, the same on all ranks."""
+    paths = {calls.kind: calls.path for calls in reversed(evaluation.blocks.values())}
+    wholes = {kind: run_whole(blocks[paths[kind]], call) for kind, call in evaluation.calls.items()}
     lengths = {length for whole in wholes.values() for length in whole.attention.lengths}
-    found: dict[Any, BlockStream] = {}
+    streams: dict[Any, BlockStream] = {}
     for kind, whole in wholes.items():
         path, block = paths[kind], blocks[paths[kind]]
         if not lengths:
@@ -96,8 +96,8 @@ def _by_kind(
                 "scaled_dot_product_attention must work token by token; leave the method out for this model, or "
                 "replace the module"
             )
-        found[kind] = stream
-    return found
+        streams[kind] = stream
+    return streams
 
 
 def _need_equal_pieces(path: str, lengths: set[int], share: TokenPartition) -> None:
@@ -116,14 +116,14 @@ def _need_fit(path: str, call: AttentionCall, exchange: Exchange) -> None:
 
 
 def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: TokenPartition) -> BlockStream | str:
-    """The stream, or why some rank does not compute the same on its tokens."""
-    own = try_part(block, whole, stream.arguments, share, share.rank)
-    reasons = gather_objects(own if isinstance(own, str) else None, share.group)
+    """The stream, or the reason why some rank computes something else on its tokens."""
+    result = try_part(block, whole, stream.arguments, share, share.rank)
+    reasons = gather_objects(result if isinstance(result, str) else None, share.group)
     return next((reason for reason in reasons if reason is not None), stream)
 
 
 def linked(seen: Evaluation, streams: Streams) -> Streams:
-    """The streams without what one block gathers only for the next one to cut again."""
+    """The streams without gathers that the next block would only cut again."""
     takers: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for path, block in seen.blocks.items():
         for place, origin in block.origins.items():
@@ -133,28 +133,28 @@ def linked(seen: Evaluation, streams: Streams) -> Streams:
     for (giver, place), places in takers.items():
         dim = streams[giver].outputs.get(place)
         is_once = all(seen.blocks[path].num_calls == 1 for path in (giver, *(path for path, _ in places)))
-        if dim is not None and is_once and all(streams[path].arguments.get(taken) == dim for path, taken in places):
+        if dim is not None and is_once and all(streams[path].arguments.get(arg) == dim for path, arg in places):
             del outputs[giver][place]
-            for path, taken in places:
-                del arguments[path][taken]
+            for path, arg in places:
+                del arguments[path][arg]
     return {path: replace(streams[path], arguments=arguments[path], outputs=outputs[path]) for path in streams}
 
 
 def _dims(streams: Streams) -> set[int]:
-    """The dims of tokens in what blocks give."""
+    """The dims of tokens in the blocks' outputs."""
     return {dim for stream in streams.values() for dim in stream.outputs.values()}
 
 
 def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, stays_split: bool = False) -> None:
-    """Let `block` be given its rank's tokens, and what it gives be gathered, as `stream` says.
+    """Cut the arguments of `block` to its rank's tokens, and gather its outputs, as in `stream`.
 
-    stays_split: only once somebody asks for all of it.
+    stays_split: gather only when a caller needs all tokens.
     """
     if stream.draws:
         override(block, "forward", drawing, share.rank)
     if stays_split:
         vars(block)[ENDS] = _Scatter(stream.arguments, share), _Gather(stream.outputs, share, True)
-        override(block, "__call__", _streamed)  # blocks stay of one class
+        override(block, "__call__", _streamed)  # blocks of one class still share one
         return
     if stream.arguments:
         block.register_forward_pre_hook(_Scatter(stream.arguments, share), with_kwargs=True)
@@ -162,19 +162,19 @@ def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, sta
         block.register_forward_hook(_Gather(stream.outputs, share, False))
 
 
-def _streamed(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the whole call, hooks among it: where a block is compiled, its code is given plain tensors."""
+def _streamed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the call with its hooks: the code of a compiled block gets plain tensors."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scatter, gather = vars(self)[ENDS]
         args, kwargs = scatter(self, args, kwargs)
-        return gather(self, args, theirs(self, *args, **kwargs))
+        return gather(self, args, original(self, *args, **kwargs))
 
     return call
 
 
 class _Scatter:
-    """Before a block: this rank's tokens of what it is given whole."""
+    """Before a block: cuts whole arguments to this rank's tokens."""
 
     def __init__(self, dims: Mapping[str, int], share: TokenPartition) -> None:
         self._dims, self._share = dims, share
@@ -187,7 +187,7 @@ class _Scatter:
 
 
 class _Gather:
-    """After a block: all tokens of what others than the next block take."""
+    """After a block: gathers outputs that others than the next block take."""
 
     def __init__(self, dims: Mapping[str, int], share: TokenPartition, stays_split: bool) -> None:
         self._dims, self._share, self._stays_split = dims, share, stays_split
@@ -204,15 +204,15 @@ class _Gather:
 def check_output(
     model: nn.Module, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], group: dist.ProcessGroup
 ) -> None:
-    """Raise on all ranks where the model, now split, has another output than it had on any of them."""
-    own = [
+    """Raise on all ranks if the split model's output differs from the whole model's on any of them."""
+    differing = [
         place
         for place, tensor in expected.items()
         if tensor.is_floating_point() and (place not in got or not same(_plain(got[place]), tensor))
     ]
-    other = sorted({place for places in gather_objects(own, group) for place in places})
-    if other or expected.keys() != got.keys():
-        names = ", ".join(other) or "another number of them"
+    all_differing = sorted({place for places in gather_objects(differing, group) for place in places})
+    if all_differing or expected.keys() != got.keys():
+        names = ", ".join(all_differing) or "another number of them"
         raise AtorchError(
             f"{type(model).__name__} has other outputs ({names}) after its tokens were split, though each of its "
             "blocks had the same: something between or beside the blocks sees parts of a sequence. Leave the method "

@@ -1,7 +1,7 @@
 """The tokens of a dim that each rank has; the dim may be a window of the sequence, or samples and tokens in one.
 
 Causal language models take their loss of all tokens but the last: `logits[:, :-1]`. A rank then keeps the logits of all
-of its tokens, and what lies outside of the window is nobody's: labels are cut to match, not logits.
+of its tokens, and ignores those outside of the window: labels are cut to match, logits are not.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Tokens:
         return self.count // self.share.size
 
     def length(self, part: int) -> int:
-        """Elements of the whole dim, of whose tokens each rank has as many as the others."""
+        """Elements of the whole dim; every rank has an equal number of its tokens."""
         return self.outer * (self.stop - self.start) * self.inner
 
     def window(self, start: int, stop: int) -> Tokens:
         return replace(self, start=self.start + start, stop=self.start + stop)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim`, zeros for what is outside of the window."""
+        """This rank's part along `dim`, with zeros outside of the window."""
         tokens = whole.unflatten(dim, (self.outer, self.stop - self.start, self.inner)).movedim(dim + 1, -1)
         if (self.start, self.stop) != (0, self.count):
             tokens = F.pad(tokens, (self.start, self.count - self.stop))
-        own = self.share.part(tokens, -1).movedim(-1, dim + 1).flatten(dim, dim + 2)
-        return own if self.scale == 1.0 else own / self.scale
+        part = self.share.part(tokens, -1).movedim(-1, dim + 1).flatten(dim, dim + 2)
+        return part if self.scale == 1.0 else part / self.scale
 
     def join(self, part: Tensor, dim: int) -> Tensor:
         if isinstance(part, SplitTensor):  # along another dim
@@ -65,11 +65,11 @@ class Tokens:
         return whole if self.scale == 1.0 else whole * self.scale
 
     def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
-        own = self.take(grad, dim)
-        return own / self.of_gradients().scale
+        part = self.take(grad, dim)
+        return part / self.of_gradients().scale
 
     def of_gradients(self) -> Tokens:
-        """Parts' gradients are as many times too large as ranks are averaged over."""
+        """The layout of gradients: if ranks are averaged, parts' gradients are too large by their number."""
         return replace(self, scale=1.0 / self.share.size) if self.share.averaged else self
 
     def named(self) -> str:

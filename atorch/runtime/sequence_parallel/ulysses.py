@@ -1,9 +1,9 @@
-"""Attention over tokens that are split: exchanged for heads before, and back after it.
+"""Attention over split tokens, which are exchanged for split heads before it, and back after it.
 
     queries, keys, values (batch, heads, tokens / n, width) → (batch, heads / n, tokens, width) → attention → back
 
-Four all-to-alls, each of which is its own way back in backward (Jacobs et al. 2023, arXiv 2309.14509, section 3). Every
-rank's attention sees all tokens, so that any mask holds as it is.
+Four all-to-alls, each with its inverse all-to-all in backward (Jacobs et al. 2023, arXiv 2309.14509, section 3). Every
+rank's attention sees all tokens, so that any mask works unchanged.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Ulysses:
         self._group = group
 
     def unfit(self, call: AttentionCall) -> str | None:
-        """Heads are shared out whole; of keys and values there may be fewer than ranks."""
+        """The reason why ranks cannot share the query heads evenly, or None. There may be fewer key heads."""
         if call.query.dim() != 4:
             return f"its queries have {call.query.dim()} dims, and heads are exchanged as the second of 4"
         heads, size = call.query.shape[1], self._group.size()
         if heads % size:
-            fit = ", ".join(str(each) for each in range(2, heads + 1) if heads % each == 0)
+            fit = ", ".join(str(divisor) for divisor in range(2, heads + 1) if heads % divisor == 0)
             return f"{size} ranks do not divide its {heads} heads; give the axis a size of {fit}"
         return None
 
     def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
         """Attention to all tokens with this rank's heads."""
-        key, value = (to_heads(_repeated(each, self._group.size()), self._group) for each in (call.key, call.value))
+        key, value = (to_heads(_repeated(tensor, self._group.size()), self._group) for tensor in (call.key, call.value))
         query, mask = to_heads(call.query, self._group), call.attn_mask
         if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
             heads = query.shape[1]
@@ -48,7 +48,7 @@ class Ulysses:
 
 
 def _repeated(x: Tensor, size: int) -> Tensor:
-    """`x` with each head as often in a row as makes them divisible: neighbours in queries meet the same head still."""
+    """Repeat each head until `size` divides their number; the order keeps query heads at their key heads."""
     times = math.lcm(x.shape[1], size) // x.shape[1]
     return x if times == 1 else x.repeat_interleave(times, 1)
 
@@ -77,7 +77,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:
-    """Rank r gets the r-th of equal pieces along `cut` from all ranks, side by side along `joined`."""
+    """The r-th of equal pieces along `cut` from all ranks, for rank r, concatenated along `joined`."""
     size = group.size()
     pieces = x.unflatten(cut, (size, x.shape[cut] // size)).movedim(cut, 0).contiguous()
     received = torch.empty_like(pieces)

@@ -1,7 +1,7 @@
-"""Views of tensors of which each rank has some tokens: how they are made of a rank's part, and what it then has.
+"""Views of tensors of which each rank has some tokens: the same view of a rank's part, and its tokens afterwards.
 
-The dim of tokens may be moved, be made one with others and come apart again, and lose tokens at its ends. What a rank
-has is of the same tokens all along.
+The dim of tokens may be moved, merged with others and split again, and lose tokens at its ends. A rank keeps the same
+tokens throughout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atorch.runtime.tensor_parallel.sharding_rules import has_parameters
 
 
 class ViewRule(NamedTuple):
-    """A function that makes a view of a part, and the part's tokens then, and their dim."""
+    """A function that makes the view of a part, the view's tokens, and their dim."""
 
     make: Callable[[Tensor], Tensor]
     tokens: Tokens
@@ -38,7 +38,7 @@ def viewed(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> ViewRule | None:
-    """The view that `func` gives of a tensor of such sizes, of which each rank has `tokens` along the dim `axis`."""
+    """The rule of `func` on a tensor of `sizes` with `tokens` along the dim `axis`, or None if there is none."""
     rule = _RULES.get(func)
     if rule is None or not has_parameters(rule, sizes, tokens, axis, *args, **kwargs):
         return None
@@ -50,20 +50,20 @@ def _reshaped(sizes: ViewSizes, tokens: Tokens, axis: int, *wanted: Any) -> View
         wanted = tuple(wanted[0])
     if not all(isinstance(size, int) for size in wanted):
         return None
-    known = -math.prod(wanted) if -1 in wanted else 1
-    if not known or not math.prod(sizes):
+    known_size = -math.prod(wanted) if -1 in wanted else 1
+    if not known_size or not math.prod(sizes):
         return None
-    target = [math.prod(sizes) // known if size == -1 else size for size in wanted]
+    target = [math.prod(sizes) // known_size if size == -1 else size for size in wanted]
     if math.prod(target) != math.prod(sizes):
         return None
     before = math.prod(sizes[:axis]) * tokens.outer
     after = math.prod(sizes[axis + 1 :]) * tokens.inner
-    for place in range(len(target)):
-        outer, outer_rest = divmod(before, math.prod(target[:place]))
-        inner, inner_rest = divmod(after, math.prod(target[place + 1 :]))
+    for dim in range(len(target)):
+        outer, outer_rest = divmod(before, math.prod(target[:dim]))
+        inner, inner_rest = divmod(after, math.prod(target[dim + 1 :]))
         if outer and inner and not (outer_rest or inner_rest):
-            own = [*target[:place], outer * tokens.each * inner, *target[place + 1 :]]
-            return ViewRule(partial(_as_sizes, own), replace(tokens, outer=outer, inner=inner), place)
+            part_sizes = [*target[:dim], outer * tokens.each * inner, *target[dim + 1 :]]
+            return ViewRule(partial(_as_sizes, part_sizes), replace(tokens, outer=outer, inner=inner), dim)
     return None
 
 
@@ -91,8 +91,8 @@ def _unsqueezed(sizes: ViewSizes, tokens: Tokens, axis: int, dim: int) -> ViewRu
 
 def _transposed(sizes: ViewSizes, tokens: Tokens, axis: int, dim0: int, dim1: int) -> ViewRule:
     first, second = dim0 % len(sizes), dim1 % len(sizes)
-    place = {first: second, second: first}.get(axis, axis)
-    return ViewRule(lambda part: part.transpose(first, second), tokens, place)
+    new_axis = {first: second, second: first}.get(axis, axis)
+    return ViewRule(lambda part: part.transpose(first, second), tokens, new_axis)
 
 
 def _permuted(sizes: ViewSizes, tokens: Tokens, axis: int, *dims: Any) -> ViewRule:
@@ -102,41 +102,41 @@ def _permuted(sizes: ViewSizes, tokens: Tokens, axis: int, *dims: Any) -> ViewRu
 
 
 def _indexed(sizes: ViewSizes, tokens: Tokens, axis: int, index: Any) -> ViewRule | None:
-    """A view of all tokens, or of a run where the dim is one of tokens alone; of others by numbers and slices."""
+    """Index all tokens, or a run of them if their dim has tokens only; other dims by numbers and slices."""
     items = _spread(sizes, index)
     if items is None:
         return None
-    own: list[Any] = []
-    dim = made = place = 0
-    for each in items:
-        if each is not None and dim == axis:
-            if not isinstance(each, slice) or not (isinstance(each.step, int) or each.step is None):
+    part_index: list[Any] = []
+    dim = new_dim = new_axis = 0
+    for item in items:
+        if item is not None and dim == axis:
+            if not isinstance(item, slice) or not (isinstance(item.step, int) or item.step is None):
                 return None
-            start, stop, step = each.indices(sizes[axis])
+            start, stop, step = item.indices(sizes[axis])
             is_all = (start, stop, step) == (0, sizes[axis], 1)
             if not is_all:
                 if step != 1 or stop <= start or (tokens.outer, tokens.inner) != (1, 1):
                     return None
                 tokens = tokens.window(start, stop)
-            place, each = made, slice(None)
-        own.append(each)
-        dim += each is not None
-        made += not isinstance(each, int)
-    return ViewRule(lambda part: part[tuple(own)], tokens, place)
+            new_axis, item = new_dim, slice(None)
+        part_index.append(item)
+        dim += item is not None
+        new_dim += not isinstance(item, int)
+    return ViewRule(lambda part: part[tuple(part_index)], tokens, new_axis)
 
 
 def _spread(sizes: ViewSizes, index: Any) -> Sequence[Any] | None:
-    """The item asked of each dim, and None where a new one is made; None for what is not plain."""
+    """One index item per dim, and None for each new dim; or None if an item is not plain."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if not all(each is None or each is ... or isinstance(each, slice) or type(each) is int for each in items):
+    if not all(item is None or item is ... or isinstance(item, slice) or type(item) is int for item in items):
         return None
-    taken = sum(each is not None and each is not ... for each in items)
-    if taken > len(sizes) or sum(each is ... for each in items) > 1:
+    num_indexed = sum(item is not None and item is not ... for item in items)
+    if num_indexed > len(sizes) or sum(item is ... for item in items) > 1:
         return None
-    if not any(each is ... for each in items):
+    if not any(item is ... for item in items):
         items.append(...)
-    at = next(place for place, each in enumerate(items) if each is ...)
-    return [*items[:at], *[slice(None)] * (len(sizes) - taken), *items[at + 1 :]]
+    ellipsis = next(position for position, item in enumerate(items) if item is ...)
+    return [*items[:ellipsis], *[slice(None)] * (len(sizes) - num_indexed), *items[ellipsis + 1 :]]
 
 
 _RULES: Mapping[Callable[..., Any], Callable[..., ViewRule | None]] = {

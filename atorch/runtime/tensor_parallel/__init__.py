@@ -1,4 +1,4 @@
-"""Tensor parallelism for any model: the layout is derived from the model itself, and tried before it is applied."""
+"""Tensor parallelism for any model: the layout is derived from the model itself, and validated before it is applied."""
 
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout

@@ -1,9 +1,9 @@
-"""A block split as a layout says: parameters cut, the fork before column splits and the sum after row splits in place.
+"""Splits a block by a layout: cuts parameters, and adds forks before column splits and sums after row splits.
 
-A parameter of which each rank has rows of its own becomes a DTensor on the tensor axis, of which this rank holds its
-rows, or a plain tensor of these. Where they are no contiguous part of the whole, as in a fused projection of queries,
-keys and values, the DTensor is of the whole with its rows in the ranks' order, and `state.whole_state` gives the
-model's own order. What ranks share stays whole on each, and its gradients are summed.
+A parameter of which each rank has its own rows becomes a DTensor on the tensor axis, or a plain tensor of this rank's
+rows. These may be no contiguous part of the whole, as in a fused projection of queries, keys and values. Then the
+DTensor has the whole's rows in rank order, and `state.whole_state` restores the model's order. Parameters with rows
+that ranks share stay whole on each, and their gradients are summed.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class ShardingContext:
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.degree = mesh.get_local_rank(), mesh.size()
         self.inside = Inside()
-        self._new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the old one, which must live on
+        self._new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the old one, which is kept alive
 
     def part(self, parameter: nn.Parameter, rows: Rows) -> nn.Parameter:
         if id(parameter) not in self._new:
             local = rows.take(parameter.detach(), self.rank).clone(memory_format=torch.contiguous_format)
-            held = self._spread(local, parameter, rows.dim) if self.as_dtensors else local
-            self._new[id(parameter)] = parameter, nn.Parameter(held, requires_grad=parameter.requires_grad)
+            data = self._spread(local, parameter, rows.dim) if self.as_dtensors else local
+            self._new[id(parameter)] = parameter, nn.Parameter(data, requires_grad=parameter.requires_grad)
         return self._new[id(parameter)][1]
 
     def _spread(self, local: Tensor, whole: Tensor, dim: int) -> Tensor:
         from torch.distributed.tensor import DTensor, Shard
 
         stride = torch.empty(whole.shape, device="meta").stride()
-        spread: Tensor = DTensor.from_local(
+        dtensor: Tensor = DTensor.from_local(
             local, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=stride
         )
-        return spread
+        return dtensor
 
 
 def split_block(block: nn.Module, layout: BlockLayout, cut: ShardingContext) -> None:
@@ -63,8 +63,8 @@ def split_block(block: nn.Module, layout: BlockLayout, cut: ShardingContext) -> 
                 reads[name] = RowsOfWhole(rows, cut.rank, cut.group)
                 continue
             parameter = block.get_parameter(name)
-            for holder, its_name in _holders(block, parameter):
-                holder.register_parameter(its_name, cut.part(parameter, rows))
+            for holder, held_name in _holders(block, parameter):
+                holder.register_parameter(held_name, cut.part(parameter, rows))
             if cut.as_dtensors:
                 reads[name] = this_part
         reads.update({name: Forked(cut.group) for name in group.inside})
@@ -74,12 +74,12 @@ def split_block(block: nn.Module, layout: BlockLayout, cut: ShardingContext) -> 
     by_module: dict[nn.Module, dict[str, Read]] = {}
     for name, read in reads.items():
         module, own_name = place_of(block, name)
-        for holder, its_name in _holders(block, module._parameters[own_name]):
-            by_module.setdefault(holder, {})[its_name] = read
+        for holder, held_name in _holders(block, module._parameters[own_name]):
+            by_module.setdefault(holder, {})[held_name] = read
     for module in _around(block, by_module):
         cut.inside.note(module)
-    for module, own in by_module.items():
-        present(module, own, cut.inside)
+    for module, module_reads in by_module.items():
+        present(module, module_reads, cut.inside)
     divide(block, layout)
     inputs = {place: rows for group in layout.groups for place, rows in group.inputs.items()}
     if inputs:
@@ -93,25 +93,25 @@ def place_of(block: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _around(block: nn.Module, inner: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules of the block that hold one of `inner`, or are one: what is recomputed may begin at any of them."""
+    """The modules of the block that contain or are one of `inner`; a recomputation may start at any of them."""
     called = (module for module in block.modules() if type(module).forward is not nn.Module.forward)
-    return [module for module in called if any(each in inner for each in module.modules())]
+    return [module for module in called if any(submodule in inner for submodule in module.modules())]
 
 
 def _holders(block: nn.Module, parameter: Any) -> list[tuple[nn.Module, str]]:
-    """Every module of the block that holds the parameter, and under what name."""
+    """The modules of the block that hold the parameter, with its name in each."""
     return [(m, name) for m in block.modules() for name, p in m._parameters.items() if p is parameter]
 
 
 def this_part(parameter: Any) -> Tensor:
-    """This rank's rows of a DTensor. A copy that was made to be looked at may have nothing else."""
+    """This rank's rows of a DTensor. A copy for a trial may hold plain rows already."""
     local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local
 
 
 @dataclass(frozen=True)
 class Forked:
-    """A parameter that every rank uses whole, each for its part: gradients are summed."""
+    """Reads a parameter that every rank uses whole, each for its part: gradients are summed."""
 
     group: dist.ProcessGroup
 
@@ -121,7 +121,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class RowsOfWhole:
-    """The rank's rows of a parameter that every rank keeps whole: gradients are summed."""
+    """Reads the rank's rows of a parameter that every rank keeps whole: gradients are summed."""
 
     rows: Rows
     rank: int
@@ -133,7 +133,7 @@ class RowsOfWhole:
 
 @dataclass(frozen=True)
 class DividedBias:
-    """A parameter's share of what is summed over ranks and must be added once."""
+    """Reads a rank's share of a bias that the sum over ranks must add once."""
 
     degree: int
 
@@ -157,7 +157,7 @@ def _hook(block: nn.Module, group: SplitRegion, cut: ShardingContext) -> None:
 
 
 class SharedHook:
-    """A hook that a copy of its module shares: process groups cannot be copied."""
+    """A hook whose deepcopy is a shallow copy: process groups cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = copy.copy(self)
@@ -166,22 +166,22 @@ class SharedHook:
 
 
 class ForkArguments(SharedHook):
-    """Before column splits: one fork for all modules that are called with the same tensor."""
+    """Pre-hook of column splits: one fork for all modules that are called with the same tensor."""
 
     def __init__(self, group: dist.ProcessGroup, users: int) -> None:
         self._group, self._users = group, users
-        self._last: tuple[Tensor, Tensor, int] | None = None  # the tensor, its fork, and how many are still to ask
-        self.is_gathered = False  # from parts, by who sums its gradients
+        self._last: tuple[Tensor, Tensor, int] | None = None  # the tensor, its fork, and the number of calls to come
+        self.is_gathered = False  # True if a gather of tokens already sums gradients
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        here: dict[int, Tensor] = {}  # attention is given one tensor as query, key and value
+        forks: dict[int, Tensor] = {}  # attention may take one tensor as query, key and value
 
         def forked(_: str, tensor: Tensor) -> Tensor:
             if self.is_gathered or not (tensor.requires_grad and torch.is_grad_enabled()):
                 return tensor
-            if id(tensor) not in here:
-                here[id(tensor)] = self._forked(tensor)
-            return here[id(tensor)]
+            if id(tensor) not in forks:
+                forks[id(tensor)] = self._forked(tensor)
+            return forks[id(tensor)]
 
         return map_arguments(forked, args, kwargs)
 
@@ -196,7 +196,7 @@ class ForkArguments(SharedHook):
 
 
 class _Enter(SharedHook):
-    """At the start of a region that draws random numbers."""
+    """Pre-hook at the start of a region that draws random numbers."""
 
     def __init__(self, stream: RankStream) -> None:
         self._stream = stream
@@ -208,11 +208,11 @@ class _Enter(SharedHook):
 
 
 class Sum(SharedHook):
-    """After a row split: the sum over ranks, of the first tensor where there are several."""
+    """Hook of a row split: sums its output over ranks, or the first tensor of several."""
 
     def __init__(self, group: dist.ProcessGroup, stream: RankStream | None) -> None:
         self._group, self._stream = group, stream
-        self.scatter: Callable[[Tensor], Tensor] | None = None  # gives each rank a part of the sum
+        self.scatter: Callable[[Tensor], Tensor] | None = None  # returns this rank's part of the sum instead
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._stream is not None:
@@ -226,7 +226,7 @@ class Sum(SharedHook):
 
 
 class _Arguments(SharedHook):
-    """Before a block: its rank's rows of arguments that meet a part, unless they come as such already."""
+    """Pre-hook of a block: cuts arguments that meet a part to the rank's rows, unless they are cut already."""
 
     def __init__(self, inputs: Mapping[str, Rows | None], rank: int, group: dist.ProcessGroup) -> None:
         self._inputs, self._rank, self._group = inputs, rank, group

@@ -1,11 +1,11 @@
-"""The four ways in which a split region meets what is whole on every rank.
+"""The four boundaries between a split region and tensors that are whole on every rank.
 
 | forward | backward | where |
 |---|---|---|
-| `fork`: as it is | sum over ranks | what every rank uses whole, each for its part |
-| `reduce`: sum over ranks | as it is | the results of a row split |
-| `share`: one rank's share | as it is | what is added before a sum over ranks, and must be added once |
-| `gather`: all parts | its own part | logits of a vocabulary that is split |
+| `fork`: identity | sum over ranks | tensors that every rank uses whole, each for its part |
+| `reduce`: sum over ranks | identity | results of a row split |
+| `share`: one rank's share | identity | terms that a sum over ranks must add once |
+| `gather`: all parts | its own part | logits of a split vocabulary |
 
 Shoeybi et al. 2019 (arXiv 1909.08053) call the first two f and g.
 """
@@ -22,7 +22,7 @@ from atorch.runtime.gradients.no_double_backward import mapped
 
 
 def fork(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, whose gradient will be summed over the group."""
+    """`x` itself; its gradient is summed over the group."""
     return mapped(x, lambda x: x.view_as(x), lambda grad: _summed(grad, group))
 
 
@@ -38,12 +38,12 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def share(x: Tensor, size: int) -> Tensor:
-    """`x / size`, which `size` ranks add up to `x`; every rank has the whole gradient already."""
+    """`x / size`, which `size` ranks add up to `x`; the gradient is whole on every rank already."""
     return mapped(x, lambda x: x / size, lambda grad: grad)
 
 
 def join(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The group's `x` side by side along the last dim, of which rank r gives `counts[r]`. Without gradients."""
+    """The group's `x`, concatenated along the last dim; rank r has `counts[r]` columns. Without gradients."""
     padded = torch.nn.functional.pad(x, (0, max(counts) - x.shape[-1])).contiguous()
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded, group=group)
@@ -51,7 +51,7 @@ def join(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
 
 
 def gather(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """`join`, and in backward the rank's own part of the gradient."""
+    """`join`, with the rank's own part of the gradient in backward."""
     rank = dist.get_rank(group)
     start, count = sum(counts[:rank]), counts[rank]
     return mapped(x, lambda x: join(x, counts, group), lambda grad: grad.narrow(-1, start, count))

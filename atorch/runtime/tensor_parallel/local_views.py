@@ -1,8 +1,8 @@
-"""Parameters that are one thing to whom they belong, and another to the code that computes with them.
+"""Parameters that are DTensors for optimizers, and plain local tensors for the code that computes with them.
 
 The module keeps a DTensor, which optimizers, clipping, FSDP2 and state dicts see. Inside a forward of the split block,
-`module.weight` gives the plain part of this rank, with the gradient's way back, so that forward code written for plain
-tensors runs as it is.
+`module.weight` returns this rank's plain part, and gradients flow back to the DTensor. So forward code for plain
+tensors runs unchanged.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ Read = Callable[[Tensor], Tensor]
 
 
 class Inside:
-    """A flag of a running forward of one of the blocks. Recomputation calls forward without hooks, so it is no hook.
+    """A flag that is true while a block's forward runs. It is no hook: recomputation calls forward without hooks.
 
-    All blocks of a model share one, so that those that were of one class still are.
+    All blocks of a model share one flag, so that blocks of one class keep one class.
     """
 
     def __init__(self) -> None:
         self._depth = 0
 
     def note(self, block: nn.Module) -> None:
-        """From now on, notice forwards of `block`."""
+        """Set the flag in forwards of `block` from now on."""
         override(block, "forward", _noted, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inside:
-        return self  # what a copied block's parameters ask
+        return self  # a copied block reads the same flag
 
     def __bool__(self) -> bool:
         return self._depth > 0
 
     def enter(self, step: int) -> None:
-        """One more forward, or one less."""
+        """Add `step` to the number of running forwards."""
         self._depth += step
 
 
-def _noted(theirs: Callable[..., Any], inside: Inside) -> Callable[..., Any]:
+def _noted(original: Callable[..., Any], inside: Inside) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inside.enter(1)
         try:
-            return theirs(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
             inside.enter(-1)
 
@@ -54,14 +54,14 @@ def _noted(theirs: Callable[..., Any], inside: Inside) -> Callable[..., Any]:
 
 
 def present(module: nn.Module, reads: Mapping[str, Read], inside: Inside) -> None:
-    """Let `module.<name>` give `reads[name](parameter)` inside a block's forward, and the parameter elsewhere.
+    """Let `module.<name>` be `reads[name](parameter)` inside a block's forward, and the parameter elsewhere.
 
-    The module gets a subclass of its class, of the same name, which others of that class with equal reads share. A
-    deepcopy of it has the same.
+    The module gets a subclass of its class, with the same name. Modules of that class with equal reads share it, and
+    so do deepcopies.
     """
     base, mark = type(module), (inside, dict(reads))
-    same = (each for each in base.__subclasses__() if vars(each).get(_MARK) == mark)
-    module.__class__ = next(same, None) or _subclass(base, mark)
+    candidates = (cls for cls in base.__subclasses__() if vars(cls).get(_MARK) == mark)
+    module.__class__ = next(candidates, None) or _subclass(base, mark)
 
 
 _MARK = "__presented__"
@@ -74,8 +74,8 @@ def _subclass(base: type[nn.Module], mark: tuple[Inside, dict[str, Read]]) -> ty
         reduced: Any = base.__reduce_ex__(self, protocol)
         rebuild, args, *state = reduced
         if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return (rebuild, args, *state)  # of this class
-        return (_as_class, (rebuild, args, subclass), *state)  # what `override` makes anew knows nothing of it
+            return (rebuild, args, *state)  # rebuilds this class
+        return (_as_class, (rebuild, args, subclass), *state)  # `override` rebuilds its own class, not this one
 
     namespace: dict[str, Any] = {name: _property(name, read, inside) for name, read in reads.items()}
     namespace["__reduce_ex__"] = reduce
@@ -93,9 +93,9 @@ def _as_class(rebuild: Callable[..., nn.Module], args: Any, presented: type[nn.M
 
 def _property(name: str, read: Read, inside: Inside) -> property:
     def get(module: nn.Module) -> Tensor | None:
-        if name not in module._parameters:  # the module is another stage's of a pipeline
-            left: Tensor = vars(module)[name]
-            return left
+        if name not in module._parameters:  # the module belongs to another pipeline stage
+            value: Tensor = vars(module)[name]
+            return value
         parameter = module._parameters[name]
         return read(parameter) if inside and parameter is not None else parameter
 

@@ -1,7 +1,7 @@
 """Random numbers that differ between the ranks of a group inside a region, and agree outside of it.
 
-Dropout on what is split must fall on other elements on every rank; dropout on what every rank holds whole must not. The
-region's stream starts from the state in which the region is entered, so that a recompute of it draws the same numbers.
+Dropout of split tensors must differ between ranks; dropout of tensors that every rank holds whole must not. A region's
+stream is seeded from the state at its entry, so that a recomputation draws the same numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _STEP = 4  # CUDA's generators count in fours
 
 
 class RankStream:
-    """The default generator of a device, on a stream of this rank's own between `enter` and `leave`."""
+    """The default generator of a device, with a stream of this rank's own between `enter` and `leave`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -22,7 +22,7 @@ class RankStream:
     def enter(self, device: torch.device) -> None:
         """Draw from this rank's stream from now on."""
         generator = _generator(device)
-        if device.type == "cuda":  # moved on by hand: drawing would wait for the device
+        if device.type == "cuda":  # advanced by its offset: a draw would wait for the device
             seed = generator.initial_seed() ^ (generator.get_offset() + 1) * 0x9E3779B97F4A7C15
             generator.set_offset(generator.get_offset() + _STEP)
         else:
@@ -31,7 +31,7 @@ class RankStream:
         generator.manual_seed((seed + (self._rank + 1) * 0xBF58476D1CE4E5B9) % 2**63)
 
     def leave(self) -> None:
-        """Draw what all ranks draw again."""
+        """Restore the stream that all ranks share."""
         if self._outside is not None:
             generator, state = self._outside
             self._outside = None
@@ -39,7 +39,7 @@ class RankStream:
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let all ranks of the group draw on from where its first rank stands: what is whole is dropped out alike."""
+    """Give all ranks of the group the first rank's random state, so that dropout of whole tensors agrees."""
     for generator in dict.fromkeys((_generator(torch.device("cpu")), _generator(device))):
         state = generator.get_state()
         dist.broadcast(state, group=group, group_src=0)

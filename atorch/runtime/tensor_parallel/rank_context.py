@@ -1,6 +1,6 @@
-"""The ranks that try a layout: every rank of a mesh as itself, or one process as each of the ranks in turn.
+"""The ranks of a layout's trials: every rank of a mesh as itself, or one process as each of the ranks in turn.
 
-The second has no group, for plans for processes that are not there: what only real collectives could show is not tried.
+The second has no group: it serves plans without the other processes, and skips trials that need real collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """So many ranks, of which this process is `own`."""
+    """`degree` ranks, of which this process acts as those in `own`."""
 
     degree: int
     own: Sequence[int]
@@ -32,9 +32,9 @@ class Ranks:
 
     @classmethod
     def alone(cls, degree: int) -> Ranks:
-        """All of them, in one process."""
+        """All ranks in one process."""
         return cls(degree, range(degree))
 
     def gather(self, value: T) -> list[T]:
-        """What each process has found."""
+        """The `value` of every process."""
         return [value] if self.mesh is None else gather_objects(value, self.mesh.get_group())

@@ -1,12 +1,12 @@
-"""Tensors of which each rank has a part, and which are the whole ones to whoever computes with them.
+"""Tensors of which each rank has a part, and which behave like the whole tensors.
 
-A kind of them says what it takes of the parts where they are, by `on_part`. Everything else gathers first, once, and
-from then on this is a whole tensor like any other: every rank has to do it, as every rank has to gather. One that
-prints a metric alone would wait in vain, or take what the others send next, so the ranks meet before a gather begins:
-who does not come is named.
+A subclass runs some functions on the parts, by `on_part`. Every other function gathers first, once; the tensor is then
+a whole one like any other. All ranks must call it, since all must gather. A rank that prints a metric alone would wait
+in vain, or receive what the others send next. So the ranks meet before a gather begins, and an error names missing
+ones.
 
-Autograd sees the whole: gradients have its shape, and are split where they come from what is split. A view of a split
-tensor remembers what it is of, so that who writes into it writes there.
+Autograd sees the whole: gradients have its shape, and are split if they come from split tensors. A view of a split
+tensor remembers its base, so that a write into the view reaches the base.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DimSharding(Protocol):
         ...
 
     def length(self, part: int) -> int:
-        """The length of the whole whose part is as long as `part`."""
+        """The length of the whole, for a part of length `part`."""
         ...
 
     def take(self, whole: Tensor, dim: int) -> Tensor: ...
@@ -47,11 +47,11 @@ class DimSharding(Protocol):
         ...
 
     def of_gradients(self) -> DimSharding:
-        """The layout of the whole's gradient, where parts are gradients of parts."""
+        """The layout of the whole's gradient, whose parts are the parts' gradients."""
         ...
 
     def named(self) -> str:
-        """A rank's part, for people."""
+        """A rank's part, described for messages."""
         ...
 
 
@@ -66,26 +66,26 @@ class SplitTensor(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, layout: DimSharding, axis: int) -> Self:
-        """`part` without its history; the dim `axis` of it is the one that is split."""
-        own, total = part.shape[axis], layout.length(part.shape[axis])
+        """Wrap `part`, detached; its dim `axis` is the split one."""
+        part_size, total = part.shape[axis], layout.length(part.shape[axis])
         sizes = [total if dim == axis else size for dim, size in enumerate(part.shape)]
-        # Where strides step over whole parts, the whole is longer by as much.
+        # Strides that step over whole parts grow by the same factor as the dim.
         strides = [
-            stride // own * total if own and dim != axis and part.stride(axis) <= stride else stride
+            stride // part_size * total if part_size and dim != axis and part.stride(axis) <= stride else stride
             for dim, stride in enumerate(part.stride())
         ]
-        made: Self = Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=part.dtype, device=part.device)
-        made._part, made._layout, made._axis = part.detach(), layout, axis
-        made._whole = made._origin = None
-        return made
+        split: Self = Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=part.dtype, device=part.device)
+        split._part, split._layout, split._axis = part.detach(), layout, axis
+        split._whole = split._origin = None
+        return split
 
     @classmethod
     def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function of `split` and more on the ranks' parts; NotImplemented where it takes the whole."""
+        """The result of a function of `split` and more on the ranks' parts; NotImplemented if it needs the whole."""
         return NotImplemented
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Without communication: a process may print what the others do not."""
+        """Communicates nothing: the other processes may not print it."""
         if self._is_whole:
             return repr(self._values())
         return f"{type(self).__name__}({self._part}, {self._layout.named()})"
@@ -112,24 +112,24 @@ class SplitTensor(Tensor):
         return _on_whole(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as a static one
+    def __torch_dispatch__(  # type: ignore[override]  # a static method in torch's stub
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The operations of autograd itself: it adds and keeps gradients."""
+        """Handle the operations of autograd itself: it adds and copies gradients."""
         if func in _OF_AUTOGRAD:
-            first = next(each for each in args if isinstance(each, SplitTensor))
-            parts = [first._same_part(each) if isinstance(each, Tensor) else each for each in args]
+            first = next(argument for argument in args if isinstance(argument, SplitTensor))
+            parts = [first._same_part(argument) if isinstance(argument, Tensor) else argument for argument in args]
             return type(first)(func(*parts, **(kwargs or {})), first._layout, first._axis)
         args, kwargs = tree_map_only(SplitTensor, SplitTensor._values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @property
     def _is_whole(self) -> bool:
-        """True if these, or what they are a view of, were gathered."""
+        """True if this tensor, or the one that it is a view of, was gathered."""
         return self._whole is not None or (self._origin is not None and self._origin[0]._is_whole)
 
     def _meet(self, func: Callable[..., Any]) -> None:
-        """Wait until all ranks want the whole, before anything is sent that one of them may not take."""
+        """Wait until all ranks call for a gather, before any of them sends its part."""
         name = getattr(func, "__name__", str(func))
         call = f"{name} of a tensor of {tuple(self.shape)} that is split over ranks and has to be gathered"
         meet(call, self._layout.group, "split")
@@ -137,7 +137,7 @@ class SplitTensor(Tensor):
             self._part._meet(func)
 
     def _same_part(self, other: Tensor) -> Tensor:
-        """This rank's part of a tensor of this shape, without history."""
+        """This rank's part of a tensor of this shape, detached."""
         if isinstance(other, SplitTensor):
             if other._axis == self._axis and other._layout == self._layout:
                 return other._own()
@@ -145,13 +145,13 @@ class SplitTensor(Tensor):
         return self._layout.take(other, self._axis)  # type: ignore[no-any-return]
 
     def _own(self) -> Tensor:
-        """This rank's part, as it is now, without history."""
+        """This rank's current part, detached."""
         if self._is_whole:
             return self._layout.take(self._values(), self._axis)  # type: ignore[no-any-return]
         return self._part
 
     def _values(self) -> Tensor:
-        """All of it, without history: of a view, a view."""
+        """The whole tensor, detached; for a view, a view of its base."""
         if self._whole is None:
             with torch.no_grad():
                 if self._origin is None:
@@ -159,11 +159,11 @@ class SplitTensor(Tensor):
                 else:
                     base, take = self._origin
                     self._whole = take(base._values())
-                self._part = self._layout.take(self._whole, self._axis)  # what is written to one is written to both
+                self._part = self._layout.take(self._whole, self._axis)  # a view, so that writes to one reach both
         return self._whole
 
     def _as_whole(self, writes: bool) -> Tensor:
-        """All of it, as an ordinary tensor that has this one's place in autograd's graph."""
+        """The whole as an ordinary tensor, with this one's place in autograd's graph."""
         if self._origin is not None:
             base, take = self._origin
             if writes or base._was_written:
@@ -181,7 +181,7 @@ class SplitTensor(Tensor):
 
 
 def from_part(kind: type[SplitTensor], part: Tensor, layout: DimSharding, axis: int) -> Any:
-    """The split tensor of which this rank has `part`, with its history."""
+    """The split tensor of which this rank has `part`, in autograd's graph."""
     split: SplitTensor = _FromPart.apply(part, kind, layout, axis)  # type: ignore[no-untyped-call]
     return split
 
@@ -192,12 +192,12 @@ def to_part(split: SplitTensor) -> Tensor:
 
 
 def whole_of(split: SplitTensor) -> Tensor:
-    """All of it, with its history, on every rank."""
+    """The whole tensor on every rank, in autograd's graph."""
     return split._as_whole(writes=False)
 
 
 def view_of(split: SplitTensor, result: Any, part: Tensor, take: Callable[[Tensor], Tensor]) -> Any:
-    """`result`, made of `part` of `split`, which remembers that it is a view of it where it is one."""
+    """`result`, computed from `part` of `split`; if it is a view of that, it remembers `split` as its base."""
     if torch._C._is_alias_of(result._part, part):  # type: ignore[attr-defined]  # not in its stubs
         result._origin = split, take
     return result
@@ -230,20 +230,20 @@ class _ToPart(torch.autograd.Function):
 
 
 def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function on all of it."""
+    """The result of a function on whole tensors, which are gathered for it."""
     is_written = writes(func) or "out" in kwargs
-    made: dict[int, SplitTensor] = {}
+    by_tensor: dict[int, SplitTensor] = {}
 
     def whole(split: SplitTensor) -> Tensor:
         if not split._is_whole:
             split._meet(func)
         tensor = split._as_whole(is_written)
-        made[id(tensor)] = split
+        by_tensor[id(tensor)] = split
         return tensor
 
     whole_args, whole_kwargs = tree_map_only(SplitTensor, whole, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    return made.get(id(result), result)  # what is given back as it came
+    return by_tensor.get(id(result), result)  # an argument that is returned stays a split tensor
 
 
 def writes(func: Callable[..., Any]) -> bool:
@@ -253,12 +253,12 @@ def writes(func: Callable[..., Any]) -> bool:
 
 
 def reads_no_values(func: Callable[..., Any]) -> bool:
-    """True if a function asks for no elements: for sizes, types, or a place in autograd's graph."""
+    """True if a function reads no elements, only sizes, types, or a place in autograd's graph."""
     return func in _WITHOUT_VALUES or (getattr(func, "__name__", "") in ("__get__", "__set__") and func not in _VIEWS)
 
 
 def as_tensors() -> AbstractContextManager[Any]:
-    """Inside, split tensors are to torch what any tensor is."""
+    """A context in which torch treats split tensors like any tensors."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
     return context
 
@@ -302,4 +302,4 @@ _WITHOUT_VALUES = frozenset(
 )
 _IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"))
 MAKE_OTHERS = frozenset((Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor))
-"""These take of a tensor its type alone."""
+"""Functions that take only a tensor's type and device."""

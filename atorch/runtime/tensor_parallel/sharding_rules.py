@@ -1,7 +1,7 @@
-"""Operations that leave one dim of a tensor alone, so that a part along that dim can go through them by itself.
+"""Operations that do not change one dim of a tensor, so that they can run on a part along that dim.
 
-Casts and copies, scaling and capping by plain numbers, and views and indices of the other dims. `apart` says how such
-an operation on the whole is called on the part, and where the dim is afterwards.
+These are casts and copies, scaling and capping by plain numbers, and views and indices of the other dims. `apart` gives
+the arguments of such an operation on the part, and the place of the dim afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Parted(NamedTuple):
-    """A tensor of such sizes, of which there is a part as long as `width` along the dim `axis`."""
+    """A tensor of `sizes`, with a part of length `width` along the dim `axis`."""
 
     sizes: tuple[int, ...]
     axis: int
@@ -33,7 +33,7 @@ class ShardCall(NamedTuple):
 
 
 def apart(function: Callable[..., Any], parted: Parted, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The `ShardCall` of `function` on a part of its first argument; None where that is not known to give a part."""
+    """The `ShardCall` of `function` on a part of its first argument; None if no rule applies."""
     if function in CASTS:
         return ShardCall(args, parted.axis, kwargs) if not any(map(_is_tensor, (*args, *kwargs.values()))) else None
     rule = _RULES.get(function)
@@ -43,7 +43,7 @@ def apart(function: Callable[..., Any], parted: Parted, args: tuple[Any, ...], k
 
 
 def has_parameters(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """True if a rule is made for such arguments: torch's functions take some by other names and numbers."""
+    """True if a rule takes these arguments: torch's functions take some by other names and numbers."""
     try:
         inspect.signature(rule).bind(*args, **kwargs)
     except TypeError:
@@ -56,7 +56,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _scaled(parted: Parted, other: Any) -> ShardCall | None:
-    """Scaling by a number, or a tensor that is one and learns nothing: its gradient would be of all parts."""
+    """Scale by a number, or by a scalar tensor without gradient, which would need all parts."""
     is_number = isinstance(other, (int, float)) or (_is_tensor(other) and other.dim() == 0 and not other.requires_grad)
     return ShardCall((other,), parted.axis) if is_number else None
 
@@ -70,8 +70,8 @@ def _viewed(parted: Parted, *sizes: Any) -> ShardCall | None:
         sizes = tuple(sizes[0])
     if not sizes or not all(isinstance(size, int) for size in sizes) or parted.axis != len(parted.sizes) - 1:
         return None
-    known = -math.prod(sizes) if -1 in sizes else 1
-    last = sizes[-1] if sizes[-1] != -1 else math.prod(parted.sizes) // known if known > 0 else -1
+    known_size = -math.prod(sizes) if -1 in sizes else 1
+    last = sizes[-1] if sizes[-1] != -1 else math.prod(parted.sizes) // known_size if known_size > 0 else -1
     return ShardCall(((*sizes[:-1], parted.width),), len(sizes) - 1) if last == parted.sizes[-1] else None
 
 
@@ -86,8 +86,8 @@ def _squeezed(parted: Parted, dim: int) -> ShardCall | None:
     dim %= len(parted.sizes)
     if dim == parted.axis:
         return None
-    goes = parted.sizes[dim] == 1 and dim < parted.axis
-    return ShardCall((dim,), parted.axis - goes)
+    axis_moves = parted.sizes[dim] == 1 and dim < parted.axis
+    return ShardCall((dim,), parted.axis - axis_moves)
 
 
 def _unsqueezed(parted: Parted, dim: int) -> ShardCall:
@@ -107,12 +107,12 @@ def _permuted(parted: Parted, *dims: Any) -> ShardCall:
 
 
 def _indexed(parted: Parted, index: Any) -> ShardCall | None:
-    """The last dim, where nothing but `:` is said of it, stays the last."""
+    """Index dims before the last, which is taken by `:` only and stays the last."""
     index = list(index) if isinstance(index, tuple) else [index]
     if not all(map(_is_index, index)) or parted.axis != len(parted.sizes) - 1:
         return None
-    taken = sum(_num_indexed(each) for each in index)
-    if taken == len(parted.sizes) or (index[-1] is not ... and any(each is ... for each in index)):
+    taken = sum(_num_indexed(item) for item in index)
+    if taken == len(parted.sizes) or (index[-1] is not ... and any(item is ... for item in index)):
         last = index[-1]
         if not isinstance(last, slice) or last.indices(parted.sizes[-1]) != (0, parted.sizes[-1], 1):
             return None
@@ -120,24 +120,24 @@ def _indexed(parted: Parted, index: Any) -> ShardCall | None:
     return ShardCall((tuple(index),), _num_dims(parted, index, taken) - 1)
 
 
-def _is_index(each: Any) -> bool:
-    """True if an item of an index is one whose meaning is plain."""
-    if _is_tensor(each):
-        return each.dtype in (torch.bool, torch.int64)
-    return each is None or each is ... or isinstance(each, slice) or type(each) is int
+def _is_index(item: Any) -> bool:
+    """True if an index item is an integer, a slice, None, an ellipsis, or a tensor of booleans or integers."""
+    if _is_tensor(item):
+        return item.dtype in (torch.bool, torch.int64)
+    return item is None or item is ... or isinstance(item, slice) or type(item) is int
 
 
-def _num_indexed(each: Any) -> int:
-    """Dims that one item of an index is for."""
-    if each is None or each is ...:
+def _num_indexed(item: Any) -> int:
+    """The number of dims that one index item takes."""
+    if item is None or item is ...:
         return 0
-    return int(each.dim()) if _is_tensor(each) and each.dtype == torch.bool else 1
+    return int(item.dim()) if _is_tensor(item) and item.dtype == torch.bool else 1
 
 
 def _num_dims(parted: Parted, index: list[Any], taken: int) -> int:
-    tensors = [each for each in index if _is_tensor(each)]
-    gathered = max((1 if each.dtype == torch.bool else each.dim() for each in tensors), default=0)
-    kept = sum(each is None or isinstance(each, slice) for each in index)
+    tensors = [item for item in index if _is_tensor(item)]
+    gathered = max((1 if tensor.dtype == torch.bool else tensor.dim() for tensor in tensors), default=0)
+    kept = sum(item is None or isinstance(item, slice) for item in index)
     return len(parted.sizes) - taken + kept + gathered
 
 

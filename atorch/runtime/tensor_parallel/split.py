@@ -2,9 +2,9 @@
 
     layout = tensor_parallel(model, lambda model: model(**batch), mesh)
 
-Every rank of the mesh calls it with the same weights and the same small batch. Repeated blocks are looked at one of a
-kind; embedding and logits are split over the vocabulary. What cannot be split, or does not compute the same when tried,
-stays whole on every rank, and `layout.kept` says why. A layout that is known already is only applied.
+Every rank of the mesh calls it with the same weights and the same small batch. One repeated block of each kind is
+analysed; embedding and logits are split over the vocabulary. Layers that cannot be split, or fail their trial, stay
+whole on every rank, and `layout.kept` has the reasons. `apply_layout` applies a known layout without trials.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ def tensor_parallel(
     loss_parallel: bool = True,
     is_agreed: bool = False,
 ) -> ModelLayout:
-    """Split `model` in place over `mesh`, of one axis; returns how.
+    """Split `model` in place over `mesh`, of one axis; returns the layout.
 
     Args:
         run: calls the model on a small batch, the same on all ranks of the mesh: a few samples, a few tokens.
-        plan: what is split, by hand; None: as much as can be.
-        among: full names of parameters: nothing else is split, and of them every linear layer and table that no other
-            split takes is split by itself. Heads that the ranks do not divide are no error then. None: all of them,
+        plan: a layout by hand; None: split as much as possible.
+        among: full names of parameters; nothing else is split. Linear layers and tables among them that no other split
+            takes are split by themselves. Heads that the ranks do not divide are no error then. None: all parameters,
             and none by itself.
-        parameter_bytes: the most that a rank may hold of the parameters; what is sent for that is as little as can be.
+        parameter_bytes: maximum bytes of parameters on a rank, with minimal communication; None: no maximum.
         as_dtensors, loss_parallel: as for `apply_layout`.
-        is_agreed: the ranks are known to call this alike; else they compare models and arguments.
+        is_agreed: the ranks are known to call this with equal arguments; else they compare models and arguments.
 
     Raises:
-        StrategyError: the number of ranks does not divide a layer's heads, or the plan names what is not there or
-            cannot be split, or no layout leaves as little as `parameter_bytes`. Nothing has been changed then.
-        ArgumentError: the ranks have other models or weights, or were given other arguments or batches.
+        StrategyError: the ranks do not divide a layer's heads, the plan names layers that do not exist or cannot be
+            split, or no layout fits `parameter_bytes`. The model is then unchanged.
+        ArgumentError: models, weights, arguments or batches differ between ranks.
     """
     only = None if among is None else frozenset(among)
     options: dict[str, Any] = {
@@ -105,7 +105,7 @@ def tensor_parallel(
             f"the ranks of the tensor axis compute other outputs (sums {sums}); give all of them the same weights "
             "and the same batch before the model is split"
         )
-    with Originals(model):  # blocks are tried on copies
+    with Originals(model):  # trials work on copies of blocks
         layout = _derive(model, watched, ranks, plan, parameter_bytes, only)
     if only is not None:
         layout = with_those_alone(layout, model, run, only)
@@ -122,7 +122,7 @@ def derive_layout(
     *,
     parameter_bytes: float | None = None,
 ) -> ModelLayout:
-    """The layout of `model` over `degree` ranks that need not be there. The model computes as before.
+    """The layout of `model` over `degree` ranks, which need not exist. The model computes as before.
 
     Raises:
         StrategyError: as `tensor_parallel`.
@@ -143,11 +143,11 @@ def apply_layout(
     as_dtensors: bool = True,
     loss_parallel: bool = True,
 ) -> None:
-    """Split `model` in place as `layout` says. No communication.
+    """Split `model` in place by `layout`. No communication.
 
     Args:
-        as_dtensors: parameters that are cut become DTensors over the mesh, as FSDP2 wants them; else plain tensors,
-            this rank's rows, as DistributedDataParallel and fused optimizers beside other plain ones want them.
+        as_dtensors: cut parameters become DTensors over the mesh, as FSDP2 requires. Otherwise they become plain
+            tensors of this rank's rows, as DistributedDataParallel and fused optimizers of plain tensors require.
 
     Raises:
         ArgumentError: the layout is another model's, or for another number of ranks.
@@ -162,7 +162,7 @@ def apply_layout(
     split_vocabulary(model, layout.vocabulary, cut, loss_parallel=loss_parallel)
     split_vocabulary(model, layout.alone, cut, loss_parallel=False)
     if mesh.device_type != "cpu" and any(parameter.device.type == "cpu" for parameter in model.parameters()):
-        model.to(mesh.device_type)  # DTensors are there already
+        model.to(mesh.device_type)  # DTensors are on the device already
 
 
 def _derive(
@@ -175,7 +175,7 @@ def _derive(
 ) -> ModelLayout:
     """The layout of the whole model; the model itself is not touched.
 
-    What is chosen of all that could be split is tried, and chosen again without what failed.
+    A selection of all possible splits is tried; if some fail, the selection is repeated without them.
     """
     layouts = _candidates(watched, ranks.degree, plan, only)
     vocabulary = Vocabulary({}, {}, {})
@@ -183,17 +183,17 @@ def _derive(
         vocabulary = derive_vocabulary(model, watched.tables, watched.products, ranks.degree)
     if only is not None:
         vocabulary = vocabulary_among(vocabulary, model, watched.products, only)
-    inside = {*vocabulary.lookups, *vocabulary.logits, *(each.name for each in vocabulary.kept)}
+    inside = {*vocabulary.lookups, *vocabulary.logits, *(unsplit.name for unsplit in vocabulary.kept)}
     outside = dict.fromkeys(product.weight for product in watched.products if product.weight not in inside)
     reason = "the plan does not name it" if plan is not None else "it is outside of the repeated blocks"
     kept = tuple(Unsplit(name, reason) for name in outside)
-    known: dict[tuple[str, frozenset[str]], BlockLayout] = {}
+    tried: dict[tuple[str, frozenset[str]], BlockLayout] = {}
     while True:
         layouts = _without_torn_ties(model, layouts)
         kinds = [kind for paths in watched.kinds for kind in _alike(paths, layouts, watched.blocks)]
-        found = ModelLayout(ranks.degree, tuple(kinds), vocabulary, kept)
-        layout = settled(model, found, watched, ranks, parameter_bytes)
-        trials = [_trial(kind, watched, ranks, known) for kind in layout.kinds]
+        possible = ModelLayout(ranks.degree, tuple(kinds), vocabulary, kept)
+        layout = settled(model, possible, watched, ranks, parameter_bytes)
+        trials = [_trial(kind, watched, ranks, tried) for kind in layout.kinds]
         if not any(trial.kept for trial in trials):
             pairs = zip(layout.kinds, trials, strict=True)
             return replace(layout, kinds=tuple(_with_groups(kind, trial.groups) for kind, trial in pairs))
@@ -207,29 +207,29 @@ def _candidates(
     """Possible splits of each block: groups that may share parameters."""
     layouts: dict[str, BlockLayout] = {}
     for paths in watched.kinds:
-        asked = [path for path in paths if only is None or has_pair(watched.blocks[path], path, only)]
+        allowed = [path for path in paths if only is None or has_pair(watched.blocks[path], path, only)]
         layouts.update(dict.fromkeys(paths, BlockLayout(())))
-        if not asked:
+        if not allowed:
             continue
         layout = BlockLayout((), (Unsplit("", "the batch did not reach it"),))
         if paths[0] in watched.calls:
             first, is_named = paths[0], plan is not None or only is not None
             with preserved_rng():
                 layout = _derive_block(watched.blocks[first], first, watched.calls[first], degree, plan, is_named)
-        layouts.update({path: layout if only is None else groups_among(layout, path, only) for path in asked})
+        layouts.update({path: layout if only is None else groups_among(layout, path, only) for path in allowed})
     return layouts
 
 
 def _alike(paths: list[str], layouts: Mapping[str, BlockLayout], blocks: Mapping[str, nn.Module]) -> list[Alike]:
-    """Blocks of the same parameters by how they are split: ties may set some apart."""
-    found: list[tuple[list[str], BlockLayout]] = []
+    """Blocks of the same parameters, grouped by their layouts, which ties may make different."""
+    by_layout: list[tuple[list[str], BlockLayout]] = []
     for path in paths:
-        same = next((each for each, layout in found if layout == layouts[path]), None)
+        same = next((members for members, layout in by_layout if layout == layouts[path]), None)
         if same is None:
-            found.append(([path], layouts[path]))
+            by_layout.append(([path], layouts[path]))
         else:
             same.append(path)
-    return [Alike(tuple(same), shapes_of(blocks[same[0]]), layout) for same, layout in found]
+    return [Alike(tuple(same), shapes_of(blocks[same[0]]), layout) for same, layout in by_layout]
 
 
 def _derive_block(
@@ -238,31 +238,31 @@ def _derive_block(
     layout = derive(apart(block), call, degree)
     if plan is not None:
         layout = chosen(layout, path, plan)
-    for each in layout.kept:
-        if each.heads and not is_named:
-            degrees = ", ".join(str(n) for n in range(2, each.heads + 1) if each.heads % n == 0)
+    for unsplit in layout.kept:
+        if unsplit.heads and not is_named:
+            degrees = ", ".join(str(n) for n in range(2, unsplit.heads + 1) if unsplit.heads % n == 0)
             raise StrategyError(
-                f"tensor is {degree}, which does not divide the {each.heads} heads before "
-                f"{full_name(path, each.name)}; give the axis tensor a size of {degrees}, or name in a plan what "
+                f"tensor is {degree}, which does not divide the {unsplit.heads} heads before "
+                f"{full_name(path, unsplit.name)}; give the axis tensor a size of {degrees}, or name in a plan what "
                 "else is to be split"
             )
     return layout
 
 
 def _trial(
-    kind: Alike, watched: Watched, ranks: Ranks, known: dict[tuple[str, frozenset[str]], BlockLayout]
+    kind: Alike, watched: Watched, ranks: Ranks, tried: dict[tuple[str, frozenset[str]], BlockLayout]
 ) -> BlockLayout:
-    """The groups of a kind that compute the same as the whole block, with the numbers they need; else why not."""
+    """The groups of a kind that compute the same as the whole block, with numbers to divide; reasons for the rest."""
     groups = kind.layout.groups
     key = kind.paths[0], frozenset(group.row for group in groups)
-    if groups and key not in known:
+    if groups and key not in tried:
         block, call = watched.example(kind.paths[0])
         with preserved_rng():
             twin = apart(block)
             layout = with_draws(twin, BlockLayout(groups), call)
             layout = with_attributes(twin, layout, call, ranks)
-            known[key] = layout if ranks.mesh is None else _accepted(twin, layout, call, ranks.mesh)
-    return known[key] if groups else BlockLayout(())
+            tried[key] = layout if ranks.mesh is None else _accepted(twin, layout, call, ranks.mesh)
+    return tried[key] if groups else BlockLayout(())
 
 
 def _with_groups(kind: Alike, groups: tuple[SplitRegion, ...]) -> Alike:
@@ -270,13 +270,13 @@ def _with_groups(kind: Alike, groups: tuple[SplitRegion, ...]) -> Alike:
 
 
 def _without_failed(layout: BlockLayout, trial: BlockLayout) -> BlockLayout:
-    failed = {each.name for each in trial.kept}
+    failed = {unsplit.name for unsplit in trial.kept}
     groups = tuple(group for group in layout.groups if group.row not in failed)
     return BlockLayout(groups, (*layout.kept, *trial.kept))
 
 
 def _accepted(twin: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: DeviceMesh) -> BlockLayout:
-    """The layout, or what of it computes the same as the whole block on all ranks."""
+    """The layout, or those of its groups that compute the same as the whole block on all ranks."""
     if not layout.groups or why_refused(twin, layout, call, ShardingContext(mesh)) is None:
         return layout
     groups, kept = [], list(layout.kept)
@@ -290,7 +290,7 @@ def _accepted(twin: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: Dev
 
 
 def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, BlockLayout]:
-    """The layouts without groups that would split a parameter which is used elsewhere as well, and whole there."""
+    """The layouts without groups that would split a parameter that is also used elsewhere, and whole there."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
@@ -316,9 +316,9 @@ def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> 
 
 @torch.no_grad()
 def with_draws(block: nn.Module, layout: BlockLayout, call: ForwardCall) -> BlockLayout:
-    """The layout with `draws` set for each group between whose fork and sum training draws random numbers, or may.
+    """The layout with `draws` set for each group that draws, or may draw, random numbers between fork and sum.
 
-    A call need not reach all groups: an expert may have no token.
+    Groups that the call does not reach may draw: an expert may have no token.
     """
     states: dict[str, Tensor] = {}
 

@@ -1,12 +1,12 @@
-"""Cross entropy and its kin of logits whose columns are on several ranks, without bringing the logits together.
+"""Cross entropy and related losses of logits whose columns are on several ranks, without gathering the logits.
 
-Of its columns each rank makes a few numbers a row: the log of the sum of their exponentials, the target's logit where
-it has that, and the sum of the logits where labels are smoothed. One all-gather of these, as long as there are rows,
-tells every rank the loss; backward needs nothing of the others. (Shoeybi et al. 2019, arXiv 1909.08053, section 3, send
-as little by three all-reduces. torch's `loss_parallel` is of DTensors, which take no plain tensor beside them.)
+Each rank computes a few numbers a row from its columns: their log-sum-exp, the target's logit if it has that column,
+and, for smoothed labels, the sum of the logits. One all-gather of these, as long as there are rows, gives every rank
+the loss; backward needs no communication. (Shoeybi et al. 2019, arXiv 1909.08053, section 3, send as little by three
+all-reduces. torch's `loss_parallel` takes DTensors, which do not mix with plain tensors.)
 
-What each function returns is whole on every rank, but for `log_softmax`. NotImplemented: it has no way of its own for
-these arguments.
+Results are whole on every rank, except those of `log_softmax`. NotImplemented: no split version exists for these
+arguments.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class _Rows(torch.autograd.Function):
         top = part.amax(-1, keepdim=True).to(dtype)
         top = top.masked_fill(top.isinf(), 0.0)
         numbers = [(part - top).exp_().sum(-1).log_() + top.squeeze(-1)]
-        own = others = None
+        index = elsewhere = None
         if target is not None:
-            own, others = columns.find(target)
-            found = part.gather(-1, own.unsqueeze(-1)).squeeze(-1)
-            numbers.append(found.masked_fill(others, 0.0).to(dtype))
+            index, elsewhere = columns.find(target)
+            target_logits = part.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+            numbers.append(target_logits.masked_fill(elsewhere, 0.0).to(dtype))
         if sums:
             numbers.append(part.sum(-1, dtype=dtype) if weight is None else (part * weight).sum(-1, dtype=dtype))
-        met = columns.meet(torch.stack(numbers))
-        total = met[:, 0].logsumexp(0)
-        ctx.save_for_backward(part, total, own, others, weight)
+        gathered = columns.meet(torch.stack(numbers))
+        total = gathered[:, 0].logsumexp(0)
+        ctx.save_for_backward(part, total, index, elsewhere, weight)
         ctx.sums = sums
-        return total, *met[:, 1:].sum(0).unbind()
+        return total, *gathered[:, 1:].sum(0).unbind()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        part, total, own, others, weight = ctx.saved_tensors
-        of_total, *rest = (each.unsqueeze(-1) for each in grads)
+        part, total, index, elsewhere, weight = ctx.saved_tensors
+        of_total, *rest = (gradient.unsqueeze(-1) for gradient in grads)
         grad = (part - total.unsqueeze(-1)).exp_().mul_(of_total)
-        if own is not None:
-            at = own.unsqueeze(-1)
-            grad.scatter_(-1, at, grad.gather(-1, at) + rest.pop(0).masked_fill(others.unsqueeze(-1), 0.0))
+        if index is not None:
+            at = index.unsqueeze(-1)
+            grad.scatter_(-1, at, grad.gather(-1, at) + rest.pop(0).masked_fill(elsewhere.unsqueeze(-1), 0.0))
         if ctx.sums:
             grad.add_(rest.pop() if weight is None else rest.pop() * weight)
         return grad.to(part.dtype), None, None, None, None
@@ -82,14 +82,14 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`torch.nn.functional.cross_entropy` of targets that are classes."""
+    """`torch.nn.functional.cross_entropy` with class indices as targets."""
     if not (size_average is None and reduce is None and are_classes_of(part, axis, target, weight)):
         return NotImplemented
     kept = target != ignore_index
-    known = target.masked_fill(~kept, 0)
+    classes = target.masked_fill(~kept, 0)
     own_weight = columns.take(weight, 0) if weight is not None else None
-    total, picked, *sums = _rows(part.movedim(axis, -1), columns, known, label_smoothing > 0.0, own_weight)
-    shares = kept.to(total.dtype) if weight is None else weight.to(total.dtype)[known].masked_fill(~kept, 0.0)
+    total, picked, *sums = _rows(part.movedim(axis, -1), columns, classes, label_smoothing > 0.0, own_weight)
+    shares = kept.to(total.dtype) if weight is None else weight.to(total.dtype)[classes].masked_fill(~kept, 0.0)
     losses = (total - picked) * shares
     if sums:
         all_weights = float(columns.total) if weight is None else weight.sum()
@@ -113,9 +113,9 @@ def nll_loss(
     if not (size_average is None and reduce is None and are_classes_of(part, axis, target, weight)):
         return NotImplemented
     kept = target != ignore_index
-    known = target.masked_fill(~kept, 0)
-    picked = gather(part, columns, axis, axis, known.unsqueeze(axis)).squeeze(axis)
-    shares = kept.to(part.dtype) if weight is None else weight.to(part.dtype)[known].masked_fill(~kept, 0.0)
+    classes = target.masked_fill(~kept, 0)
+    picked = gather(part, columns, axis, axis, classes.unsqueeze(axis)).squeeze(axis)
+    shares = kept.to(part.dtype) if weight is None else weight.to(part.dtype)[classes].masked_fill(~kept, 0.0)
     return reduced(-picked * shares, kept, shares, reduction, _loss_dtype(part))
 
 
@@ -149,19 +149,19 @@ def gather(part: Tensor, columns: VocabularyShards, axis: int, dim: int, index: 
     """`torch.gather` along the vocabulary."""
     if dim % part.dim() != axis:
         return NotImplemented
-    own, others = columns.find(index)
-    return reduce(part.gather(axis, own).masked_fill(others, 0.0), columns.group)
+    local_index, elsewhere = columns.find(index)
+    return reduce(part.gather(axis, local_index).masked_fill(elsewhere, 0.0), columns.group)
 
 
 def are_classes_of(part: Tensor, axis: int, target: Tensor, weight: Tensor | None) -> bool:
-    """True if targets are one class for each row of logits, and nothing else is to be learnt from the loss."""
+    """True if targets are one class for each row of logits, and class weights need no gradient."""
     rows = (*part.shape[:axis], *part.shape[axis + 1 :])
     is_constant = weight is None or not weight.requires_grad
     return axis == min(part.dim() - 1, 1) and target.dtype == torch.int64 and target.shape == rows and is_constant
 
 
 def _loss_dtype(part: Tensor) -> torch.dtype:
-    """torch's losses of 16-bit logits are in 16 bits, and in 32 under autocast."""
+    """The dtype of torch's losses: for 16-bit logits it has 16 bits, or 32 under autocast."""
     is_autocast = torch.is_autocast_enabled(part.device.type)
     return torch.promote_types(part.dtype, torch.float32) if is_autocast else part.dtype
 

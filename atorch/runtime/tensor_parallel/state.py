@@ -1,7 +1,7 @@
-"""The parameters of a split model as they stand in the whole one, stages of a pipeline put together.
+"""The whole model's parameters, from a split model and from all stages of a pipeline.
 
-What a rank holds are rows in the ranks' order. Where a fused projection was cut, that is not the model's order, and
-depends on the number of ranks: what is saved for others, or for another number of ranks, is saved from here.
+Ranks hold rows in rank order. For a cut fused projection that is not the model's order, and it depends on the number of
+ranks. Checkpoints for other programs, or for another number of ranks, are saved from here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def whole_state(
     """The state dict of the whole model, plain tensors in its own order, on every rank. All ranks call it together.
 
     Args:
-        model: as `auto_accelerate` returned it, which knows the rest, or as `tensor_parallel` split it.
-        group: the ranks that it is split over, where their parts are plain tensors.
+        model: as returned by `auto_accelerate`, which holds the rest, or as split by `tensor_parallel`.
+        group: the ranks that it is split over, if their parts are plain tensors.
 
     Raises:
-        ArgumentError: what is given is no module; some ranks did not call it, and are named.
+        ArgumentError: `model` is no module, or some ranks, which are named, did not call it.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(
@@ -44,42 +44,42 @@ def whole_state(
     if mesh is not None and layout is not None:
         group = mesh.group("tensor")
     rows = {} if layout is None else layout.rows
-    held = own_state(model)
+    local = own_state(model)
     stages = mesh.group("pipeline") if mesh is not None and mesh.size("pipeline") > 1 else None
-    everybody = everyone()
-    if everybody is not None and (rows or stages or any(hasattr(each, "full_tensor") for each in held.values())):
-        meet("whole_state", everybody)
+    all_ranks = everyone()
+    if all_ranks is not None and (rows or stages or any(hasattr(value, "full_tensor") for value in local.values())):
+        meet("whole_state", all_ranks)
     state: dict[str, Tensor] = {}
-    for name, value in held.items():
+    for name, value in local.items():
         state[name] = whole_tensor(value, rows.get(name), group)
     return state if stages is None else of_all_stages(state, getattr(model, "state_names", ()), stages)
 
 
 def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The states of all ranks of a pipeline as one; what several have is the first one's.
+    """The states of all ranks of a pipeline as one; for names that several have, the first rank's tensor.
 
-    names: the order, of those that are known.
+    names: the first names of the result, in order.
     """
     if nobody_else():
         return dict(state)
-    own = {name: (each.shape, each.dtype, each.device.type) for name, each in state.items() if hasattr(each, "shape")}
-    held: list[Any] = [None] * group.size()
-    dist.all_gather_object(held, own, group=group)
-    found: dict[str, Tensor] = {}
-    for name in dict.fromkeys((*names, *(name for each in held for name in each))):
-        place = next((place for place, each in enumerate(held) if name in each), None)
-        if place is not None:
-            shape, dtype, device = held[place][name]
+    specs = {name: (item.shape, item.dtype, item.device.type) for name, item in state.items() if hasattr(item, "shape")}
+    stage_specs: list[Any] = [None] * group.size()
+    dist.all_gather_object(stage_specs, specs, group=group)
+    merged: dict[str, Tensor] = {}
+    for name in dict.fromkeys((*names, *(name for stage in stage_specs for name in stage))):
+        rank = next((rank for rank, stage in enumerate(stage_specs) if name in stage), None)
+        if rank is not None:
+            shape, dtype, device = stage_specs[rank][name]
             tensor = (
-                state[name].contiguous() if place == group.rank() else torch.empty(shape, dtype=dtype, device=device)
+                state[name].contiguous() if rank == group.rank() else torch.empty(shape, dtype=dtype, device=device)
             )
-            dist.broadcast(tensor, group=group, group_src=place)
-            found[name] = tensor
-    return {**found, **{name: value for name, value in state.items() if name not in found}}
+            dist.broadcast(tensor, group=group, group_src=rank)
+            merged[name] = tensor
+    return {**merged, **{name: value for name, value in state.items() if name not in merged}}
 
 
 def whole_tensor(tensor: Any, rows: Rows | None, group: dist.ProcessGroup | None) -> Tensor:
-    """A spread tensor put together: a DTensor, or a plain part, whose place `rows` says, over `group`."""
+    """A tensor gathered from its parts: a DTensor, or a plain part with the ranks' `rows` over `group`."""
     is_spread = hasattr(tensor, "full_tensor")
     whole: Tensor = tensor.full_tensor() if is_spread else tensor
     if rows is None:
@@ -91,18 +91,18 @@ def whole_tensor(tensor: Any, rows: Rows | None, group: dist.ProcessGroup | None
 
 
 def gather_rows(part: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, rank after rank."""
+    """The rows of all ranks, in rank order."""
     counts = [rows.count(rank) for rank in range(len(rows.by_rank))]
-    turned = part.movedim(rows.dim, 0)
-    padded = torch.cat([turned, turned.new_zeros(max(counts) - len(turned), *turned.shape[1:])])
+    rows_first = part.movedim(rows.dim, 0)
+    padded = torch.cat([rows_first, rows_first.new_zeros(max(counts) - len(rows_first), *rows_first.shape[1:])])
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded, group=group)
-    rows_by_rank = [each[:count] for each, count in zip(parts, counts, strict=True)]
+    rows_by_rank = [gathered[:count] for gathered, count in zip(parts, counts, strict=True)]
     return torch.cat(rows_by_rank).movedim(0, rows.dim).contiguous()
 
 
 def in_own_order(tensor: Tensor, rows: Rows) -> Tensor:
-    """Rows that stand rank after rank, in the order of the whole."""
+    """A tensor with rows in rank order, reordered as in the whole."""
     if rows.is_in_order:
         return tensor
     order = torch.cat([rows.index(rank) for rank in range(len(rows.by_rank))]).to(tensor.device)

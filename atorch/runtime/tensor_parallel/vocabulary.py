@@ -1,8 +1,8 @@
 """Embedding tables and logits split over the vocabulary.
 
-Each rank looks up the tokens whose rows it has, and zeros for the others; the sum is what the whole table gives. Logits
-are computed for the rank's tokens and are `SplitLogits`: whoever reads them sees them whole, and the usual losses are
-taken of them as they are. A table that embedding and logits share is cut once and stays one parameter.
+Each rank looks up the tokens whose rows it has, and zeros for others; the sum is the whole table's lookup. Each rank
+computes its columns of logits as `SplitLogits`. Readers see them whole, and the usual losses work on the columns. A
+table that embedding and logits share is cut once and stays one parameter.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from atorch.runtime.tensor_parallel.vocabulary_shards import VocabularyShards
 class SplitLogits(SplitTensor):
     """Logits of which this rank holds the columns along one dim.
 
-    A known loss is taken of the columns where they are. A cast or a view of other dims gives logits that are split
-    again. Everything else gathers first: see `split_tensor`.
+    Known losses work on each rank's columns. A cast or a view of other dims returns split logits. Everything else
+    gathers first: see `sharded_activation`.
     """
 
     @classmethod
     def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what is known to work on columns."""
+        """Run functions that are known to work on columns."""
         columns, axis = split._layout, split._axis
         if func in MAKE_OTHERS:
             return func(split._part, *args, **kwargs)
@@ -52,19 +52,19 @@ class SplitLogits(SplitTensor):
         if not isinstance(result, Tensor):
             return result
         if result.device != part.device:
-            return NotImplemented  # where the group may not reach
-        again = from_part(cls, result, columns, call.axis)
-        return view_of(split, again, part, lambda whole: func(whole, *args, **kwargs))
+            return NotImplemented  # the group may not reach that device
+        logits = from_part(cls, result, columns, call.axis)
+        return view_of(split, logits, part, lambda whole: func(whole, *args, **kwargs))
 
 
 def split_logits(part: Tensor, columns: VocabularyShards) -> Tensor:
-    """The logits of which `part` has this rank's columns along its last dim."""
+    """The logits of which `part` holds this rank's columns along its last dim."""
     logits: Tensor = from_part(SplitLogits, part.contiguous(), columns, part.dim() - 1)
     return logits
 
 
 def _loss(loss: Callable[..., Any], logits: SplitLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(isinstance(each, SplitLogits) for each in (*args, *kwargs.values())):
+    if any(isinstance(argument, SplitLogits) for argument in (*args, *kwargs.values())):
         return NotImplemented
     if not has_parameters(loss, logits, logits, 0, *args, **kwargs):
         return NotImplemented
@@ -85,16 +85,16 @@ _LOSSES: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Parameters that tokens are looked up in, and those that give logits, with their rows."""
+    """Parameters of lookups and of logits, with their rows."""
 
     lookups: Mapping[str, Rows]
     logits: Mapping[str, Rows]
     biases: Mapping[str, Rows]
-    """Those of the logits, which every rank keeps whole."""
+    """Biases of the logits, which every rank keeps whole."""
     kept: tuple[Unsplit, ...] = ()
 
     def without(self, left: Set[str], biases: Set[str | None]) -> Vocabulary:
-        """The vocabulary without the tables `left`, and these biases of their logits."""
+        """The vocabulary without the tables `left` and the biases `biases`."""
         return replace(
             self,
             lookups={name: rows for name, rows in self.lookups.items() if name not in left},
@@ -108,25 +108,25 @@ def derive_vocabulary(
 ) -> Vocabulary:
     """The split of those `tables` (parameters that are looked up) that have a row for each column of a product.
 
-    Both are what was seen outside the repeated blocks.
+    Both were recorded outside of the repeated blocks.
     """
     parameters = dict(model.named_parameters())
     outputs = {product.weight: product for product in products}
     sizes = {parameters[name].shape[product.out_dim] for name, product in outputs.items()}
-    found = {name for name in tables if parameters[name].shape[0] in sizes}
-    sizes = {parameters[name].shape[0] for name in found}
-    found |= {name for name, product in outputs.items() if parameters[name].shape[product.out_dim] in sizes}
+    names = {name for name in tables if parameters[name].shape[0] in sizes}
+    sizes = {parameters[name].shape[0] for name in names}
+    names |= {name for name, product in outputs.items() if parameters[name].shape[product.out_dim] in sizes}
     lookups: dict[str, Rows] = {}
     logits: dict[str, Rows] = {}
     biases: dict[str, Rows] = {}
     kept: list[Unsplit] = []
-    for name in sorted(found):
+    for name in sorted(names):
         dim = outputs[name].out_dim if name in outputs else 0
         rows = Rows.even(dim, parameters[name].shape[dim], degree)
         holders = [
-            (f"{path}.{own}" if path else own, module)
+            (f"{path}.{attribute}" if path else attribute, module)
             for path, module in model.named_modules()
-            for own, parameter in module._parameters.items()
+            for attribute, parameter in module._parameters.items()
             if parameter is parameters[name]
         ]
         modules = [module for _, module in holders]
@@ -145,7 +145,7 @@ def derive_vocabulary(
 
 
 def why_whole(holders: Sequence[nn.Module], rows: Rows) -> str | None:
-    """Why a table that these modules hold cannot be split into these rows; None if it can."""
+    """The reason why a table of these modules cannot be split into these rows, or None."""
     for module in holders:
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
             return "max_norm and scale_grad_by_freq need the whole table"
@@ -157,7 +157,7 @@ def why_whole(holders: Sequence[nn.Module], rows: Rows) -> str | None:
 def split_vocabulary(
     model: nn.Module, vocabulary: Vocabulary, cut: ShardingContext, *, loss_parallel: bool = True
 ) -> None:
-    """Split the tables in place. Without `loss_parallel` logits are gathered where they are made."""
+    """Split the tables in place. Without `loss_parallel`, the module that computes logits gathers them."""
     for name, rows in vocabulary.lookups.items():
         module = _cut_table(model, name, rows, cut)
         ((start, stop),) = rows.by_rank[cut.rank]
@@ -172,36 +172,36 @@ def split_vocabulary(
         read = RowsOfWhole(rows, cut.rank, cut.group)
         bias = model.get_parameter(name)
         for holder in model.modules():
-            own = {own: read for own, parameter in holder._parameters.items() if parameter is bias}
-            if own:
+            reads = {attribute: read for attribute, parameter in holder._parameters.items() if parameter is bias}
+            if reads:
                 cut.inside.note(holder)
-                present(holder, own, cut.inside)
+                present(holder, reads, cut.inside)
 
 
 def _cut_table(model: nn.Module, name: str, rows: Rows, cut: ShardingContext) -> Any:
-    """Cut one table; the module that holds it."""
-    path, _, own = name.rpartition(".")
+    """Cut one table, and return the module that holds it."""
+    path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
-    module.register_parameter(own, cut.part(model.get_parameter(name), rows))
+    module.register_parameter(attribute, cut.part(model.get_parameter(name), rows))
     if cut.as_dtensors:
         cut.inside.note(module)
-        present(module, {own: this_part}, cut.inside)
+        present(module, {attribute: this_part}, cut.inside)
     return module
 
 
-def _look_up(theirs: Callable[..., Tensor], start: int, count: int, total: Sum) -> Callable[..., Tensor]:
+def _look_up(original: Callable[..., Tensor], start: int, count: int, total: Sum) -> Callable[..., Tensor]:
     def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        own = input - start
-        others = (own < 0) | (own >= count)
-        found = theirs(self, own.masked_fill(others, 0), *args, **kwargs)
-        summed: Tensor = total(self, (), found.masked_fill(others.unsqueeze(-1), 0))
+        row = input - start
+        elsewhere = (row < 0) | (row >= count)
+        embedded = original(self, row.masked_fill(elsewhere, 0), *args, **kwargs)
+        summed: Tensor = total(self, (), embedded.masked_fill(elsewhere.unsqueeze(-1), 0))
         return summed
 
     return forward
 
 
 class _Logits(SharedHook):
-    """After this rank's logits: those of all ranks, gathered once somebody needs them together."""
+    """Hook of a module of logits: returns split logits, or gathers those of all ranks."""
 
     def __init__(self, rows: Rows, cut: ShardingContext, loss_parallel: bool) -> None:
         counts = tuple(rows.count(rank) for rank in range(cut.degree))

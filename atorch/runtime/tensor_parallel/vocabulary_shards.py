@@ -1,4 +1,4 @@
-"""The columns of logits that each rank of a group has: contiguous runs, one rank's after the other."""
+"""The columns of logits that each rank of a group has: contiguous runs, in rank order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atorch.runtime.tensor_parallel.collectives import join
 
 @dataclass(frozen=True)
 class VocabularyShards:
-    """Rank r has `counts[r]` of them, behind those of the ranks before; this process is `rank`."""
+    """Rank r has `counts[r]` columns, after those of lower ranks; this process is `rank`."""
 
     counts: tuple[int, ...]
     rank: int
@@ -42,7 +42,7 @@ class VocabularyShards:
         return self.take(grad, dim)
 
     def of_gradients(self) -> VocabularyShards:
-        """Gradients lie as what they are of."""
+        """The layout of gradients, which is the same."""
         return self
 
     def named(self) -> str:
@@ -53,23 +53,23 @@ class VocabularyShards:
         return whole.narrow(dim, self.start, self.count)
 
     def join(self, part: Tensor, dim: int) -> Tensor:
-        """The ranks' parts side by side along `dim`. Without gradients."""
+        """The ranks' parts, concatenated along `dim`. Without gradients."""
         return join(part.movedim(dim, -1), self.counts, self.group).movedim(-1, dim)
 
     def meet(self, values: Tensor) -> Tensor:
         """The values of every rank, stacked along a new first dim. Without gradients."""
-        met = [torch.empty_like(values) for _ in self.counts]
-        dist.all_gather(met, values.contiguous(), group=self.group)
-        return torch.stack(met)
+        gathered = [torch.empty_like(values) for _ in self.counts]
+        dist.all_gather(gathered, values.contiguous(), group=self.group)
+        return torch.stack(gathered)
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of tokens among this rank's columns, 0 for those of other ranks; and which those are.
+        """Indices of tokens among this rank's columns, 0 for those of other ranks; and a mask of the latter.
 
         Raises:
             RuntimeError: a token is no column of any rank (on CUDA, the device's assertion).
         """
-        known = ((tokens >= 0) & (tokens < self.total)).all()
-        torch._assert_async(known, f"a target is out of bounds: logits have {self.total} classes")
-        own = tokens - self.start
-        others = (own < 0) | (own >= self.count)
-        return own.masked_fill(others, 0), others
+        in_bounds = ((tokens >= 0) & (tokens < self.total)).all()
+        torch._assert_async(in_bounds, f"a target is out of bounds: logits have {self.total} classes")
+        index = tokens - self.start
+        elsewhere = (index < 0) | (index >= self.count)
+        return index.masked_fill(elsewhere, 0), elsewhere

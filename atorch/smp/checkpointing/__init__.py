@@ -1,1 +1,1 @@
-"""Checkpoints of `smp`: partial and full files, folders by tag, and saves that are atomic."""
+"""Checkpoints of `smp`: partial and full files, tagged folders, and atomic saves."""

@@ -1,12 +1,12 @@
-"""One save of a checkpoint, written beside what its name has, and put in its place once it is whole on all processes.
+"""An atomic save of a checkpoint: written to a staging folder, moved in place once it is whole on all processes.
 
-    .NAME.SAVE.part/  being written; is a folder of the entries that the save consists of
-    .NAME.SAVE/       all processes have written: its entries are read instead of those beside it, and are moved there
-    .NAME.SAVE.old/   what they have replaced; is read no more
+    .NAME.SAVE.part/  being written: a folder with the entries of the save
+    .NAME.SAVE/       written by all processes: readers prefer its entries, which then move to the parent folder
+    .NAME.SAVE.old/   the replaced entries, which nothing reads
 
-Each step is taken in every folder before the next one is in any, whether machines share a folder or each has its own
-(`together` is between them). So where one folder has `.NAME.SAVE`, another's `.NAME.SAVE.part` is whole, and where
-neither is, the entries are in place.
+Machines may share one folder or have one each. All folders complete a step (`together`) before any begins the next. So
+if one folder has `.NAME.SAVE`, the `.NAME.SAVE.part` of another is whole, and if neither exists, the entries are in
+place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atorch.errors import CheckpointError, shown
 
 @dataclass(frozen=True)
 class Staged:
-    """One save, of this name, under way in a folder."""
+    """A save of a name in progress in a folder."""
 
     folder: Path
     name: str
@@ -33,7 +33,7 @@ class Staged:
 
     @property
     def part(self) -> Path:
-        """Its folder while it is written."""
+        """The staging folder during the write."""
         return self._at(".part")
 
     @property
@@ -42,17 +42,17 @@ class Staged:
 
     @property
     def old(self) -> Path:
-        """The folder of what it has replaced, to be removed."""
+        """The folder of replaced entries, to be removed."""
         return self._at(".old")
 
     def _at(self, ending: str) -> Path:
         return self.folder / f".{self.name}.{self.save}{ending}"
 
     def begin(self) -> bool:
-        """Make the folders, and say whether this process is the one that keeps order in this one.
+        """Create the folders; True on the one process per folder that moves and removes files.
 
         Raises:
-            CheckpointError: they cannot be made.
+            CheckpointError: they cannot be created.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,62 +64,62 @@ class Staged:
         return False
 
     def commit(self) -> None:
-        """Let the save be read, which all have written."""
-        with suppress(FileNotFoundError):  # it has gone on
+        """Make the save readable, after all processes have written."""
+        with suppress(FileNotFoundError):  # renamed already
             os.rename(self.part, self.whole)
 
     def move(self, is_own: Callable[[str], bool]) -> None:
-        """Put the entries in their place. `is_own` knows the names in a folder that are the save's to replace."""
+        """Move the entries to their place. `is_own` selects the files of a folder that a save replaces."""
         for entry in _names(self.whole):
-            there, new = self.folder / entry, self.whole / entry
-            _keep_permissions(there, new)
-            if new.is_dir() and there.exists():
-                for other in _names(there):
+            target, new = self.folder / entry, self.whole / entry
+            _keep_permissions(target, new)
+            if new.is_dir() and target.exists():
+                for other in _names(target):
                     if not is_own(other) and not (new / other).exists():
-                        os.rename(there / other, new / other)  # what a script has put beside goes along
-                os.rename(there, self.old)
-            os.replace(new, there)
+                        os.rename(target / other, new / other)  # keeps files that a script has added
+                os.rename(target, self.old)
+            os.replace(new, target)
         with suppress(FileNotFoundError):
             self.whole.rmdir()
 
     def clear(self) -> None:
-        """Remove what earlier saves of the name have left, and what this one has replaced."""
-        for each in _names(self.folder):
-            if _of(self.name, each) and self.folder / each not in (self.part, self.whole):
-                remove(self.folder / each)
+        """Remove leftovers of earlier saves of the name, and the entries that this one replaced."""
+        for entry in _names(self.folder):
+            if _match(self.name, entry) and self.folder / entry not in (self.part, self.whole):
+                remove(self.folder / entry)
 
 
 def whole_saves(folder: Path, name: str) -> list[str]:
-    """The saves of a name that are whole on all processes and not in place in some folder; all processes call it."""
-    here = together(lambda: [found[1] for each in _names(folder) if (found := _of(name, each)) and not found[2]])
+    """The saves of a name that all processes have written, but not all have moved; all processes call it."""
+    here = together(lambda: [match[1] for entry in _names(folder) if (match := _match(name, entry)) and not match[2]])
     return sorted({save for saves in gather_objects(here) for save in saves})
 
 
 def entry_of(folder: Path, name: str, saves: Sequence[str], entry: str) -> Path:
-    """The path of an entry of a name's checkpoint. `saves` are those that `whole_saves` gave."""
+    """The current path of a checkpoint's entry. `saves` come from `whole_saves`."""
     staged = [Staged(folder, name, save) for save in saves]
-    found = (path for each in staged for path in (each.whole / entry, each.part / entry) if path.exists())
-    return next(found, folder / entry)
+    paths = (path for save in staged for path in (save.whole / entry, save.part / entry) if path.exists())
+    return next(paths, folder / entry)
 
 
 def settle(own: Staged, keeps_order: bool, is_own: Callable[[str], bool]) -> None:
-    """Finish an earlier save of the name that was killed while it was put in its place; all processes call it."""
+    """Finish earlier saves of the name that were killed during the move; all processes call it."""
     earlier = [Staged(own.folder, own.name, save) for save in whole_saves(own.folder, own.name)]
-    for each in earlier:
-        place(each, keeps_order, is_own)
+    for save in earlier:
+        place(save, keeps_order, is_own)
 
 
 def place(save: Staged, keeps_order: bool, is_own: Callable[[str], bool]) -> None:
-    """Put a save in its place that all processes have written; all call it."""
+    """Move a save in place that all processes have written; all processes call it."""
     _in_order(save.commit, keeps_order)
     _in_order(lambda: save.move(is_own), keeps_order)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, as far as that can be."""
+    """Remove a folder or a link, ignoring errors of the removal."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)  # another machine may share it
+    shutil.rmtree(path, ignore_errors=True)  # another machine may remove it, too
 
 
 def _in_order(step: Callable[[], object], keeps_order: bool) -> None:
@@ -135,8 +135,8 @@ def _in_order(step: Callable[[], object], keeps_order: bool) -> None:
     together(take)
 
 
-def _of(name: str, each: str) -> re.Match[str] | None:
-    return re.fullmatch(rf"\.{re.escape(name)}\.([0-9a-f]{{16}})(\.part|\.old)?", each)
+def _match(name: str, entry: str) -> re.Match[str] | None:
+    return re.fullmatch(rf"\.{re.escape(name)}\.([0-9a-f]{{16}})(\.part|\.old)?", entry)
 
 
 def _names(folder: Path) -> list[str]:
@@ -149,5 +149,5 @@ def _names(folder: Path) -> list[str]:
 def _keep_permissions(old: Path, new: Path) -> None:
     with suppress(FileNotFoundError, PermissionError):
         shutil.copymode(old, new)
-    for each in _names(new):
-        _keep_permissions(old / each, new / each)
+    for entry in _names(new):
+        _keep_permissions(old / entry, new / entry)

@@ -1,6 +1,6 @@
-"""`smp.save` and `smp.load`: partial checkpoints, a file for each process of a model, and full ones, as torch's own.
+"""`smp.save` and `smp.load`: partial checkpoints, a file for each process of a model, and full ones in one file.
 
-Files are replaced in one piece, and read as weights alone: loading never runs code.
+Files are replaced atomically, and read with `weights_only`: loading never runs code.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ def save(
     pickle_protocol: int = 2,
     v3: bool = False,
 ) -> None:
-    """Write an object into a file, as torch.save does: a kill leaves the old file whole, or the new one.
+    """Write an object to a file, as torch.save does; a killed process leaves the old file or the new one.
 
     Args:
-        partial: each process of a model writes a file of its own, `f` with its `mp_rank`, such as `model.pt_0`. All
-            those of one replica call it: all with `rdp_rank()` 0, or, without tensor parallelism, `dp_rank()` 0. Else
-            the one file `f` is written.
+        partial: each process of a model writes its own file, `f` with its `mp_rank`, such as `model.pt_0`. All
+            processes of one replica call it: those with `rdp_rank()` 0, or, without tensor parallelism, `dp_rank()` 0.
+            If False, the one file `f` is written.
         pickle_module: None or the standard pickle.
-        pickle_protocol: 2, the one that is read without running code.
-        v3: processes of all replicas call it, as where each would save its share of an optimizer's states. Those of the
-            first replica write: what `local_state_dict` gave them is whole.
+        pickle_protocol: 2, the only one that loads without running code.
+        v3: processes of all replicas call it, and only the first replica writes: its `local_state_dict` is complete.
 
     Raises:
-        ArgumentError: `f` is no string, `pickle_module` another pickle, `pickle_protocol` another protocol, or a flag
-            neither True nor False.
+        ArgumentError: `f` is not a string, `pickle_module` is another pickle, `pickle_protocol` is another protocol, or
+            a flag is not a bool.
         CheckpointError: the file cannot be written.
     """
     _check(f, pickle_module, "smp.save")
@@ -57,7 +56,7 @@ def save(
         return
     if partial:
         current = session()
-        current.saves[f] += 1  # equally often on all processes, so that they give the save one name without an exchange
+        current.saves[f] += 1  # counts alike on all processes: one name of the save without communication
         PartialFiles(f"{f}_").write(obj, f"{current.name} {current.saves[f]}")
     else:
         write_file(obj, f)
@@ -70,20 +69,20 @@ def load(
     partial: bool = True,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load what `save` wrote, or torch.save.
+    """Load a file of `save` or torch.save.
 
-    A partial checkpoint of processes that were arranged otherwise, or were more or fewer, is put together of all its
-    files: its partial states are then whole ones. Loading runs no code that a file names.
+    A partial checkpoint of another number or arrangement of processes is merged from all its files: its partial states
+    become whole ones. Loading never runs code.
 
     Args:
-        map_location: where tensors go, as torch.load takes it: a function, a device, a string or a dict.
+        map_location: the device of tensors, as for torch.load: a function, a device, a string or a dict.
         pickle_module: None or the standard pickle.
         partial: read this process's file, `f` with its `mp_rank`; else the one file `f`.
-        pickle_load_args: `mmap`, `weights_only`, which can only be True, and `back_compat`, which changes nothing.
+        pickle_load_args: `mmap`, `weights_only`, which can only be True, and `back_compat`, which has no effect.
 
     Raises:
-        ArgumentError: `f` is no string, `pickle_module` another pickle, or an argument one that unpickling would take.
-        CheckpointError: a file is missing, which are named; or it holds more than plain data, or cannot be read.
+        ArgumentError: `f` is not a string, `pickle_module` is another pickle, or an argument is unknown.
+        CheckpointError: files are missing, which the error lists, unreadable, or hold more than plain data.
     """
     _check(f, pickle_module, "smp.load")
     check_bools("smp.load", partial=partial)
@@ -111,7 +110,7 @@ def load(
 
 
 def _check_place(map_location: Any) -> None:
-    """Refuse a `map_location` that is none, or a device that is not here."""
+    """Refuse an invalid `map_location`, or a device that is not available."""
     if not (isinstance(map_location, (str, torch.device, dict)) or map_location is None or callable(map_location)):
         raise ArgumentError(
             f"map_location is {shown(map_location)}; it is a function of a storage and its place, a device, its name, "

@@ -1,13 +1,13 @@
-"""`smp.save_checkpoint` and `smp.resume_from_checkpoint`: a model, its optimizer and more, by tags in a folder.
+"""`smp.save_checkpoint` and `smp.resume_from_checkpoint`: a model, its optimizer and user content, by tags in a folder.
 
-path/newest                      which partial ones there are, in order, and the last full one
-path/TAG_partial/model_0.pt      what the process with mp_rank 0 holds of the model, and so on
-path/TAG_partial/optimizer_0.pt  and of the optimizer
+path/newest                      the tags of partial checkpoints, in order, and of the last full one
+path/TAG_partial/model_0.pt      the part of the model on the process with mp_rank 0, and so on
+path/TAG_partial/optimizer_0.pt  its part of the optimizer
 path/TAG_partial/user_content.pt
 path/TAG                         a full model, as torch.save writes it
 path/user_content_TAG
 
-All that a save consists of is written beside these, and takes their place at once (`staged.py`).
+A save is written to a staging folder beside these, and moved in place atomically (`atomic_save.py`).
 """
 
 from __future__ import annotations
@@ -52,59 +52,59 @@ def save_checkpoint(
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
 ) -> None:
-    """Save a checkpoint into a folder, which is made; all processes call it.
+    """Save a checkpoint to a folder, which is created if needed; all processes call it.
 
-    It counts as saved, and older ones go, once all processes have written what is theirs. A kill at any moment leaves
-    all that the tag had, or all that it has now.
+    The save is complete, and older ones are removed, once all processes have written their files. If a process is
+    killed at any moment, the tag has all of its old files or all of the new ones.
 
     Args:
-        tag: what it is called, such as `steps100`.
-        partial: each process writes what it holds of `model` and `optimizer`; else the whole model is written alone.
-        user_content: plain data that `resume_from_checkpoint` returns: numbers, strings, tensors, lists and dicts. What
-            has a configuration's form (a dataclass, a namespace, an object with `to_dict`) comes back as a dict.
+        tag: the checkpoint's name, such as `steps100`.
+        partial: each process writes its parts of `model` and `optimizer`; if False, only the whole model is written.
+        user_content: plain data that `resume_from_checkpoint` returns: numbers, strings, tensors, lists and dicts.
+            Configurations (a dataclass, a namespace, an object with `to_dict`) are returned as dicts.
         translate_if_full: without effect: a whole state has the names of the user's own model.
-        num_kept_partial_checkpoints: how many partial checkpoints of the folder stay, the newest; None for all.
+        num_kept_partial_checkpoints: number of the newest partial checkpoints to keep; None for all.
 
     Raises:
-        ArgumentError: an argument does not hold, or differs between processes.
-        CheckpointError: a file cannot be written, or `user_content` is no plain data; on all processes.
+        ArgumentError: an argument is invalid, or differs between processes.
+        CheckpointError: a file cannot be written, or `user_content` is not plain data; on all processes.
     """
-    given = {"path": str(path), "tag": tag, "partial": partial, "num_kept": num_kept_partial_checkpoints}
+    options = {"path": str(path), "tag": tag, "partial": partial, "num_kept": num_kept_partial_checkpoints}
     has = {"model": model is not None, "optimizer": optimizer is not None}
 
     def check() -> None:
         check_bools("smp.save_checkpoint", partial=partial, translate_if_full=translate_if_full)
         _check_save(path, tag, partial, model, optimizer, num_kept_partial_checkpoints)
 
-    agreed("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**given, **has})}, check)
+    agreed("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**options, **has})}, check)
     folder = Path(path)
-    own = Staged(folder, _name(tag, partial), from_rank_zero(secrets.token_hex(8)))
+    staged = Staged(folder, _name(tag, partial), from_rank_zero(secrets.token_hex(8)))
     user_content = together(lambda: _plain(user_content, "user_content"))
 
     def begin() -> bool:
         _check_targets(folder, tag, partial)
-        return own.begin()
+        return staged.begin()
 
     keeps_order = together(begin)
     is_written = False
     try:
-        settle(own, keeps_order, _is_own)
+        settle(staged, keeps_order, _is_own)
         if partial:
-            together(lambda: _write_parts(own, tag, model, optimizer, user_content))
+            together(lambda: _write_parts(staged, tag, model, optimizer, user_content))
         else:
-            together(lambda: _write_whole(own, tag, model, user_content))
+            together(lambda: _write_whole(staged, tag, model, user_content))
         is_written = True
     finally:
         if keeps_order and not is_written:
-            remove(own.part)
-    place(own, keeps_order, _is_own)
+            remove(staged.part)
+    place(staged, keeps_order, _is_own)
     removed = together(lambda: _note(folder, tag, partial, num_kept_partial_checkpoints) if keeps_order else [])
 
-    def clear() -> None:  # once the newest are noted on all machines
+    def clear() -> None:  # after all machines have listed the new checkpoint
         if keeps_order:
-            own.clear()
-        for each in removed:
-            remove(_part_folder(folder, each))
+            staged.clear()
+        for outdated in removed:
+            remove(_part_folder(folder, outdated))
 
     together(clear)
 
@@ -118,23 +118,23 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Any:
-    """Load the script's model and optimizer from a checkpoint of a folder, and return its user content.
+    """Load the script's model and optimizer from a checkpoint in a folder, and return its user content.
 
-    All processes call it, arranged as those that saved or otherwise.
+    All processes call it; their number and arrangement may differ from the save.
 
     Args:
-        tag: which checkpoint; None for the newest.
-        partial: a partial checkpoint; else a full one, from which the optimizer is not loaded.
-        strict: refuse names that the model lacks or the checkpoint does.
-        load_sharded_optimizer_state: if False, of the optimizer all but what it holds for each parameter.
-        translate_function: gives the state of this model from that of a full checkpoint.
+        tag: the checkpoint's name; None for the newest.
+        partial: load a partial checkpoint; if False, a full one, without the optimizer.
+        strict: refuse missing and unexpected names.
+        load_sharded_optimizer_state: if False, load the optimizer's groups without the states of parameters.
+        translate_function: maps the state of a full checkpoint to one of this model.
 
     Raises:
-        ArgumentError: no `smp.DistributedModel` has been made, or an argument does not hold, or differs.
-        CheckpointError: there is no such checkpoint, or it lacks something, or its files are of several saves.
+        ArgumentError: there is no `smp.DistributedModel`, or an argument is invalid or differs between processes.
+        CheckpointError: there is no such checkpoint, it is incomplete, or its files are of several saves.
     """
     model, optimizer = session().model, session().optimizer
-    given = {"path": str(path), "tag": tag, "partial": partial, "strict": strict, "load_optimizer": load_optimizer}
+    options = {"path": str(path), "tag": tag, "partial": partial, "strict": strict, "load_optimizer": load_optimizer}
     if translate_function is not None and partial:
         logger.info("smp.resume_from_checkpoint: translate_function translates full checkpoints; this one is partial")
 
@@ -153,9 +153,9 @@ def resume_from_checkpoint(
         folder = Path(_check_path(path))
         return _newest(folder, partial) if tag is None else _check_tag(tag)
 
-    found = agreed("smp.resume_from_checkpoint", lambda: {"given": described("resume_from_checkpoint", given)}, look)
-    # Where a save was killed while machines noted it, each in a folder of its own, all have what the first one lists.
-    chosen, folder = from_rank_zero(found), Path(path)
+    local = agreed("smp.resume_from_checkpoint", lambda: {"given": described("resume_from_checkpoint", options)}, look)
+    # Machines with folders of their own may list different tags if a save was killed in between; rank 0 decides.
+    chosen, folder = from_rank_zero(local), Path(path)
     saves = whole_saves(folder, _name(chosen, partial))
 
     def at(entry: str) -> Path:
@@ -167,13 +167,13 @@ def resume_from_checkpoint(
         inner = at(_name(chosen, partial))
         if not inner.is_dir():
             raise CheckpointError(
-                f"there is no partial checkpoint {shown(str(_part_folder(folder, chosen)))}; {_there(folder)}"
+                f"there is no partial checkpoint {shown(str(_part_folder(folder, chosen)))}; {_contents(folder)}"
             )
         state, save = PartialFiles(f"{inner}/model_", ".pt").read("cpu")
-        held = _optimizer_state(inner, optimizer, load_optimizer, save)
-        return state, held, _content(inner / "user_content.pt"), save
+        optimizer_state = _optimizer_state(inner, optimizer, load_optimizer, save)
+        return state, optimizer_state, _content(inner / "user_content.pt"), save
 
-    state, held, content, save = together(read)
+    state, optimizer_state, content, save = together(read)
     (differs,) = largest([save != from_rank_zero(save)])
     if differs:
         raise CheckpointError(f"the checkpoint in {shown(str(path))} has files of different saves; load another one")
@@ -181,8 +181,8 @@ def resume_from_checkpoint(
         state = together(lambda: translate_function(state))
     assert model is not None, "read has looked"
     model.load_state_dict(state, strict=strict)
-    if held is not None:
-        optimizer.load_state_dict(held if load_sharded_optimizer_state else {**held, "state": {}})
+    if optimizer_state is not None:
+        optimizer.load_state_dict(optimizer_state if load_sharded_optimizer_state else {**optimizer_state, "state": {}})
     return content
 
 
@@ -193,9 +193,9 @@ def _check_save(path: Any, tag: Any, partial: bool, model: Any, optimizer: Any, 
         raise ArgumentError(f"num_kept_partial_checkpoints is {shown(kept)}; it is a number of at least 1, or None")
     if not partial and model is None:
         raise ArgumentError("smp.save_checkpoint was given no model; a full checkpoint is a whole model")
-    for name, held, made in (("model", model, "DistributedModel"), ("optimizer", optimizer, "DistributedOptimizer")):
-        if held is not None and not hasattr(held, "local_state_dict"):
-            raise ArgumentError(f"smp.save_checkpoint was given a {type(held).__name__} as {name}; give the smp.{made}")
+    for name, value, cls in (("model", model, "DistributedModel"), ("optimizer", optimizer, "DistributedOptimizer")):
+        if value is not None and not hasattr(value, "local_state_dict"):
+            raise ArgumentError(f"smp.save_checkpoint was given a {type(value).__name__} as {name}; give the smp.{cls}")
 
 
 def _optimizer_state(folder: Path, optimizer: Any, is_wanted: bool, save: str | None) -> Any:
@@ -214,27 +214,27 @@ def _optimizer_state(folder: Path, optimizer: Any, is_wanted: bool, save: str | 
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value with configurations as dicts and NumPy's numbers as Python's: what can be loaded without running code."""
+    """Convert configurations to dicts and NumPy scalars to Python's, so that the value loads without running code."""
     if type(value) in (list, tuple):
-        return type(value)(_plain(each, f"{place}[{number}]") for number, each in enumerate(value))
-    if isinstance(value, np.generic):  # a count that NumPy has made, such as of parameters
+        return type(value)(_plain(item, f"{place}[{number}]") for number, item in enumerate(value))
+    if isinstance(value, np.generic):  # such as a count computed with NumPy
         return value.item()
     if type(value) is not dict:
-        held = _fields(value)
-        if held is None:
+        members = _fields(value)
+        if members is None:
             return value
         logger.info("%s is a %s, and is saved as a dict: loading runs no code", place, type(value).__name__)
-        value = held
-    return {key: _plain(each, f"{place}[{key!r}]") for key, each in value.items()}
+        value = members
+    return {key: _plain(item, f"{place}[{key!r}]") for key, item in value.items()}
 
 
 def _fields(value: Any) -> dict[Any, Any] | None:
-    """The fields of a configuration; None of anything else."""
+    """The fields of a configuration; None for anything else."""
     if isinstance(value, (type, torch.Tensor)):
         return None
-    if callable(getattr(value, "to_dict", None)):  # Hugging Face's, which are dataclasses as well
-        found = value.to_dict()
-        return found if type(found) is dict else None
+    if callable(getattr(value, "to_dict", None)):  # before dataclasses: Hugging Face's have both
+        converted = value.to_dict()
+        return converted if type(converted) is dict else None
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, (argparse.Namespace, SimpleNamespace)):
@@ -250,7 +250,7 @@ def _write_parts(own: Staged, tag: str, model: Any, optimizer: Any, user_content
         write_file(user_content, path, is_refused=True, known_as=str(target / "user_content.pt"))
     for name, owner in (("model", model), ("optimizer", optimizer)):
         if owner is not None:
-            state = owner.local_state_dict()  # also where replicas give one another what they share
+            state = owner.local_state_dict()  # a collective if replicas shard states
             if rdp_rank() == 0:
                 known_as = PartialFiles(f"{target}/{name}_", ".pt")
                 PartialFiles(f"{folder}/{name}_", ".pt").write(state, own.save, known_as)
@@ -266,46 +266,46 @@ def _write_whole(own: Staged, tag: str, model: Any, user_content: Any) -> None:
 
 
 def _note(folder: Path, tag: str, partial: bool, num_kept: int | None) -> list[str]:
-    """Say which checkpoint is the newest, once it is whole; the tags of those that are not kept."""
-    there = _listed(folder)
+    """List a complete checkpoint as the newest; returns the tags of partial ones to remove."""
+    listed = _listed(folder)
     removed: list[str] = []
     if partial:
-        tags = [*(each for each in there["partial"] if each != tag), tag]
-        removed, there["partial"] = (tags[:-num_kept], tags[-num_kept:]) if num_kept else ([], tags)
+        tags = [*(older for older in listed["partial"] if older != tag), tag]
+        removed, listed["partial"] = (tags[:-num_kept], tags[-num_kept:]) if num_kept else ([], tags)
     else:
-        there["full"] = tag
-    write(folder / NEWEST, json.dumps(there), FORMAT)
+        listed["full"] = tag
+    write(folder / NEWEST, json.dumps(listed), FORMAT)
     return removed
 
 
 def _listed(folder: Path) -> dict[str, Any]:
-    """The tags of the partial checkpoints, the newest last, and of the last full one, or None."""
+    """The tags of the partial checkpoints, the newest last, and that of the last full one, or None."""
     path = folder / NEWEST
     if not path.exists():
         return {"partial": [], "full": None}
-    held: Any = read_json(path, FORMAT)
-    if not isinstance(held, dict) or not isinstance(held.get("partial"), list):
+    listed: Any = read_json(path, FORMAT)
+    if not isinstance(listed, dict) or not isinstance(listed.get("partial"), list):
         raise CheckpointError(
-            f"{shown(str(path))} holds {shown(held)}; it lists checkpoints: remove it, and give a tag"
+            f"{shown(str(path))} holds {shown(listed)}; it lists checkpoints: remove it, and give a tag"
         )
-    partial, full = held["partial"], held.get("full")
-    for each in partial if full is None else [*partial, full]:
-        _check_tag(each)
+    partial, full = listed["partial"], listed.get("full")
+    for tag in partial if full is None else [*partial, full]:
+        _check_tag(tag)
     return {"partial": partial, "full": full}
 
 
 def _newest(folder: Path, partial: bool) -> str:
-    there = _listed(folder)
-    tag = (there["partial"] or [None])[-1] if partial else there["full"]
+    listed = _listed(folder)
+    tag = (listed["partial"] or [None])[-1] if partial else listed["full"]
     if tag is None:
         kind = "partial" if partial else "full"
-        raise CheckpointError(f"{shown(str(folder))} lists no {kind} checkpoint; {_there(folder)}")
+        raise CheckpointError(f"{shown(str(folder))} lists no {kind} checkpoint; {_contents(folder)}")
     return str(tag)
 
 
-def _there(folder: Path) -> str:
-    there = _listed(folder)
-    return f"it has the partial ones {shown(there['partial'])}, and the full one {shown(there['full'])}"
+def _contents(folder: Path) -> str:
+    listed = _listed(folder)
+    return f"it has the partial ones {shown(listed['partial'])}, and the full one {shown(listed['full'])}"
 
 
 def _content(path: Path) -> Any:
@@ -317,22 +317,22 @@ def _part_folder(folder: Path, tag: str) -> Path:
 
 
 def _name(tag: str, partial: bool) -> str:
-    """The name of a checkpoint among those that are being saved."""
+    """The name of a checkpoint's staging folder."""
     return f"{tag}_partial" if partial else f"{tag}_full"
 
 
 def _is_own(name: str) -> bool:
-    """True if a file in a partial checkpoint's folder is one that a save writes."""
+    """True if a save writes a file of this name in a partial checkpoint's folder."""
     return bool(re.fullmatch(r"(model|optimizer)_\d+\.pt|user_content\.pt|\.[0-9a-f]{16}\.tmp", name))
 
 
 def _check_targets(folder: Path, tag: str, partial: bool) -> None:
-    """Refuse to replace what may not be written to."""
+    """Refuse to replace files without write permission."""
     inner = _part_folder(folder, tag)
-    own = [inner / each for each in os.listdir(inner) if _is_own(each)] if partial and inner.is_dir() else []
-    for each in own if partial else (folder / tag, folder / f"user_content_{tag}"):
-        if each.exists():
-            check_target(each, CHECKPOINT)
+    parts = [inner / name for name in os.listdir(inner) if _is_own(name)] if partial and inner.is_dir() else []
+    for target in parts if partial else (folder / tag, folder / f"user_content_{tag}"):
+        if target.exists():
+            check_target(target, CHECKPOINT)
 
 
 def _check_path(path: Any) -> str:

@@ -1,4 +1,4 @@
-"""The parts of a distributed model on this process: modules, parameters and buffers, by the whole model's names."""
+"""The local parts of a distributed model: modules, parameters and buffers, by the whole model's names."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from atorch.smp.tensor.split import TensorSplit, distributed_modules, is_distrib
 
 
 class LocalParts(Wrapper):
-    """Base of the distributed model: the parts of it that are here, the whole model before it is partitioned."""
+    """Base of the distributed model: its local parts, or the whole model before it is partitioned."""
 
     _others: tuple[nn.Module, ...]
     split: TensorSplit
-    """The parameters that tensor ranks have parts of."""
+    """The parameters that are split over tensor ranks."""
 
     @property
     def partitioned(self) -> bool:
-        """True if the model has been partitioned, which the first step does."""
+        """True once the first step has partitioned the model."""
         raise NotImplementedError
 
     def train(self, mode: bool = True) -> Any:
-        """Put all parts here into training mode, or into evaluation mode."""
+        """Put all local parts into training or evaluation mode."""
         for part in (self.module, *self._others):
             part.train(mode)
         return self
@@ -42,7 +42,7 @@ class LocalParts(Wrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules, by the names that they have in the whole one; once partitioned, those of the parts here."""
+        """The modules by their names in the whole model; once partitioned, only those of the local parts."""
         memo = set() if memo is None else memo
         for part in (self.module, *self._others):
             yield from part.named_modules(memo, prefix, remove_duplicate)
@@ -52,10 +52,10 @@ class LocalParts(Wrapper):
         return (module for _, module in self.local_named_modules())
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of the partition of this process, by name: those that hold something of it."""
+        """The modules of the partition of this process that contain parameters or buffers, by name."""
         self._need_partition("local_named_modules")
         for name, module in self.named_modules():
-            if any(each._parameters or each._buffers for each in module.modules()):
+            if any(inner._parameters or inner._buffers for inner in module.modules()):
                 yield name, module
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
@@ -77,32 +77,32 @@ class LocalParts(Wrapper):
         yield from self.named_buffers()
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """The modules here that are split over tensor ranks."""
+        """The local modules that are split over tensor ranks."""
         return distributed_modules(self, self.split)
 
     def is_distributed_parameter(self, parameter: Tensor) -> bool:
-        """True if this process has a part of the parameter, and other tensor ranks the rest."""
+        """True if the parameter is split over tensor ranks."""
         return is_distributed_parameter(self, self.split, parameter)
 
     def is_distributed_buffer(self, buffer: Tensor) -> bool:
-        """Never: every tensor rank has whole buffers."""
+        """Always False: every tensor rank has whole buffers."""
         return False
 
     def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
-        """True if the parameter sees the batches of all tensor ranks: its gradient is averaged over RDP_GROUP alone."""
+        """True if the tensor ranks share batches, so that the gradient is averaged over RDP_GROUP only."""
         return is_scaled_batch(self.split)
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
-        """The same of a buffer."""
+        """`is_scaled_batch_parameter` for a buffer."""
         return is_scaled_batch(self.split)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are averaged over DP_GROUP, by name."""
-        return (each for each in self.local_named_parameters() if not self.is_scaled_batch_parameter(each[1]))
+        return (pair for pair in self.local_named_parameters() if not self.is_scaled_batch_parameter(pair[1]))
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are averaged over RDP_GROUP, by name."""
-        return (each for each in self.local_named_parameters() if self.is_scaled_batch_parameter(each[1]))
+        return (pair for pair in self.local_named_parameters() if self.is_scaled_batch_parameter(pair[1]))
 
     def _need_partition(self, call: str) -> None:
         if not self.partitioned:

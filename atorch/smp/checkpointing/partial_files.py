@@ -1,7 +1,7 @@
-"""A checkpoint's files, one for each process of a model, and what they come to where processes are arranged otherwise.
+"""A checkpoint's files, one for each process of a model, and their merge for another arrangement of processes.
 
-The partial states in a file say how the processes were arranged that saved it, and in which save: files of two saves
-are not put together.
+The partial states in a file record the arrangement of the processes that saved it, and the save: files of different
+saves are never merged.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from atorch.smp.ranks import mp_rank, mp_size, pp_size, tp_size
 from atorch.smp.session import session
 
 ARRANGED = "_smp_arranged"
-"""The key of a partial state in a file that has how the processes were arranged that saved it."""
+"""The key of the arrangement of the saving processes in a partial state."""
 SAVE = "save"
-"""The key of an arrangement that names one save of all processes."""
+"""The key of the save's name in an arrangement."""
 
-# What pickling raises for what it cannot, such as a function without a name.
+# Exceptions of pickling for unsupported objects, such as a lambda.
 _UNWRITABLE = (AttributeError, TypeError, torch.serialization.pickle.PicklingError)  # type: ignore[attr-defined]
 PLAIN = "tensors, numbers, strings, and lists and dicts of them are plain"
 GIVE = (
@@ -42,7 +42,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class PartialFiles:
-    """The files of a partial checkpoint: their path up to the process's `mp_rank`, and after it."""
+    """The files of a partial checkpoint: their path before and after the process's `mp_rank`."""
 
     start: str
     end: str = ""
@@ -55,22 +55,22 @@ class PartialFiles:
         """Write this process's file.
 
         Args:
-            save: names what all processes write together.
-            known_as: the files as messages call them; None for these.
+            save: name of the save, equal on all processes.
+            known_as: the files that messages name; None for these.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
-        own = _arranged(obj, {**_arrangement(), SAVE: save})
-        write_file(own, self.path(mp_rank()), known_as=(known_as or self).path(mp_rank()))
+        content = _arranged(obj, {**_arrangement(), SAVE: save})
+        write_file(content, self.path(mp_rank()), known_as=(known_as or self).path(mp_rank()))
 
     def read(self, map_location: Any = None, mmap: bool | None = None) -> tuple[Any, str | None]:
-        """The contents of this process's file, or of all put together, where processes are arranged otherwise.
+        """Read this process's file, or merge all files if the arrangement of processes differs.
 
-        With it the name of the save.
+        Returns the contents and the name of the save.
 
         Raises:
-            CheckpointError: files are missing, cannot be read, are of different saves, or do not make a whole.
+            CheckpointError: files are missing, unreadable, of different saves, or incomplete.
         """
         saved = self._saved()
         is_alike = {key: saved.get(key) for key in _arrangement()} == _arrangement()
@@ -82,48 +82,46 @@ class PartialFiles:
         return parts[0] if is_alike else merged(parts, shown(self.start)), save
 
     def _save_of(self, read: Mapping[int, Any], size: int) -> str | None:
-        """The one save that all files are of: those that were read, and of the others those that are here."""
+        """The save of all files: of those that were read, and of any others that exist."""
         others = sorted(set(self.numbers()) & set(range(size)) - set(read))
-        named: dict[Any, int] = {}
-        for number, part in (*read.items(), *((each, self._glance(each)) for each in others)):
+        number_of: dict[Any, int] = {}
+        for number, part in (*read.items(), *((other, self._glance(other)) for other in others)):
             for arrangement in _arrangements(part):
-                named.setdefault(arrangement.get(SAVE), number)
-        if len(named) > 1:
-            paths = " and ".join(shown(self.path(number)) for number in sorted(named.values()))
+                number_of.setdefault(arrangement.get(SAVE), number)
+        if len(number_of) > 1:
+            paths = " and ".join(shown(self.path(number)) for number in sorted(number_of.values()))
             raise CheckpointError(
                 f"{paths} are of different saves, of which one was not finished; load another checkpoint, or, where "
                 "processes are saving it, call smp.barrier() first"
             )
-        return next(iter(named), None)
+        return next(iter(number_of), None)
 
     def numbers(self) -> list[int]:
-        """The numbers of the files that are there."""
+        """The numbers of the existing files."""
         path = Path(self.path(0)).parent
-        names = (str(path / each.name) for each in path.iterdir()) if path.is_dir() else ()
+        names = (str(path / file.name) for file in path.iterdir()) if path.is_dir() else ()
         start, end = re.escape(str(path / Path(f"{self.start}0").name[:-1])), re.escape(self.end)
-        found = (re.fullmatch(rf"{start}(0|[1-9]\d*){end}", name) for name in names)
-        return sorted(int(match[1]) for match in found if match is not None)
+        matches = (re.fullmatch(rf"{start}(0|[1-9]\d*){end}", name) for name in names)
+        return sorted(int(match[1]) for match in matches if match is not None)
 
     def _saved(self) -> Mapping[str, Any]:
-        """The arrangement of the processes that saved; as these are where no partial state says so, if as many files
-        are there.
-        """
+        """The arrangement of the saving processes; if no state records it, the current one if it fits the files."""
         numbers = self.numbers()
         if not numbers:
             raise CheckpointError(f"there is no partial checkpoint {shown(self.path(mp_rank()))}")
-        # The first file is of the last save; of those with higher numbers some may be left from more processes.
+        # Every save writes file 0; higher numbers may be left over from a save of more processes.
         number = 0 if 0 in numbers else mp_rank() if mp_rank() in numbers else numbers[0]
-        for found in _arrangements(self._glance(number)):
-            if type(found.get("mp_size")) is not int or found["mp_size"] < 1:
+        for saved in _arrangements(self._glance(number)):
+            if type(saved.get("mp_size")) is not int or saved["mp_size"] < 1:
                 raise CheckpointError(
-                    f"{shown(self.path(number))} says its processes were arranged as {shown(found)}; save it again"
+                    f"{shown(self.path(number))} says its processes were arranged as {shown(saved)}; save it again"
                 )
-            return found
-        here = _arrangement()
-        return here if len(numbers) == here["mp_size"] else {"mp_size": len(numbers)}
+            return saved
+        current = _arrangement()
+        return current if len(numbers) == current["mp_size"] else {"mp_size": len(numbers)}
 
     def _glance(self, number: int) -> Any:
-        """The contents of a file, whose tensors are not read until they are looked at."""
+        """The contents of a file, memory-mapped if possible, so that tensors are read lazily."""
         path = self.path(number)
         check_source(path, CHECKPOINT)
         return read_weights(path, ADVICE, mmap=zipfile.is_zipfile(path))
@@ -138,29 +136,29 @@ class PartialFiles:
 
 
 def write_file(obj: Any, path: str, *, is_refused: bool = False, known_as: str = "") -> None:
-    """Write one file in one piece. Where it would not be read back, this is said, or with `is_refused` raised.
+    """Write one file atomically. If it could not be loaded, log a warning, or with `is_refused` raise.
 
-    known_as: its path as messages call it; by default `path`.
+    known_as: the path in messages; by default `path`.
 
     Raises:
-        CheckpointError: it cannot be written, or not be read back; what was there stays.
+        CheckpointError: it cannot be written, or could not be loaded; an existing file stays.
     """
-    named = shown(known_as or path)
+    quoted = shown(known_as or path)
     with replacing(path, CHECKPOINT) as file:
         try:
             torch.save(obj, file)
         except _UNWRITABLE as error:
-            raise CheckpointError(f"{named} cannot be written: {error}; {GIVE}") from error
+            raise CheckpointError(f"{quoted} cannot be written: {error}; {GIVE}") from error
         file.flush()
-        why = _refusal(file.name)
-        if why and is_refused:
-            raise CheckpointError(f"{named} could not be loaded again: {why}; {GIVE}")
-    if why:
-        logger.warning("smp.load will refuse %s: %s; %s", named, why, PLAIN, extra=OF_THIS_RANK)
+        reason = _refusal(file.name)
+        if reason and is_refused:
+            raise CheckpointError(f"{quoted} could not be loaded again: {reason}; {GIVE}")
+    if reason:
+        logger.warning("smp.load will refuse %s: %s; %s", quoted, reason, PLAIN, extra=OF_THIS_RANK)
 
 
 def _refusal(path: str) -> str:
-    """Why a file that torch.save has written would not be read back; "" where it would."""
+    """The reason why a file of torch.save could not be loaded; "" if it could."""
     try:
         read_weights(path, "", mmap=True)
     except CheckpointError as error:
@@ -169,14 +167,14 @@ def _refusal(path: str) -> str:
 
 
 def _arrangement() -> dict[str, Any]:
-    """The arrangement of the processes that hold one model: it says which of them holds what, by its `mp_rank`."""
+    """The arrangement of the processes of a model, which determines the part of each `mp_rank`."""
     stages, slices = pp_size(), tp_size()
     order = session().config.placement.replace("D", "") if stages > 1 and slices > 1 else ""
     return {"mp_size": mp_size(), "pp_size": stages, "tp_size": slices, "order": order}
 
 
 def _arranged(obj: Any, arrangement: Mapping[str, Any] | None) -> Any:
-    """An object whose partial states, at any depth of dicts, say how the processes were arranged; for None do not."""
+    """Set the arrangement in all partial states of an object, at any depth of dicts; None removes it."""
     if is_partial(obj):
         plain = {key: value for key, value in obj.items() if key != ARRANGED}
         return plain if arrangement is None else {**plain, ARRANGED: dict(arrangement)}
@@ -186,7 +184,7 @@ def _arranged(obj: Any, arrangement: Mapping[str, Any] | None) -> Any:
 
 
 def _arrangements(obj: Any) -> Iterator[Mapping[str, Any]]:
-    """The arrangements in the partial states that a file holds."""
+    """The arrangements in the partial states of a file's contents."""
     if is_partial(obj) and isinstance(obj.get(ARRANGED), dict):
         yield obj[ARRANGED]
     elif type(obj) is dict:

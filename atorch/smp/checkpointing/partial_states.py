@@ -1,9 +1,9 @@
-"""Partial states, each of what one process holds of a model or of its optimizer, and how they become whole ones.
+"""Partial states, each one process's part of a model or its optimizer, and their merge to whole states.
 
 A partial state of a model is `{"_smp_is_partial": True, name: tensor, …}`; one of an optimizer is
-`{"_smp_is_partial": True, "state": {name: {…}}, "param_groups": [{…, "params": [name, …]}]}`. Where a tensor group has
-split parameters, `"_smp_cuts": {name: {"dim": 0, "runs": [(start, stop), …], "shape": (…)}}` says which rows of the
-whole one a part has.
+`{"_smp_is_partial": True, "state": {name: {…}}, "param_groups": [{…, "params": [name, …]}]}`. For parameters that are
+split over tensor ranks, `"_smp_cuts": {name: {"dim": 0, "runs": [(start, stop), …], "shape": (…)}}` has the part's rows
+in the whole parameter.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PartialState = Mapping[str, Any]
 
 
 def merged(parts: Sequence[Any], place: str = "the checkpoint") -> Any:
-    """The one value of what each process of a model has saved: partial states put together, all else as it is.
+    """Merge the objects that the processes of a model have saved: partial states are merged, all else must be equal.
 
     Raises:
-        CheckpointError: what is no partial state differs between processes, or a parameter's parts do not make it
-            whole; the place is named.
+        CheckpointError: other values differ between processes, or a parameter's parts do not cover it; the error
+            names the place.
     """
     first = parts[0]
     if all(is_partial(part) for part in parts):
@@ -41,18 +41,18 @@ def merged(parts: Sequence[Any], place: str = "the checkpoint") -> Any:
                     f"{place} has {key!r} on some processes alone, which is no partial state's; {_ADVICE}"
                 )
         return {key: merged([part[key] for part in parts], f"{place}[{key!r}]") for key in keys}
-    return _the_same(parts, place)
+    return _equal_value(parts, place)
 
 
 def is_partial(value: Any) -> bool:
-    """True if a value is the partial state of a model or an optimizer."""
+    """True for a partial state of a model or an optimizer."""
     return isinstance(value, Mapping) and value.get(PARTIAL) is True
 
 
 _ADVICE = "load it on processes that are arranged as those that saved it"
 
 
-def _the_same(values: Sequence[Any], place: str) -> Any:
+def _equal_value(values: Sequence[Any], place: str) -> Any:
     if not all(is_same(values[0], value) for value in values[1:]):
         raise CheckpointError(
             f"{place} differs between the processes that saved it, and is no partial state; {_ADVICE}"
@@ -61,10 +61,10 @@ def _the_same(values: Sequence[Any], place: str) -> Any:
 
 
 def _whole_model(parts: Sequence[PartialState], place: str) -> dict[str, Any]:
-    own = [({name: part[name] for name in part if name not in MARKS}, part.get(CUTS, {})) for part in parts]
-    names = dict.fromkeys(name for state, _ in own for name in state)
+    states = [({name: part[name] for name in part if name not in MARKS}, part.get(CUTS, {})) for part in parts]
+    names = dict.fromkeys(name for state, _ in states for name in state)
     return {
-        name: _whole([(state[name], cuts.get(name)) for state, cuts in own if name in state], f"{place}[{name!r}]")
+        name: _whole([(state[name], cuts.get(name)) for state, cuts in states if name in state], f"{place}[{name!r}]")
         for name in names
     }
 
@@ -73,10 +73,10 @@ def _whole_optimizer(parts: Sequence[PartialState], place: str) -> dict[str, Any
     names = dict.fromkeys(name for part in parts for name in part["state"])
     state = {}
     for name in names:
-        own = [(part["state"][name], part.get(CUTS, {}).get(name)) for part in parts if name in part["state"]]
-        keys = dict.fromkeys(key for held, _ in own for key in held)
+        cuts = [(part["state"][name], part.get(CUTS, {}).get(name)) for part in parts if name in part["state"]]
+        keys = dict.fromkeys(key for slot, _ in cuts for key in slot)
         state[name] = {
-            key: _whole([(held[key], cut) for held, cut in own if key in held], f"{place}['state'][{name!r}][{key!r}]")
+            key: _whole([(slot[key], cut) for slot, cut in cuts if key in slot], f"{place}['state'][{name!r}][{key!r}]")
             for key in keys
         }
     counts = {len(part["param_groups"]) for part in parts}
@@ -84,31 +84,31 @@ def _whole_optimizer(parts: Sequence[PartialState], place: str) -> dict[str, Any
         raise CheckpointError(f"{place} has {sorted(counts)} groups of parameters by process; {_ADVICE}")
     groups = []
     for index in range(counts.pop()):
-        each = [part["param_groups"][index] for part in parts]
-        options = [{key: value for key, value in group.items() if key != "params"} for group in each]
-        listed = dict.fromkeys(name for group in each for name in group["params"])
+        alike = [part["param_groups"][index] for part in parts]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in alike]
+        listed = dict.fromkeys(name for group in alike for name in group["params"])
         groups.append({**merged(options, f"{place}['param_groups'][{index}]"), "params": list(listed)})
     others = [{key: part[key] for key in part if key not in MARKS | {"state", "param_groups"}} for part in parts]
     return {**merged(others, place), "state": state, "param_groups": groups}
 
 
 def _whole(parts: Sequence[tuple[Any, Mapping[str, Any] | None]], place: str) -> Any:
-    """A value of the whole parameter, of what each process has of it and how it was cut."""
+    """Assemble a whole value from (local value, cut) of each process that has a part."""
     value, cut = parts[0]
     if cut is None or not isinstance(value, torch.Tensor) or value.dim() != len(cut["shape"]):
-        return _the_same([value for value, _ in parts], place)
+        return _equal_value([value for value, _ in parts], place)
     whole = value.new_empty(tuple(cut["shape"]))
     is_there = torch.zeros(whole.shape[cut["dim"]], dtype=torch.bool)
-    for part, own in parts:
-        assert own is not None, "a parameter that is cut on one process is cut on all that have it"
+    for part, rows in parts:
+        assert rows is not None, "a parameter that is cut on one process is cut on all that have it"
         at = 0
-        for start, stop in own["runs"]:
-            whole.narrow(own["dim"], start, stop - start).copy_(part.narrow(own["dim"], at, stop - start))
+        for start, stop in rows["runs"]:
+            whole.narrow(rows["dim"], start, stop - start).copy_(part.narrow(rows["dim"], at, stop - start))
             is_there[start:stop] = True
             at += stop - start
     if not is_there.all():
-        lacking = int((~is_there).sum())
+        num_missing = int((~is_there).sum())
         raise CheckpointError(
-            f"{place} lacks {lacking} of its {is_there.numel()} rows along dim {cut['dim']}; {_ADVICE}"
+            f"{place} lacks {num_missing} of its {is_there.numel()} rows along dim {cut['dim']}; {_ADVICE}"
         )
     return whole

@@ -1,4 +1,4 @@
-"""Parameters and states that the replicas of a model share out, put together and taken apart again."""
+"""Gathers and shards parameters and states that are sharded over the replicas of a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from atorch.smp.session import session
 
 
 def meet_replicas(call: str, *, states: bool = True) -> bool:
-    """Wait, where replicas share something out, until all processes make this call, which puts it together.
+    """Wait for all processes to make this call if replicas shard what it gathers; returns True if they do.
 
-    states: of the optimizer, which they may share alone.
-
-    Returns whether they do.
+    states: the call gathers optimizer states, which replicas may shard without the parameters.
 
     Raises:
-        ArgumentError: some did not come, and are named.
+        ArgumentError: some did not make the call; the error lists them.
     """
     owner = session()
     if not ((states and owner.config.shard_optimizer_state) or owner.config.sharded_data_parallel_degree > 1):
@@ -30,12 +28,12 @@ def meet_replicas(call: str, *, states: bool = True) -> bool:
 
 
 def whole_over_shards(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors whose shards several processes have, whole. All of these call it together."""
+    """Gather sharded tensors; all processes with shards call it together."""
     return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in held.items()}
 
 
 def shards_like(parameter: Tensor, held: Mapping[str, Any]) -> dict[str, Any]:
-    """This process's part of tensors that are as large as the whole parameter, and all others as they are."""
+    """Shard tensors of a parameter's whole shape as the parameter; others are returned unchanged."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return dict(held)

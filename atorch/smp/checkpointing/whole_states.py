@@ -1,4 +1,4 @@
-"""States of a model's parts put together, and the whole model made of them again."""
+"""Merges states of a model's parts, and rebuilds the whole model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from atorch.smp.session import session
 from atorch.smp.tensor.split import TensorSplit
 
 PATIENCE = timedelta(seconds=10)
-"""The wait of a process, after it has said so, for others that must call together what it calls."""
+"""The wait of a process, after its warning, for others that must make the same collective call."""
 
 
 def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, split: TensorSplit) -> dict[str, Any]:
     """The state of the whole model, in the order of `names`, on all processes that hold parts of one replica.
 
     Raises:
-        ArgumentError: some of these did not come, and are named.
+        ArgumentError: some of them did not call it; the error lists them.
     """
     mesh = session().mesh
     if mesh.size("pipeline", "tensor") > 1:
@@ -36,7 +36,7 @@ def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, spli
 
 
 def merged_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole model's state as it is; partial ones, of which every process of a replica gives its own, put together."""
+    """Return a whole state, or merge the partial states that all processes of a replica contribute."""
     if not state.get(PARTIAL):
         return {name: value for name, value in state.items() if name not in MARKS}
     whole: dict[str, Any] = merged(of_all(state), "the model's state")
@@ -44,7 +44,7 @@ def merged_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_all(state: Mapping[str, Any]) -> list[Any]:
-    """States given by all processes of a replica."""
+    """Gather the states of all processes of a replica."""
     mesh = session().mesh
     if mesh.size("pipeline", "tensor") == 1:
         return [dict(state)]
@@ -52,15 +52,15 @@ def of_all(state: Mapping[str, Any]) -> list[Any]:
 
 
 def blank_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters have no memory."""
+    """A copy of a model with parameters on the meta device."""
     memo: dict[int, Any] = {
-        id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
-        for each in model.parameters()
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+        for tensor in model.parameters()
     }
     return duplicate(model, memo)
 
 
 def whole_on_host(blank: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """A whole model of a blank copy, with values."""
+    """Load a whole state into a blank copy, in host memory."""
     blank.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
     return blank.cpu()

@@ -1,4 +1,4 @@
-"""`smp.nn`: modules that are split over the tensor ranks, plain modules until then; and a fused layer norm."""
+"""`smp.nn`: modules that the first step splits over the tensor ranks, and a fused layer norm."""
 
 from atorch.smp.nn import huggingface
 from atorch.smp.nn.attention import DistributedAttentionLayer

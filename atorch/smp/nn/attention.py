@@ -12,22 +12,22 @@ from atorch.smp.nn.initial import drawn_normal, need_layernorm
 
 
 class DistributedAttentionLayer(DistributedModule):
-    """Attention over hidden states (batch, seq, hidden_size), whole heads of it on each tensor rank.
+    """Attention over hidden states (batch, seq, hidden_size), with its heads split over the tensor ranks.
 
-    forward: of (hidden_states, attention_mask), or of (hidden_states, cross_states, attention_mask) with
-    `cross_attention`, to a tensor like hidden_states. The mask, (batch, 1, 1, seq of the keys) or None, is added to
+    forward: takes (hidden_states, attention_mask), or (hidden_states, cross_states, attention_mask) with
+    `cross_attention`; returns a tensor like hidden_states. The mask, (batch, 1, 1, key length) or None, is added to
     the scores.
 
     Args:
-        num_attention_heads, attention_head_size: counted over all tensor ranks.
-        causal_mask_size: the longest sequence under a causal mask; None: no causal mask. Not for cross attention.
-        use_normal_initialization: weights are normal with `initializer_range` as standard deviation and biases 0;
-            else they are as torch's.
-        pre_layernorm: a layer norm on the way in, beside the residual.
-        post_layernorm: one after the residual was added.
+        num_attention_heads, attention_head_size: of the whole layer, over all tensor ranks.
+        causal_mask_size: the longest sequence under a causal mask; None for no mask. Cross attention ignores it.
+        use_normal_initialization: draw normal weights with standard deviation `initializer_range`, and zero the
+            biases; else torch's initialization.
+        pre_layernorm: apply a layer norm to the input, but not to the residual.
+        post_layernorm: apply one after the residual is added.
 
     Raises:
-        ArgumentError: neither `pre_layernorm` nor `post_layernorm`; in forward, a sequence longer than
+        ArgumentError: neither `pre_layernorm` nor `post_layernorm` is set; in forward, a sequence is longer than
             `causal_mask_size`.
     """
 
@@ -68,7 +68,7 @@ class DistributedAttentionLayer(DistributedModule):
         assert hidden is not None
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         others = cross[0] if self.is_cross_attention else normed
-        query, key, value = (self._heads(each) for each in (self.query(normed), self.key(others), self.value(others)))
+        query, key, value = (self._heads(flat) for flat in (self.query(normed), self.key(others), self.value(others)))
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -81,12 +81,12 @@ class DistributedAttentionLayer(DistributedModule):
         return result if self.layernorm is None else self.layernorm(result)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """(batch, seq, heads × size) → (batch, heads, seq, size); a rank has some of the heads."""
+        """(batch, seq, local heads × size) → (batch, local heads, seq, size)."""
         heads: Tensor = projected.unflatten(-1, (-1, self.attention_head_size))
         return heads.transpose(1, 2)
 
     def _scores_mask(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
-        """The mask added to the scores; None also where it is the causal mask alone."""
+        """The mask added to the scores; None also for a causal mask alone, which the kernel applies itself."""
         length = query.shape[2]
         if self.causal_mask_size is not None and length > self.causal_mask_size:
             raise ArgumentError(

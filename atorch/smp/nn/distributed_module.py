@@ -1,4 +1,4 @@
-"""The base of the distributed modules: they have whole weights, and are to be split over the tensor ranks."""
+"""The base of the distributed modules: whole weights at first, split over the tensor ranks at the first step."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "distribute_embedding": "an embedding that is marked is split",
     "zero_init": "sharded parameters are whole on a process until the first step, or delayed",
 }
-"""Keywords of `tensor_parallelism` that chose among the original's kernels, and why nothing is to be chosen here."""
+"""Keywords of `tensor_parallelism` that chose among the original's kernels, and why they have no effect here."""
 
 
 class DistributedModule(nn.Module):
     """The base of modules that are split over the tensor ranks at the first step, unless they are marked against it.
 
-    Until then it has its whole weights and computes as a plain module does. A subclass needs nothing but that: how it
-    is split follows from what it computes.
+    Until then it has its whole weights and computes as a plain module does. A subclass adds nothing else: the split
+    follows from its computation.
     """
 
 
 def refuse(cls: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
-    """Raise an ArgumentError for an argument that asks for what there is not.
+    """Raise an ArgumentError for an argument that asks for an unsupported feature.
 
-    neutral: the values that ask for nothing, by name.
+    neutral: the accepted values, which ask for nothing, by name.
     """
     for name, value in given.items():
         if value != neutral[name]:

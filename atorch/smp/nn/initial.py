@@ -1,4 +1,4 @@
-"""Checks and draws that the distributed transformer's layers share."""
+"""Argument checks and weight initialization that the distributed transformer's layers share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atorch.errors import ArgumentError
 
 
 def need_layernorm(cls: str, pre_layernorm: bool, post_layernorm: bool) -> None:
-    """Raise an ArgumentError where there is no layer norm at all."""
+    """Raise an ArgumentError if a layer has no layer norm at all."""
     if not (pre_layernorm or post_layernorm):
         raise ArgumentError(
             f"{cls} was given pre_layernorm False and post_layernorm False; at least one of them has to be True"
@@ -18,9 +18,9 @@ def need_layernorm(cls: str, pre_layernorm: bool, post_layernorm: bool) -> None:
 
 @torch.no_grad()
 def drawn_normal(module: nn.Module, initializer_range: float) -> None:
-    """Give linear layers and tables below `module` normal weights of this standard deviation, and biases of 0."""
-    for each in module.modules():
-        if isinstance(each, (nn.Linear, nn.Embedding)):
-            each.weight.normal_(0.0, initializer_range)
-        if isinstance(each, nn.Linear) and each.bias is not None:
-            each.bias.zero_()
+    """Draw normal weights of this standard deviation for linear layers and embeddings in `module`; biases are 0."""
+    for layer in module.modules():
+        if isinstance(layer, (nn.Linear, nn.Embedding)):
+            layer.weight.normal_(0.0, initializer_range)
+        if isinstance(layer, nn.Linear) and layer.bias is not None:
+            layer.bias.zero_()

@@ -1,4 +1,4 @@
-"""`smp.nn.DistributedTransformerLMHead`: embeddings, a `DistributedTransformer`, and logits by the words' embedding."""
+"""`smp.nn.DistributedTransformerLMHead`: embeddings, a `DistributedTransformer` and a tied head."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from atorch.smp.nn.initial import drawn_normal
 from atorch.smp.nn.transformer import DistributedTransformer
 
 MASKED = -1e4
-"""The value added to the scores of a position that is masked."""
+"""The value added to the scores of a masked position."""
 
 
 class DistributedTransformerLMHead(DistributedModule):
-    """A language model. The words' table and the logits, which are tied, are split over the vocabulary.
+    """A language model whose tied word embedding and head are split over the vocabulary.
 
-    forward: of a tuple (input_ids, attention_mask, token_type_ids, position_ids, labels), or with
+    forward: takes a tuple (input_ids, attention_mask, token_type_ids, position_ids, labels), or with
     `add_cross_attention` (input_ids, attention_mask, token_type_ids, position_ids, cross_states, cross_mask, labels).
-    All but input_ids, (batch, seq), may be None. attention_mask, (batch, seq), is 1 where a position is masked and 0
-    elsewhere; cross_mask, (batch, 1, 1, their seq), is added to the scores.
+    All but input_ids, (batch, seq), may be None. attention_mask, (batch, seq), is 1 where a position is masked, else
+    0. cross_mask, (batch, 1, 1, cross seq), is added to the scores.
 
-    Returns the logits, (batch, seq, vocab_size), and where labels, (batch, seq), are given, their mean cross entropy
-    before them: (loss, logits). Under a causal mask the labels are the input_ids, and each position is held to the next
-    one; −100 is left out. Without a head it returns the hidden states, (batch, seq, hidden_size).
+    Returns the logits, (batch, seq, vocab_size), or (loss, logits) if labels, (batch, seq), are given: the loss is the
+    mean cross entropy, which ignores −100. Under a causal mask the labels are the input_ids, and each position predicts
+    the next one. Without a head it returns the hidden states, (batch, seq, hidden_size).
 
     Args:
-        num_positions: how many positions have an embedding.
-        num_token_types: how many types of tokens have one, which is added where token_type_ids are given; 0: none.
-        add_lm_head: give logits.
-        final_layernorm: a layer norm behind the last layer, as GPT-2 has it.
+        num_positions: number of position embeddings.
+        num_token_types: number of token type embeddings, which are added if token_type_ids are given; 0 for none.
+        add_lm_head: compute logits.
+        final_layernorm: apply a layer norm after the last layer, as GPT-2 does.
         others: as for `DistributedTransformer`.
 
     Raises:
-        ArgumentError: as `DistributedTransformer`; in forward, labels without a head, types without a table for them,
+        ArgumentError: as `DistributedTransformer`; in forward, labels without a head, types without an embedding,
             or a tuple of another length.
     """
 

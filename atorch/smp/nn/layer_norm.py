@@ -1,4 +1,4 @@
-"""Layer normalization by apex's kernel, where it is."""
+"""Layer normalization by apex's kernel, where apex is installed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NormShape = int | list[int] | torch.Size
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm`, computed by apex's kernel for inputs on CUDA where apex is installed, else by torch.
+    """`nn.LayerNorm`, computed by apex's kernel for CUDA inputs if apex is installed, else by torch.
 
-    torch computes it in one operation, too; that apex's is not there is logged once.
+    torch computes it in one operation, too. A missing apex is logged once.
 
     Args:
-        normalized_shape: the last dimensions of the input, over which it is normalized.
+        normalized_shape: the last dimensions of the input, over which to normalize.
         eps: added to the variance.
         elementwise_affine: multiply by `weight` and add `bias`, each of that shape.
     """
 
     def __init__(self, normalized_shape: NormShape, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
-        self._has_apex = _apex() is not None  # looked for once: a package that is missing is looked for everywhere
+        self._has_apex = _apex() is not None  # once: a search for a missing package scans the whole path
         if not self._has_apex and torch.cuda.is_available():
             say_once(
                 "smp.nn.FusedLayerNorm is torch's layer_norm, which computes the same: apex is not installed (build "

@@ -1,4 +1,4 @@
-"""`smp.nn.DistributedLinear` and `smp.nn.DistributedEmbedding`: torch's own, of which each tensor rank gets a part."""
+"""`smp.nn.DistributedLinear` and `smp.nn.DistributedEmbedding`: torch's layers, split over the tensor ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from atorch.smp.nn.distributed_module import DistributedModule, refuse
 
 
 class DistributedLinear(DistributedModule, nn.Linear):
-    """`nn.Linear`, (…, in_features) → (…, out_features), counted over all tensor ranks.
+    """`nn.Linear`, (…, in_features) → (…, out_features), with sizes summed over the tensor ranks.
 
-    Each rank has some of the output's columns, and the results are gathered; between two that follow each other
-    only a sum is sent.
+    Each rank computes some of the output's columns, which are then gathered. Between two consecutive layers only one
+    sum is communicated.
     """
 
 
 class DistributedEmbedding(DistributedModule, nn.Embedding):
-    """`nn.Embedding`, (…) → (…, embedding_dim), of which each tensor rank has some of the rows.
+    """`nn.Embedding`, (…) → (…, embedding_dim), with the rows split over the tensor ranks.
 
     Args:
         _weight: initial values of shape (num_embeddings, embedding_dim).
-        initializer_range: else they are normal, with this standard deviation.
+        initializer_range: standard deviation of normal initial values, without `_weight`.
 
     Raises:
         ArgumentError: `_skip_allgather` or `_skip_scatter_and_merge` is true: the result is whole on every rank.
@@ -43,8 +43,8 @@ class DistributedEmbedding(DistributedModule, nn.Embedding):
         _skip_allgather: bool = False,
         _skip_scatter_and_merge: bool = False,
     ) -> None:
-        asked: dict[str, Any] = {"_skip_allgather": _skip_allgather, "_skip_scatter_and_merge": _skip_scatter_and_merge}
-        refuse("DistributedEmbedding", asked, dict.fromkeys(asked, False))
+        flags: dict[str, Any] = {"_skip_allgather": _skip_allgather, "_skip_scatter_and_merge": _skip_scatter_and_merge}
+        refuse("DistributedEmbedding", flags, dict.fromkeys(flags, False))
         self._initializer_range = initializer_range
         nn.Embedding.__init__(
             self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight

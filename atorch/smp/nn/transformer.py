@@ -1,4 +1,4 @@
-"""`smp.nn.DistributedTransformer`, and the layers that it is made of."""
+"""`smp.nn.DistributedTransformer` and its layers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ States = tuple[Tensor | None, ...]
 class DistributedTransformerOutputLayer(DistributedModule):
     """The two linear maps of a transformer layer, hidden_size → intermediate_size → hidden_size, and the residual.
 
-    forward: of hidden states (batch, seq, hidden_size) to the same shape. `intermediate_size` is shared out over the
+    forward: maps hidden states (batch, seq, hidden_size) to the same shape. `intermediate_size` is split over the
     tensor ranks.
 
     Args:
-        activation: "gelu", "relu", or "gelu_new", which is GPT-2's.
-        fp32_residual_addition: the residual is added, and normed, in fp32: a sum that fp16 cannot hold is none then.
+        activation: "gelu", "relu", or GPT-2's "gelu_new".
+        fp32_residual_addition: add and normalize the residual in fp32, so that the sum does not overflow fp16.
         pre_layernorm, post_layernorm, use_normal_initialization: as for `DistributedAttentionLayer`.
 
     Raises:
-        ArgumentError: no layer norm, or an activation that is not known.
+        ArgumentError: no layer norm, or an unknown activation.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class DistributedTransformerOutputLayer(DistributedModule):
 
 
 class DistributedTransformerLayer(DistributedModule):
-    """A transformer layer: attention, cross attention where there is some, and the output layer.
+    """A transformer layer: attention, optional cross attention, and the output layer.
 
-    forward: of `States` to `States`, of which hidden_states alone is another.
+    forward: maps `States` to `States`; only hidden_states change.
 
     Args:
-        add_cross_attention: attention to cross_states (batch, their seq, hidden_size) after that to hidden_states.
-        use_alibi, alibi_bias_max: refused but for their defaults.
+        add_cross_attention: attend to cross_states (batch, cross seq, hidden_size) after the self-attention.
+        use_alibi, alibi_bias_max: only the defaults are supported.
         others: as for `DistributedAttentionLayer` and `DistributedTransformerOutputLayer`.
 
     Raises:
-        ArgumentError: as these two, and for `use_alibi`.
+        ArgumentError: as these two, or `use_alibi` is set.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class DistributedTransformerLayer(DistributedModule):
         super().__init__()
         refuse_alibi("DistributedTransformerLayer", use_alibi, alibi_bias_max)
         self.add_cross_attention = add_cross_attention
-        both: dict[str, Any] = {
+        shared: dict[str, Any] = {
             "hidden_size": hidden_size,
             "hidden_dropout_prob": hidden_dropout_prob,
             "layernorm_epsilon": layernorm_epsilon,
@@ -130,12 +130,12 @@ class DistributedTransformerLayer(DistributedModule):
             num_attention_heads,
             attention_head_size,
             attention_dropout_prob=attention_dropout_prob,
-            **both,
+            **shared,
         )
         self.attention = attention(causal_mask_size=causal_mask_size)
         self.cross_attention = attention(cross_attention=True) if add_cross_attention else None
         self.output = DistributedTransformerOutputLayer(
-            **both, intermediate_size=intermediate_size, activation=activation
+            **shared, intermediate_size=intermediate_size, activation=activation
         )
 
     def forward(self, inputs: States) -> States:
@@ -143,14 +143,14 @@ class DistributedTransformerLayer(DistributedModule):
             hidden, mask = inputs
             return self.output(self.attention((hidden, mask))), mask
         hidden, cross, mask, cross_mask = inputs
-        seen = self.cross_attention((self.attention((hidden, mask)), cross, cross_mask))
-        return self.output(seen), cross, mask, cross_mask
+        attended = self.cross_attention((self.attention((hidden, mask)), cross, cross_mask))
+        return self.output(attended), cross, mask, cross_mask
 
 
 class DistributedTransformer(DistributedModule):
-    """`num_layers` layers, one after another: `seq_layers`.
+    """A sequence of `num_layers` layers, `seq_layers`.
 
-    Other arguments, and forward, are `DistributedTransformerLayer`'s.
+    Other arguments and forward are those of `DistributedTransformerLayer`.
     """
 
     def __init__(
@@ -187,5 +187,5 @@ class DistributedTransformer(DistributedModule):
 
 
 def refuse_alibi(cls: str, use_alibi: bool, alibi_bias_max: int) -> None:
-    """Raise an ArgumentError where attention is asked for linear biases."""
+    """Raise an ArgumentError if linear attention biases (ALiBi) are requested."""
     refuse(cls, {"use_alibi": use_alibi, "alibi_bias_max": alibi_bias_max}, {"use_alibi": False, "alibi_bias_max": 8})

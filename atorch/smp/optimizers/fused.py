@@ -1,4 +1,4 @@
-"""The base of both optimizers: groups, steps, the choice of a kernel, and parameters as lists of one kind."""
+"""The base of both optimizers: groups, steps, the choice of a kernel, and buckets of parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Kernels(NamedTuple):
-    """apex's, and what calls one with lists of tensors."""
+    """apex's kernels, and the function that applies one to lists of tensors."""
 
     apply: Callable[..., Any]
     lamb: Any
@@ -31,14 +31,14 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorBucket:
-    """Parameters with gradients, of one device and dtype, and what this process has of them as plain tensors."""
+    """Parameters with gradients, of one device and dtype (`whose`), and their local parts as plain tensors."""
 
     whose: list[Tensor]
     parameters: list[Tensor]
     gradients: list[Tensor]
 
     def state(self, optimizer: Optimizer, name: str) -> list[Tensor]:
-        return [_local(optimizer.state[each][name]) for each in self.whose]
+        return [_local(optimizer.state[parameter][name]) for parameter in self.whose]
 
     @property
     def kind(self) -> tuple[str, torch.dtype]:
@@ -46,10 +46,10 @@ class TensorBucket:
 
 
 class Fused(Optimizer):
-    """The base of both: steps are counted by group, and gradients are let go of or zeroed."""
+    """The base of both optimizers: counts steps by group, and drops or zeroes gradients."""
 
     spread: Spread = Spread()
-    """The parts of the model on other processes; set it before the first step."""
+    """The distribution of the model over processes; set it before the first step."""
     set_grad_none: bool
     _modes: tuple[str, ...] = ("set_grad_none",)
 
@@ -61,14 +61,14 @@ class Fused(Optimizer):
         self.set_grad_none = set_grad_none
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's copies of an optimizer have what is in its groups alone.
+        # torch's `Optimizer.__getstate__` omits attributes outside the groups.
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._modes}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more group of parameters, whose steps are counted from its first.
+        """Add a group of parameters, whose steps are counted from its first one.
 
         Raises:
-            ArgumentError: a setting of the group that does not hold.
+            ArgumentError: a setting of the group is invalid.
         """
         super().add_param_group(param_group)
         try:
@@ -78,23 +78,23 @@ class Fused(Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients; whether they become None is `set_grad_none` where it is not said here."""
+        """Clear the gradients; `set_to_none` defaults to the constructor's `set_grad_none`."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; returns what `closure` does, which computes the loss and its gradients anew.
+        """Run one step; returns the result of `closure`, which recomputes the loss and its gradients.
 
         Raises:
-            ArgumentError: a gradient that is sparse, or a parameter that is no floating-point number.
+            ArgumentError: a gradient is sparse, or a parameter is not floating-point.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for each in (parameter for group in self.param_groups for parameter in group["params"]):
-            if each.grad is not None:
-                _check_kind(type(self).__name__, each)
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.grad is not None:
+                _check_kind(type(self).__name__, parameter)
         self._begin()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -107,7 +107,7 @@ class Fused(Optimizer):
         return loss
 
     def _begin(self) -> None:
-        """Prepare what a step needs of all groups together."""
+        """Compute what a step needs from all groups together."""
 
     def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
         raise NotImplementedError
@@ -117,16 +117,16 @@ class Fused(Optimizer):
 
     def _buckets(self, group: dict[str, Any]) -> Iterator[TensorBucket]:
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for each in group["params"]:
-            if each.grad is not None:
-                kinds.setdefault((each.device, each.dtype), []).append(each)
-        for whose in kinds.values():
-            for each in whose:
-                self.state[each].setdefault("exp_avg", torch.zeros_like(each))
-            yield TensorBucket(whose, list(map(_local, whose)), list(map(local_grad, whose)))
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        for parameters in kinds.values():
+            for parameter in parameters:
+                self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            yield TensorBucket(parameters, list(map(_local, parameters)), list(map(local_grad, parameters)))
 
     def _kernels_for(self, bucket: TensorBucket) -> Kernels | None:
-        """apex's, where they can step these parameters; else it is said why not."""
+        """apex's kernels if they can step these parameters; else None, and the reason is logged once."""
         name = type(self).__name__
         device, dtype = bucket.kind
         if device != "cuda":
@@ -135,21 +135,21 @@ class Fused(Optimizer):
         if dtype not in (torch.float32, torch.float16):
             say_once(f"smp.optimizers.{name} steps {dtype} parameters by torch's operations; apex's kernel has none")
             return None
-        if any(spread_over(each, self.spread.parts) for each in bucket.whose):
+        if any(spread_over(parameter, self.spread.parts) for parameter in bucket.whose):
             say_once(f"smp.optimizers.{name} steps by torch's operations where processes share parameters")
             return None
-        found = _kernels()
-        if found is None:
+        kernels = _kernels()
+        if kernels is None:
             say_once(
                 f"smp.optimizers.{name} steps by torch's operations, which is right and slower than apex's kernel: "
                 "apex is not installed, or without its CUDA extensions (build NVIDIA's from its repository)",
                 logging.WARNING,
             )
-        return found
+        return kernels
 
 
 def _kernels() -> Kernels | None:
-    """None where apex is not here, or is here without its extensions for CUDA."""
+    """apex's kernels; None if apex or its CUDA extensions are not installed."""
     try:
         extension = importlib.import_module("amp_C")
         apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
@@ -194,13 +194,13 @@ def corrections(group: dict[str, Any]) -> Betas:
 
 
 def settings(group: dict[str, Any]) -> tuple[Any, ...]:
-    """The settings of a group that apex's kernels take, in their order."""
+    """The settings of a group that apex's kernels take, in the kernels' order."""
     adam = (group["lr"], *group["betas"], group["eps"], group["step"], int(group["bias_correction"]))
     return *adam, group["weight_decay"], int(group["grad_averaging"])
 
 
 def new_share(group: dict[str, Any]) -> float:
-    """The weight of a gradient in the mean."""
+    """The weight of a new gradient in the first moment."""
     return 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
 
 
@@ -210,7 +210,7 @@ def _local(tensor: Any) -> Tensor:
 
 def wide(tensors: list[Tensor]) -> list[Tensor]:
     """The same tensors, or fp32 copies of 16-bit ones."""
-    return [each.float() for each in tensors] if tensors[0].dtype in _HALVES else tensors
+    return [tensor.float() for tensor in tensors] if tensors[0].dtype in _HALVES else tensors
 
 
 def write(targets: list[Tensor], results: list[Tensor]) -> None:

@@ -22,7 +22,7 @@ from atorch.smp.optimizers.fused import (
 
 
 class FusedLamb(Fused):
-    """LAMB: Adam's update, scaled for each parameter so that it is as large as the parameter is.
+    """LAMB: Adam's update, scaled to the norm of each parameter.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962, algorithm
     2, with the choices of apex's `FusedLAMB`. For the gradient g of parameter p in step t of its group:
@@ -34,18 +34,18 @@ class FusedLamb(Fused):
         u ← u + weight_decay · p                                      with adam_w_mode
         p ← p - lr · (‖p‖ / ‖u‖, or 1 where one is 0) · u
 
-    Parameters without weight decay step by lr · u, unless use_nvlamb is set. The model's norm is of all groups and all
-    processes, and the bound on it that of the constructor.
+    Parameters without weight decay step by lr · u, unless use_nvlamb is set. The model's norm covers all groups and all
+    processes, and its bound is the constructor's.
 
     Args:
-        max_grad_norm: above 0; `math.inf` clips nothing.
-        set_grad_none: whether `zero_grad()` lets go of gradients.
+        max_grad_norm: above 0; `math.inf` for no clipping.
+        set_grad_none: let `zero_grad()` set gradients to None.
         amsgrad: must be False.
 
-    apex's kernel leaves the update in the gradients; read them before the step.
+    apex's kernel overwrites the gradients with the update; read them before the step.
 
     Raises:
-        ArgumentError: an argument that does not hold.
+        ArgumentError: an argument is invalid.
     """
 
     adam_w_mode: bool
@@ -86,13 +86,13 @@ class FusedLamb(Fused):
         self.adam_w_mode, self.use_nvlamb = bool(adam_w_mode), bool(use_nvlamb)
 
     def _begin(self) -> None:
-        self._norm = self.spread.norm_of_grads(each for group in self.param_groups for each in group["params"])
+        self._norm = self.spread.norm_of_grads(tensor for group in self.param_groups for tensor in group["params"])
 
     def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         correction1, correction2 = corrections(group)
         parameters, means, squares = (
-            wide(each) for each in (bucket.parameters, bucket.state(self, "exp_avg"), self._squares(bucket))
+            wide(tensors) for tensors in (bucket.parameters, bucket.state(self, "exp_avg"), self._squares(bucket))
         )
         most = self.defaults["max_grad_norm"]
         excess = torch.where(self._norm > most, self._norm / most, 1.0).to(parameters[0].device)
@@ -111,7 +111,7 @@ class FusedLamb(Fused):
         if decay and self.adam_w_mode:
             torch._foreach_add_(updates, parameters, alpha=decay)
         if decay or self.use_nvlamb:
-            size, change = (self.spread.norms(each, bucket.whose) for each in (parameters, updates))
+            size, change = (self.spread.norms(tensors, bucket.whose) for tensors in (parameters, updates))
             trust = torch.where((size != 0) & (change != 0), size / change, 1.0)
             torch._foreach_mul_(updates, list(trust.unbind()))
         torch._foreach_mul_(updates, group["lr"])
@@ -121,8 +121,8 @@ class FusedLamb(Fused):
         write(self._squares(bucket), squares)
 
     def _squares(self, bucket: TensorBucket) -> list[Tensor]:
-        for each in bucket.whose:
-            self.state[each].setdefault("exp_avg_sq", torch.zeros_like(each))
+        for parameter in bucket.whose:
+            self.state[parameter].setdefault("exp_avg_sq", torch.zeros_like(parameter))
         return bucket.state(self, "exp_avg_sq")
 
     def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: TensorBucket) -> None:

@@ -22,7 +22,7 @@ from atorch.smp.optimizers.fused import (
 
 
 class FusedNovoGrad(Fused):
-    """NovoGrad: momentum of gradients that are divided by a running norm, one number for each parameter.
+    """NovoGrad: momentum of gradients divided by a running norm, one number for each parameter.
 
     Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks", arXiv
     1905.11286, algorithm 1, with the choices of apex's `FusedNovoGrad`. For the gradient g of parameter p in step t of
@@ -35,16 +35,16 @@ class FusedNovoGrad(Fused):
 
     With reg_inside_moment m takes g / d + weight_decay · p in place of g, and the last line is p - lr · m / (1 - β1ᵗ).
 
-    Before the first gradient of a parameter v is 0 with init_zero, else the norm of that gradient. The state of a
-    parameter holds v as `exp_avg_sq`, a number in fp32; a state dict of apex's, which has them by group, loads.
+    Initially v is 0 with init_zero, else the norm of the parameter's first gradient. The state of a parameter holds v
+    as `exp_avg_sq`, an fp32 scalar. State dicts of apex, which keep v by group, load, too.
 
     Args:
         norm_type: 2, or 0 for the largest absolute value.
-        set_grad_none: whether `zero_grad()` lets go of gradients.
+        set_grad_none: let `zero_grad()` set gradients to None.
         amsgrad: must be False.
 
     Raises:
-        ArgumentError: an argument that does not hold.
+        ArgumentError: an argument is invalid.
     """
 
     reg_inside_moment: bool
@@ -79,32 +79,32 @@ class FusedNovoGrad(Fused):
         self.reg_inside_moment = bool(reg_inside_moment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; norms stay in fp32 whatever the parameters are."""
+        """Load a state dict; norms stay in fp32 for parameters of any dtype."""
         groups = [dict(group) for group in state_dict["param_groups"]]
-        held = {each: dict(state) for each, state in state_dict["state"].items()}
+        states = {key: dict(state) for key, state in state_dict["state"].items()}
         of_groups = [group.pop("exp_avg_sq", None) for group in groups]
-        super().load_state_dict({**state_dict, "state": held, "param_groups": groups})
-        for mine, group, by_kind in zip(self.param_groups, groups, of_groups, strict=True):
-            kinds = [iter(each) for each in by_kind] if by_kind is not None else []
-            for parameter, number in zip(mine["params"], group["params"], strict=True):
-                if number not in held:
+        super().load_state_dict({**state_dict, "state": states, "param_groups": groups})
+        for current, group, by_kind in zip(self.param_groups, groups, of_groups, strict=True):
+            kinds = [iter(norms) for norms in by_kind] if by_kind is not None else []
+            for parameter, number in zip(current["params"], group["params"], strict=True):
+                if number not in states:
                     continue
-                is_half = parameter.dtype == torch.float16
-                norm = next(kinds[not is_half]) if kinds else held[number]["exp_avg_sq"]
+                is_half = parameter.dtype == torch.float16  # apex lists a group's fp16 norms first, then the fp32 ones
+                norm = next(kinds[not is_half]) if kinds else states[number]["exp_avg_sq"]
                 self.state[parameter]["exp_avg_sq"] = norm.to(parameter.device, torch.float32, copy=True)
 
     def _norms(self, group: dict[str, Any], bucket: TensorBucket, gradients: list[Tensor]) -> Tensor:
-        """v of before; of parameters that have none, the one that they start from."""
-        lacking = [place for place, each in enumerate(bucket.whose) if "exp_avg_sq" not in self.state[each]]
-        if lacking:
-            whose, first = ([of[place] for place in lacking] for of in (bucket.whose, gradients))
-            norms = self.spread.norms(first, whose, _power(group)).float()
-            for each, norm in zip(whose, torch.zeros_like(norms) if group["init_zero"] else norms, strict=True):
-                self.state[each]["exp_avg_sq"] = norm.clone()
-        return torch.stack([self.state[each]["exp_avg_sq"] for each in bucket.whose])
+        """The previous v of each parameter; initialized on its first step."""
+        new = [place for place, parameter in enumerate(bucket.whose) if "exp_avg_sq" not in self.state[parameter]]
+        if new:
+            fresh, first = ([values[place] for place in new] for values in (bucket.whose, gradients))
+            norms = self.spread.norms(first, fresh, _power(group)).float()
+            for parameter, norm in zip(fresh, torch.zeros_like(norms) if group["init_zero"] else norms, strict=True):
+                self.state[parameter]["exp_avg_sq"] = norm.clone()
+        return torch.stack([self.state[parameter]["exp_avg_sq"] for parameter in bucket.whose])
 
     def _keep(self, bucket: TensorBucket, norms: Tensor) -> None:
-        torch._foreach_copy_([self.state[each]["exp_avg_sq"] for each in bucket.whose], list(norms.unbind()))
+        torch._foreach_copy_([self.state[parameter]["exp_avg_sq"] for parameter in bucket.whose], list(norms.unbind()))
 
     def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
@@ -139,7 +139,7 @@ class FusedNovoGrad(Fused):
             kernels.novograd,
             torch.zeros(1, dtype=torch.int, device=norms.device),
             [bucket.gradients, bucket.parameters, bucket.state(self, "exp_avg")],
-            norms,  # which it changes
+            norms,  # updated in place
             *settings(group),
             int(not self.reg_inside_moment),
             group["norm_type"],

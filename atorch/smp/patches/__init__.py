@@ -1,4 +1,4 @@
-"""Replacements of torch's functions in the original: `smp.patches.checkpoint`."""
+"""Checkpointing functions with the signatures of torch's: `smp.patches.checkpoint`."""
 
 from __future__ import annotations
 

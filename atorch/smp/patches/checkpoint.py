@@ -1,4 +1,4 @@
-"""Activation checkpointing of a single call, as torch's functions of these names are called."""
+"""Activation checkpointing of a single call, by functions with the names of torch's."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from atorch.smp.activation_checkpointing import (
 
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-    """`module(*args, **kwargs)`, of which the inputs alone are kept, and the rest is computed again in backward.
+    """Call `module(*args, **kwargs)`, keeping only its inputs, and recompute the rest in backward.
 
-    A module that automatic partitioning has split over processes is called as it is.
+    A module that automatic partitioning has split over processes runs without checkpointing.
 
     Args:
-        preserve_rng_state: dropout and the like draw the same in the recompute.
+        preserve_rng_state: reproduce random numbers, such as dropout's, in the recompute.
 
     Raises:
-        ArgumentError: a function in the place of a module, or a module that `smp.partition` has split.
+        ArgumentError: `module` is not a module, or `smp.partition` has split it.
     """
     check_module("checkpoint", module)
     check_bools("checkpoint", preserve_rng_state=preserve_rng_state)
@@ -41,14 +41,14 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """`sequential_module(input)`, checkpointed in runs of its layers, each of which lies on one partition.
+    """Call `sequential_module(input)`, checkpointed in runs of layers on one partition.
 
     Args:
-        input: what the first layer takes: a tensor, or a tuple.
+        input: the first layer's input: a tensor or a tuple.
         strategy, preserve_rng_state, pack_args_as_tuple: as for `smp.set_activation_checkpointing`.
 
     Raises:
-        ArgumentError: a module that is no `nn.Sequential` or has a forward of its own, or a strategy that there is not.
+        ArgumentError: the module is no `nn.Sequential` or has its own forward, or the strategy is unknown.
     """
     check_module("checkpoint_sequential", sequential_module)
     if not is_sequential(sequential_module):
@@ -58,14 +58,14 @@ def checkpoint_sequential(
         )
     check_bools("checkpoint_sequential", preserve_rng_state=preserve_rng_state, pack_args_as_tuple=pack_args_as_tuple)
     options = CheckpointOptions(preserve_rng_state, size_of(strategy))
-    # By its call, which its hooks and the stages of a pipeline look at.
+    # Through `__call__`, so that hooks and pipeline stages see the call.
     checkpoint_forward(sequential_module)
-    held = vars(sequential_module)
-    before = held.pop(OPTIONS, None)
-    held[OPTIONS] = options
+    attributes = vars(sequential_module)
+    before = attributes.pop(OPTIONS, None)
+    attributes[OPTIONS] = options
     try:
         return sequential_module(input)
     finally:
-        del held[OPTIONS]
+        del attributes[OPTIONS]
         if before is not None:
-            held[OPTIONS] = before
+            attributes[OPTIONS] = before

@@ -1,1 +1,1 @@
-"""The step of `smp`: its handshake, its micro-batches, and the averaging of gradients."""
+"""The step of `smp`: its handshake, its micro-batches, and gradient averaging."""

@@ -1,9 +1,9 @@
 """Averages gradients over replicas while the last backward passes of a step run.
 
-Parameters stand in buckets, in the reverse of their order, about that in which their gradients come. A bucket is
-reduced when all of its gradients are there and those before it are on their way, so every replica reduces the same ones
-in the same order, whatever each has left unused; what is missing at the end counts as zero. DistributedDataParallel
-cannot do this here: several stages of one process may hold a parameter, and a replica may leave one unused.
+Buckets hold parameters in reverse order, roughly that in which their gradients arrive. A bucket is reduced once its
+gradients are complete and all earlier buckets are launched. So every replica reduces the same buckets in the same
+order, whichever parameters it leaves unused; missing gradients count as zero at the end. DistributedDataParallel cannot
+do this: several stages of one process may hold a parameter, and a replica may leave one unused.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from atorch.distributed.barrier_diagnostics import answered
 from atorch.runtime.loss.loss_value import value_of
 
 CommHook = Callable[[Any, Any], Any]
-"""As DistributedDataParallel takes it: (state, bucket) → a future of the bucket's reduced tensor."""
+"""A hook of DistributedDataParallel: (state, bucket) → a future of the bucket's reduced tensor."""
 
 
 class GradientBucket:
-    """Gradients that are reduced at once, side by side; a communication hook is given one, as torch's GradBucket."""
+    """Gradients in one flat tensor, reduced at once; communication hooks take it as torch's GradBucket."""
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
         self._index, self._parameters, self._is_last = index, list(parameters), is_last
         first = parameters[0]
-        self._numel = sum(each.numel() for each in parameters)
-        # Behind the gradients one element each that says whether there is one.
+        self._numel = sum(parameter.numel() for parameter in parameters)
+        # After the gradients: one flag for each, 1 if it exists.
         self._flat = torch.zeros(self._numel + len(parameters), dtype=first.dtype, device=first.device)
         self.waits_for: set[nn.Parameter] = set()
         self.work: Any = None
@@ -53,8 +53,8 @@ class GradientBucket:
 
     def gradients(self) -> list[Tensor]:
         """Views of the gradients, shaped like their parameters."""
-        pieces = self._flat[: self._numel].split([each.numel() for each in self._parameters])
-        return [piece.view(each.shape) for piece, each in zip(pieces, self._parameters, strict=True)]
+        pieces = self._flat[: self._numel].split([parameter.numel() for parameter in self._parameters])
+        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self._parameters, strict=True)]
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -68,7 +68,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def hand_over(self, reduced: Tensor, as_views: bool) -> None:
-        """Let the parameters have what the reduction gave; one that no replica has a gradient of has none."""
+        """Set the parameters' gradients to the reduced ones; None where no replica has a gradient."""
         self._flat = reduced
         anywhere = (self._flat[self._numel :] > 0).tolist()
         for has, place, parameter in zip(anywhere, self.gradients(), self._parameters, strict=True):
@@ -83,11 +83,11 @@ class GradientBucket:
 
 
 class Averaging:
-    """Averages the gradients that `parts`, the stages of this process, share with those of the other replicas.
+    """Averages the gradients of `parts`, the stages of this process, over the replicas.
 
     Args:
         bucket_cap_mb: size in MiB of the buckets.
-        as_views: let `.grad` lie in the buckets.
+        as_views: make `.grad` views of the buckets.
     """
 
     def __init__(
@@ -101,24 +101,24 @@ class Averaging:
         self.group, self._as_views = group, as_views
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.num_reduced = 0
-        """Buckets that were reduced while backward ran, in the last step."""
-        self._holders = Counter(each for part in parts for each in dict.fromkeys(part.parameters()))
-        trained = [each for each in self._holders if each.requires_grad]
+        """Buckets whose reduction overlapped backward in the last step."""
+        self._holders = Counter(parameter for part in parts for parameter in dict.fromkeys(part.parameters()))
+        trained = [parameter for parameter in self._holders if parameter.requires_grad]
         self._buckets = _buckets(trained[::-1], bucket_cap_mb * 2**20)
-        self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters()}
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters()}
         self._left: Counter[nn.Parameter] = Counter()
         self._next = 0
         self.is_reducing = self._overlaps = self._counts = False
         self.divisor = group.size()
-        """By what sums are divided."""
-        for each in trained:
-            each.register_post_accumulate_grad_hook(self._arrived)
+        """The divisor of the summed gradients."""
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self, *, reduces: bool, overlaps: bool) -> None:
-        """A step begins.
+        """Begin a step.
 
-        reduces: gradients are averaged at its end.
-        overlaps: they are so while its last backward passes run.
+        reduces: average gradients in this step.
+        overlaps: start reductions while its last backward passes run.
         """
         self.is_reducing, self._overlaps, self._next, self.num_reduced = reduces, overlaps, 0, 0
         self._left = Counter(self._holders)
@@ -126,7 +126,7 @@ class Averaging:
             bucket.waits_for, bucket.work = set(bucket.parameters()), None
 
     def finish(self) -> None:
-        """The step ends: reduce what is left, and wait for all."""
+        """End a step: reduce the remaining buckets, and wait for all."""
         if not self.is_reducing:
             return
         self.num_reduced, self.is_reducing = self._next, False
@@ -137,7 +137,7 @@ class Averaging:
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """A backward pass; gradients that come in the last one of a step through a stage are complete."""
+        """Enclose a backward pass; `last` marks a stage's last one in a step, which completes its gradients."""
         self._counts = last and self._overlaps and self.is_reducing
         try:
             yield
@@ -148,7 +148,7 @@ class Averaging:
         if not self._counts:
             return
         self._left[parameter] -= 1
-        if self._left[parameter]:  # another stage of this process goes back through it, too
+        if self._left[parameter]:  # another local stage still runs backward through it
             return
         self._bucket_of[parameter].waits_for.discard(parameter)
         while self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
@@ -173,10 +173,10 @@ class Averaging:
 
 
 class PartReduction:
-    """The reduction of one stage, as `runtime.reduction.Reduction` is for models that reduce by themselves.
+    """The reduction of one stage, with the interface of `data_parallel.gradient_sync.Reduction`.
 
-    averaging: None where there is one replica.
-    failed: is told what a backward pass raises; the others of a pipeline go on until all are told.
+    averaging: None for one replica.
+    failed: receives exceptions of a backward pass; the other stages continue until the end of the step.
     """
 
     is_sharded = False
@@ -191,10 +191,10 @@ class PartReduction:
         return nullcontext() if self._averaging is None else self._averaging.backward(last=last)
 
     def afterwards(self) -> None:
-        """Nothing is left to a pipeline."""
+        """Do nothing: the end of the step finishes the averaging."""
 
     def reshard(self) -> None:
-        """Nothing was gathered."""
+        """Do nothing: no parameters were gathered."""
 
     def takes(self, error: Exception) -> bool:
         self._failed(error)
@@ -204,12 +204,12 @@ class PartReduction:
 def _buckets(parameters: Sequence[nn.Parameter], most_bytes: float) -> list[GradientBucket]:
     filled: list[list[nn.Parameter]] = []
     size = 0.0
-    for each in parameters:
-        num_bytes = each.numel() * each.element_size()
-        same = filled and (filled[-1][0].dtype, filled[-1][0].device) == (each.dtype, each.device)
+    for parameter in parameters:
+        num_bytes = parameter.numel() * parameter.element_size()
+        same = filled and (filled[-1][0].dtype, filled[-1][0].device) == (parameter.dtype, parameter.device)
         if not same or size + num_bytes > most_bytes:
             filled.append([])
             size = 0.0
-        filled[-1].append(each)
+        filled[-1].append(parameter)
         size += num_bytes
-    return [GradientBucket(index, each, index == len(filled) - 1) for index, each in enumerate(filled)]
+    return [GradientBucket(index, group, index == len(filled) - 1) for index, group in enumerate(filled)]

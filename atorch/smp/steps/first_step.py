@@ -1,7 +1,7 @@
-"""Work before the first step: partitions the model, and lets what waits for that happen.
+"""Partitioning of the model before the first step.
 
-Parameters and buffers of all replicas are the first one's then; loads and hooks come after, and the first forward pass
-last.
+It broadcasts the first replica's parameters and buffers, then runs deferred loads and hooks, before the first forward
+pass.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ Function = Callable[..., Any]
 
 
 def partition(owner: Session, model: DistributedModel, function: Function, sample: StepArguments) -> Runner:
-    """Partition the model by a micro-batch of the step that is to run first. All processes do so together.
+    """Partition the model by a micro-batch of the first step. All processes call this together.
 
     Raises:
         StrategyError, ArgumentError: the model, the function or the partitions do not allow it; on all processes, with
-            the model as it was.
+            the model unchanged.
     """
     mesh, config, whole = owner.mesh, owner.config, model.module
     agreed("smp.DistributedModel", lambda: _described(owner, model), lambda: None)
@@ -69,9 +69,9 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     turn_off_caches(whole)
     split = _tensor_split(owner, model, function, sample)
     units, route, division = agreed(
-        "smp.DistributedModel", dict, lambda: _divided(owner, model, function, sample), partial(_told, config)
+        "smp.DistributedModel", dict, lambda: _divided(owner, model, function, sample), partial(_call_facts, config)
     )
-    division = from_rank_zero(division)  # each has measured times of its own, where it was to
+    division = from_rank_zero(division)  # measured times differ between processes
     values = together(lambda: delayed_values(whole))
     blank = together(lambda: blank_copy(whole))
     faults = Faults()
@@ -80,15 +80,15 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         parts: tuple[nn.Module, ...] = (whole,)
     else:
         shared = holders(whole, units, route, division.starts)
-        mine = [stage for stage, place in enumerate(division.places) if place == mesh.rank("pipeline")]
-        parts = cut(whole, units, route, division.starts, mine, owner.device, shares=True)
+        local_stages = [stage for stage, place in enumerate(division.places) if place == mesh.rank("pipeline")]
+        parts = cut(whole, units, route, division.starts, local_stages, owner.device, shares=True)
         for part in parts:
             tell_places(part, division.partition_of)
     fill(parts, owner.device, values)
     for part in parts:
         part.to(owner.device)
     replicas = mesh.group("data", "zero")
-    broadcast([(0, [each.detach() for part in parts for each in (*part.parameters(), *part.buffers())])], replicas)
+    broadcast([(0, [tensor.detach() for part in parts for tensor in (*part.parameters(), *part.buffers())])], replicas)
     half = half_of(config)
     unrounded = None if half is None else halve(parts, half)
     for part in parts if half is not None else ():
@@ -104,7 +104,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         ties = Ties(shared, parts, group, division.places)
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
     model.become(runner, division, split)
-    _say(owner, division)
+    _log_division(owner, division)
     if owner.optimizer is not None:
         owner.optimizer.follow(model, unrounded)
     together(model.settle)
@@ -129,9 +129,9 @@ def _averaging(owner: Session, model: DistributedModel, parts: tuple[nn.Module, 
     if group.size() == 1:
         return None
     options = model.options
-    made = Averaging(parts, group, bucket_cap_mb=options.bucket_cap_mb, as_views=options.gradient_as_bucket_view)
-    made.comm_hook = model.comm_hook
-    return made
+    averaging = Averaging(parts, group, bucket_cap_mb=options.bucket_cap_mb, as_views=options.gradient_as_bucket_view)
+    averaging.comm_hook = model.comm_hook
+    return averaging
 
 
 def _divided(
@@ -156,8 +156,8 @@ def _divided(
     return units, route, divided_by_cost(route, units, whole, call, device, count, weighing)
 
 
-def _told(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
-    """Facts that must be equal: the calls of units, which are counted, and where they lie, if that was said by hand."""
+def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
+    """Facts that must be equal on all processes: the calls of units and, if set by hand, their partitions."""
     _, route, division = divided
     where = {} if config.auto_partition else division.partition_of
     return {
@@ -173,10 +173,10 @@ def _told(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Divisio
 def _watched(
     model: DistributedModel, units: Mapping[str, nn.Module], function: Function, sample: StepArguments
 ) -> tuple[StepArguments, Route]:
-    """The call of the model by the function; what the model's modules hand to one another, and the function reads.
+    """Capture the function's call of the model, the data flow between its modules, and the function's reads of it.
 
-    The model runs on fake tensors, where it can, and the function for real, on zeros for the model's output: what it
-    leaves somewhere must be no fake.
+    The model runs on fake tensors if possible. The function runs for real, with zeros for the model's output, so that
+    it stores no fake tensors.
     """
     whole, call = model.module, _call(model, function, sample)
     outputs = _Outputs()
@@ -186,11 +186,11 @@ def _watched(
         return outputs[-1]
 
     route = route_of(whole, units, call, run)
-    after = Body(function, _beside(whole, sample), 0, _Giving(map_tensors(_zeros, outputs[-1])), {})
+    after = Body(function, _on_model_device(whole, sample), 0, _Giving(map_tensors(_zeros, outputs[-1])), {})
     reads = Reads(whole)
     try:
         with reads:
-            _look(model, after)
+            _trace(model, after)
     except AtorchError:
         raise
     except Exception as error:  # the function may fail in any way on zeros; real batches show its faults
@@ -199,16 +199,16 @@ def _watched(
 
 
 def _call(model: DistributedModel, function: Function, sample: StepArguments) -> StepArguments:
-    """Arguments of the function's call of the model."""
-    body = Body(function, _beside(model.module, sample), 0, None, {})
-    _look(model, body)
+    """The arguments with which the function calls the model."""
+    body = Body(function, _on_model_device(model.module, sample), 0, None, {})
+    _trace(model, body)
     if body.call is None:
         raise ArgumentError("the function of smp.step ended without calling the model; let it call it once")
     return body.call
 
 
-def _beside(whole: nn.Module, sample: StepArguments) -> StepArguments:
-    """A micro-batch where the whole model lies; on the host where parameters are delayed, as they are watched there."""
+def _on_model_device(whole: nn.Module, sample: StepArguments) -> StepArguments:
+    """A micro-batch on the device of the whole model; on the host if parameters are delayed."""
     device = next(whole.parameters()).device
     if device.type == "meta":
         device = torch.device("cpu")
@@ -216,13 +216,13 @@ def _beside(whole: nn.Module, sample: StepArguments) -> StepArguments:
     return moved
 
 
-def _look(model: DistributedModel, body: Body) -> None:
+def _trace(model: DistributedModel, body: Body) -> None:
     with torch.no_grad(), untouched(model.module), model.serving(body), tracing():
         body.run()
 
 
 class _Outputs(list[Any]):
-    """The outputs of a copy of the model, too: not copied with what refers to it."""
+    """Outputs of the model; a deep copy of an object that refers to this list shares it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Outputs:
         return self
@@ -241,7 +241,7 @@ def _zeros(leaf: Tensor) -> Tensor:
     return torch.zeros(leaf.shape, dtype=leaf.dtype)
 
 
-def _say(owner: Session, division: Division) -> None:
+def _log_division(owner: Session, division: Division) -> None:
     if owner.mesh.size("pipeline") > 1:
         with speaking(True):
             logger.info("the model was partitioned:\n%s", division)

@@ -1,4 +1,4 @@
-"""The exchange by which all processes begin a step."""
+"""The handshake with which all processes begin a step."""
 
 from __future__ import annotations
 
@@ -19,62 +19,62 @@ from atorch.smp.steps.slicing import StepArguments
 class Start(NamedTuple):
     pieces: Sequence[StepArguments]
     told: Hashable
-    """Of its kind."""
+    """The facts that identify the kind of step."""
     is_alike: bool
-    """True if all processes of this pipeline have batches of the same sizes."""
+    """True if all processes of this pipeline have batches of equal sizes."""
 
 
-NOBODY = -(2**62)  # what a process without a batch says of its step
+NOBODY = -(2**62)  # the contribution of a process without a batch
 
 
 def starts_together(owner: Session, cut: Callable[[], Sequence[StepArguments]], name: str, training: bool) -> Start:
-    """The step that all processes begin: the exchange of its beginning.
+    """Agree with all processes on the step that begins.
 
     Args:
-        cut: gives the micro-batches of this process.
-        name: of the function.
+        cut: returns the micro-batches of this process.
+        name: the function's name.
 
     Raises:
-        ArgumentError: `cut` raised on a process, or processes begin different steps, or make another call; on all.
+        ArgumentError: on all processes, if `cut` raised on one, or they begin different steps or make another call.
     """
     mode = "gradients" if torch.is_grad_enabled() else "no gradients"
     count, in_mode = owner.config.microbatches, "training" if training else "evaluation"
-    given = {"step": {"the step": Fact(f"{name} with {count} micro-batches, under {mode}, in {in_mode}")}}
-    pieces = agreed("a function with @smp.step", lambda: given, cut, is_frequent=True)
-    told = (name, count, torch.is_grad_enabled(), training, _plain(pieces[0]))
+    facts = {"step": {"the step": Fact(f"{name} with {count} micro-batches, under {mode}, in {in_mode}")}}
+    pieces = agreed("a function with @smp.step", lambda: facts, cut, is_frequent=True)
+    kind = (name, count, torch.is_grad_enabled(), training, _plain(pieces[0]))
     if owner.mesh.size("pipeline") == 1:
-        return Start(pieces, told, True)
-    high, low = largest(both_ways((sizes_of(pieces[0]), told)), owner.mesh.group("pipeline"))
-    return Start(pieces, told, high == -low)
+        return Start(pieces, kind, True)
+    high, low = largest(both_ways((sizes_of(pieces[0]), kind)), owner.mesh.group("pipeline"))
+    return Start(pieces, kind, high == -low)  # maximum = minimum: all are equal
 
 
 def with_the_firsts_batch(owner: Session, start: Start) -> Start:
-    """The step with the batch of the pipeline's first process, where the others' tensors are all empty; else as it is.
+    """Broadcast the batch of the pipeline's first process if all tensors of the others are empty; else no change.
 
-    Scripts of the original read data on the first process alone, and give the others tensors without elements.
+    Scripts of the original read data on the first process only, and give the others tensors without elements.
     """
     group = owner.mesh.group("pipeline")
-    own = [tensors_in(piece) for piece in start.pieces]
+    local = [tensors_in(piece) for piece in start.pieces]
     is_first = owner.mesh.rank("pipeline") == 0
-    has_some = any(each.numel() for piece in own for each in piece)
-    unfit, high, low = largest([int(is_first != has_some), *both_ways([len(piece) for piece in own])], group)
+    has_some = any(tensor.numel() for piece in local for tensor in piece)
+    unfit, high, low = largest([int(is_first != has_some), *both_ways([len(piece) for piece in local])], group)
     if unfit or high != -low:
         return start
-    theirs = from_rank_zero([[each.cpu() for each in piece] for piece in own], group)
-    pieces = [_filled(piece, values, owner.device) for piece, values in zip(start.pieces, theirs, strict=True)]
+    received = from_rank_zero([[tensor.cpu() for tensor in piece] for piece in local], group)
+    pieces = [_filled(piece, values, owner.device) for piece, values in zip(start.pieces, received, strict=True)]
     return start._replace(pieces=pieces, is_alike=True)
 
 
 def _filled(arguments: StepArguments, values: Sequence[Tensor], device: torch.device) -> StepArguments:
-    """Arguments with these tensors in the place of theirs."""
-    left = iter(values)
-    made: StepArguments = map_tensors(lambda leaf: next(left).to(device), arguments)
-    return made
+    """Arguments with their tensors replaced by `values`, in order."""
+    remaining = iter(values)
+    filled: StepArguments = map_tensors(lambda leaf: next(remaining).to(device), arguments)
+    return filled
 
 
 def has_begun_none(owner: Session) -> bool:
-    """True if no process begins a step: what one without a batch asks while others begin theirs."""
-    begun, _, _ = largest([NOBODY, NOBODY, 0])  # as `agreed` has it
+    """True if no process begins a step; called by a process without a batch while others call `starts_together`."""
+    begun, _, _ = largest([NOBODY, NOBODY, 0])  # matches the exchange in `agreed`
     return begun == NOBODY
 
 
@@ -84,5 +84,5 @@ def raise_it(fault: Exception | None) -> None:
 
 
 def _plain(arguments: StepArguments) -> Hashable:
-    """Arguments that may say what a function does."""
-    return tuple(each for each in leaves_of(arguments) if isinstance(each[1], (bool, str, type(None))))
+    """The flags, strings and None among the arguments, which may select a branch of the function."""
+    return tuple(leaf for leaf in leaves_of(arguments) if isinstance(leaf[1], (bool, str, type(None))))

@@ -1,7 +1,7 @@
-"""Objects that travel from one process to another, over the hosts, while the sender goes on.
+"""Asynchronous object messages from one process to another, through host memory.
 
-They are pickled, as `torch.distributed` does with objects: both ends are processes of one job, which trust each other.
-Tensors in them arrive in host memory, without what their memory is shared with.
+They are pickled, as `torch.distributed` does with objects: both ends are processes of one job and trust each other.
+Tensors in them arrive in host memory, without the rest of a shared storage.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from atorch.distributed.collectives import several, warning_late
 from atorch.errors import ArgumentError
 from atorch.logs import OF_THIS_RANK, logger
 
-TAG = 0x534D50  # apart from messages that the script itself sends over the same group
+TAG = 0x534D50  # distinct from the tags of the script's own messages in the group
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One object on its way to one rank: the how manieth, and the transfers, which need their memory until they end."""
+    """An object on its way to one rank, its sequence number, and its transfers, which hold their buffers."""
 
     dest: int
     number: int
@@ -35,30 +35,30 @@ class Message:
 
 
 class Messages:
-    """Messages sent by this process that nobody has taken yet. Ranks are those of the whole job.
+    """Messages of this process that were not received yet. Ranks are global.
 
-    gloo says that a transfer has ended only to who waits for it, and one who waits too short breaks all connections. So
-    each receiver counts in the job's store what it has taken.
+    gloo reports the end of a transfer only to a waiter, and a wait that times out breaks all connections. So each
+    receiver counts its received messages in the job's store.
     """
 
     def __init__(self) -> None:
         self._sent: list[Message] = []
-        self._num_sent: Counter[int] = Counter()  # to each rank
-        self._own: deque[Any] = deque()  # sent to this process by itself
-        # All processes begin and end together, so the counts of one time are named alike on all.
+        self._num_sent: Counter[int] = Counter()  # by destination
+        self._own: deque[Any] = deque()  # messages to this process itself
+        # All processes open and close sessions together, so they agree on this number.
         begun = _store().add(f"atorch/smp/begun/{dist.get_rank()}", 1) if several() else 0
         self._place = f"atorch/smp/taken/{begun}"
 
     def send(self, obj: Any, dests: Sequence[int]) -> None:
-        """Let `obj` travel to the ranks `dests`, each of which must receive it; the sender does not wait."""
+        """Send `obj` to the ranks `dests`, each of which must receive it, without waiting."""
         self._sent = self.untaken(self._sent)
         self._sent += self._begin(obj, dests)
 
     def send_and_wait(self, obj: Any, dests: Sequence[int]) -> None:
-        """As `send`, and wait until each has received it.
+        """Send `obj`, and wait until each rank has received it.
 
         Raises:
-            ArgumentError: one had not before the group's time-out, or ended; who it is.
+            ArgumentError: some ranks did not before the group's time-out, or ended; the error lists them.
         """
         messages = self._begin(obj, dests)
         with warning_late(lambda: self._told(messages)):
@@ -70,11 +70,11 @@ class Messages:
                 raise NoAnswerError(f"{self._told(messages)} ({_first_line(error)})") from error
 
     def receive(self, source: int) -> Any:
-        """The next object that the rank `source` has sent to this one.
+        """Receive the next object from the rank `source`.
 
         Raises:
             ArgumentError: it sent none before the group's time-out, or ended; or it is this process, which has sent
-                itself none.
+                itself nothing.
         """
         if source == _rank():
             if not self._own:
@@ -93,30 +93,30 @@ class Messages:
         return dist.distributed_c10d._tensor_to_object(content, int(size), dist.group.WORLD)
 
     def deliver(self, patience: timedelta) -> None:
-        """Wait until all that was sent is taken, or for so long; what is not is told."""
+        """Wait until all sent messages are received, at most for `patience`; log the ones that are not."""
         end = time.monotonic() + patience.total_seconds()
         try:
-            while (left := self.untaken(self._sent)) and time.monotonic() < end:
+            while (pending := self.untaken(self._sent)) and time.monotonic() < end:
                 time.sleep(0.02)
-            if left:
-                logger.warning("smp.send: %s", self._told(left), extra=OF_THIS_RANK)
-        except RuntimeError:  # the store went with the process that held it, and so have the others
+            if pending:
+                logger.warning("smp.send: %s", self._told(pending), extra=OF_THIS_RANK)
+        except RuntimeError:  # the process that held the store has ended, and the job with it
             logger.warning("smp.send: the job has ended before all that was sent was received", extra=OF_THIS_RANK)
         self._sent = []
 
     def untaken(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages of `messages` that have not been received."""
+        """The messages that have not been received."""
         dests = {message.dest for message in messages}
         num_taken = {dest: _store().add(f"{self._place}/{_rank()}/{dest}", 0) for dest in dests}
         return [message for message in messages if message.number > num_taken[message.dest]]
 
     def _begin(self, obj: Any, dests: Sequence[int]) -> list[Message]:
-        alone = on_host(obj)
+        copied = on_host(obj)
         others = [rank for rank in dests if rank != _rank()]
-        self._own.extend([alone] * (len(dests) - len(others)))
+        self._own.extend([copied] * (len(dests) - len(others)))
         if not others:
             return []
-        content, size = dist.distributed_c10d._object_to_tensor(alone, torch.device("cpu"), dist.group.WORLD)
+        content, size = dist.distributed_c10d._object_to_tensor(copied, torch.device("cpu"), dist.group.WORLD)
         self._num_sent.update(others)
         return [
             Message(rank, self._num_sent[rank], tuple((_isend(part, rank), part) for part in (size, content)))
@@ -144,7 +144,7 @@ def _isend(part: torch.Tensor, dest: int) -> dist.Work:
 
 
 def on_host(obj: Any) -> Any:
-    """Each tensor's own elements alone: a view's memory may be much larger, and a device is not the receiver's."""
+    """Copy each tensor's own elements to the host: a view's storage may be much larger, and the device is local."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), obj)
 
 

@@ -1,7 +1,7 @@
 """One micro-batch of a step: the user's function around one call of the model.
 
-The function runs whole where the model's last stage is. Elsewhere it runs as far as its call of the model, which there
-is a stage's, and ends. What it draws at random before that call, all processes of the pipeline draw alike.
+The function runs whole on the model's last stage. Elsewhere it runs up to its call of the model, which executes a
+stage, and ends there. Random numbers before that call are the same on all processes of the pipeline.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Body:
     """One run of a step's function.
 
     Args:
-        arguments: of the micro-batch.
-        part: what a call of the model runs: the model, or a stage of it; None to end the function there.
-        owners: what has been made of the model's outputs in this step, by all of its micro-batches.
+        arguments: arguments of the function for the micro-batch.
+        part: the model or stage that a call of the model runs; None to end the function at that call.
+        owners: autograd nodes of the model's outputs in this step, from all of its micro-batches.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Body:
         self._function, self._arguments, self._owners = function, arguments, owners
         self._called = False
         self.losses: list[Tensor] = []
-        """Scalars to go backward from."""
+        """Scalars from which backward starts."""
         self._checks: list[RemovableHandle] = []
         self.call: StepArguments | None = None
-        """Arguments of the call of the model."""
+        """The arguments of the model call."""
         self.output: Any = None
-        """The result of the call."""
+        """The result of the model call."""
         self.returned: Any = None
-        """The result of the function, where it ran whole."""
+        """The result of the function, if it ran whole."""
         self.wires: Any = None
-        """The next stage's input, where it did not."""
+        """The next stage's input, if it did not."""
 
     @property
     def has_backward(self) -> bool:
@@ -68,7 +68,7 @@ class Body:
     def run(self, seed: int | None = None) -> None:
         """Run the function.
 
-        seed: of random numbers before the model's call; None: those that are under way.
+        seed: seed of random numbers before the model's call; None to keep the generators' states.
         """
         args, kwargs = self._arguments
         with _drawing(seed) as self._go_on:
@@ -80,7 +80,7 @@ class Body:
             except RuntimeError as error:
                 if torch.is_grad_enabled() or "does not require grad" not in str(error):
                     raise
-                raise ArgumentError(_BY_ITSELF) from error  # a look at the function, without gradients
+                raise ArgumentError(_BY_ITSELF) from error  # a trace of the function, without gradients
         if not self._called and stage_in(self.part) is not None:
             raise ArgumentError(
                 "the function of smp.step ended without calling the model; let it call the DistributedModel once for "
@@ -88,10 +88,10 @@ class Body:
             )
 
     def call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output, or the end of this run where the model goes on elsewhere.
+        """Run the model; ends the function if the model continues on another process.
 
         Raises:
-            ArgumentError: the function has called it before.
+            ArgumentError: the function has called the model before.
         """
         if self._called:
             raise ArgumentError(
@@ -114,14 +114,14 @@ class Body:
         return output
 
     def backward(self, tensors: Any, grad_tensors: Any) -> None:
-        """Note from where to go backward.
+        """Record tensors from which backward starts.
 
         Raises:
-            ArgumentError: what is given is no tensor with a gradient, misses the gradient of one that is no scalar, or
-                comes of another micro-batch's output.
+            ArgumentError: an argument is not a tensor that requires gradients, is no scalar and has no gradient, or
+                depends on another micro-batch's output.
         """
         for tensor, gradient in _pairs(tensors, grad_tensors):
-            other = next((own for own in _made_of(tensor, self._owners) if own != self.number), None)
+            other = next((owner for owner in _made_of(tensor, self._owners) if owner != self.number), None)
             if other is not None:
                 raise ArgumentError(
                     f"model.backward in micro-batch {self.number} was given a loss that comes of micro-batch {other}'s "
@@ -131,23 +131,23 @@ class Body:
             self.losses.append(_scalar(tensor, gradient))
 
     def allow_backward(self) -> None:
-        """From now on gradients may pass the model's output: the function has ended."""
+        """Let gradients pass the model's output, once the function has ended."""
         while self._checks:
             self._checks.pop().remove()
 
 
 def stage_in(part: nn.Module | None) -> ModelStage | None:
-    """The stage that a part is, or has inside of what is around it; None for a whole model."""
+    """The stage that a part is or wraps; None for a whole model."""
     return None if part is None or getattr(part, STAGE, None) is None else stage_of(part)
 
 
 def _refuse_backward(gradient: Tensor) -> None:
-    """A hook of the model's output. It knows no Body: autograd would hold that, which holds the output, for ever."""
+    """A hook of the model's output. It must not refer to the Body, which autograd would then keep alive in a cycle."""
     raise ArgumentError(_BY_ITSELF)
 
 
 class _EndsError(BaseException):
-    """Ends the function where the model goes on elsewhere; no handler of its own shall stop it."""
+    """Ends the function at the model call; a BaseException, so that the function's own handlers do not catch it."""
 
     def __init__(self, wires: Any) -> None:
         super().__init__()
@@ -156,23 +156,23 @@ class _EndsError(BaseException):
 
 @contextmanager
 def _drawing(seed: int | None) -> Iterator[Callable[[], None]]:
-    """Inside, random numbers are those of `seed`, until what this gives is called."""
+    """Seed random numbers with `seed` until the yielded function is called, which restores the generators."""
     if seed is None:
         yield lambda: None
         return
-    # Not torch.manual_seed: for every device that is not in use yet, that puts a call into a list, each time.
+    # Not torch.manual_seed, which on every call queues a callback for each uninitialized device.
     host = torch.get_rng_state()
-    own = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     waiting = [True]
 
     def go_on() -> None:
         if waiting and waiting.pop():
             torch.set_rng_state(host)
-            if own is not None:
-                torch.cuda.set_rng_state(own)
+            if device is not None:
+                torch.cuda.set_rng_state(device)
 
     torch.default_generator.manual_seed(seed)
-    if own is not None:
+    if device is not None:
         torch.cuda.manual_seed(seed)
     try:
         yield go_on
@@ -182,10 +182,10 @@ def _drawing(seed: int | None) -> Iterator[Callable[[], None]]:
 
 def _pairs(tensors: Any, gradients: Any) -> list[tuple[Tensor, Tensor | None]]:
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given = [gradients] * len(listed) if gradients is None or isinstance(gradients, Tensor) else list(gradients)
-    if len(given) != len(listed):
-        raise ArgumentError(f"model.backward was given {len(listed)} tensors and {len(given)} gradients; give one each")
-    for tensor, gradient in zip(listed, given, strict=True):
+    grads = [gradients] * len(listed) if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    if len(grads) != len(listed):
+        raise ArgumentError(f"model.backward was given {len(listed)} tensors and {len(grads)} gradients; give one each")
+    for tensor, gradient in zip(listed, grads, strict=True):
         if not isinstance(tensor, Tensor) or not (tensor.requires_grad or not torch.is_grad_enabled()):
             what = "a tensor without a gradient" if isinstance(tensor, Tensor) else shown(tensor)
             raise ArgumentError(
@@ -200,11 +200,11 @@ def _pairs(tensors: Any, gradients: Any) -> list[tuple[Tensor, Tensor | None]]:
             raise ArgumentError(
                 f"grad_tensors has shape {tuple(gradient.shape)} for a tensor of {tuple(tensor.shape)}; give the same"
             )
-    return list(zip(listed, given, strict=True))
+    return list(zip(listed, grads, strict=True))
 
 
 def _scalar(tensor: Tensor, gradient: Tensor | None) -> Tensor:
-    """A scalar with this gradient of a tensor. In fp32: a sum in 16 bits may overflow."""
+    """A scalar whose backward gives `tensor` this gradient; in fp32, since a sum in 16 bits may overflow."""
     if gradient is None:
         return tensor.reshape(())
     wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -212,7 +212,7 @@ def _scalar(tensor: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _made_of(tensor: Tensor, owners: Owners) -> Iterator[int]:
-    """The micro-batches of whose outputs a tensor was computed."""
+    """The micro-batches whose outputs a tensor depends on."""
     waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
     seen: set[Node] = set()
     while waiting:

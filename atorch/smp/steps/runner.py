@@ -1,7 +1,7 @@
 """Runs the micro-batches of a step through the parts of a model, and averages gradients over replicas.
 
-What a process raises in a step, all raise: it goes on with zeros, which its pipeline and the other replicas need not to
-wait for ever, and the step ends with an exchange that tells.
+If a process raises in a step, all raise. It continues with zeros, so that its pipeline and the other replicas do not
+block, and the exchange at the end of the step reports the error.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from atorch.smp.training.sharding import ShardedPasses
 
 
 class StepKey(NamedTuple):
-    """Steps of one kind call the model alike, and go backward or do not."""
+    """The kind of a step: steps of one kind call the model alike, and all of them or none run backward."""
 
     function: Callable[..., Any]
-    told: Hashable  # what else may differ, in words that all processes have alike
+    told: Hashable  # the other facts of the kind, equal on all processes
 
 
 LOOKS = 3
-"""Steps whose batches are compared over the processes of a pipeline."""
+"""Number of first steps whose batches are compared over the processes of a pipeline."""
 
 
 class Faults:
-    """The first thing that went wrong in a step on this process."""
+    """The first exception of a step on this process."""
 
     def __init__(self) -> None:
         self.first: Exception | None = None
@@ -66,9 +66,9 @@ class Runner:
 
     Args:
         parts: the stages of this process, or the whole model.
-        engine: what runs stages of several processes together; None for a whole model.
-        averaging: None where there is one replica, or the parts average by themselves.
-        passes: of a model whose parameters are spread over replicas.
+        engine: the pipeline engine; None for a whole model.
+        averaging: None for one replica, or if the parts average by themselves.
+        passes: the passes of a model whose parameters are sharded over replicas.
         blank: the whole model without values.
         seed: equal on all processes.
     """
@@ -88,23 +88,23 @@ class Runner:
     def __post_init__(self) -> None:
         self.num_steps = 0
         self.ended_by: str | None = None
-        """Why no more steps can be run."""
+        """The reason why no more steps can run, if so."""
         engine = self.engine
         self._results = None if engine is None else StepResults(engine.last_place, engine.group, engine.device)
         self._trains: dict[StepKey, bool] = {}
         self._num_passes = 0  # backward passes since gradients were averaged
-        self.reduces = False  # whether gradients are averaged at the end of the step
+        self.reduces = False  # True if this step averages gradients at its end
 
     @property
     def loss_scale(self) -> float:
-        """The factor of losses before they go backward."""
+        """The factor of losses before backward."""
         return 1.0 if self.owner.optimizer is None else float(self.owner.optimizer.loss_scale)
 
     def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
-        """Results of the function for each micro-batch, on every process of the pipeline.
+        """Run a step; returns the function's result for each micro-batch, on every process of the pipeline.
 
         Raises:
-            ArgumentError, StrategyError: what any process raised; there what it raised itself.
+            ArgumentError, StrategyError: any process raised; that process raises its original exception.
         """
         self.num_steps += 1
         self.faults.first = None
@@ -113,14 +113,14 @@ class Runner:
         train = torch.is_grad_enabled()
         try:
             train = self._goes_back(work, start.is_alike)
-        except Exception as error:  # other replicas average gradients now
+        except Exception as error:  # the other replicas still average gradients
             self.faults.note(error)
         self._begin(train)
         try:
             if self.faults.first is None:
                 with self._apart(train):
                     work.run_all(train)
-        except Exception as error:  # the same
+        except Exception as error:  # as above
             self.faults.note(error)
         self._average(train)
         if work.went_back:
@@ -131,11 +131,11 @@ class Runner:
         return work.returned if self._results is None else self._results.give(kind, work.returned, is_new=is_new)
 
     def attend_others(self) -> None:
-        """Take part in the steps of replicas that have batches left, without one; then have their parameters."""
-        parameters = [each for part in self.parts for each in part.parameters()]
+        """Take part without batches in the steps of replicas that have some left; then copy their parameters."""
+        parameters = [parameter for part in self.parts for parameter in part.parameters()]
         while True:
-            for each in parameters:
-                each.grad = None
+            for parameter in parameters:
+                parameter.grad = None
             if has_begun_none(self.owner):
                 break
             self.faults.first = None
@@ -144,19 +144,19 @@ class Runner:
         data = self.owner.mesh.group("data", "zero")
         if data.size() > 1:
             (most,) = largest([self.num_steps], data)
-            told = first_told(True if self.num_steps == most else None, data)
-            assert told is not None, "somebody has run most steps"
-            broadcast([(dist.get_group_rank(data, told[0]), [each.detach() for each in parameters])], data)
+            root = first_told(True if self.num_steps == most else None, data)
+            assert root is not None, "somebody has run most steps"
+            broadcast([(dist.get_group_rank(data, root[0]), [tensor.detach() for tensor in parameters])], data)
 
     def seed_of(self, number: int) -> int | None:
-        """The seed of a micro-batch's draws before the model's call, alike on all processes of a pipeline."""
+        """The seed of random numbers before the model's call in a micro-batch, equal on all processes of a pipeline."""
         if self.engine is None:
             return None
         place = self.owner.mesh.rank("data", "zero")
         return zlib.crc32(repr((self.seed, self.num_steps, place, number)).encode())
 
     def _goes_back(self, work: _Work, is_alike: bool) -> bool:
-        """True if a step of this kind goes backward, which its first one shows before it runs."""
+        """True if a step of this kind runs backward; the first step of a kind is traced to find out."""
         if self.engine is None:
             return torch.is_grad_enabled()
         group = self.engine.group
@@ -175,7 +175,7 @@ class Runner:
         return self._trains[work.kind]
 
     def _compare(self, pieces: Sequence[StepArguments], group: dist.ProcessGroup) -> None:
-        """Say so where the processes of a pipeline have batches of their own: inputs and labels would not match."""
+        """Warn if processes of a pipeline have different batches: inputs and labels would not match."""
         high, low = largest(both_ways(beginnings(pieces)), group)
         if high != -low:
             logger.warning(
@@ -189,7 +189,7 @@ class Runner:
         if averaging is None:
             return
         if train and model.options.broadcast_buffers and not model.joins:
-            broadcast([(0, [each for part in self.parts for each in part.buffers()])], averaging.group)
+            broadcast([(0, [buffer for part in self.parts for buffer in part.buffers()])], averaging.group)
         averaging.begin(reduces=reduces, overlaps=model.options.overlapping_allreduce and not model.joins)
 
     def _average(self, train: bool) -> None:
@@ -206,22 +206,22 @@ class Runner:
 
     @contextmanager
     def _apart(self, train: bool) -> Iterator[None]:
-        """Gradients of this step alone, of parameters that are added up over the processes of the pipeline."""
+        """Sum only this step's gradients of tied parameters over the processes of the pipeline."""
         if self.ties is None or not train:
             yield
             return
         tied = self.ties.parameters
-        before = [each.grad for each in tied]
-        for each in tied:
-            each.grad = None
+        before = [parameter.grad for parameter in tied]
+        for parameter in tied:
+            parameter.grad = None
         yield
         self.ties.add_up()
-        for each, gradient in zip(tied, before, strict=True):
+        for parameter, gradient in zip(tied, before, strict=True):
             if gradient is not None:
-                each.grad = gradient if each.grad is None else each.grad + gradient
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _ends_together(self, is_new: bool) -> bool:
-        """True if any process gives something of a new form. Raises what any raised: the exchange at the end."""
+        """Exchange at the end of a step: raises if any process failed; True if any has a result of a new form."""
         failed, some_new = largest([self.faults.first is not None, is_new])
         if failed:
             together(partial(raise_it, self.faults.first))
@@ -229,7 +229,7 @@ class Runner:
 
 
 class _Work:
-    """The micro-batches of a step, as an engine takes them."""
+    """The micro-batches of a step, in the engine's interface."""
 
     def __init__(
         self, runner: Runner, function: Callable[..., Any], kind: StepKey, pieces: Sequence[StepArguments], detach: bool
@@ -237,7 +237,7 @@ class _Work:
         self.kind, self.pieces, self.train = kind, pieces, False
         self.returned: list[Any] = [None] * len(pieces)
         self.looked = False
-        """True if the function has called `model.backward`, where it was looked at."""
+        """True if the function called `model.backward` in the trace."""
         self.went_back = False
         """True if gradients were computed."""
         self._runner, self._function, self._detach = runner, function, detach
@@ -251,7 +251,7 @@ class _Work:
 
     @property
     def sizes(self) -> Hashable:
-        """Steps of one kind on batches of equal sizes hand over tensors of equal shapes."""
+        """The key of activation shapes: equal kinds and batch sizes give equal shapes between stages."""
         return self.kind, sizes_of(self.pieces[0])
 
     def look(self, part: nn.Module) -> None:
@@ -259,13 +259,13 @@ class _Work:
             self.looked = self._body(0, part).has_backward
 
     def run(self, number: int, part: nn.Module) -> Any:
-        """Run the function on a micro-batch: what the next stage takes, or the last one's loss."""
+        """Run the function on a micro-batch; returns the next stage's input, or the loss on the last stage."""
         stage, faults = stage_of(part), self._runner.faults
         if faults.first is None:
             try:
                 body = self._body(number, part)
                 return self._concluded(body) if stage.is_last else body.wires
-            except Exception as error:  # the others of the pipeline wait for what this stage gives
+            except Exception as error:  # the other stages wait for this stage's output
                 faults.note(error)
         return self._nothing(part)
 
@@ -302,7 +302,7 @@ class _Work:
         return body
 
     def _concluded(self, body: Body) -> Tensor:
-        """The loss of a micro-batch whose function has ended."""
+        """The scaled loss of a micro-batch whose function has ended."""
         body.allow_backward()
         if body.has_backward and not torch.is_grad_enabled():
             raise ArgumentError("model.backward was called under torch.no_grad(); leave one of the two out")
@@ -315,25 +315,25 @@ class _Work:
         self.returned[body.number] = map_tensors(Tensor.detach, body.returned) if self._detach else body.returned
         total = torch.zeros((), device=self._runner.owner.device)
         for loss in body.losses:
-            wide = torch.promote_types(loss.dtype, torch.float32)  # 16 bits hold no large scale
+            wide = torch.promote_types(loss.dtype, torch.float32)  # a large scale overflows fp16
             total = total + loss.to(wide) * self._scale
         return total
 
     def _nothing(self, part: nn.Module) -> Any:
-        """A stand-in for a stage's result after something went wrong: zeros, with a gradient of zeros."""
+        """A placeholder for a stage's result after a failure: zeros, with zero gradients."""
         stage, engine = stage_of(part), self._runner.engine
         assert engine is not None
         assert engine.job is not None
         assert stage.current is not None
         leaves = (*stage.current.values.values(), *part.parameters())
         anchor = torch.zeros((), device=engine.device)
-        for each in leaves:
-            if each.requires_grad:
-                anchor = anchor + each.reshape(-1)[:1].sum() * 0.0
+        for leaf in leaves:
+            if leaf.requires_grad:
+                anchor = anchor + leaf.reshape(-1)[:1].sum() * 0.0
         if stage.is_last:
             return anchor
-        made = []
+        outputs = []
         for value in stage.outgoing:
             empty = engine.job.shapes[value.call][value.number].stand_in(engine.device).clone()
-            made.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
-        return tuple(made)
+            outputs.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
+        return tuple(outputs)

@@ -1,4 +1,4 @@
-"""The arguments of a step in micro-batches, and what the micro-batches returned."""
+"""Slicing of a step's arguments into micro-batches, and collection of their results."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from atorch.model.pytree import leaves_of, map_leaves
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 FEW = 16
-"""Numbers of a tensor by which batches are told apart."""
+"""Leading elements of a tensor by which batches are compared."""
 
 
 class StepOutput(Sequence[Any]):
-    """One place of a step's result in each micro-batch: tensors, or anything else that was returned there.
+    """The values at one place of a step's result in all micro-batches: tensors or anything else.
 
-    The same on every process of a pipeline. It is also the sequence of these: scripts take `sum` of numbers.
+    It is the same on every process of a pipeline. It is also the sequence of these values, for `sum` in scripts.
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:
         self.outputs = list(outputs)
-        """By micro-batch."""
+        """The values by micro-batch."""
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -48,41 +48,41 @@ class StepOutput(Sequence[Any]):
         return sum(self.outputs[1:], start=self.outputs[0])
 
     def concat(self) -> Tensor:
-        """The tensors of all micro-batches behind one another, along dimension 0."""
+        """The tensors of all micro-batches, concatenated along dimension 0."""
         self._need_tensors("concat", at_least=1)
         return torch.cat(self.outputs)
 
     def stack(self) -> Tensor:
-        """The tensors of all micro-batches along a new dimension 0."""
+        """The tensors of all micro-batches, stacked along a new dimension 0."""
         self._need_tensors("stack", at_least=0)
         return torch.stack(self.outputs)
 
     def detach(self) -> StepOutput:
-        """The same without graphs."""
-        return StepOutput([each.detach() if isinstance(each, Tensor) else each for each in self.outputs])
+        """The same values without autograd graphs."""
+        return StepOutput([value.detach() if isinstance(value, Tensor) else value for value in self.outputs])
 
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs!r})"
 
     def _need_numbers(self) -> None:
-        wrong = next((each for each in self.outputs if not isinstance(each, (Tensor, int, float, complex))), None)
+        wrong = next((value for value in self.outputs if not isinstance(value, (Tensor, int, float, complex))), None)
         if wrong is not None:
             raise ArgumentError(f"a step returned {wrong!r} here, which has no sum; read .outputs")
 
     def _need_tensors(self, name: str, at_least: int) -> None:
-        dims = [each.dim() if isinstance(each, Tensor) else -1 for each in self.outputs]
+        dims = [value.dim() if isinstance(value, Tensor) else -1 for value in self.outputs]
         if min(dims) < at_least:
             what = "scalars: use stack" if min(dims) == 0 else "no tensors: read .outputs"
             raise ArgumentError(f"{name} puts tensors of {at_least} dimensions or more together, and these are {what}")
 
 
 def outputs_of(returned: Sequence[Any]) -> Any:
-    """The result of a step from its micro-batches': of the same nesting, with a `StepOutput` for every leaf.
+    """The result of a step from those of its micro-batches: the same nesting, with a `StepOutput` for every leaf.
 
     Raises:
-        ArgumentError: they do not return alike.
+        ArgumentError: micro-batches return different numbers of values.
     """
-    flat = [[leaf for _, leaf in leaves_of(each)] for each in returned]
+    flat = [[leaf for _, leaf in leaves_of(result)] for result in returned]
     if len({len(leaves) for leaves in flat}) > 1:
         raise ArgumentError(
             f"the micro-batches of a step return {', '.join(str(len(leaves)) for leaves in flat)} values; let the "
@@ -92,16 +92,16 @@ def outputs_of(returned: Sequence[Any]) -> Any:
 
     def collected(leaf: Any, place: str) -> Any:
         column = next(columns)
-        return None if all(each is None for each in column) else StepOutput(column)
+        return None if all(value is None for value in column) else StepOutput(column)
 
     return map_leaves(collected, returned[0])
 
 
 class Slicing:
-    """The cut of the arguments of a step's function.
+    """Cuts the arguments of a step's function.
 
     Args:
-        function: whose arguments these are, by name.
+        function: the function, whose signature names the arguments.
         non_split: names of arguments that every micro-batch gets whole.
         axes: the axis along which an argument's tensors are cut, by name; 0 for others.
 
@@ -112,26 +112,26 @@ class Slicing:
     def __init__(self, function: Callable[..., Any], non_split: Collection[str], axes: Mapping[str, int]) -> None:
         self._signature = inspect.signature(function)
         self._non_split, self._axes, self._function = frozenset(non_split), dict(axes), function
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in self._signature.parameters.values())
+        takes_any = any(slot.kind is slot.VAR_KEYWORD for slot in self._signature.parameters.values())
         for what, names in (("non_split_inputs", self._non_split), ("input_split_axes", self._axes)):
             unknown = next((name for name in names if name not in self._signature.parameters), None)
             if unknown is not None and not takes_any:
-                known = near_miss(unknown, self._signature.parameters)
-                raise ArgumentError(f"{what} names {unknown!r}, and {_named(function)} has no such argument; {known}")
+                hint = near_miss(unknown, self._signature.parameters)
+                raise ArgumentError(f"{what} names {unknown!r}, and {_named(function)} has no such argument; {hint}")
 
     def cut(self, arguments: StepArguments, count: int) -> list[StepArguments]:
         """The arguments of each of `count` micro-batches.
 
         Raises:
-            ArgumentError: a tensor's axis is no multiple of `count`, or there is none.
+            ArgumentError: a tensor has no such axis, or its length is no multiple of `count`.
         """
         return [self._mapped(arguments, _Cut(number, count)) for number in range(count)]
 
     def gathered(self, arguments: StepArguments, group: dist.ProcessGroup) -> StepArguments:
-        """The arguments of all processes of a group as one batch, in their order.
+        """The arguments of all processes of a group, concatenated to one batch in rank order.
 
         Raises:
-            ArgumentError: tensors differ in other axes than the one that is cut.
+            ArgumentError: tensors differ in shape.
         """
         return arguments if group.size() == 1 else self._mapped(arguments, _Gathered(group))
 
@@ -141,11 +141,11 @@ class Slicing:
         for name, parameter in self._signature.parameters.items():
             if name not in bound.arguments:
                 continue
-            given = bound.arguments[name]
+            argument = bound.arguments[name]
             if parameter.kind is parameter.VAR_KEYWORD:
-                bound.arguments[name] = {each: self._changed(each, value, change) for each, value in given.items()}
+                bound.arguments[name] = {key: self._changed(key, value, change) for key, value in argument.items()}
             else:
-                bound.arguments[name] = self._changed(name, given, change)
+                bound.arguments[name] = self._changed(name, argument, change)
         return bound.args, bound.kwargs
 
     def _changed(self, name: str, value: Any, change: Callable[[Any, int, str], Any]) -> Any:
@@ -155,14 +155,14 @@ class Slicing:
 
         def leaf(data: Any, place: str) -> Any:
             if isinstance(data, (set, frozenset)):
-                return type(data)(leaf(each, f"an item of {place}") for each in data)
+                return type(data)(leaf(item, f"an item of {place}") for item in data)
             return change(data, axis, place)
 
         return map_leaves(leaf, value, name)
 
 
 class _Cut:
-    """The part of a leaf that micro-batch `number` of `count` has."""
+    """Cuts micro-batch `number` of `count` out of a leaf."""
 
     def __init__(self, number: int, count: int) -> None:
         self._number, self._count = number, count
@@ -184,7 +184,7 @@ class _Cut:
 
 
 class _Gathered:
-    """A leaf of all processes of a group."""
+    """Concatenates a leaf over all processes of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -197,7 +197,7 @@ class _Gathered:
         dist.all_gather_object(shapes, tuple(leaf.shape), group=self._group)
         if len(set(shapes)) > 1:
             raise ArgumentError(
-                f"{place} is {' and '.join(str(each) for each in dict.fromkeys(shapes))} on processes of one tensor "
+                f"{place} is {' and '.join(str(shape) for shape in dict.fromkeys(shapes))} on processes of one tensor "
                 "group, whose batches become one; pad them alike, or set prescaled_batch and give all of them one batch"
             )
         parts = [torch.empty_like(leaf, memory_format=torch.contiguous_format) for _ in shapes]
@@ -216,6 +216,6 @@ def _named(function: Callable[..., Any]) -> str:
 
 
 def beginnings(pieces: Sequence[StepArguments]) -> list[Any]:
-    """The first few numbers of every tensor."""
+    """The place and the first few elements of every tensor."""
     leaves = leaves_of(list(pieces))
     return [(place, leaf.detach().reshape(-1)[:FEW].tolist()) for place, leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,7 +1,7 @@
 """Marks of modules for tensor parallelism: `smp.tensor_parallelism` and `smp.set_tensor_parallelism`.
 
-A mark lies on the module and goes with its copies. Modules that are created inside `smp.tensor_parallelism` are seen
-by torch's own hook for the registration of parameters, and those whose class is registered by their constructor.
+A mark is an attribute of the module and is copied with it. Modules that are created inside `smp.tensor_parallelism` are
+marked by torch's parameter registration hook, and those of a registered class by their constructor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from atorch.logs import logger
 M = TypeVar("M", bound=nn.Module)
 
 ATTRIBUTE = "_smp_tensor_parallelism"
-"""The attribute of a module's mark."""
+"""The module attribute with its mark."""
 
 
 @dataclass(frozen=True)
 class TensorMark:
-    """A mark of a module: to be split or not, and the arguments for what replaces it."""
+    """A module's mark: whether to split it, and the arguments for its replacement."""
 
     enabled: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -37,17 +37,17 @@ _inside: ContextVar[TensorMark | None] = ContextVar("smp_tensor_parallelism", de
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **config: Any) -> Iterator[None]:
-    """A context whose modules, those that are created inside, are marked for tensor parallelism, or against it.
+    """A context that marks modules created inside for tensor parallelism, or against it.
 
-    Of nested contexts the innermost wins.
+    The innermost of nested contexts wins.
 
     Args:
-        config: arguments for the distributed modules that replace registered ones made inside, over those that the
-            registered `init_hook` gives. `fused_softmax` and `fused_bias_gelu` change nothing: torch's kernels are
+        config: arguments for the distributed modules that replace registered ones created inside; they override those
+            of the registered `init_hook`. `fused_softmax` and `fused_bias_gelu` have no effect: torch's kernels are
             fused.
 
     Raises:
-        ArgumentError: `enabled` is no bool.
+        ArgumentError: `enabled` is not a bool.
     """
     token = _inside.set(_mark(enabled, config))
     try:
@@ -58,13 +58,12 @@ def tensor_parallelism(enabled: bool = True, **config: Any) -> Iterator[None]:
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: Any) -> None:
-    """Mark a module that exists, and all below it, for tensor parallelism, or against it. Call it before
-    `smp.DistributedModel`; what was marked before is marked anew.
+    """Mark an existing module and its submodules for tensor parallelism, or against it, and replace earlier marks.
 
-    config: as for `tensor_parallelism`.
+    Call it before `smp.DistributedModel`. config: as for `tensor_parallelism`.
 
     Raises:
-        ArgumentError: `module` is no module, or `enabled` no bool.
+        ArgumentError: `module` is not a module, or `enabled` not a bool.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(
@@ -76,12 +75,12 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: An
             "set_tensor_parallelism was given a %s, in which there is no matrix to split; mark linear layers, "
             "embeddings, or modules that hold some", type(module).__name__,
         )  # fmt: skip
-    for each in module.modules():
-        put_mark(each, mark)
+    for inner in module.modules():
+        put_mark(inner, mark)
 
 
 def current_mark() -> TensorMark | None:
-    """The mark of the innermost `tensor_parallelism` here; None outside of all."""
+    """The mark of the innermost active `tensor_parallelism`; None outside all."""
     return _inside.get()
 
 
@@ -97,33 +96,32 @@ def mark_of(module: nn.Module) -> TensorMark | None:
 
 def tensor_marks(model: nn.Module) -> dict[str, TensorMark]:
     """The marks of a model's modules, by the modules' names."""
-    found = {name: mark_of(module) for name, module in model.named_modules()}
-    return {name: mark for name, mark in found.items() if mark is not None}
+    marks = {name: mark_of(module) for name, module in model.named_modules()}
+    return {name: mark for name, mark in marks.items() if mark is not None}
 
 
 def marked_parameters(model: nn.Module, is_distributed: Callable[[nn.Module], bool]) -> frozenset[str]:
-    """All names of the parameters of modules that are marked, or stand below a distributed module, and are not
-    marked against it.
+    """All parameter names of modules that are marked, or inside a distributed module and not marked against it.
 
-    is_distributed: whether a module is one whose purpose is to be split.
+    is_distributed: True for modules of `smp.nn` that are split by default.
     """
-    found: set[str] = set()
+    names: set[str] = set()
 
     def visit(module: nn.Module, path: str, is_below: bool) -> None:
         mark, is_below = mark_of(module), is_below or is_distributed(module)
         if is_below if mark is None else mark.enabled:
-            found.update(f"{path}{name}" for name, parameter in module._parameters.items() if parameter is not None)
+            names.update(f"{path}{name}" for name, parameter in module._parameters.items() if parameter is not None)
         for name, child in module._modules.items():
             if child is not None:
                 visit(child, f"{path}{name}.", is_below)
 
     visit(model, "", False)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _note_created(module: nn.Module, name: str, parameter: Any) -> None:
-    mark, has_some = _inside.get(), any(each is not None for each in module._parameters.values())
-    if mark is not None and mark_of(module) is None and not has_some:  # its first: the module is being made
+    mark, has_some = _inside.get(), any(present is not None for present in module._parameters.values())
+    if mark is not None and mark_of(module) is None and not has_some:  # its first parameter: it is being created
         put_mark(module, mark)
 
 

@@ -1,7 +1,7 @@
-"""Marked modules of a registered class replaced by distributed ones: `smp.tp_register`, `smp.tp_register_with_module`.
+"""Replacement of marked modules of registered classes: `smp.tp_register`, `smp.tp_register_with_module`.
 
-A class that is registered notes from then on what its modules are made with, since an `init_hook` is given that. The
-registration lies on the class itself.
+A registered class records the constructor arguments of its modules, for the `init_hook`. The registration is an
+attribute of the class.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from atorch.smp.tensor.marks import TensorMark, current_mark, mark_of, put_mark,
 C = TypeVar("C", bound=type[nn.Module])
 Hook = Callable[..., Any]
 
-_REGISTERED = "_smp_distributed"  # on a class: its Registered
-_MADE_WITH = "_smp_made_with"  # on its modules: the arguments
+_REGISTERED = "_smp_distributed"  # attribute of a class: its Registered
+_MADE_WITH = "_smp_made_with"  # attribute of its modules: their constructor arguments
 
 
 @dataclass(frozen=True)
 class Registered:
-    """The replacement of a class's modules, and how arguments, results and values are translated."""
+    """The replacement of a class's modules, and the hooks that translate arguments, results and values."""
 
     dist_module: type[nn.Module]
     init_hook: Hook | None = None
@@ -47,7 +47,7 @@ class _Arguments:
     kwargs: Mapping[str, Any]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Arguments:
-        return self  # what a module was made with; configurations may hold what cannot be copied
+        return self  # configurations among the arguments may not be copyable
 
 
 def tp_register(
@@ -60,15 +60,15 @@ def tp_register(
     """A class decorator: marked modules of the class are replaced by modules of `dist_module`.
 
     Args:
-        dist_module: what computes the same and is split, such as `smp.nn.DistributedTransformer`.
-        init_hook: called as the class is, `self` left out; returns (args, kwargs) for `dist_module`. None: the same.
-        forward_hook: called as the class's forward is; returns (args, kwargs) for `dist_module`'s. None: the same.
-        return_hook: called with what `dist_module` returns; returns what the class would. None: the same.
-        state_hook: called with the state dict of the module that is replaced; returns `dist_module`'s. None: the
-            values go over where all names and shapes are the same; else the new module has new ones, which is told.
+        dist_module: an equivalent module that can be split, such as `smp.nn.DistributedTransformer`.
+        init_hook: maps the constructor's arguments, without `self`, to (args, kwargs) of `dist_module`. None: the same.
+        forward_hook: maps the forward's arguments to (args, kwargs) of `dist_module`'s forward. None: the same.
+        return_hook: maps a result of `dist_module` to one of the class. None: the same.
+        state_hook: maps the state dict of the replaced module to one of `dist_module`. None: values are copied if all
+            names and shapes are equal; else the new module keeps its initial values, and a warning is logged.
 
     Raises:
-        ArgumentError: `dist_module` is no module class, or a hook no function.
+        ArgumentError: `dist_module` is not a module class, or a hook is not callable.
     """
 
     def register(cls: C) -> C:
@@ -86,15 +86,16 @@ def tp_register_with_module(
     return_hook: Hook | None = None,
     state_hook: Hook | None = None,
 ) -> None:
-    """`tp_register` for a class that is there. Call it before the modules are made, unless `init_hook` needs no
-    arguments of theirs. The arguments are `tp_register`'s.
+    """Register an existing class, as `tp_register` does, before its modules are created.
+
+    The other arguments are those of `tp_register`.
 
     Raises:
-        ArgumentError: a class is no module class, or a hook no function.
+        ArgumentError: a class is not a module class, or a hook is not callable.
     """
-    for name, given in (("module_cls", module_cls), ("dist_module", dist_module)):
-        if not (isinstance(given, type) and issubclass(given, nn.Module)):
-            raise ArgumentError(f"tp_register was given {name} {shown(given)}; give a subclass of torch.nn.Module")
+    for name, cls in (("module_cls", module_cls), ("dist_module", dist_module)):
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise ArgumentError(f"tp_register was given {name} {shown(cls)}; give a subclass of torch.nn.Module")
     hooks = {
         "init_hook": init_hook, "forward_hook": forward_hook, "return_hook": return_hook, "state_hook": state_hook,
     }  # fmt: skip
@@ -107,45 +108,44 @@ def tp_register_with_module(
 
 
 def replace_registered(model: nn.Module) -> nn.Module:
-    """The model with its marked modules of registered classes replaced, in place; of nested ones the outermost.
+    """Replace the outermost marked modules of registered classes in place; returns the model.
 
-    Another module than `model` comes back where that itself is one of them. What replaces them is marked.
+    If `model` itself is one of them, its replacement is returned. Replacements are marked.
 
     Raises:
-        ArgumentError: a module was made before its class was registered, and a hook needs its arguments; a hook
-            returned something else than was asked; a tied parameter has no place in the new module; or a keyword of
-            `tensor_parallelism` is known nowhere.
+        ArgumentError: a module was created before its class was registered; a hook returned an invalid value; a tied
+            parameter has no place in the new module; or no replacement takes a keyword of `tensor_parallelism`.
     """
-    made: list[nn.Module] = []
+    replacements: list[nn.Module] = []
     used: set[str] = set(WITHOUT_EFFECT)
     chosen = dict(_outermost(model))
 
     def replacement(name: str, module: nn.Module) -> nn.Module | None:
         if module not in chosen:
             return None
-        made.append(_replacement(name or "the model", module, chosen[module], used))
-        return made[-1]
+        replacements.append(_replacement(name or "the model", module, chosen[module], used))
+        return replacements[-1]
 
     if model in chosen:
-        found = replacement("", model)
-        assert found is not None
-        model = found
+        replaced = replacement("", model)
+        assert replaced is not None
+        model = replaced
     else:
         swaps: list[Swap] = swap_modules(model, replacement)
         if swaps:
             logger.info("replaced for tensor parallelism: %s", "; ".join(map(str, swaps)))
     _check_keywords(model, used)
     for module in model.modules():
-        vars(module).pop(_MADE_WITH, None)  # configurations and the like need not live on
+        vars(module).pop(_MADE_WITH, None)  # lets the arguments be freed
     return model
 
 
 def _note_arguments(cls: type[nn.Module]) -> None:
-    theirs = cls.__init__
+    original = cls.__init__
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def noting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        theirs(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         if type(self) is cls:
             vars(self)[_MADE_WITH] = _Arguments(args, kwargs)
             mark = current_mark()
@@ -165,9 +165,9 @@ def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, Registered]]:
 
 
 def _registered(module: nn.Module) -> Registered | None:
-    """The registration of a module's own class, beneath what was overridden on the module."""
-    own: Any = next(cls for cls in type(module).__mro__ if not is_override(cls))
-    registered: Registered | None = vars(own).get(_REGISTERED)
+    """The registration of a module's own class, below subclasses that `override` added."""
+    original: Any = next(cls for cls in type(module).__mro__ if not is_override(cls))
+    registered: Registered | None = vars(original).get(_REGISTERED)
     return registered
 
 
@@ -179,7 +179,7 @@ def _replacement(name: str, module: nn.Module, registered: Registered, used: set
             f"{name} was made before its class {cls} was registered, so that its constructor's arguments are not "
             f"known; call smp.tp_register_with_module({cls}, …) before the model is made"
         )
-    if any(OPTIONS in vars(each) for each in module.modules()):
+    if any(OPTIONS in vars(inner) for inner in module.modules()):
         raise ArgumentError(
             f"{name} ({type(module).__name__}) is to be replaced by a {registered.dist_module.__name__}, and "
             "activation checkpointing was set in it; call smp.set_activation_checkpointing after smp.DistributedModel"
@@ -188,14 +188,14 @@ def _replacement(name: str, module: nn.Module, registered: Registered, used: set
     if registered.init_hook is not None:
         args, kwargs = _pair(registered.init_hook(*args, **kwargs), "init_hook", type(module))
     mark = mark_of(module) or TensorMark()
-    own = _parameters_of(registered.dist_module)
-    if own is not None:
-        own_config = {key: value for key, value in mark.config.items() if key in own}
-        used.update(own_config)
-        left = sorted(key for key in kwargs if key not in own)
+    accepted = _parameters_of(registered.dist_module)
+    if accepted is not None:
+        config = {key: value for key, value in mark.config.items() if key in accepted}
+        used.update(config)
+        left = sorted(key for key in kwargs if key not in accepted)
         if left and registered.init_hook is not None:
             logger.info("%s takes no %s of what the init_hook gives", registered.dist_module.__name__, ", ".join(left))
-        kwargs = {**{key: value for key, value in kwargs.items() if key in own}, **own_config}
+        kwargs = {**{key: value for key, value in kwargs.items() if key in accepted}, **config}
     else:
         used.update(mark.config)
         kwargs = {**kwargs, **mark.config}
@@ -207,35 +207,35 @@ def _replacement(name: str, module: nn.Module, registered: Registered, used: set
     return twin.train(module.training)
 
 
-def _translated(theirs: Hook, forward_hook: Hook | None, return_hook: Hook | None) -> Hook:
-    """The forward of a distributed module, called as the one that it replaces."""
+def _translated(original: Hook, forward_hook: Hook | None, return_hook: Hook | None) -> Hook:
+    """The forward of a distributed module with the signature of the one that it replaces."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forward_hook is not None:
             args, kwargs = _pair(forward_hook(*args, **kwargs), "forward_hook", type(self))
-        result = theirs(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
         return result if return_hook is None else return_hook(result)
 
     return forward
 
 
-def _pair(given: Any, hook: str, cls: type) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
-        args, kwargs = given
+def _pair(result: Any, hook: str, cls: type) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        args, kwargs = result
         if not isinstance(args, (Tensor, str)) and hasattr(args, "__iter__"):
             return tuple(args), dict(kwargs)
     raise ArgumentError(
-        f"the {hook} for {cls.__name__} returned {shown(given)}; return a pair: the positional arguments as a tuple, "
+        f"the {hook} for {cls.__name__} returned {shown(result)}; return a pair: the positional arguments as a tuple, "
         "and the keyword arguments as a dict"
     )
 
 
 def _parameters_of(cls: type[nn.Module]) -> set[str] | None:
-    """The names of a constructor's arguments; None where it takes any keyword."""
+    """The names of a constructor's arguments; None if it accepts any keyword."""
     parameters = inspect.signature(cls).parameters.values()
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return {each.name for each in parameters}
+    return {parameter.name for parameter in parameters}
 
 
 @torch.no_grad()
@@ -244,8 +244,8 @@ def _take_values(name: str, twin: nn.Module, module: nn.Module, registered: Regi
     if registered.state_hook is not None:
         twin.load_state_dict(registered.state_hook(state))
         return
-    own = twin.state_dict()
-    if own.keys() == state.keys() and all(own[key].shape == state[key].shape for key in own):
+    target = twin.state_dict()
+    if target.keys() == state.keys() and all(target[key].shape == state[key].shape for key in target):
         adopt_state(twin, module)
         return
     logger.warning(
@@ -256,12 +256,12 @@ def _take_values(name: str, twin: nn.Module, module: nn.Module, registered: Regi
 
 
 def _check_keywords(model: nn.Module, used: set[str]) -> None:
-    """Raise for keywords of the marks that ask for something and no module took; say which change nothing."""
+    """Raise for enabled keywords of marks that no module accepts; log those without effect."""
     marks = [mark for module in model.modules() if (mark := mark_of(module)) is not None]
-    given = {key for mark in marks for key, value in mark.config.items() if value is not None and value is not False}
-    for key in sorted(given & WITHOUT_EFFECT.keys()):
+    asked = {key for mark in marks for key, value in mark.config.items() if value is not None and value is not False}
+    for key in sorted(asked & WITHOUT_EFFECT.keys()):
         logger.info("%s of tensor_parallelism changes nothing here: %s", key, WITHOUT_EFFECT[key])
-    unknown = sorted(given - used)
+    unknown = sorted(asked - used)
     if unknown:
         raise ArgumentError(
             f"tensor_parallelism was given {', '.join(unknown)}, but no registered module is replaced by one with such "

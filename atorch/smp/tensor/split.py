@@ -1,4 +1,4 @@
-"""A marked model split over the tensor ranks, and what is asked of it then: whole state, and which parts are cut."""
+"""The split of a marked model over the tensor ranks, with conversions between whole and local states."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from atorch.smp.tensor.marks import marked_parameters
 
 UNKNOWN = "nothing splits it, and by themselves only linear layers and tables are split"
 MANY = 4
-"""Names that a message lists."""
+"""Maximum number of names that a message lists."""
 
 
 class ShardedRows(NamedTuple):
-    """The rows of a parameter that each tensor rank has, and the whole's shape."""
+    """The rows of a parameter on each tensor rank, and the whole shape."""
 
     rows: Rows
     shape: tuple[int, ...]
@@ -37,29 +37,29 @@ class ShardedRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TensorSplit:
-    """The split of a model over its tensor ranks. Names are the user's, and each of a tied parameter's is known."""
+    """The split of a model over its tensor ranks, by the user's parameter names; tied parameters have all of theirs."""
 
     degree: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     cuts: Mapping[str, ShardedRows] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
-    """Marked parts that stay whole on every rank, and why."""
+    """Marked parameters that stay whole on every rank, and the reasons."""
 
     def whole(self, name: str, tensor: Any) -> Tensor:
-        """The whole of a parameter's part, or of what an optimizer holds for it: a tensor of the part's shape.
+        """Gather a parameter, or an optimizer state of its shape; returns an uncut tensor unchanged.
 
-        All tensor ranks call it together, for the same names in the same order; what was not cut comes back as it is.
+        All tensor ranks call it together, with the same names in the same order.
         """
         cut = self.cuts.get(name)
         is_part = cut is not None and tensor.dim() == len(cut.shape)
         return whole_tensor(tensor, cut.rows if cut is not None and is_part else None, self.group)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, or of what an optimizer holds for it.
+        """This rank's part of a whole parameter, or of an optimizer state of its shape.
 
         Raises:
-            ArgumentError: it has another shape than the whole.
+            ArgumentError: the shape differs from the whole parameter's.
         """
         cut = self.cuts.get(name)
         if cut is None or whole.dim() != len(cut.shape):
@@ -72,7 +72,7 @@ class TensorSplit:
         return cut.rows.take(whole, self.rank).contiguous()
 
     def told(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """This rank's rows of the parameters of these names, in words that a file can hold."""
+        """This rank's rows of the named parameters, as plain data for a file."""
         return {
             name: {"dim": cut.rows.dim, "runs": [list(run) for run in cut.rows.by_rank[self.rank]], "shape": cut.shape}
             for name in names
@@ -81,15 +81,15 @@ class TensorSplit:
 
     @torch.no_grad()
     def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict of this rank's parts as the whole model's; all tensor ranks call it together."""
+        """Gather a state dict of local parts to the whole model's; all tensor ranks call it together."""
         return {name: self.whole(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     @torch.no_grad()
     def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole model's state dict as one of this rank's parts, with which `load_state_dict` loads them.
+        """The local parts of the whole model's state dict, for `load_state_dict`.
 
         Raises:
-            ArgumentError: a tensor has another shape than the whole.
+            ArgumentError: a tensor has another shape than the whole parameter.
         """
         return {name: self.own(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
@@ -97,19 +97,19 @@ class TensorSplit:
 def split_marked(
     model: nn.Module, run: Callable[[], Any], mesh: Mesh, *, as_dtensors: bool = False, loss_parallel: bool = False
 ) -> TensorSplit:
-    """Split what is marked of `model`, in place, over the axis tensor of `mesh`. All processes call it together.
+    """Split the marked modules of `model` in place over the axis tensor of `mesh`. All processes call it together.
 
-    Call it before the model is cut into stages. Parameters, buffers and random numbers that differ between processes
-    become the first one's; parameters that were delayed have their values afterwards.
+    Call it before the model is cut into stages. It broadcasts the first process's parameters, buffers and random state,
+    and initializes delayed parameters.
 
     Args:
-        run: calls the model once on a few rows, the same on all tensor ranks.
-        as_dtensors: parts become DTensors, as FSDP2 wants them; else plain tensors.
-        loss_parallel: logits of a split vocabulary stay split until something but a cross entropy reads them, which
-            then all ranks have to do; else they are gathered where they are made.
+        run: calls the model once on a few rows, which are the same on all tensor ranks.
+        as_dtensors: make the parts DTensors, as FSDP2 needs them; else plain tensors.
+        loss_parallel: keep logits of a split vocabulary split for a cross entropy. Any other read gathers them, which
+            all ranks must do together. Else they are gathered at once.
 
     Raises:
-        ArgumentError: `run` does not call the model, or the processes have other models, marks or rows.
+        ArgumentError: `run` does not call the model, or processes differ in their models, marks or rows.
     """
     degree = mesh.size("tensor")
     if degree == 1:
@@ -118,7 +118,7 @@ def split_marked(
     agree(sorted(marked), "what is marked for tensor parallelism", ArgumentError, "as name {}".format)
     fill([model], torch.device("cpu"), delayed_values(model))
     synchronise([*model.parameters(), *model.buffers()])
-    share_random_state(mesh.group("tensor"), next((each.device for each in model.parameters()), torch.device("cpu")))
+    share_random_state(mesh.group("tensor"), next((param.device for param in model.parameters()), torch.device("cpu")))
     if not marked:
         logger.warning(
             "tensor_parallel_degree is %s, but nothing of %s is marked for tensor parallelism: each of these processes "
@@ -128,21 +128,21 @@ def split_marked(
         return TensorSplit(degree, mesh.rank("tensor"), mesh.group("tensor"))
     matrices = _Matrix.all_of(model)
     options: dict[str, Any] = {"among": marked, "as_dtensors": as_dtensors, "loss_parallel": loss_parallel}
-    with without_checkpointing(model):  # what is recomputed has to be all of it
+    with without_checkpointing(model):  # the traced forward must not contain recomputed parts
         layout = together(lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options))
     agree(sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError)
     split = TensorSplit(
         degree, mesh.rank("tensor"), mesh.group("tensor"), _cuts(layout, matrices), _kept(layout, matrices, marked)
     )
-    _tell(model, split)
+    _warn_kept(model, split)
     return split
 
 
 def distributed_modules(model: nn.Module, split: TensorSplit) -> Iterator[nn.Module]:
-    """The modules of a split model that hold parts, and the outermost distributed modules around such."""
+    """The modules of a split model that hold cut parameters, and outermost distributed modules that contain some."""
     outermost: list[str] = []
     for path, module in model.named_modules():
-        is_below = any(path.startswith(f"{each}.") or not each for each in outermost)
+        is_below = any(path.startswith(f"{above}.") or not above for above in outermost)
         is_outermost = isinstance(module, DistributedModule) and not is_below
         if any(full_name(path, name) in split.cuts for name, _ in module.named_parameters(recurse=is_outermost)):
             yield module
@@ -150,20 +150,20 @@ def distributed_modules(model: nn.Module, split: TensorSplit) -> Iterator[nn.Mod
 
 
 def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: Any) -> bool:
-    """True if a parameter of a split model is this rank's part of one."""
+    """True if a parameter of a split model is cut over tensor ranks."""
     named = model.named_parameters(remove_duplicate=False)
-    return any(each is parameter and name in split.cuts for name, each in named)
+    return any(other is parameter and name in split.cuts for name, other in named)
 
 
 def is_scaled_batch(split: TensorSplit) -> bool:
-    """True if parameters and buffers see the batch of all tensor ranks, so that their gradients are averaged over
-    RDP_GROUP, the ranks that hold the same; else over DP_GROUP. It is the same for all of a model.
+    """True if the tensor ranks process their batches as one, so that gradients are averaged over RDP_GROUP, the ranks
+    with the same parameters; else over DP_GROUP. It holds for all parameters and buffers of a model.
     """
     return split.degree > 1
 
 
 class _Matrix(NamedTuple):
-    """A parameter by all its names, and its shape."""
+    """All names of a parameter, and its shape."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -175,7 +175,7 @@ class _Matrix(NamedTuple):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
             shapes[id(parameter)] = tuple(parameter.shape)
-        return [cls(tuple(each), shapes[key]) for key, each in names.items()]
+        return [cls(tuple(aliases), shapes[key]) for key, aliases in names.items()]
 
 
 def _cuts(layout: ModelLayout, matrices: Iterable[_Matrix]) -> dict[str, ShardedRows]:
@@ -188,22 +188,22 @@ def _cuts(layout: ModelLayout, matrices: Iterable[_Matrix]) -> dict[str, Sharded
 
 
 def _kept(layout: ModelLayout, matrices: Iterable[_Matrix], marked: Set[str]) -> dict[str, str]:
-    """Why what is marked and has rows to split stays whole."""
+    """The reasons why marked matrices stay whole, by name."""
     reasons: dict[str, str] = {}
     for path, block in layout.blocks.items():
         shared = (name for group in block.groups for name, rows in group.rows.items() if rows.is_shared)
         reasons.update({full_name(path, name): "several ranks need the same of its rows" for name in shared})
-    reasons.update({each.name: each.reason for each in layout.kept})
+    reasons.update({item.name: item.reason for item in layout.kept})
     kept: dict[str, str] = {}
     for matrix in matrices:
         if len(matrix.shape) > 1 and marked & set(matrix.names) and rows_of(matrix.names, layout.rows) is None:
-            found = [reasons[name] for name in matrix.names if name in reasons]
-            kept[matrix.names[0]] = next(iter(found), UNKNOWN)
+            why = [reasons[name] for name in matrix.names if name in reasons]
+            kept[matrix.names[0]] = next(iter(why), UNKNOWN)
     return kept
 
 
 def _returning_output(run: Callable[[], Any]) -> Callable[[nn.Module], Any]:
-    """`run` as a function of the model, whose first output it returns."""
+    """`run` as a function of the model that returns the model's first output."""
 
     def watched(model: nn.Module) -> Any:
         outputs: list[Any] = []
@@ -218,8 +218,8 @@ def _returning_output(run: Callable[[], Any]) -> Callable[[nn.Module], Any]:
     return watched
 
 
-def _tell(model: nn.Module, split: TensorSplit) -> None:
-    """Say what was marked and stays whole, by reason."""
+def _warn_kept(model: nn.Module, split: TensorSplit) -> None:
+    """Warn about marked parameters that stay whole, grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in split.kept.items():
         reasons.setdefault(reason, []).append(name)

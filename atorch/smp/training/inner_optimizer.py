@@ -1,7 +1,7 @@
-"""Optimizers between the one that a script makes and the parameters of its part of the model.
+"""Optimizer wrappers between the script's optimizer and the parameters of the local part of the model.
 
-From the inside out: the script's optimizer, fp32 masters of 16-bit parameters, the share of states of this replica,
-and the decision of all processes whether gradients are finite. Each is there only where it is needed.
+From the inside out: the script's optimizer, fp32 masters of 16-bit parameters, this replica's shard of the states, and
+a collective check for finite gradients. Each layer is present only if it is needed.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ def stepping(
     device: torch.device,
     spread: Spread,
 ) -> Optimizer:
-    """An optimizer that steps the parameters that `optimizer` has now, by it. All processes call this together.
+    """Wrap `optimizer` to step its current parameters. All processes call this together.
 
-    Its groups are those of `optimizer`, so that a learning rate set there is set here.
+    The wrapper shares the groups of `optimizer`, so that a learning rate set there takes effect here.
 
     Args:
         halves: parameters are in 16 bits, and get fp32 masters.
-        values: what these were before they were rounded, by parameter.
-        scale: of the loss; steps are skipped where a gradient is not finite. None: no loss is scaled.
-        sharing: the replicas that share out the states.
-        sharded: the replicas that share out the parameters.
-        spread: what other processes have of the model, for optimizers that need norms of all of it.
+        values: the parameters' values before rounding, by parameter.
+        scale: the loss scale; a step is skipped if a gradient is not finite. None for no loss scaling.
+        sharing: the replicas that shard the optimizer states.
+        sharded: the replicas that shard the parameters.
+        spread: the parts of the model on other processes, for optimizers that need global norms.
 
     Raises:
-        StrategyError: its step of a parameter depends on others, which are on other processes.
+        StrategyError: the step of a parameter depends on parameters on other processes.
     """
-    make: Callable[[Any], Optimizer] = partial(_another, optimizer)
-    made = optimizer
+    make: Callable[[Any], Optimizer] = partial(_copy_over, optimizer)
+    wrapped = optimizer
     if sharded is not None:
         check_split(optimizer, "sharded", "sharded_data_parallel_degree", sharded)
     if halves or sharing is not None:
@@ -66,52 +66,52 @@ def stepping(
         make = with_master_weights(make, scale or LossScale(1.0), values) if halves else make
         if sharing is not None:
             check_split(optimizer, "apart", "shard_optimizer_state", sharing)
-            made = ShardedOptimizer(groups, make, sharing)
+            wrapped = ShardedOptimizer(groups, make, sharing)
         else:
-            made = make(groups)
-        for own, theirs in zip(optimizer.param_groups, made.param_groups, strict=True):
-            own.update(theirs)
-        made.param_groups[:] = optimizer.param_groups
-    _tell(made, spread)
-    made = made if sharded is None else step_as_ordinary(made)
-    return made if scale is None else ScaledOptimizer(made, scale, unscale=not halves, device=device)
+            wrapped = make(groups)
+        for group, wrapped_group in zip(optimizer.param_groups, wrapped.param_groups, strict=True):
+            group.update(wrapped_group)
+        wrapped.param_groups[:] = optimizer.param_groups
+    _set_spread(wrapped, spread)
+    wrapped = wrapped if sharded is None else step_as_ordinary(wrapped)
+    return wrapped if scale is None else ScaledOptimizer(wrapped, scale, unscale=not halves, device=device)
 
 
-def _tell(optimizer: Optimizer, spread: Spread) -> None:
-    """Let the innermost optimizer, which may step masters, know what the others have."""
+def _set_spread(optimizer: Optimizer, spread: Spread) -> None:
+    """Give the innermost optimizer, which may step masters, the spread of the model over processes."""
     stand_ins: dict[Tensor, Tensor] = {}
     while isinstance(optimizer, WrappedOptimizer):
         if isinstance(optimizer, MasterWeights):
             stand_ins = optimizer.stand_ins
         optimizer = optimizer.inner
     if isinstance(optimizer, Fused):
-        parts = {stand_ins.get(each, each): key for each, key in spread.parts.items()}
-        elsewhere = {stand_ins.get(each, each) for each in spread.counted_elsewhere}
+        parts = {stand_ins.get(parameter, parameter): key for parameter, key in spread.parts.items()}
+        elsewhere = {stand_ins.get(parameter, parameter) for parameter in spread.counted_elsewhere}
         optimizer.spread = Spread(spread.over, parts, elsewhere)
 
 
 def check_split(optimizer: Optimizer, split: ShardKind, key: str, group: dist.ProcessGroup) -> None:
-    """Raise StrategyError, on all processes of a group, where the optimizer computes something else on a split model.
+    """Raise StrategyError on all processes of a group if the optimizer steps a split model differently.
 
-    key: of the configuration that asks for it.
+    key: the configuration key that splits the model.
     """
 
     def work() -> None:
-        why = difference(partial(_another, optimizer), small(optimizer.param_groups), split, group)
-        if why is not None:
+        reason = difference(partial(_copy_over, optimizer), small(optimizer.param_groups), split, group)
+        if reason is not None:
             raise StrategyError(
                 f"{key} spreads what the optimizer steps over processes, which {type(optimizer).__name__} does not "
-                f"bear: {why}. {ADVICE.format(key=key)}"
+                f"bear: {reason}. {ADVICE.format(key=key)}"
             )
 
     together(work, group)
 
 
-def _another(optimizer: Optimizer, groups: Any) -> Optimizer:
-    """An optimizer like another one, with its settings, of these groups."""
-    made = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    vars(made).pop("step", None)  # a scheduler's, which steps the other one
-    made.state = defaultdict(dict)
-    made.param_groups = [{**group, "params": list(group["params"])} for group in groups]
-    return made
+def _copy_over(optimizer: Optimizer, groups: Any) -> Optimizer:
+    """A copy of an optimizer with its settings, without state, over these groups."""
+    copy = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer))
+    vars(copy).pop("step", None)  # a scheduler's wrapper, which steps the original
+    copy.state = defaultdict(dict)
+    copy.param_groups = [{**group, "params": list(group["params"])} for group in groups]
+    return copy

@@ -1,8 +1,8 @@
-"""Training in 16 bits: what the model computes in, and the scale that fp16's small gradients need.
+"""Training in 16 bits: the dtype of computation, and the loss scale that fp16's small gradients need.
 
 Parameters, activations and gradients are in fp16 or bf16, and the optimizer steps fp32 masters
-(`runtime.master_weights`). The model takes floating-point inputs of any width, and its output comes out in fp32, so
-that losses are computed in that.
+(`runtime.precision.master_weights`). The model takes floating-point inputs of any width and returns fp32, so that
+losses are computed in fp32.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from atorch.smp.steps.micro_batch_run import stage_in
 
 
 def half_of(config: Config) -> torch.dtype | None:
-    """The 16-bit type that a configuration trains in; None for the parameters' own."""
+    """The 16-bit dtype of training; None to keep the parameters' own."""
     return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
 
 
 def halve(parts: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDictionary:
-    """Let the parts of a model compute in `dtype`, in place; returns the values that parameters had, by parameter."""
-    held = nn.ModuleList(parts)
-    values = to_half([held], dtype)  # at once: several parts may hold one parameter
-    for part in held:
+    """Convert the parts of a model to `dtype` in place; returns the previous values, by parameter."""
+    modules = nn.ModuleList(parts)
+    values = to_half([modules], dtype)  # in one call: several parts may share a parameter
+    for part in modules:
         cast_arguments(part, dtype)
     return values
 
 
 def widen_output(part: nn.Module) -> None:
-    """Let the model's output come out in fp32 where `part` makes it."""
+    """Convert the model's output to fp32 if `part` computes it."""
     stage = stage_in(part)
     if stage is None or stage.is_last:
         part.register_forward_hook(lambda module, args, output: map_tensors(_widened, output))
@@ -50,34 +50,34 @@ def _widened(leaf: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """The documented settings of a dynamic loss scale."""
+    """The settings of a dynamic loss scale, by their documented names."""
 
     init_scale: float = 2.0**32
-    """The first scale."""
+    """The initial scale."""
     scale_factor: float = 2.0
-    """The factor that it grows or falls by."""
+    """The factor by which it grows or shrinks."""
     scale_window: int = 1000
-    """Good steps in a row after which it grows."""
+    """Consecutive good steps after which it grows."""
     min_scale: float = 1.0
-    """It never falls below."""
+    """Its lower bound."""
     delayed_shift: int = 1
-    """Skipped steps after which it falls."""
+    """Skipped steps after which it shrinks."""
     consecutive_hysteresis: bool = False
-    """True if a good step lets these be counted anew; else the scale's growth does."""
+    """True if a good step resets the count of skipped steps; else growth of the scale resets it."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> DynamicScale:
-        """The settings from arguments by name.
+        """The settings from keyword arguments.
 
         Raises:
-            ArgumentError: there is no such setting, or one holds what it cannot.
+            ArgumentError: a setting is unknown or invalid.
         """
-        known = [each.name for each in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for name, value in given.items():
-            if name not in known:
+            if name not in names:
                 raise ArgumentError(
                     f"smp.DistributedOptimizer was given {name}, and a dynamic loss scale has no such setting; "
-                    f"{near_miss(name, known)}"
+                    f"{near_miss(name, names)}"
                 )
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             holds, what = is_number and value > 0, "a number above 0"
@@ -106,14 +106,14 @@ class DynamicScale:
 def loss_scale_of(
     static: float | None, is_dynamic: bool, nested: Mapping[str, Any] | None, named: Mapping[str, Any]
 ) -> LossScale:
-    """The loss scale that the arguments of an optimizer say.
+    """The loss scale that the arguments of an optimizer describe.
 
     Args:
-        static: the constant one; None is 1.
-        nested, named: settings of the dynamic one, as a dict and one by one.
+        static: the constant scale; None for 1.
+        nested, named: settings of the dynamic scale, as a dict and as keyword arguments.
 
     Raises:
-        ArgumentError: they do not hold, or contradict each other.
+        ArgumentError: an argument is invalid, or two contradict each other.
     """
     check_bools("smp.DistributedOptimizer", dynamic_loss_scale=is_dynamic)
     if nested is not None and not isinstance(nested, Mapping):

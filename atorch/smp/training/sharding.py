@@ -1,7 +1,7 @@
 """Sharded data parallelism: parameters, gradients and optimizer states spread over replicas, gathered block by block.
 
-A pass of the model is then one of all replicas together. Who fails outside of it says so before the next one, and all
-stop; who fails inside of it takes part with zeros until the others look, and all stop there.
+All replicas then run each pass of the model together. A process that fails outside a pass reports it before the next
+one, where all stop. One that fails inside a pass contributes zeros until the others check, and all stop there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEETS = CollectiveEvent("goes on", is_compared=True)
 
 
 class ShardedPasses:
-    """The passes of a model whose parameters are spread over processes, and their reduction."""
+    """The passes of a model with sharded parameters, and their gradient reduction."""
 
     def __init__(self, part: nn.Module) -> None:
         self._reduction, self._passes = Reduction(part), passes_of(part)
@@ -36,7 +36,7 @@ class ShardedPasses:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the passes of a step: inside, who fails lets the others stop, who will be told why by the step."""
+        """Enclose the passes of a step: if this process fails inside, the others stop; the step reports the error."""
         self._is_inside = False
         try:
             yield
@@ -47,14 +47,14 @@ class ShardedPasses:
             if self._is_inside and self._passes is not None:
                 self._passes.fail(str(error) if isinstance(error, AtorchError) else f"{type(error).__name__}: {error}")
             elif not self._is_inside:
-                with suppress(RankFailedError):  # this one will be told of as well
+                with suppress(RankFailedError):  # the step reports this error as well
                     self._meet(failed=True)
             self._recover()
             raise
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """A backward pass; gradients are reduced with the last one."""
+        """Enclose a backward pass; the last one reduces the gradients."""
         self._enter()
         with self._reduction.backward(last=last):
             yield
@@ -68,22 +68,22 @@ class ShardedPasses:
         self._is_inside = False
 
     def _meet(self, failed: bool = False) -> None:
-        """Learn whether all processes go on.
+        """Check that all processes continue.
 
         Raises:
-            RankFailedError: another one does not.
+            RankFailedError: another process has failed.
         """
         if self._passes is not None and self._passes.meet(MEETS, failed) and not failed:
             raise RankFailedError("another process has failed")
 
     def _recover(self) -> None:
-        """After a step that failed: the next one may be run, and finds nothing gathered."""
+        """Reset after a failed step, so that the next one can run and no parameters stay gathered."""
         self._reduction.recover()
         self._leave()
 
 
 def check_degrees(config: Config) -> None:
-    """Raise StrategyError where what is sharded is to be cut otherwise, too."""
+    """Raise StrategyError if sharded parameters are to be split by pipeline or tensor parallelism as well."""
     for key in ("pipeline_parallel_degree", "tensor_parallel_degree"):
         degree = getattr(config, key)
         if config.sharded_data_parallel_degree > 1 and degree > 1:
@@ -95,9 +95,9 @@ def check_degrees(config: Config) -> None:
 
 
 def sharded(part: nn.Module, mesh: Mesh, dtype: torch.dtype | None) -> ShardedPasses:
-    """Spread a model's parameters over the axis zero, in place. All processes call this together.
+    """Shard a model's parameters over the axis zero, in place. All processes call this together.
 
-    dtype: that passes compute in; None for the parameters' own.
+    dtype: the dtype of computation; None for the parameters' own.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

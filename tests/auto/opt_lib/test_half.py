@@ -37,6 +37,12 @@ def test_bf16_needs_the_hardware() -> None:
     assert Half.of("bf16").unmet(ClusterSpec.load("v100_32g")) is not None
 
 
+def test_without_a_type_a_model_stays_in_bf16() -> None:
+    assert Half().settled(Net().bfloat16()).dtype == "bf16"
+    assert Half().settled(Net()).dtype == "fp16"
+    assert Half(dtype="fp16").settled(Net().bfloat16()).dtype == "fp16"
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

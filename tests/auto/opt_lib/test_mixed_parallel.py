@@ -77,6 +77,11 @@ class TestDegrees:
         assert ("pipeline_parallel" in strategy.names()) == (mode.size("pipeline") > 1)
         assert "checkpoint" in strategy.names()
 
+    def test_split_what_was_asked_for(self):
+        """Data parallelism alone is estimated faster here."""
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            assert name in self.chosen(name, "fsdp")[1].names()
+
     def test_fit_nowhere(self):
         with pytest.raises(StrategyError, match=r"fits on no mesh of 2 processes; the nearest is parallel_mode\("):
             self.chosen("tensor_parallel", cluster=ClusterSpec.load("2xL4-24GB"))

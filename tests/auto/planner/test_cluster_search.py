@@ -10,7 +10,7 @@ from atorch.auto.opt_lib.fp8 import Fp8
 from atorch.auto.planner.cluster_search import answer
 from atorch.auto.planner.estimate.score import estimate_of
 from atorch.auto.planner.estimate.uncertainty import CLEAR
-from atorch.auto.planner.search.best_first import TIE
+from atorch.auto.planner.search_space.best_first import TIE
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost
@@ -122,9 +122,21 @@ def test_a_reserve_is_kept_free():
     assert plan.estimate.peak_bytes <= plan.usable_bytes == CLUSTER.device.memory_bytes / 2
 
 
-def test_parts_are_fixed_included_and_excluded():
-    fixed = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)])])
-    plan = answer(llama(), CLUSTER, global_batch=16, fixed=fixed, included=["checkpoint"], excluded=["compile", "half"])
+def test_exactly_the_fixed_methods_are_planned():
+    plan = answer(llama(4), CLUSTER, global_batch=16, fixed=Strategy.of(["fsdp", ("amp_native", "bf16")]))
+    assert names_of(plan) == {"parallel_mode", "fsdp", "amp_native"}, "several processes need a mesh"
+    assert names_of(answer(llama(4), CLUSTER, global_batch=16, fixed=Strategy.of([]))) == {"parallel_mode", "ddp"}
+    alone = replace(CLUSTER, devices_per_node=1, num_nodes=1)
+    assert names_of(answer(llama(4), alone, global_batch=16, fixed=Strategy.of(["checkpoint"]))) == {"checkpoint"}
+    with pytest.raises(StrategyError, match="fixed and extend are both given"):
+        answer(llama(4), CLUSTER, global_batch=16, fixed=Strategy.of(["fsdp"]), extend=Strategy.of(["fsdp"]))
+
+
+def test_parts_are_extended_included_and_excluded():
+    extend = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)])])
+    plan = answer(
+        llama(), CLUSTER, global_batch=16, extend=extend, included=["checkpoint"], excluded=["compile", "half"]
+    )
     assert {"parallel_mode", "tensor_parallel", "checkpoint"} <= set(plan.strategy.names())
     assert not {"compile", "half"} & set(plan.strategy.names())
     assert dict(plan.strategy[0].slices) == {"tensor": 2, "data": 2}
@@ -145,9 +157,9 @@ def test_what_does_not_hold():
         answer(llama(), CLUSTER, global_batch=16, objective="steptime")
     with pytest.raises(StrategyError, match="give a list"):
         answer(llama(), CLUSTER, global_batch=16, excluded="ddp")
-    fixed = Strategy.of([("parallel_mode", [("tensor", 3)])])
+    extend = Strategy.of([("parallel_mode", [("tensor", 3)])])
     with pytest.raises(StrategyError, match=r"no legal composition is left: .*tensor 3 does not divide"):
-        answer(llama(), replace(CLUSTER, devices_per_node=3), global_batch=16, fixed=fixed)
+        answer(llama(), replace(CLUSTER, devices_per_node=3), global_batch=16, extend=extend)
 
 
 def test_a_batch_that_cannot_be_shared_out_is_the_reason():
@@ -198,9 +210,9 @@ def test_fp8_is_not_chosen_unasked_and_what_is_included_is_allowed():
     assert "fp8" in answer(llama(4), H100, global_batch=16, included=["fp8"], precision="fp32").strategy.names()
 
 
-def test_what_is_not_legal_beside_the_fixed_is_passed_over():
-    fixed = Strategy.of([("amp_native", "bf16"), "chunk"])
-    plan = answer(llama(4), H100, global_batch=16, fixed=fixed, precision="fp8")
+def test_what_is_not_legal_with_the_extended_is_passed_over():
+    extend = Strategy.of([("amp_native", "bf16"), "chunk"])
+    plan = answer(llama(4), H100, global_batch=16, extend=extend, precision="fp8")
     assert {"amp_native", "chunk"} <= set(plan.strategy.names())
     assert "fp8" not in plan.strategy.names(), "chunks move what fp8 keeps scales of"
 

@@ -30,7 +30,7 @@ def test_published_jobs_fit_in_chunks_with_eight_samples_a_device(model, cluster
 
 def planned(model, cluster, excluded=()):
     batch = 8 * cluster.world_size
-    return answer(profile_of(model), cluster, global_batch=batch, fixed=RECIPE, excluded=excluded, advise=False)
+    return answer(profile_of(model), cluster, global_batch=batch, extend=RECIPE, excluded=excluded, advise=False)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 from atorch import auto_accelerate
 from atorch.auto import session
 from atorch.auto.planner import planner
-from atorch.auto.planner.dry_run.fault_barrier import Coordinator, quick_collections
-from atorch.auto.planner.dry_run.time_budget import TimeBudget
-from atorch.auto.planner.dry_run.trial import Trial
-from atorch.auto.planner.dry_run.trial_context import Feed
+from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, quick_collections
+from atorch.auto.planner.dry_runs.time_budget import TimeBudget
+from atorch.auto.planner.dry_runs.trial import Trial
+from atorch.auto.planner.dry_runs.trial_context import Feed
 from atorch.auto.reference_step import ReferenceStep
 from atorch.auto.strategy import Strategy
 from tests.auto.planner.jobs import context

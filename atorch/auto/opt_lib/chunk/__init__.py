@@ -1,8 +1,8 @@
 """chunk: parameters, gradients and optimizer states in chunks that move between device and host, under a byte budget.
 
-Memory: at most the budget on the device, activations and workspace included; what is beyond it waits in host memory,
-optimizer states first (Fang et al. 2021, arXiv 2108.05818). Chunks are sharded over the processes that hold the same
-parameters, gathered before they are used and reduced after. Transfers: what waits is fetched for forward and for
+Memory: at most the budget on the device, activations and workspace included; the rest stays in host memory, optimizer
+states first (Fang et al. 2021, arXiv 2108.05818). Chunks are sharded over the processes that hold the same parameters,
+gathered before use, and their gradients reduced after it. Transfers: chunks on the host are fetched for forward and for
 backward, gradients go back, and the host steps what it holds.
 """
 
@@ -73,17 +73,17 @@ class Chunk(Method):
     budget_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes that a device may hold at any moment."""
     budget_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The same as a fraction of the device's memory, less the workspaces of cuBLAS; None, and no bytes: 0.9."""
+    """The same as a fraction of the device's memory, less the workspaces of cuBLAS; 0.9 if neither is given."""
     hybrid: bool = True
-    """Keep optimizer states for which the budget has room on the device, and step them there; off, the host holds and
-    steps them all."""
+    """Keep optimizer states on the device, and step them there, as far as the budget allows. If False, the host holds
+    and steps them all."""
     prefetch: Annotated[int, Field(ge=0)] = 1
-    """Chunks that are fetched ahead of their use; 0 waits for each."""
+    """Chunks that are fetched ahead of use; 0 fetches each only when it is needed."""
     disk: str | None = None
-    """A folder for what host memory has no room for; None: host memory has to do."""
+    """A folder for states that do not fit in host memory; None: host memory only."""
     step_in_backward: bool = False
-    """Step on the host while backward goes on, for loops in which nothing comes between backward and `optim.step()`:
-    no clipping, no accumulation, no loss scale. One process; the first step is a whole one."""
+    """Step on the host during backward, for loops without anything between backward and `optim.step()`: no clipping,
+    no accumulation, no loss scale. Only for one process; the first step is a usual one."""
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -93,16 +93,16 @@ class Chunk(Method):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axis zero, over which the chunks are shared where the mesh has data, too."""
+        """The axis zero, over which chunks are sharded if the mesh has data, too."""
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:
-        by_chunks = any(each.loss_chunks > 1.0 for each in cost.segments)
-        beside = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1, "cross_entropy": by_chunks}
-        return next((f"chunk and {name}: {_REFUSED[name]}" for name, there in beside.items() if there), None)
+        by_chunks = any(segment.loss_chunks > 1.0 for segment in cost.segments)
+        excluded = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1, "cross_entropy": by_chunks}
+        return next((f"chunk and {name}: {_REFUSED[name]}" for name, present in excluded.items() if present), None)
 
     def cost(self, cost: Cost) -> Cost:
-        """Shards as under fsdp, gradients copied into chunks of their own, and a budget beyond which states wait."""
+        """Shards as under fsdp, gradients copied into their own chunks, and a budget for states on the device."""
         low = cost.dtype != "float32"
         axes, replicas = _axes(cost)
         cost = shard(
@@ -126,19 +126,19 @@ class Chunk(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """With optimizer states where the budget has room, and without; a CPU's memory is the host's anyway."""
+        """Both values of `hybrid`; none on a CPU, whose memory is the host's."""
         if cluster.device.type != "cpu":
             yield cls()
             yield cls(hybrid=False)
 
     def check_optimizer(self, ctx: Context) -> None:
-        """No closure; and where processes share the chunks, an optimizer of single elements."""
+        """Refuse a closure, and an optimizer that is not element-wise if processes share the chunks."""
         need_no_closure(ctx, self.name, "train with ddp, or without chunk")
         if replicas(ctx) > 1:
             need_listed(ctx, self.name, ELEMENTWISE)
 
     def check(self, ctx: Context) -> None:
-        """Nothing beside it keeps parameters where they are; their gradients are dense, and all of them numbers."""
+        """Check that no other method fixes parameters in memory; they are floating-point and their gradients dense."""
         for other in ctx.strategy or ():
             if other.name in _REFUSED:
                 raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
@@ -162,20 +162,20 @@ class Chunk(Method):
         need_own_storage(ctx, self.name, torch.empty_like)
 
     def apply(self, ctx: Context) -> Context:
-        """Put the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps on the chunks."""
+        """Move the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps the chunks."""
         self.check(ctx)
         offload = None if ctx.strategy is None else ctx.strategy.get(Offload)
         if offload is not None:
             ctx = offload.move_activations(ctx)
         (part,), mesh = ctx.parts, ctx.need_mesh()
         axes, replicas = _axes(mesh)
-        everyone = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
-        budget = -largest([-self._budget(ctx)], everyone)[0]  # the smallest machine's
+        sharers = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
+        budget = -largest([-self._budget(ctx)], sharers)[0]  # of the smallest device
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
         ctx.give_memory(_place_in_chunk)
         compiled = _compiled(ctx, part)
-        courses = Courses(_foresee(ctx, part, compiled), everyone)
+        courses = Courses(_foresee(ctx, part, compiled), sharers)
         courses.expect(ctx.sample_batch, tensors_of(ctx.sample_batch))
         operations = chunk(
             part,
@@ -223,7 +223,7 @@ class Chunk(Method):
         )
 
     def _between(self, ctx: Context) -> str | None:
-        """The method that does something with gradients after backward, and what; None where there is none."""
+        """A method that changes gradients after backward, with its effect, or None."""
         for other in ctx.strategy or ():
             if isinstance(other, MicroBatch):
                 return f"{other} adds gradients of several passes up"
@@ -232,11 +232,11 @@ class Chunk(Method):
         return None
 
     def _adds_up(self, ctx: Context) -> bool:
-        """True if a step has several backward passes of the strategy's."""
+        """True if the strategy runs several backward passes a step."""
         return ctx.strategy is not None and ctx.strategy.get(MicroBatch) is not None
 
     def _host_state_bytes(self, ctx: Context) -> float | None:
-        """Bytes of the optimizer's states in host memory for an element; None in a simulation, which takes none."""
+        """Bytes of the optimizer's states in host memory per element; None in a simulation, which allocates none."""
         if is_simulated(ctx.parts):
             return None
         return state_bytes(ctx) if self.disk is None else 0.0
@@ -249,7 +249,7 @@ class Chunk(Method):
 
 
 def kept_by_products(device: torch.device) -> int:
-    """Bytes that matrix products keep on a CUDA device for good, in forward and backward; no fake tensor shows them."""
+    """Bytes of cuBLAS workspaces, which matrix products keep on a CUDA device; fake tensors do not show them."""
     if device.type != "cuda":
         return 0
     torch._C._cuda_clearCublasWorkspaces()
@@ -257,20 +257,20 @@ def kept_by_products(device: torch.device) -> int:
     for dtype in (torch.float32, torch.bfloat16):
         weight = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
         added = nn.functional.linear(weight, weight, weight[0])  # with a bias cuBLASLt multiplies, not cuBLAS
-        (added @ weight).sum().backward()  # on autograd's own thread, which has a workspace of its own
+        (added @ weight).sum().backward()  # on autograd's thread, which has its own workspace
         del weight, added
     return torch.cuda.memory_allocated(device) - before
 
 
 def _axes(mesh: Cost | Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that share every chunk, and those that have copies of it: data, where there is a zero axis, too."""
+    """The axes that shard every chunk, and those that replicate it: data, if there is a zero axis, too."""
     if mesh.size("data") == 1 or mesh.size("zero") == 1:
         return REPLICA_AXES, ()
     return tuple(axis for axis in REPLICA_AXES if axis != "data"), ("data",)
 
 
 def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor without values until its chunk has them: a parameter has no memory, a buffer its own."""
+    """A tensor without values yet: a buffer with memory, or a parameter, whose chunk will provide the memory."""
     if isinstance(tensor, nn.Parameter):
         return stand_in(tensor.shape, tensor.dtype, device)
     return unfilled(tensor, device)
@@ -278,7 +278,7 @@ def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def _write(chunks: ChunkSet, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a parameter have `value`, as wide as it comes, in its chunk; and what lies in none where it is."""
+    """Write `value`, in its own precision, into a parameter's chunk, or in place if the tensor is in no chunk."""
     place = chunks.place(tensor)
     if place is None:
         tensor.copy_(value)
@@ -288,7 +288,7 @@ def _write(chunks: ChunkSet, tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
-    """Figures of the first pass, for whoever reads the strategy."""
+    """Figures of the first pass, for the strategy's metadata."""
     assert first.schedule is not None
     sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
     return {
@@ -300,19 +300,19 @@ def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
 
 
 def _compiled(ctx: Context, part: nn.Module) -> list[str]:
-    """Names of the modules that `compile` will compile, those within them left out.
+    """Names of the outermost modules that `compile` will compile.
 
     Raises:
         StrategyError: it will compile the whole model.
     """
-    for each in ctx.strategy or ():
-        if isinstance(each, Compile):
-            return outermost(each.chosen(part))
+    for other in ctx.strategy or ():
+        if isinstance(other, Compile):
+            return outermost(other.chosen(part))
     return []
 
 
 def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Foresee:
-    """A function that foresees a pass on a batch of the loader, or on the largest of its micro-batches."""
+    """A function that traces a pass on a batch of the loader, or on the largest of its micro-batches."""
     loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
     def foresee(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
@@ -343,10 +343,10 @@ def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.
 
 
 def _rows(ctx: Context, rows: int) -> int:
-    """Rows of a micro-batch, where the batch is split."""
-    for each in ctx.strategy or ():
-        if isinstance(each, MicroBatch):
-            if isinstance(each.size, int):
-                return min(rows, each.size)
-            return rows if each.count is None else -(-rows // each.count)
+    """Rows of the largest micro-batch, or of the batch if it is not split."""
+    for other in ctx.strategy or ():
+        if isinstance(other, MicroBatch):
+            if isinstance(other.size, int):
+                return min(rows, other.size)
+            return rows if other.count is None else -(-rows // other.count)
     return rows

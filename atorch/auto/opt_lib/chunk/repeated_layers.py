@@ -1,9 +1,9 @@
-"""The list of blocks that makes a model deep, and what is seen of it in copies that have fewer, or none but its calls.
+"""A model's list of repeated blocks, and the check that a trace of a few blocks represents all of them.
 
-What blocks do can be told from a few of them where all are alike, and where the model does with each what it does with
-the one before: calls it once, in order, with inputs of the same shapes, under the same contexts, and with the same
-operations between. The first is read from the blocks. The second is seen in a forward pass of full depth, in which
-blocks beyond the first few only return what the one before returned.
+A few blocks represent all if the blocks are alike, and if the model treats each like the one before: it calls each
+once, in order, with inputs of the same shapes, under the same contexts, and with the same operations between. The first
+condition is read from the blocks. The second is checked in a forward pass of full depth, in which blocks beyond the
+first few only return what the one before returned.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from atorch.profiler.capture.block_equality import are_alike, groups_of_alike
 from atorch.profiler.capture.block_reuse import described, like
 from atorch.runtime.chunk.schedule.depth_extrapolation import ENDS, FEWEST
 
-_PERIODS = 8  # blocks that repeat together, at most
-_LOOKED_AT = 4 * _PERIODS  # blocks in which a period is looked for
+_PERIODS = 8  # blocks of the longest period
+_LOOKED_AT = 4 * _PERIODS  # blocks in which a period is searched
 _DETACHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 class Stack(NamedTuple):
-    """A list of blocks, which repeat from one of the first on."""
+    """A list of blocks that repeat with a period, from one of the first on."""
 
     name: str
     blocks: Sequence[nn.Module]
     first: int
-    """Blocks before those that repeat."""
+    """Number of blocks before those that repeat."""
     period: int
-    """Blocks that repeat together."""
+    """Number of blocks that repeat together."""
 
     @property
     def depths(self) -> tuple[int, int, int]:
-        """Numbers of blocks of models that tell what this one does."""
+        """Numbers of blocks of the three shallow copies that are traced."""
         least = self.first + FEWEST * self.period
         least += (len(self.blocks) - least) % self.period
         return least, least + self.period, least + 2 * self.period
 
     def later(self, name: str, periods: int) -> str:
-        """A parameter's name, so many periods later where it is in a block that repeats."""
+        """A parameter's name, `periods` periods later if it is in a repeating block."""
         prefix = f"{self.name}."
         if not name.startswith(prefix):
             return name
@@ -54,14 +54,14 @@ class Stack(NamedTuple):
         return f"{prefix}{int(index) + periods * self.period}.{rest}" if int(index) >= self.first else name
 
     def shorten(self, copied: nn.Module, depth: int) -> None:
-        """Let a copy without the other blocks have this depth."""
+        """Reduce a copy to its first `depth` blocks."""
         container: Any = copied.get_submodule(self.name)
         for index in range(depth, len(self.blocks)):
             del container._modules[str(index)]
         tell_depth(copied, len(self.blocks), depth)
 
     def fill(self, copied: nn.Module, depth: int) -> list[nn.Module]:
-        """The blocks of a copy that has so many, and in the places of the others some that share their parts."""
+        """Extend a copy of `depth` blocks to full depth by blocks that share parts with these; return all blocks."""
         container: Any = copied.get_submodule(self.name)
         filled = list(container)[:depth]
         for index in range(depth, len(self.blocks)):
@@ -74,29 +74,29 @@ class Stack(NamedTuple):
 
 
 def stack_of(model: nn.Module, compiled: Collection[str]) -> Stack | None:
-    """The longest list of a model's blocks, where they repeat, share nothing, and fewer of them would save work."""
+    """The longest list of a model's blocks, if they repeat, share nothing, and fewer of them save work; else None."""
     by_list: dict[str, list[nn.Module]] = {}
     for name, block in repeated_blocks(model).items():
         by_list.setdefault(name.rpartition(".")[0], []).append(block)
     if not by_list:
         return None
-    name = max(by_list, key=lambda each: len(by_list[each]))
+    name = max(by_list, key=lambda path: len(by_list[path]))
     blocks, container = by_list[name], model.get_submodule(name)
     if not isinstance(container, (nn.ModuleList, nn.Sequential)) or list(container) != blocks or not name:
         return None
     of_blocks, others = _parameters(model, f"{name}.")
     if len(set(of_blocks)) < len(of_blocks) or not others.isdisjoint(of_blocks):
-        return None  # blocks that share some, or are one
+        return None  # blocks that share parameters, or are the same module
     run_at_least = 4 * len(others) + 5 * FEWEST * len(of_blocks) // len(blocks)
     if 4 * run_at_least > 3 * len(of_blocks):
         return None
-    found = _repeating(blocks, [_compiled_in(f"{name}.{index}.", compiled) for index in range(len(blocks))])
-    stack = None if found is None else Stack(name, blocks, *found)
+    repeats = _find_period(blocks, [_compiled_in(f"{name}.{index}.", compiled) for index in range(len(blocks))])
+    stack = None if repeats is None else Stack(name, blocks, *repeats)
     return stack if stack is not None and 2 * sum(stack.depths) <= len(blocks) else None
 
 
 def _parameters(model: nn.Module, prefix: str) -> tuple[list[int], set[int]]:
-    """Ids of the parameters below `prefix`, those with several names several times, and of all others."""
+    """Ids of the parameters below `prefix`, one per name, and of all others."""
     inside: list[int] = []
     outside: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -111,8 +111,8 @@ def _compiled_in(prefix: str, compiled: Collection[str]) -> frozenset[str]:
     return frozenset(f"{name}."[len(prefix) :] for name in compiled if f"{name}.".startswith(prefix))
 
 
-def _repeating(blocks: Sequence[nn.Module], compiled: Sequence[frozenset[str]]) -> tuple[int, int] | None:
-    """(blocks before those that repeat, how many repeat together)."""
+def _find_period(blocks: Sequence[nn.Module], compiled: Sequence[frozenset[str]]) -> tuple[int, int] | None:
+    """(number of blocks before those that repeat, their period), or None if they do not repeat."""
     some = {str(index): block for index, block in enumerate(blocks[:_LOOKED_AT])}
     group_of = {int(name): number for number, group in enumerate(groups_of_alike(some)) for name in group}
     labels = [(group_of[index], compiled[index]) for index in range(len(some))]
@@ -131,7 +131,7 @@ def _repeating(blocks: Sequence[nn.Module], compiled: Sequence[frozenset[str]]) 
 
 
 class LayerCall(NamedTuple):
-    """A call of a block, and the operations outside of blocks since the call before."""
+    """A call of a block, and the operations outside of blocks since the previous call."""
 
     place: int
     given: Hashable
@@ -139,7 +139,7 @@ class LayerCall(NamedTuple):
 
 
 class LayerTrace(TorchDispatchMode):
-    """Notes what runs outside of blocks in a forward pass, and how blocks are called."""
+    """Records the operations outside of blocks in a forward pass, and the calls of blocks."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -154,29 +154,29 @@ class LayerTrace(TorchDispatchMode):
         self._runs: dict[int, tuple[list[Tensor], Any]] = {}
 
     def watch(self, stack: Stack, shortened: nn.Module) -> None:
-        """Note how the blocks of a shortened copy are called, and what they decide by numbers of their own."""
+        """Record the calls of a shortened copy's blocks, and their decisions by integer attributes."""
         blocks = list(shortened.get_submodule(stack.name).children())
         self._numbers = CountingNumbers(blocks, stack.first, stack.period)
         for index, block in enumerate(blocks):
             _replace_forward(block, self._watched(index, block.forward))
 
     def stand_in(self, stack: Stack, copied: nn.Module, depth: int) -> None:
-        """Note calls of all blocks of a copy that has so many: others return what the one a period before returned."""
+        """Record the calls of all blocks; those beyond `depth` return the output of the block a period before."""
         for index, block in enumerate(stack.fill(copied, depth)):
             watched = self._watched(index, block.forward, keep=True)
             _replace_forward(block, watched if index < depth else self._repeating(index, stack.period))
 
     def end(self) -> None:
-        """The forward pass is over, the loss included."""
+        """End the recording, once forward and loss are computed."""
         self.after = tuple(self._operations)
 
     def is_continued(self, other: LayerTrace, stack: Stack, depth: int) -> bool:
-        """True if `other`, of full depth, is this pass of `depth` blocks, with further ones treated as those before."""
+        """True if `other`, of full depth, continues this pass of `depth` blocks with further blocks treated alike."""
         if self.after is None or self._numbers is None or not self._numbers.are_used_alike:
             return False
-        if [each.place for each in self.calls] != list(range(depth)):
+        if [call.place for call in self.calls] != list(range(depth)):
             return False
-        if [each.place for each in other.calls] != list(range(len(stack.blocks))) or self.after != other.after:
+        if [call.place for call in other.calls] != list(range(len(stack.blocks))) or self.after != other.after:
             return False
         begun = depth - ENDS * stack.period
         pairs = zip(other.calls[begun:], other.calls[begun - stack.period :], strict=False)
@@ -184,13 +184,13 @@ class LayerTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_noted = not self._is_inside and self.after is None and func.namespace != "prim"
-        if is_noted and func not in _DETACHING:  # which come with what is saved, too
+        if is_noted and func not in _DETACHING:  # which autograd also runs when it saves tensors
             self._operations.append(func)
         return func(*args, **(kwargs or {}))
 
     def _watched(self, index: int, forward: Callable[..., Any], keep: bool = False) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or self.after is not None:  # backward may compute it again
+            if self._is_inside or self.after is not None:  # recompute in backward is no call
                 return forward(*args, **kwargs)
             self._note(index, (args, kwargs))
             with self._inside():
@@ -204,12 +204,12 @@ class LayerTrace(TorchDispatchMode):
     def _repeating(self, index: int, period: int) -> Callable[..., Any]:
         def repeated(*args: Any, **kwargs: Any) -> Any:
             self._note(index, (args, kwargs))
-            given = list(tensors_of((args, kwargs)))
+            inputs = list(tensors_of((args, kwargs)))
             before, output = self._runs[index - period]
-            now = {id(one): other for one, other in zip(before, given, strict=True)}
+            now = {id(one): other for one, other in zip(before, inputs, strict=True)}  # for outputs that are inputs
             with self._inside():
                 repeated = map_tensors(lambda tensor: now[id(tensor)] if id(tensor) in now else like(tensor), output)
-            self._runs[index] = given, repeated
+            self._runs[index] = inputs, repeated
             self._runs.pop(index - 2 * period, None)
             return repeated
 
@@ -223,14 +223,14 @@ class LayerTrace(TorchDispatchMode):
         finally:
             self._is_inside = False
 
-    def _note(self, index: int, given: Any) -> None:
+    def _note(self, index: int, arguments: Any) -> None:
         operations, self._operations = tuple(self._operations), []
-        seen: dict[int, int] = {}  # which tensors are the same
-        made_of = described(given, lambda each: seen.setdefault(id(each), len(seen)), type)
+        numbers: dict[int, int] = {}  # numbers of tensors, by which equal ones show
+        made_of = described(arguments, lambda tensor: numbers.setdefault(id(tensor), len(numbers)), type)
         self.calls.append(LayerCall(index, (*self._context(), *made_of), operations))
 
     def _context(self) -> tuple[Hashable, ...]:
-        """The modes and hooks in force around a block, beside what was around the first."""
+        """The modes and hooks in force around a block, relative to the first block."""
         modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
         self._num_modes = self._num_modes or modes
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -247,31 +247,31 @@ def _replace_forward(block: Any, forward: Callable[..., Any]) -> None:
 
 
 class CountingNumbers:
-    """The numbers that count up with a copy's blocks, which note what code decides by them.
+    """Integer attributes that count up with a copy's blocks, such as a layer index, and a record of their use.
 
-    A block that is told its place may do something else from a place on. Where all that it asks of the number comes out
-    alike for some blocks, measured from their own places, it is taken to do so for all: `len(cache) <= place` is always
-    as far from the place, `place < 12` is not.
+    A block that knows its index may behave differently from some index on. If all comparisons come out alike for some
+    blocks, relative to their own indices, all blocks are assumed to behave alike. `len(cache) <= index` is always at
+    the same distance from the index, `index < 12` is not.
 
     Args:
-        blocks: of the copy; their modules' attributes are replaced.
-        first: the first of those that repeat.
-        period: how many repeat together.
+        blocks: those of the copy; attributes of their modules are replaced.
+        first: the index of the first block that repeats.
+        period: the number of blocks that repeat together.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], first: int, period: int) -> None:
         self._period = period
-        likes = [(blocks[first + (index - first) % period], blocks[index]) for index in range(first, len(blocks))]
-        self._used = [_noting(like, block) for like, block in likes][period:]
+        pairs = [(blocks[first + (index - first) % period], blocks[index]) for index in range(first, len(blocks))]
+        self._used = [_record_uses(before, block) for before, block in pairs][period:]
 
     @property
     def are_used_alike(self) -> bool:
-        """True if all that they decided so far was alike in all blocks."""
+        """True if all uses so far were alike in all blocks."""
         return all(one == other for one, other in zip(self._used, self._used[self._period :], strict=False))
 
 
-def _noting(like: nn.Module, block: nn.Module) -> list[Any]:
-    """Decisions by the numbers of a block that another one has otherwise."""
+def _record_uses(like: nn.Module, block: nn.Module) -> list[Any]:
+    """Replace integers of `block` that differ from those of `like`; return a list that records their uses."""
     used: list[Any] = []
     for before, module in zip(like.modules(), block.modules(), strict=True):
         for name, value in list(vars(module).items()):
@@ -305,7 +305,7 @@ def _moved(name: str) -> Any:
 
 
 class _Counting(int):
-    """A number with a list of what was asked of it."""
+    """An integer that records its uses in a list."""
 
     used: list[Any]
 

@@ -1,7 +1,7 @@
-"""A pass of training before the first one, for methods that must know beforehand what is needed when, and what lives.
+"""A trace of a training pass before the first step, for methods that plan by its operations and live bytes.
 
-It runs on fake tensors, of the device where that is here: autocast casts what is on its own device alone. Where values
-decide which way a model goes, it runs for real, on copies in host memory.
+It runs on fake tensors, on the training device if it is here, since autocast casts only tensors of its device. If
+control flow depends on values, it runs for real, on copies in host memory.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ def foreseen(
     for_real: bool = False,
     whole: bool = False,
 ) -> AccessTrace:
-    """The pass of forward, loss and backward of `model` on `batch`, by operation. The model is not touched.
+    """Trace forward, loss and backward of `model` on `batch`, by operation. The model is not changed.
 
     Args:
-        batch: what `loss(model, batch)` takes; its tensors may be anywhere.
-        dtype: of floating-point parameters as operations will see them; None for their own.
-        compiled: names of modules whose code will be compiled.
-        on_host: tensors in host memory, of which more is asked of some; what is computed of them alone is there, too.
-        lingering: gradients travel to the host beside computation, each until the next one comes; None for what
-            transfers do on such a device.
-        for_real: run on copies of the model's values and the batch's in place of fakes, for a model whose control flow
-            depends on values. Where processes share its chunks, all of them call this at once.
-        whole: every block is run, also where the pass of many alike ones follows from those of a few.
+        batch: the argument of `loss(model, batch)`; its tensors may be on any device.
+        dtype: the type of floating-point parameters in operations; None for their own.
+        compiled: names of modules that will be compiled.
+        on_host: tensors in host memory; results that are computed only from them are there, too.
+        lingering: each gradient stays until the next one comes, since it is copied to the host meanwhile; None: True on
+            CUDA.
+        for_real: run on copies of the values of model and batch in place of fakes, if control flow depends on values.
+            All processes that share chunks call this together.
+        whole: run every block, even if the trace of many equal blocks follows from a few.
 
     Raises:
-        ArgumentError: the model cannot run so, or reaches its own parameters by globals.
+        ArgumentError: the model cannot run this way, or reaches its own parameters through globals.
     """
     job = _Job(model, batch, loss, device_type, dtype, compiled, on_host, lingering, for_real)
     stack = None if for_real or whole else stack_of(model, compiled)
-    found = None if stack is None else _extended(job, stack)
-    return job.traced()[0] if found is None else found
+    extended = None if stack is None else _extended(job, stack)
+    return job.traced()[0] if extended is None else extended
 
 
 def _extended(job: _Job, stack: Stack) -> AccessTrace | None:
-    """The pass of a model of many blocks that are alike, from those of three with fewer; None where it is another."""
+    """The trace of a deep model, extended from three shallow copies; None if its blocks are not treated alike."""
     try:
         whole = job.called(stack)
         passes = []
         for depth in stack.depths:
             calls = LayerTrace(job.device_type)
-            found, instants = job.traced(stack, depth, calls)
+            access, instants = job.traced(stack, depth, calls)
             if not calls.is_continued(whole, stack, depth):
                 return None
-            passes.append(events_of(found, instants))
+            passes.append(events_of(access, instants))
     except OriginalReachedError:
         raise
-    except Exception as error:  # a model may fail in any way with other blocks than it was made of
+    except Exception as error:  # a model may fail in any way with fewer blocks than it was made of
         logger.debug("%s is traced whole, it does not run with fewer blocks: %s", type(job.model).__name__, error)
         return None
     return deeper(passes, stack.later, (len(stack.blocks) - stack.depths[0]) // stack.period)
@@ -98,48 +98,48 @@ class _Job(NamedTuple):
     def traced(
         self, stack: Stack | None = None, depth: int = 0, calls: LayerTrace | None = None
     ) -> tuple[AccessTrace, list[list[int]]]:
-        """A pass, and the bytes beside parameters at each instant of its operations.
+        """Trace a pass; return it, and the bytes other than parameters at each instant of its operations.
 
         Args:
-            stack, depth: where the model is to have fewer blocks than it has, of which list how many.
-            calls: notes how those are called.
+            stack, depth: run with only the first `depth` blocks of `stack`.
+            calls: records the calls of these blocks.
         """
-        without = () if stack is None else stack.blocks[depth:]
-        with self._copied(without) as (duplicate, loss, batch, passing):
+        removed = () if stack is None else stack.blocks[depth:]
+        with self._copied(removed) as (duplicate, loss, batch, mode):
             if stack is not None and calls is not None:
                 stack.shorten(duplicate, depth)
                 calls.watch(stack, duplicate)
             parameters = dict(duplicate.named_parameters())
             for name, parameter in parameters.items():
-                parameter.data = passing.value(name, parameter)
-            there = {name for name, _ in duplicate.named_modules()}
-            modules = CompiledModules.of(duplicate, [name for name in self.compiled if name in there])
-            live = _Beside(parameters, [*duplicate.buffers(), *tensors_of(batch)], self.on_host)
+                parameter.data = mode.value(name, parameter)
+            existing = {name for name, _ in duplicate.named_modules()}
+            modules = CompiledModules.of(duplicate, [name for name in self.compiled if name in existing])
+            live = _OtherBytes(parameters, [*duplicate.buffers(), *tensors_of(batch)], self.on_host)
 
-            def lost() -> Any:
+            def computed_loss() -> Any:
                 value = loss(duplicate, batch)
                 if calls is not None:
                     calls.end()
                 return value
 
-            found = trace(
-                lost,
+            access = trace(
+                computed_loss,
                 parameters,
                 live,
-                _watching(self.model, passing.running(), calls),
+                _watching(self.model, mode.running(), calls),
                 modules,
                 lingering=self.device_type == "cuda" if self.lingering is None else self.lingering,
             )
-            return found, live.instants[1:]
+            return access, live.instants[1:]
 
     def called(self, stack: Stack) -> LayerTrace:
-        """The model's calls of all blocks of a list in a forward pass, for which but the first few run."""
+        """The calls of all blocks of `stack` in a forward pass, in which only the first few blocks compute."""
         depth, calls = stack.depths[-1], LayerTrace(self.device_type)
-        with self._copied(stack.blocks[depth:]) as (duplicate, loss, batch, passing):
+        with self._copied(stack.blocks[depth:]) as (duplicate, loss, batch, mode):
             calls.stand_in(stack, duplicate, depth)
             for name, parameter in duplicate.named_parameters():
-                parameter.data = passing.value(name, parameter)
-            with torch.enable_grad(), _watching(self.model, passing.running(), calls):
+                parameter.data = mode.value(name, parameter)
+            with torch.enable_grad(), _watching(self.model, mode.running(), calls):
                 loss(duplicate, batch)
         calls.end()
         return calls
@@ -147,46 +147,46 @@ class _Job(NamedTuple):
     @contextmanager
     def _copied(
         self, without: Collection[nn.Module]
-    ) -> Iterator[tuple[nn.Module, Callable[[nn.Module, Any], Any], Any, _Passing]]:
-        """A copy of the model with what it is run with, on the device where it will be, or as if it were there."""
+    ) -> Iterator[tuple[nn.Module, Callable[[nn.Module, Any], Any], Any, _RunMode]]:
+        """A copy of the model, its loss, batch and run mode, on the training device or as if it were there."""
         is_there = self.device_type == "cuda" and torch.cuda.is_available() and not self.for_real
         device = self.device_type if is_there else "cpu"
-        passing = _for_real(self.model, self.dtype) if self.for_real else _on_fakes(self.dtype, device)
-        duplicate, (loss,) = copy_with(self.model, (self.loss,), passing.convert, without=without)
-        batch = map_tensors(passing.convert_input, self.batch)
+        mode = _for_real(self.model, self.dtype) if self.for_real else _on_fakes(self.dtype, device)
+        duplicate, (loss,) = copy_with(self.model, (self.loss,), mode.convert, without=without)
+        batch = map_tensors(mode.convert_input, self.batch)
         with preserved_rng(), nullcontext() if is_there else as_on(self.device_type):
             try:
-                yield duplicate, loss, batch, passing
+                yield duplicate, loss, batch, mode
             except OriginalReachedError:
                 raise
             except Exception as error:  # user code may fail in any way, on fakes above all
                 if self.for_real and isinstance(error, AtorchError):
-                    raise  # says itself what to do
-                fault = passing.fault.format(type(self.model).__name__, type(error).__name__, error)
+                    raise  # its message already names a remedy
+                fault = mode.fault.format(type(self.model).__name__, type(error).__name__, error)
                 raise ArgumentError(fault) from error
 
 
-class _Passing(NamedTuple):
+class _RunMode(NamedTuple):
     convert: Callable[[Tensor], Tensor]
-    """Of the model's tensors."""
+    """Converts the model's tensors."""
     convert_input: Callable[[Tensor], Tensor]
     value: Callable[[str, Tensor], Tensor]
-    """A parameter's, by its name and its copy."""
+    """Gives a parameter's value, by its name and its copy."""
     running: Callable[[], AbstractContextManager[None]]
     fault: str
 
 
-def _on_fakes(dtype: torch.dtype | None, device: str) -> _Passing:
+def _on_fakes(dtype: torch.dtype | None, device: str) -> _RunMode:
     fakes = Fakes(device)
 
     def value(name: str, copied: Tensor) -> Tensor:
-        # One that is away in a chunk has one element for all of its shape: gradients would be laid out otherwise.
+        # A parameter in a chunk is one expanded element here, whose strides its gradient must not take over.
         return fakes.fake(torch.empty_like(copied, dtype=_cast(copied, dtype), device="meta"))
 
-    return _Passing(fakes.fake, fakes.fake_unless_known, value, fakes.running, "{} cannot run on fake tensors ({}: {})")
+    return _RunMode(fakes.fake, fakes.fake_unless_known, value, fakes.running, "{} cannot run on fake tensors ({}: {})")
 
 
-def _for_real(model: nn.Module, dtype: torch.dtype | None) -> _Passing:
+def _for_real(model: nn.Module, dtype: torch.dtype | None) -> _RunMode:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ArgumentError(f"{type(model).__name__} is on the meta device and cannot run; give it on a real device")
     values = host_values(model)
@@ -195,10 +195,10 @@ def _for_real(model: nn.Module, dtype: torch.dtype | None) -> _Passing:
         return local_part(tensor).detach().to("cpu", copy=True)
 
     def value(name: str, parameter: Tensor) -> Tensor:
-        known = values[name]
-        return torch.empty_like(known, dtype=_cast(known, dtype), device="cpu").copy_(known)
+        original = values[name]
+        return torch.empty_like(original, dtype=_cast(original, dtype), device="cpu").copy_(original)
 
-    return _Passing(
+    return _RunMode(
         copied,
         copied,
         value,
@@ -216,19 +216,19 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def _watching(
     model: nn.Module, mode: AbstractContextManager[None], calls: AbstractContextManager[Any] | None
 ) -> Iterator[None]:
-    """In `mode`, what reaches the model itself is refused."""
+    """Enter `mode`, and raise if the run reaches the original model."""
     with mode, calls or nullcontext(), Originals(model):
         yield
 
 
-class _Beside(LiveBytes):
-    """Everything on the device but parameters; what is there before a pass counts."""
+class _OtherBytes(LiveBytes):
+    """Live bytes on the device other than parameters; tensors from before the pass count."""
 
     def __init__(self, parameters: Mapping[str, Tensor], before: Sequence[Tensor], on_host: Sequence[Tensor]) -> None:
         super().__init__()
         self._parameters, self._before, self._on_host = parameters, before, on_host
         self.instants: list[list[int]] = [[0]]
-        """Bytes beside parameters, at each change, by the moments that `other_bytes` tells the most of."""
+        """Bytes other than parameters at each change, grouped by moment; `other_bytes` has the maximum of each."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()  # type: ignore[no-untyped-call]
@@ -239,17 +239,17 @@ class _Beside(LiveBytes):
 
     @property
     def other_bytes(self) -> list[int]:
-        return [int(each.total_bytes - each.memory.get(PARAMETERS, 0.0)) for each in self.moments]
+        return [int(moment.total_bytes - moment.memory.get(PARAMETERS, 0.0)) for moment in self.moments]
 
     def mark(self, name: str, index: int | None = None) -> None:
         super().mark(name, index)
-        self.instants.append([self._beside])
+        self.instants.append([self._other_now])
 
     def _see(self) -> None:
         super()._see()
-        if self.instants[-1][-1] != self._beside:
-            self.instants[-1].append(self._beside)
+        if self.instants[-1][-1] != self._other_now:
+            self.instants[-1].append(self._other_now)
 
     @property
-    def _beside(self) -> int:
+    def _other_now(self) -> int:
         return int(self._total - self.now.get(PARAMETERS, 0.0))

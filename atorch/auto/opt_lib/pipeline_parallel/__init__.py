@@ -1,10 +1,10 @@
-"""pipeline_parallel: each process has consecutive blocks of the model, and micro-batches pass through them.
+"""pipeline_parallel: each process holds consecutive blocks of the model, and micro-batches pass through them.
 
-Memory: parameters, gradients and optimizer states / stages, the embedding and the head on the first and the last;
-activations of as many micro-batches as a stage has under way. Work: while the pipeline fills and drains, stages wait,
-(stages − 1) micro-batches long under 1F1B, less with several pieces a process (Narayanan et al. 2021, arXiv 2104.04473)
-or where gradients of weights wait for the gaps (Qi et al. 2023, arXiv 2401.10241). Communication: the activations
-between stages alone, so the axis belongs between nodes.
+Memory: (parameters + gradients + optimizer states) / stages, with the embedding on the first stage and the head on the
+last; activations of the micro-batches in flight. Bubble: (stages − 1) micro-batches a step under 1F1B. It is smaller
+with several stages a process (Narayanan et al. 2021, arXiv 2104.04473), or if weight gradients fill the gaps (Qi et al.
+2023, arXiv 2401.10241). Communication: only activations between stages, and their gradients, so the axis belongs
+between nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from atorch.cost.parallelism import accumulate, split_pipeline
 from atorch.errors import StrategyError
 
 PER_STAGE = 4
-"""Micro-batches for each stage at which waiting is small: Huang et al. 2018, arXiv 1811.06965, section 2.3."""
+"""Micro-batches per stage that make the bubble small: Huang et al. 2018, arXiv 1811.06965, section 2.3."""
 
 
 @method("pipeline_parallel", phase=Phase.SPLIT)
@@ -37,20 +37,20 @@ class PipelineParallel(Method):
     needs_sample: ClassVar[bool] = True
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """The order in which a stage runs forward and backward of micro-batches."""
+    """The order of forward and backward passes of micro-batches on a stage."""
     micro_batches: Annotated[int, Field(ge=1)] | None = None
-    """Parts of the batch of a step; None: those of micro_batch, without it the most that divide the batch, up to four a
+    """Micro-batches a step. None: those of micro_batch; without it, the most that divide the batch, up to four a
     stage."""
     split_points: tuple[str, ...] = ()
-    """Names of the modules that begin a stage, but for the first; none: where the slowest takes the least time."""
+    """Names of the modules that begin the second and later stages. Empty: the cut whose slowest stage is fastest."""
     interleave: Annotated[int, Field(ge=2)] | None = None
-    """interleaved: pieces of the model that each process has; None: 2."""
+    """interleaved: stages that each process holds; None: 2."""
     loss_weight: str = "auto"
-    """The rule for micro-batches' losses to make the batch's, as for micro_batch."""
+    """The rule that combines the losses of micro-batches, as for micro_batch."""
     backend: Literal["torch", "deepspeed"] = "torch"
-    """The schedules: torch.distributed.pipelining's, or DeepSpeed's 1F1B."""
+    """The implementation: torch.distributed.pipelining's schedules, or DeepSpeed's 1F1B."""
     ds_config: dict[str, Any] | None = None
-    """deepspeed: its own configuration, beside the sizes of batches and the ZeRO stage."""
+    """deepspeed: its own configuration, except batch sizes and the ZeRO stage, which are set here."""
 
     @model_validator(mode="after")
     def _hold(self) -> Self:
@@ -66,7 +66,7 @@ class PipelineParallel(Method):
 
     @property
     def pieces(self) -> int:
-        """Pieces of the model that each process has."""
+        """Stages that each process holds."""
         return (self.interleave or 2) if self.schedule == "interleaved" else 1
 
     @property
@@ -81,7 +81,7 @@ class PipelineParallel(Method):
         return None
 
     def unfit(self, cost: Cost) -> str | None:
-        """A piece has at least one block, and a micro-batch at least one sample."""
+        """Require at least one block per stage, and at least one sample per micro-batch."""
         stages = cost.size("pipeline") * self.pieces
         blocks = cost.num_distinct_blocks
         if stages > blocks:
@@ -93,10 +93,10 @@ class PipelineParallel(Method):
         return uneven(cost.size("pipeline"), self.schedule, self.micro_batches or cost.batch_size)
 
     def cost(self, cost: Cost) -> Cost:
-        """Stages and schedule; micro_batch, which comes later, sets another number of parts.
+        """Split the cost into stages; micro_batch, which applies later, may set another number of micro-batches.
 
-        Torch keeps a place for all that a stage receives in a step, activations and gradients, of all micro-batches,
-        and until the weights' gradients of a zero-bubble schedule what it sends as well.
+        Torch keeps receive buffers for activations and gradients of all micro-batches of a step. A zero-bubble
+        schedule keeps what a stage sends as well, until it has computed the weight gradients.
         """
         cost = split_pipeline(cost, schedule=self.schedule, interleave=self.pieces)
         if cost.stages == 1 and self.micro_batches is None:
@@ -117,12 +117,12 @@ class PipelineParallel(Method):
         return max(fitting, default=1)
 
     def check_optimizer(self, ctx: Context) -> None:
-        """The optimizer of a stage's parameters computes what that of all of them does."""
+        """Check that an optimizer of one stage's parameters computes the same as one of all parameters."""
         if size_of(ctx, "pipeline") > 1:
             need_same(ctx, self.name, "apart")
 
     def check(self, ctx: Context) -> None:
-        """There is a loss to run the schedule in, blocks for the stages, and neighbours that suit it."""
+        """Check for a loss function, enough blocks, and other methods that a pipeline can be combined with."""
         if size_of(ctx, "pipeline") > 1:
             from atorch.auto.opt_lib.pipeline_parallel.stages import check
 
@@ -134,7 +134,7 @@ class PipelineParallel(Method):
             check(ctx, self)
 
     def check_at_work(self, ctx: Context) -> None:
-        """Check that its neighbours suit where it is cut: between modules, or by the graph where these do not tell."""
+        """Check that other methods suit the cut: between modules, or by the graph if modules show no cut points."""
         if size_of(ctx, "pipeline") > 1:
             from atorch.auto.opt_lib.pipeline_parallel.stages import check_at_work
 
@@ -144,9 +144,9 @@ class PipelineParallel(Method):
         """Cut the model into stages, and let the loss function run the schedule.
 
         Raises:
-            CapabilityError: deepspeed is to run it, and is not installed.
-            StrategyError: the model, the batch or the number of stages does not allow it; on every rank, with the
-                model as it was.
+            CapabilityError: the backend is deepspeed, which is not installed.
+            StrategyError: the model, the batch or the number of stages does not allow it. Every rank raises, and the
+                model is unchanged.
         """
         if ctx.need_mesh().size("pipeline") == 1:
             return replace(ctx)
@@ -156,9 +156,9 @@ class PipelineParallel(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """1F1B, two and four pieces a process, and zero-bubble; gpipe waits as long as 1F1B and holds more.
+        """1F1B, two and four stages a process, and zero-bubble; gpipe has the bubble of 1F1B and needs more memory.
 
-        None where modules look across samples, of which they would see those of a micro-batch.
+        None for models with batch norm, whose statistics would be those of a micro-batch.
         """
         if cluster.world_size == 1 or profile.num_distinct_blocks < 2:
             return
@@ -172,9 +172,9 @@ class PipelineParallel(Method):
 
 
 def uneven(stages: int, schedule: str, micro_batches: float) -> str | None:
-    """Why so many micro-batches do not go with a schedule, or None: interleaving takes them in rounds of stages.
+    """The reason why a schedule does not take this number of micro-batches, or None.
 
-    Torch's zero-bubble schedule makes as many rounds as there are whole times its stages, of equal size.
+    Interleaving takes them in rounds of `stages`; torch's zero-bubble schedule in `micro_batches // stages` equal ones.
     """
     if schedule == "interleaved" and micro_batches % stages:
         return f"interleaving takes micro-batches {stages} at a time, which does not divide {micro_batches:g}"
@@ -184,7 +184,7 @@ def uneven(stages: int, schedule: str, micro_batches: float) -> str | None:
 
 
 def against_pipeline(method: Any, stages: int, schedule: str) -> str | None:
-    """Why a method cannot be beside a pipeline of the schedule, or None."""
+    """The reason why a method cannot be combined with a pipeline of this schedule, or None."""
     if stages == 1:
         return None
     if method.name == "micro_batch" and method.reduce == "each":

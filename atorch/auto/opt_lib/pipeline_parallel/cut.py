@@ -1,4 +1,4 @@
-"""Cut points for pipeline_parallel where the user gave none: by traced time, within memory."""
+"""Cut points for pipeline_parallel if the user gave none: balanced by traced time, within memory."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
 
 _FOLDED = (Phase.PRECISION, Phase.RECOMPUTE, Phase.SHARD)
-"""Phases whose methods change what a unit costs; what splits it has been done to the model that is traced."""
+"""Phases whose methods change a unit's cost afterwards; methods that split it are in the traced model already."""
 
 
 def even_cut(
     ctx: Context, method: PipelineParallel, model: nn.Module, called: Sequence[str], batch: Any, micro_batches: int
 ) -> tuple[int, ...]:
-    """The first call of each stage, so that the slowest stage takes the least time, within a GPU's memory.
+    """The first call of each stage, in the cut whose slowest stage is fastest, within a GPU's memory.
 
-    called: the units in the order of their calls. Tied units come together where that costs nothing. Where the estimate
-    fits no cut in memory, that is said, and time alone decides.
+    called: the units in the order of their calls. Tied units share a stage if that costs no time. If no cut fits in
+    memory by the estimate, a warning is logged, and time alone decides.
     """
     assert ctx.loss_func is not None
     stages = ctx.need_mesh().size("pipeline") * method.pieces
     fold = partial(_folded, ctx, micro_batches)
     costs = unit_costs(model, batch, ctx.call_model, ctx.loss_func, ctx.cluster.device, fold=fold)
-    if [each.name for each in costs] != called:
+    if [unit.name for unit in costs] != called:
         logger.info("what units cost is not known as they are called; stages have even shares of the parameters")
-        sizes = [sum(each.numel() for each in model.get_submodule(name).parameters()) for name in called]
-        return partition([float(each) for each in sizes], stages, names=called)
-    seconds, tied = [each.seconds for each in costs], list(tied_calls(model, called))
+        sizes = [sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) for name in called]
+        return partition([float(size) for size in sizes], stages, names=called)
+    seconds, tied = [unit.seconds for unit in costs], list(tied_calls(model, called))
     if ctx.device.type == "cuda":
         try:
             return _within_memory(ctx, method, costs, micro_batches, tied)
@@ -63,29 +63,28 @@ def _within_memory(
         interleave=method.pieces, schedule=method.schedule,
     )  # fmt: skip
     return partition(
-        [each.seconds for each in costs],
+        [unit.seconds for unit in costs],
         size * method.pieces,
-        [each.held_bytes for each in costs],
+        [unit.held_bytes for unit in costs],
         ctx.cluster.device.memory_bytes / method.pieces,
-        activations=[each.kept_bytes for each in costs],
+        activations=[unit.kept_bytes for unit in costs],
         in_flight=[in_flight(piped, index % size) for index in range(size * method.pieces)],
         tied=tied,
-        names=[each.name for each in costs],
+        names=[unit.name for unit in costs],
     )
 
 
 def _folded(ctx: Context, micro_batches: int, cost: Cost) -> Cost:
-    """The cost of a unit under the strategy."""
     cost = cost.but(axes=dict(ctx.need_mesh().slices))
-    for each in ctx.strategy or Strategy():
-        if each.phase in _FOLDED:
-            cost = each.cost(cost)
+    for method in ctx.strategy or Strategy():
+        if method.phase in _FOLDED:
+            cost = method.cost(cost)
     return cost.but(num_micro_batches=float(micro_batches))
 
 
 def tied_calls(model: nn.Module, called: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Pairs of calls whose units share a parameter."""
-    held = [{id(each) for each in model.get_submodule(name).parameters()} for name in called]
+    parameter_ids = [{id(parameter) for parameter in model.get_submodule(name).parameters()} for name in called]
     for one, other in combinations(range(len(called)), 2):
-        if not held[one].isdisjoint(held[other]):
+        if not parameter_ids[one].isdisjoint(parameter_ids[other]):
             yield one, other

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 def check(ctx: Context, method: PipelineParallel) -> None:
-    """Check that DeepSpeed can take the job; nothing is changed.
+    """Check that DeepSpeed can run the job, without side effects.
 
     Raises:
         CapabilityError: deepspeed is not installed.
-        StrategyError: another method reduces gradients, the precision is not its own to choose, the mesh is in another
-            order than DeepSpeed's, or there is no optimizer or data.
+        StrategyError: another method reduces gradients, the precision is fp16 or half, the mesh is not in DeepSpeed's
+            order, or there is no optimizer or dataset.
     """
     need_deepspeed()
     strategy = ctx.strategy or Strategy()
     mode = strategy.get(ParallelMode) or ParallelMode()
-    for each in strategy:
-        if each.slot == SLOT and getattr(each, "backend", None) != "deepspeed":
+    for other in strategy:
+        if other.slot == SLOT and getattr(other, "backend", None) != "deepspeed":
             raise StrategyError(
-                f"{method} reduces gradients itself, and {each.name} would once more; give "
+                f"{method} reduces gradients itself, and {other.name} would once more; give "
                 '("zero1", {"backend": "deepspeed"}), or ds_3d_parallel for all of them'
             )
     order = [name for name, size in mode.slices if size > 1]
@@ -46,7 +46,7 @@ def check(ctx: Context, method: PipelineParallel) -> None:
             "varying fastest; give them in this order, without a rank order"
         )
     low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
-    if low or any(each.name == "half" or getattr(each, "dtype", None) == "fp16" for each in strategy):
+    if low or any(other.name == "half" or getattr(other, "dtype", None) == "fp16" for other in strategy):
         raise StrategyError(
             f"{method} goes with fp32 or amp_native bf16; leave out half and fp16, or use the default backend"
         )
@@ -57,7 +57,7 @@ def check(ctx: Context, method: PipelineParallel) -> None:
 def finished(
     built: Built, ctx: Context, method: PipelineParallel, pipeline: Pipeline, batches: Batches, tolerance: float
 ) -> Built:
-    """Everything bound to DeepSpeed's engine."""
+    """Bind model, loss function and optimizer to DeepSpeed's engine."""
     from atorch.auto.opt_lib.pipeline_parallel.stages import rows_of_a_process
     from atorch.compat.deepspeed_pipeline import SteppedByDeepSpeed, WholeBatches
 

@@ -1,4 +1,4 @@
-"""Applies pipeline_parallel to a model: cuts model and batch, and builds the stages."""
+"""Application of pipeline_parallel to a model: cuts model and batch, and builds the stages."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
 
 SEEN_ROWS = 3
-"""Rows of the sample batch on which the model's calls are watched."""
-FP8_ROUNDING = 2e-2  # a tensor's scale is of all its rows
+"""Rows of the sample batch that the model runs on while its calls are recorded."""
+FP8_ROUNDING = 2e-2  # a tensor's fp8 scale depends on all its rows, so micro-batches round differently
 
 
 def split(ctx: Context, method: PipelineParallel) -> Context:
-    """The context with the stages of this process as its parts, and a schedule around model and loss function."""
+    """Replace the context's parts by the stages of this process, and run the schedule inside the loss function."""
     mesh = ctx.need_mesh()
     size, place = mesh.size("pipeline"), mesh.rank("pipeline")
     together(lambda: check(ctx, method))
@@ -55,15 +55,15 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     turn_off_caches(ctx.root)
     (model,) = ctx.parts
     try:
-        named, route, starts = together(lambda: _planned(ctx, method, model, batches))
-        together(lambda: _let_loss_read(method, model, held_for_loss(model, named, route, starts), route))
+        named, route, starts = together(lambda: _plan_cut(ctx, method, model, batches))
+        together(lambda: _check_loss_reads(method, model, held_for_loss(model, named, route, starts), route))
     except BaseException:
         uninstall(model)
         raise
     shared = holders(model, named, route, starts)
     names = tuple(model.state_dict())
     mine = stages_of(place, size, method.pieces)
-    understudy = understudy_of(ctx, model, named, route)
+    make_oracle = understudy_of(ctx, model, named, route)
     parts = cut(model, named, route, starts, mine, ctx.device)
     together(lambda: _need_training(ctx, parts, mine))
     group = mesh.group("pipeline")
@@ -73,7 +73,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         if built.args["use_optim_backward"] or built.loss_func is None:
             raise StrategyError("a pipeline needs loss.backward(); a backend with its own backward cannot take it")
         replicas = mesh.group(*BATCH_AXES)
-        engine = Engine(built.parts, method.schedule, group, ctx.device, understudy(), replicas)
+        engine = Engine(built.parts, method.schedule, group, ctx.device, make_oracle(), replicas)
         pipeline = Pipeline(engine, Ties(shared, built.parts, group, engine.places), names)
         if method.backend == "deepspeed":
             return deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
@@ -94,9 +94,9 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
 
 
 def check(ctx: Context, method: PipelineParallel) -> None:
-    """Raise what `split` would, as far as that is known before the model is watched: see `Method.check`."""
-    for each in ctx.strategy or ():
-        reason = against_pipeline(each, size_of(ctx, "pipeline"), method.schedule)
+    """Raise the errors of `split` that need no run of the model: see `Method.check`."""
+    for other in ctx.strategy or ():
+        reason = against_pipeline(other, size_of(ctx, "pipeline"), method.schedule)
         if reason is not None:
             raise StrategyError(reason)
     Batches.of(ctx, method)
@@ -120,9 +120,9 @@ def check(ctx: Context, method: PipelineParallel) -> None:
 
 
 def check_at_work(ctx: Context, method: PipelineParallel) -> None:
-    """Raise what `split` would of a method that does not go with a graph, where modules do not tell where to cut.
+    """Raise if modules show no cut points, and another method excludes a cut by the graph.
 
-    Other modules in their place might tell it.
+    Methods that replace modules skip the check: the new modules may show cut points.
     """
     reason = against_graph(ctx.strategy)
     if reason is None or method.split_points or ctx.sample_batch is None or changes_modules(ctx):
@@ -143,15 +143,15 @@ _CALLS = "pipeline_parallel: calls of modules between which the model can be cut
 
 
 def _calls(ctx: Context, model: nn.Module) -> int | str:
-    """The number of calls, or the reason why it is not known."""
+    """The number of calls of units, or the reason why it is unknown."""
     batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
     try:
-        return len(route_of(model, units(model), _few(batch), ctx.call_model, ctx.loss_func).calls)
+        return len(route_of(model, units(model), _few_rows(batch), ctx.call_model, ctx.loss_func).calls)
     except StrategyError as error:
         return str(error)
 
 
-def _few(batch: Any) -> Any:
+def _few_rows(batch: Any) -> Any:
     rows = num_rows(batch=batch)
     return take(batch, 0, min(rows, SEEN_ROWS), rows)
 
@@ -164,7 +164,7 @@ def _rounding(ctx: Context) -> float:
 
 
 class Batches:
-    """The cut of a batch into micro-batches: as micro_batch says where it is in the strategy, else as the method."""
+    """The cut of a batch into micro-batches: set by micro_batch if it is in the strategy, else by the pipeline."""
 
     def __init__(self, method: PipelineParallel, other: MicroBatch | None, stages: int) -> None:
         self._method, self._stages = method, stages
@@ -178,23 +178,23 @@ class Batches:
 
     @classmethod
     def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
-        other: Any = next((each for each in ctx.strategy or () if each.name == "micro_batch"), None)
+        other: Any = next((candidate for candidate in ctx.strategy or () if candidate.name == "micro_batch"), None)
         batches = cls(method, other, size_of(ctx, "pipeline"))
         batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
         return batches
 
     def check(self, rows: int) -> None:
-        """Check that batches of so many rows are cut as was asked for; raises StrategyError."""
-        asked = self._count if self._size is None else f"micro-batches of {self._size} rows"
-        if asked is not None and self.count(rows) != (self._count if self._size is None else rows / self._size):
-            what = f"{asked} micro-batches" if self._size is None else asked
+        """Raise StrategyError if a batch of `rows` rows cannot be cut as requested."""
+        requested = self._count if self._size is None else f"micro-batches of {self._size} rows"
+        if requested is not None and self.count(rows) != (self._count if self._size is None else rows / self._size):
+            what = f"{requested} micro-batches" if self._size is None else requested
             raise StrategyError(
                 f"{what} do not divide the {rows} rows that a process gets, or not as the schedule "
                 f"{self._method.schedule} takes them; choose a divisor"
             )
 
     def count(self, rows: int) -> int:
-        """The number of micro-batches that `rows` rows make: as asked for, or the next below that divides them."""
+        """The number of micro-batches of a batch of `rows` rows: as requested, or the next lower divisor."""
         most = self._count or (rows // self._size if self._size else 4 * self._stages)
         fitting = (n for n in range(1, min(most, rows) + 1) if rows % n == 0 and self._suits(n))
         return max(fitting, default=1)
@@ -206,13 +206,13 @@ class Batches:
         return uneven(self._stages, schedule, count) is None
 
 
-def _planned(
+def _plan_cut(
     ctx: Context,
     method: PipelineParallel,
     model: nn.Module,
     batches: Batches,
 ) -> tuple[Mapping[str, nn.Module], Route, tuple[int, ...]]:
-    """The units of the model, their calls, and where the stages begin. A model that is cut by its graph is changed."""
+    """The model's units, their calls, and the first call of each stage. A cut by the graph changes the model."""
     if ctx.sample_batch is None:
         raise ArgumentError("pipeline_parallel watches the model at work; give a dataset, or a sample_batch")
     stages = ctx.need_mesh().size("pipeline") * method.pieces
@@ -220,26 +220,26 @@ def _planned(
         batches.check(rows_of_a_process(ctx))
     batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
     rows = num_rows(batch=batch)
-    few = _few(batch)
+    few_rows = _few_rows(batch)
     named = units(model)
     try:
-        route = route_of(model, named, few, ctx.call_model, ctx.loss_func)
+        route = route_of(model, named, few_rows, ctx.call_model, ctx.loss_func)
         _need_calls(len(route.calls), model, stages)
     except StrategyError as error:
         if method.split_points:
             raise
-        return cut_by_graph(ctx, method, model, few, stages, error)
+        return cut_by_graph(ctx, method, model, few_rows, stages, error)
     if method.split_points:
-        return named, route, _given(route, method.split_points)
+        return named, route, _user_starts(route, method.split_points)
     called = [call.unit for call in route.calls]
     return named, route, even_cut(ctx, method, model, called, batch, batches.count(rows))
 
 
-def _let_loss_read(method: PipelineParallel, model: nn.Module, names: Sequence[str], route: Route) -> None:
-    """Tell what the last stage holds for the loss function, which sees this process's first piece of the model.
+def _check_loss_reads(method: PipelineParallel, model: nn.Module, names: Sequence[str], route: Route) -> None:
+    """Warn of parameters that the last stage holds only for the loss function, which sees a process's first stage.
 
     Raises:
-        StrategyError: the last stage is another piece, or steps by DeepSpeed's engine.
+        StrategyError: the loss function reads the model, and processes hold several stages or DeepSpeed steps them.
     """
     if method.pieces == 1 and method.backend == "torch":
         if names:
@@ -247,7 +247,7 @@ def _let_loss_read(method: PipelineParallel, model: nn.Module, names: Sequence[s
                 "the loss function reads parameters of other stages, such as %s: the last stage holds them too, with "
                 "gradients and optimizer states, %s of parameters. The optimizer's weight_decay costs nothing",
                 names[0],
-                format_bytes(sum(each.numel() * each.element_size() for each in map(model.get_parameter, names))),
+                format_bytes(sum(p.numel() * p.element_size() for p in map(model.get_parameter, names))),
             )  # fmt: skip
     elif route.read_by_loss:
         raise StrategyError(
@@ -258,7 +258,7 @@ def _let_loss_read(method: PipelineParallel, model: nn.Module, names: Sequence[s
 
 
 def _need_calls(num_calls: int, model: nn.Module, stages: int) -> None:
-    """Raise where a model does not call enough of its modules to be cut between them."""
+    """Raise if the model calls fewer modules than there are stages."""
     if num_calls < stages:
         raise StrategyError(
             f"a pipeline of {stages} stages is cut between as many calls of modules with parameters, and "
@@ -266,8 +266,8 @@ def _need_calls(num_calls: int, model: nn.Module, stages: int) -> None:
         )
 
 
-def _given(route: Route, points: tuple[str, ...]) -> tuple[int, ...]:
-    """Stages that begin where the user says."""
+def _user_starts(route: Route, points: tuple[str, ...]) -> tuple[int, ...]:
+    """The first call of each stage, at the user's split points."""
     starts = (0, *(route.beginning(name) for name in points))
     if list(starts) != sorted(set(starts)):
         raise StrategyError(
@@ -286,8 +286,8 @@ def rows_of_a_process(ctx: Context) -> int:
 
 
 def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, ...]) -> None:
-    """Check that an optimizer has something to do on every process."""
-    trains = any(each.requires_grad for part in parts for each in part.parameters())
+    """Raise if no parameter of this process is trainable, so that its optimizer would be empty."""
+    trains = any(parameter.requires_grad for part in parts for parameter in part.parameters())
     if ctx.make_optimizer is not None and not trains:
         raise StrategyError(
             f"stage {mine[0]} has no trainable parameter, and its optimizer nothing to do; choose other split_points"
@@ -297,9 +297,9 @@ def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, 
 def understudy_of(
     ctx: Context, model: nn.Module, units: Iterable[str], route: Route
 ) -> Callable[[], ShapeOracle | None]:
-    """Copies a model that is going to be cut; what it returns gives the understudy, once the stages are built.
+    """Copy a model before it is cut; return a function that makes the shape oracle once the stages are built.
 
-    None where other processes are there. To the copy is done what the strategy does to stages.
+    The oracle is None if other processes exist. Methods that apply to stages apply to the copy as well.
     """
     if not nobody_else():
         return lambda: None
@@ -309,27 +309,27 @@ def understudy_of(
 
     def ready() -> ShapeOracle:
         job = replace(ctx, root=part, parts=(part,))
-        for each in ctx.strategy or Strategy():
-            if each.phase > Phase.SPLIT:
-                job = each.apply(job)
+        for method in ctx.strategy or Strategy():
+            if method.phase > Phase.SPLIT:
+                job = method.apply(job)
         return ShapeOracle(job.parts[0])
 
     return ready
 
 
 _BY_MODULES = (Phase.TENSOR, Phase.RECOMPUTE, Phase.COMPILE)
-"""Phases whose methods act where modules are called; a graph calls none."""
+"""Phases whose methods act on calls of modules, which a graph does not contain."""
 
 
 def cut_by_graph(
     ctx: Context, method: PipelineParallel, model: nn.Module, batch: Any, stages: int, because: StrategyError
 ) -> tuple[dict[str, nn.Module], Route, tuple[int, ...]]:
-    """Lets `model` run by its graph, in place: the segments by name, their calls, and where stages begin.
+    """Make `model` run by its graph, in place; return the segments by name, their calls, and stage starts.
 
-    because: why modules do not tell where to cut.
+    because: the reason why modules show no cut points.
 
     Raises:
-        StrategyError: its graph cannot be had or cut either, with both reasons; the model is as it was.
+        StrategyError: the graph cannot be exported or cut either; gives both reasons. The model is unchanged.
     """
     reason = against_graph(ctx.strategy)
     if reason is not None:
@@ -345,15 +345,15 @@ def cut_by_graph(
 
 
 def against_graph(strategy: Strategy | None) -> str | None:
-    """Why a method of the strategy cannot be beside a pipeline that is cut by its graph, or None."""
-    for each in strategy or ():
-        if each.phase in _BY_MODULES or each.name in ("amp_native", "fsdp", "zero2", "offload", "chunk"):
-            return f"{each.name} acts where modules are called, which a graph does not do; leave it out"
+    """The reason why a method of the strategy excludes a pipeline that is cut by its graph, or None."""
+    for method in strategy or ():
+        if method.phase in _BY_MODULES or method.name in ("amp_native", "fsdp", "zero2", "offload", "chunk"):
+            return f"{method.name} acts where modules are called, which a graph does not do; leave it out"
     return None
 
 
 def neither(because: object, reason: object) -> StrategyError:
-    """The error of a model that can be cut neither by its modules, because of one thing, nor by its graph."""
+    """The error of a model that can be cut neither between its modules nor by its graph, with both reasons."""
     return StrategyError(f"{because}. Nor can the model be cut by its graph: {reason}")
 
 

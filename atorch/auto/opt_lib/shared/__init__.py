@@ -1,1 +1,1 @@
-"""Parts that several methods share: their checks, their base classes, and the defaults that complete a strategy."""
+"""Parts that several methods share: checks, base classes, and the defaults that complete a strategy."""

@@ -8,21 +8,21 @@ from atorch.cost import Cost
 
 
 def reduce_once(cost: Cost) -> Cost:
-    """Gradients of gathered parameters stay whole, in fp32, until the last micro-batch, and are reduced after it alone.
+    """Keep gradients of gathered parameters full, in fp32, and reduce them once, after the last micro-batch.
 
-    That is how FSDP2 runs under micro_batch and in torch's pipelines. Shards that keep their place between steps are
-    added to in every micro-batch.
+    FSDP2 works this way under micro_batch and in torch's pipelines. Methods whose gradient shards persist between
+    steps add to them in every micro-batch instead.
     """
     if cost.num_micro_batches == 1 or not cost.gathered_itemsize or cost.grads_persist:
         return cost
-    comm = (each if each.kind == "all_gather" else replace(each, each_micro_batch=False) for each in cost.comm)
+    comm = (call if call.kind == "all_gather" else replace(call, each_micro_batch=False) for call in cost.comm)
     return cost.but(grad_itemsize=4.0, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
 
 
 def in_buckets(cost: Cost, replicas: int) -> Cost:
-    """Gradients stay in the buckets that DistributedDataParallel reduces them in; one replica has none.
+    """Keep gradients in the buckets that DistributedDataParallel reduces; a single replica has no buckets.
 
-    In a pipeline they are added up beside the buckets.
+    A pipeline accumulates gradients outside of the buckets, so it holds both.
     """
     if replicas == 1:
         return cost

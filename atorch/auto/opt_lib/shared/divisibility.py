@@ -1,4 +1,4 @@
-"""Divisibility of a model: heads, groups of keys and values, experts and tokens are shared out whole."""
+"""Checks that a model's heads, key/value groups, experts and tokens divide evenly over processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from atorch.cost import Cost, Segment
 
 
 def indivisible(segments: Sequence[Segment], size: int, what: str, *, experts: bool = False) -> str | None:
-    """Why attention heads, or experts, cannot be shared out over `size` processes, which are `what`; None if they can.
+    """The reason why attention heads (or experts) do not divide over the `size` processes of `what`, or None.
 
-    Fewer heads of keys and values than processes are held by several of them.
+    Key/value heads may be fewer than processes: several processes then hold the same head.
     """
     for segment in segments:
         counts = {"attention heads": segment.num_heads, "experts": segment.num_experts if experts else 0}
@@ -24,7 +24,7 @@ def indivisible(segments: Sequence[Segment], size: int, what: str, *, experts: b
 
 
 def uncuttable(segments: Sequence[Segment], size: int, what: str) -> str | None:
-    """Why sequences cannot be cut into `size` equal pieces, as `what` does; None if they can."""
+    """The reason why `what` cannot cut sequences into `size` equal pieces, or None."""
     for length in {segment.sequence_length for segment in segments}:
         if length % size:
             return f"{what} cuts sequences into {size} pieces, which does not divide their {length} tokens"
@@ -32,7 +32,7 @@ def uncuttable(segments: Sequence[Segment], size: int, what: str) -> str | None:
 
 
 def unmet_tokens(cost: Cost) -> str | None:
-    """Why tokens cannot be split inside of blocks: where they do not meet in fused attention; None if they do."""
+    """The reason why tokens cannot be split inside blocks, or None. Split tokens can meet in fused attention only."""
     if cost.attention == "fused":
         return None
     remedy = "add module_replace" if cost.attention == "replaceable" else "let their attention call it"

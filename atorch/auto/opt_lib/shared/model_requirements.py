@@ -1,4 +1,4 @@
-"""Checks of a model's structure for methods, and whether earlier methods change it."""
+"""Checks that a model's structure suits a method."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from atorch.errors import StrategyError
 
 
 def changes_modules(ctx: Context, apart_from: str = "") -> bool:
-    """True if a method of the strategy puts other modules in the place of the user's, which names may mean."""
-    return any(each.phase == Phase.MODULE and each.name != apart_from for each in ctx.strategy or ())
+    """True if a method of the strategy replaces the user's modules, so that names may refer to the new ones."""
+    return any(method.phase == Phase.MODULE and method.name != apart_from for method in ctx.strategy or ())
 
 
 def has_compiled_loss(ctx: Context) -> bool:
-    """True if the loss function is a compiled one. Compilers take no split logits."""
+    """True if the loss function is compiled. A compiled loss cannot take split logits."""
     return hasattr(ctx.loss_func, "_torchdynamo_orig_callable")
 
 
 def need_parts_of_tokens(strategy: Strategy, name: str) -> None:
-    """Raise where a method of the strategy looks at all tokens at once, of which `name` gives it some."""
+    """Raise if a method of the strategy needs all tokens at once; method `name` gives each process only some."""
     if "fp8" in strategy.names():
         raise StrategyError(fp8_beside(name))
 
 
 def fp8_beside(name: str) -> str:
-    """Why fp8 cannot stand beside the method `name`, which gives it some of the tokens."""
+    """The reason why fp8 cannot be combined with method `name`, which gives each process only some tokens."""
     return (
         f"fp8 and {name} exclude each other: fp8's scale of a tensor is of all its tokens, and a part of them has "
         "another; leave one of them out, or take amp_native"
@@ -40,11 +40,11 @@ def fp8_beside(name: str) -> str:
 
 
 def need_dense_gradients(ctx: Context, name: str, ignored: Iterable[nn.Parameter] = ()) -> None:
-    """Raise where a gradient of the model is sparse, of which the method `name` can make no shards."""
-    whole = set(map(id, ignored))
+    """Raise if the model has a sparse gradient, which method `name` cannot shard."""
+    ignored_ids = set(map(id, ignored))
     for part in ctx.parts:
         for path, module in part.named_modules():
-            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or id(module.weight) in whole:
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or id(module.weight) in ignored_ids:
                 continue
             if module.sparse and module.weight.requires_grad:
                 raise StrategyError(
@@ -54,7 +54,7 @@ def need_dense_gradients(ctx: Context, name: str, ignored: Iterable[nn.Parameter
 
 
 def need_floating_parameters(ctx: Context, name: str) -> None:
-    """Raise where a parameter is made of whole numbers or complex ones, which the method `name` cannot keep."""
+    """Raise if a parameter is not of a floating-point type, which method `name` requires."""
     for path, parameter in _parameters(ctx):
         if not parameter.is_floating_point():
             raise StrategyError(
@@ -64,7 +64,7 @@ def need_floating_parameters(ctx: Context, name: str) -> None:
 
 
 def need_own_storage(ctx: Context, name: str, func: Any, ignored: Iterable[nn.Parameter] = ()) -> None:
-    """Raise where `func`, which the method `name` does to parameters, is beyond one that is made of other tensors."""
+    """Raise if `func`, which method `name` applies to parameters, fails on a tensor subclass that wraps tensors."""
     for path, parameter in _parameters(ctx, ignored):
         if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
             try:
@@ -78,7 +78,7 @@ def need_own_storage(ctx: Context, name: str, func: Any, ignored: Iterable[nn.Pa
 
 
 def need_own_code(ctx: Context, name: str) -> None:
-    """Raise where a module is a ScriptModule, whose parameters the method `name` cannot put others in the place of."""
+    """Raise if a module is a ScriptModule, whose parameters method `name` cannot replace."""
     for part in ctx.parts:
         for path, module in part.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -89,7 +89,7 @@ def need_own_code(ctx: Context, name: str) -> None:
 
 
 def need_real_parameters(ctx: Context, name: str, why: str, ignored: Iterable[nn.Parameter] = ()) -> None:
-    """Raise where a parameter is complex, which the method `name` cannot take; `why` says so of its type."""
+    """Raise if a parameter is complex, which method `name` cannot take; `why` is the reason in the message."""
     for path, parameter in _parameters(ctx, ignored):
         if parameter.is_complex():
             raise StrategyError(
@@ -98,6 +98,6 @@ def need_real_parameters(ctx: Context, name: str, why: str, ignored: Iterable[nn
 
 
 def _parameters(ctx: Context, ignored: Iterable[nn.Parameter] = ()) -> Iterator[tuple[str, nn.Parameter]]:
-    left_out = set(map(id, ignored))
+    skipped = set(map(id, ignored))
     for part in ctx.parts:
-        yield from ((path, each) for path, each in part.named_parameters() if id(each) not in left_out)
+        yield from ((path, parameter) for path, parameter in part.named_parameters() if id(parameter) not in skipped)

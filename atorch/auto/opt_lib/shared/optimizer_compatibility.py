@@ -1,7 +1,7 @@
-"""Checks, before anything is applied, that the user's optimizer computes the same under each method.
+"""Checks, before any method is applied, that the user's optimizer computes the same under it.
 
-A method that gives each process a part of the parameters names the split. The optimizer is tried on small parameters
-like the model's (`runtime/optimizer_probe.py`), so that one which nobody has listed is judged by what it does.
+A method that gives each process a part of the parameters names the kind of split. The check then steps the optimizer
+on small parameters like the model's (`runtime/optimizer/shardability_probe.py`), so it needs no list of optimizers.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ def replicas(ctx: Context) -> int:
 
 
 def state_bytes(ctx: Context) -> float:
-    """Bytes of the optimizer's states for an element, which are in fp32."""
+    """Bytes of the optimizer's states per parameter element; states are in fp32."""
     return 0.0 if ctx.make_optimizer is None else 4.0 * optimizer_state_per_param(ctx.make_optimizer)
 
 
 def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
-    """Raise where the optimizer computes something else under one of the splits that method `name` makes.
+    """Raise if the optimizer computes something else under one of the splits that method `name` makes.
 
     Raises:
-        StrategyError: with what the optimizer's step depends on; on all processes.
+        StrategyError: names what the optimizer's step depends on; raised on all processes.
     """
     make_optimizer = ctx.make_optimizer
     if make_optimizer is None or nobody_else():
         return
 
     def work() -> None:
-        few = small(ctx.make_param_groups(ctx.parts))
+        small_groups = small(ctx.make_param_groups(ctx.parts))
         if "sharded" in splits:
             world.ensure_group(ctx.device.type)
         for split in splits:
-            why = difference(make_optimizer, few, split, everyone())
+            why = difference(make_optimizer, small_groups, split, everyone())
             if why is not None:
-                kind = type(made_small(make_optimizer, few)).__name__
+                kind = type(made_small(make_optimizer, small_groups)).__name__
                 raise StrategyError(
                     f"{name} {_WHAT[split]}, which {kind} does not bear: {why}. Use an optimizer that "
                     "steps every element by its own gradient (AdamW, SGD, …), or ddp, which keeps everything whole"
@@ -67,29 +67,29 @@ def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
 
 
 def need_listed(ctx: Context, name: str, kinds: Sequence[type[Optimizer]]) -> None:
-    """Raise where the optimizer is none of `kinds`, on parts of whose states method `name` can work.
+    """Raise if the optimizer is none of `kinds`, whose states method `name` can shard.
 
     Raises:
-        StrategyError: for any other class, also one that inherits.
+        StrategyError: the optimizer is of another class, subclasses included.
     """
     if ctx.make_optimizer is None or nobody_else():
         return
     optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
     if optimizer is not None and type(optimizer) not in kinds:
-        known = ", ".join(sorted(kind.__name__ for kind in kinds))
+        supported = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise StrategyError(
             f"{name} was given {type(optimizer).__name__} for parameters that {replicas(ctx)} processes share, "
-            f"and it is not known to work on parts of them; use one of {known}, or a single process"
+            f"and it is not known to work on parts of them; use one of {supported}, or a single process"
         )
 
 
 def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or under autocast in bf16") -> None:
-    """Raise where the optimizer steps by a closure, whose gradients method `name` would not see.
+    """Raise if the optimizer steps by a closure, whose gradients method `name` would not see.
 
-    instead: what would do without another optimizer.
+    instead: advice in the message for keeping the optimizer.
 
     Raises:
-        StrategyError: always for such an optimizer.
+        StrategyError: the optimizer needs a closure.
     """
     if ctx.make_optimizer is None or nobody_else():
         return
@@ -102,15 +102,15 @@ def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or un
 
 
 def kernel_notes(ctx: Context) -> Iterator[str]:
-    """The kernel that the optimizer will step by, where the user did not choose it."""
+    """A note on the optimizer's kernel, if torch chose it by default."""
     if ctx.make_optimizer is not None:
         yield from _kernel(made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts)))
 
 
 def tell_kernel(optimizer: Any) -> None:
-    """Log the kernel that an optimizer steps by, where the user did not choose it."""
-    for told in _kernel(optimizer):
-        logger.info("%s", told)
+    """Log the optimizer's kernel, if torch chose it by default."""
+    for note in _kernel(optimizer):
+        logger.info("%s", note)
 
 
 def _kernel(optimizer: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import Field
+from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
@@ -31,22 +32,22 @@ _NAMES: Mapping[Any, str] = {
 }
 
 NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
-"""The names that costs and clusters know the types by."""
+"""Names of the types in costs and cluster specs."""
 
 
 def compute_dtype(ctx: Context) -> torch.dtype | None:
-    """The dtype that the precision method of the strategy being applied computes in, also before it has acted."""
-    precision = next((each for each in ctx.strategy or () if isinstance(each, Precision)), None)
+    """The dtype that the strategy's precision method computes in, even before that method is applied."""
+    precision = next((method for method in ctx.strategy or () if isinstance(method, Precision)), None)
     return ctx.compute_dtype if precision is None else DTYPES[precision.dtype]
 
 
 def keeps_masters(strategy: Strategy | None) -> bool:
     """True if a method of the strategy keeps fp32 masters itself, and divides gradients by the loss scale."""
-    return any(each.keeps_masters for each in strategy or ())
+    return any(method.keeps_masters for method in strategy or ())
 
 
 def is_fp32(profile: ModelProfile) -> bool:
-    """True if the model's parameters are in fp32, so that 16 bits would change something."""
+    """True if all parameters of the model are in fp32."""
     return profile.param_bytes == 4 * profile.num_params
 
 
@@ -56,19 +57,19 @@ class Precision(Method):
     dtype: Literal["fp16", "bf16"] = "fp16"
     """The 16-bit type of the matmuls."""
     loss_scale: Annotated[float, Field(gt=0)] | None = None
-    """fp16: a constant loss scale; None for a dynamic one, as the knobs below say."""
+    """fp16: a constant loss scale; None for a dynamic one, set by the knobs below."""
     init_scale: float = Field(default=2.0**16, gt=0)
     """fp16: the first loss scale."""
     growth_factor: float = Field(default=2.0, gt=0)
-    """fp16: what the scale is multiplied by after `growth_interval` good steps in a row."""
+    """fp16: the factor on the scale after `growth_interval` consecutive finite steps."""
     backoff_factor: float = Field(default=0.5, gt=0)
-    """fp16: what the scale is multiplied by after a skipped step."""
+    """fp16: the factor on the scale after a skipped step."""
     growth_interval: int = Field(default=2000, ge=1)
-    """fp16: good steps before the scale grows."""
+    """fp16: consecutive finite steps before the scale grows."""
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Also takes the type alone: "fp16", "bf16" or a torch dtype."""
+        """Accept the type alone, too: "fp16", "bf16" or a torch dtype."""
         if isinstance(config, (str, torch.dtype)):
             config = {"dtype": config}
         if isinstance(config, Mapping) and isinstance(config.get("dtype"), (str, torch.dtype)):
@@ -76,18 +77,25 @@ class Precision(Method):
         return super().of(config)
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """bf16 needs tensor cores of compute capability 8.0 on CUDA."""
+        """Require compute capability 8.0 for bf16 on CUDA."""
         capability = cluster.device.capability
         if self.dtype == "bf16" and cluster.device.type == "cuda" and capability is not None and capability < (8, 0):
             have = ".".join(map(str, capability))
             return f"bf16 needs compute capability 8.0; {cluster.device.name} has {have}. Use fp16"
         return None
 
+    def settled(self, model: nn.Module) -> Self:
+        """The method with the model's type if none is given: a checkpoint in bf16 stays in bf16."""
+        types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+        if "dtype" in self.model_fields_set or types != {torch.bfloat16}:
+            return self
+        return self.model_copy(update={"dtype": "bf16"})
+
     def check(self, ctx: Context) -> None:
         need_real_parameters(ctx, self.name, "for which there is no type of 16 bits")
 
     def make_scale(self) -> LossScale:
-        """The loss scale of one model: fp16's, or one that stays 1."""
+        """The loss scale of one model; for bf16 it is constantly 1."""
         if self.dtype == "bf16" or self.loss_scale is not None:
             return LossScale(1.0 if self.dtype == "bf16" else self.loss_scale or 1.0, growth=1.0, backoff=1.0)
         return LossScale(
@@ -96,16 +104,16 @@ class Precision(Method):
 
     @staticmethod
     def agree(cost: Cost) -> Cost:
-        """One flag a step over all processes, whether all gradients are finite."""
+        """Add the all-reduce of one flag a step, by which all processes agree if gradients are finite."""
         return cost.send(Comm("all_reduce", tuple(cost.axes), 4.0))
 
 
 def tell_of_16_bits(ctx: Context, strategy: Strategy) -> None:
-    """Warn of 16-bit parameters that the optimizer steps as they are, as checkpoints are often loaded."""
+    """Warn of 16-bit parameters that the optimizer would step without fp32 copies."""
     if ctx.make_optimizer is None or ctx.world.rank or "half" in strategy.names() or keeps_masters(strategy):
         return
-    trained = [each for each in ctx.root.parameters() if each.requires_grad]
-    low = [each.dtype for each in trained if each.dtype in (torch.float16, torch.bfloat16)]
+    trained = [parameter for parameter in ctx.root.parameters() if parameter.requires_grad]
+    low = [parameter.dtype for parameter in trained if parameter.dtype in (torch.float16, torch.bfloat16)]
     if low:
         logger.warning(
             "%d of %d trainable parameters are in %s, and the optimizer steps them as they are: updates smaller than "

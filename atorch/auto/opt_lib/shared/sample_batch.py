@@ -1,4 +1,4 @@
-"""A model at work on a few samples, for methods that watch it before they change anything."""
+"""Runs of a model on a few samples, for methods that watch it before they change anything."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from atorch.logs import logger
 from atorch.model.tensors import batch_size, map_tensors, tensors_of
 from atorch.runtime.data.batch_split import take
 
-# No usual numbers of processes, heads or layers' units, so that sizes tell.
+# Unlike usual numbers of processes, heads or features, so that a size identifies its dim.
 SAMPLES = 3
 TOKENS = 11
 
-# What models raise that do not take so few tokens.
+# Errors of models that do not accept so few tokens.
 _TOO_SHORT = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError, ZeroDivisionError)
 
 
 def on_samples(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
-    """A function that calls a model on the first samples of `ctx.sample_batch`, on the device where the model is.
+    """A function that calls a model on the first samples of `ctx.sample_batch`, on the model's device.
 
-    On the whole batch where the model does not take those, as its first call tells: a graph's edges name its nodes.
+    If the model fails on these, it gets the whole batch: edges of a graph, for example, refer to all nodes.
 
     Raises:
         ArgumentError: there is no batch for the method `name`.
     """
-    return _on_least(ctx, name, [_few_samples, _whole])
+    return _on_smallest(ctx, name, [_few_samples, _whole])
 
 
 def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
-    """As `on_samples`, with a few tokens of each sequence where the model takes so few.
+    """A function like that of `on_samples`, with a few tokens of each sequence if the model accepts so few.
 
     Raises:
         ArgumentError: there is no batch for the method `name`.
     """
-    return _on_least(ctx, name, [lambda batch: with_few_tokens(_few_samples(batch)), _few_samples, _whole])
+    return _on_smallest(ctx, name, [lambda batch: with_few_tokens(_few_samples(batch)), _few_samples, _whole])
 
 
-def _on_least(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Callable[[nn.Module], Any]:
+def _on_smallest(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Callable[[nn.Module], Any]:
     if ctx.sample_batch is None:
         raise ArgumentError(f"{name} watches the model at work before it splits it; give a dataset, or a sample_batch")
 
@@ -56,24 +56,24 @@ def _on_least(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Cal
                 logger.info("%s watches more of the batch, since of a part of it: %s", name, error)
                 del parts[0]
             else:
-                del parts[1:]
+                del parts[1:]  # later calls take the same part
                 return output
 
     return run
 
 
 def with_few_tokens(batch: Any) -> Any:
-    """The batch with `TOKENS` neighbours of each sequence, the first or the last, whichever has more of different ones.
+    """The batch with `TOKENS` adjacent tokens of each sequence: the first or the last, whichever are more diverse.
 
-    Sequences are whole numbers, (samples, tokens); every other dim that is as long as one is taken for the same, as in
-    masks and labels. One end of a sequence may be padding.
+    Sequences are integers of shape (samples, tokens). Every other dim of the same length is cut alike, as in masks and
+    labels. One end of a sequence may be padding, which the choice avoids.
     """
     sequences: dict[int, list[Tensor]] = {}
     for tensor in tensors_of(batch):
         if tensor.dim() == 2 and tensor.shape[1] > TOKENS and not (tensor.is_floating_point() or tensor.is_complex()):
             sequences.setdefault(tensor.shape[1], []).append(tensor)
     starts = {
-        length: max((0, length - TOKENS), key=lambda start: sum(_num_different(each, start) for each in tensors))
+        length: max((0, length - TOKENS), key=lambda start: sum(_num_different(tokens, start) for tokens in tensors))
         for length, tensors in sequences.items()
     }
 

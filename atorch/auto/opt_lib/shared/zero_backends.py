@@ -22,7 +22,7 @@ from atorch.errors import StrategyError
 
 
 def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
-    """`config` with the flags that name a backend, such as `use_ds_zero`, as `backend`."""
+    """`config`, with flags that name a backend, such as `use_ds_zero`, replaced by the knob `backend`."""
     if not isinstance(config, Mapping):
         return config
     chosen = {flag: flags[flag] for flag in flags if config.get(flag)}
@@ -34,14 +34,15 @@ def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
 
 
 def in_pipeline(strategy: Iterable[Method] | None) -> bool:
-    """True if DeepSpeed runs a pipeline of the strategy, and so does its share of the other methods too."""
+    """True if DeepSpeed runs the strategy's pipeline; the same engine then shards the optimizer states."""
     return any(
-        each.name == "pipeline_parallel" and getattr(each, "backend", "") == "deepspeed" for each in strategy or ()
+        method.name == "pipeline_parallel" and getattr(method, "backend", "") == "deepspeed"
+        for method in strategy or ()
     )
 
 
 def need(backend: str) -> None:
-    """Raise CapabilityError where the backend's package is missing."""
+    """Raise CapabilityError if the backend's package is missing."""
     if backend == "fairscale":
         need_fairscale()
     elif backend == "deepspeed":
@@ -49,7 +50,7 @@ def need(backend: str) -> None:
 
 
 def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
-    """The optimizer's states spread by OSS."""
+    """Shard the optimizer's states by OSS."""
     inner = ctx.make_optimizer
     if inner is None:
         return ctx
@@ -57,12 +58,12 @@ def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
 
 
 def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Context:
-    """States spread by OSS, gradients by ShardedDataParallel, which needs the OSS to wrap the model."""
+    """Shard states by OSS and gradients by ShardedDataParallel, which needs the OSS to wrap the model."""
     inner = _needed_optimizer(ctx, name)
     ctx.give_memory()
     for part in ctx.parts:
         part.to(ctx.device)
-    made: list[Optimizer] = []
+    made: list[Optimizer] = []  # hands the optimizer from `make` to `finish`
 
     def make(groups: Any) -> Optimizer:
         made.append(shard_states(groups, inner, group))
@@ -75,17 +76,17 @@ def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Co
 
 
 def check(ctx: Context, name: str, backend: str) -> None:
-    """Raise StrategyError where the backend cannot take the job, as far as names, knobs and the mesh tell."""
+    """Raise StrategyError if the optimizer, the mesh or other methods do not suit the backend."""
     if backend == "fairscale" and name == "zero2":
         _needed_optimizer(ctx, name)
     if backend != "deepspeed" or in_pipeline(ctx.strategy):
         return
-    _suits_deepspeed(ctx, name)
+    _check_deepspeed(ctx, name)
     _needed_optimizer(ctx, name)
-    for each in ctx.strategy or ():
-        low = getattr(each, "dtype", None)
-        scales = low == "fp16" or getattr(each, "skip_if_nonfinite", False)
-        if scales or (each.name == "half" and low is not None):
+    for method in ctx.strategy or ():
+        low = getattr(method, "dtype", None)
+        scales = low == "fp16" or getattr(method, "skip_if_nonfinite", False)
+        if scales or (method.name == "half" and low is not None):
             raise StrategyError(
                 f"{name} with the deepspeed backend keeps the fp32 weights and steps itself, so it goes with fp32 or "
                 "amp_native bf16; leave out half, fp16 and skip_if_nonfinite, or use the default backend"
@@ -93,10 +94,10 @@ def check(ctx: Context, name: str, backend: str) -> None:
 
 
 def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
-    """Model and optimizer under a DeepSpeed engine once both are built; `args` tells the loop what that asks of it."""
+    """Put model and optimizer under a DeepSpeed engine once both are built, and set the loop's flags in `args`."""
     inner = _needed_optimizer(ctx, name)
     world.ensure_group(ctx.device.type)
-    made: list[Optimizer] = []
+    made: list[Optimizer] = []  # hands the optimizer from `make` to `finish`
 
     def make(groups: Any) -> Optimizer:
         made.append(inner(groups))
@@ -122,7 +123,7 @@ def _needed_optimizer(ctx: Context, name: str) -> Any:
     return ctx.make_optimizer
 
 
-def _suits_deepspeed(ctx: Context, name: str) -> None:
+def _check_deepspeed(ctx: Context, name: str) -> None:
     sizes = {axis: size_of(ctx, axis) for axis in AXES}
     if math.prod(sizes.values()) != sizes["data"] * sizes["zero"]:
         axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)

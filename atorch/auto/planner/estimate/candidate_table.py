@@ -1,4 +1,4 @@
-"""All scored compositions, column by column: what a ranking needs of tens of thousands, without an object for each."""
+"""A table of all scored compositions, stored by column: tens of thousands need no object each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from atorch.cost import Memory
 
 Floats = npt.NDArray[np.float64]
 
-CATEGORIES = tuple(each.name for each in fields(Memory) if each.name not in ("stage", "slack", "on_host"))
-_held = attrgetter(*CATEGORIES)
-FITS, DEVICE, HOST = 0, 1, 2  # what binds
+CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("stage", "slack", "on_host"))
+_bytes_by_category = attrgetter(*CATEGORIES)
+FITS, DEVICE, HOST = 0, 1, 2  # codes of `binds`
 
 
 class CandidateTable:
-    """One row a composition: its methods, seconds, bytes by category, and whether it fits."""
+    """One row per composition: its methods, seconds, bytes by category, and whether it fits."""
 
     def __init__(self, limit_bytes: float, host_bytes: float) -> None:
         self.limit_bytes = limit_bytes  # usable of a device
@@ -35,7 +35,7 @@ class CandidateTable:
         return len(self.methods)
 
     def add(self, methods: tuple[Method, ...], step_s: float, memory: Memory) -> bool:
-        """One more row; whether it fits."""
+        """Add a row; returns True if it fits."""
         peak = memory.total
         binds = DEVICE if memory.needed > self.limit_bytes else HOST if memory.on_host > self.host_bytes else FITS
         self.methods.append(methods)
@@ -45,7 +45,7 @@ class CandidateTable:
         self._on_host.append(memory.on_host)
         self._stage.append(memory.stage)
         self._binds.append(binds)
-        self._memory.extend(_held(memory))
+        self._memory.extend(_bytes_by_category(memory))
         return binds == FITS
 
     @property
@@ -58,7 +58,7 @@ class CandidateTable:
 
     @property
     def needed_bytes(self) -> Floats:
-        """Bytes that a device must have: those, and what the allocator cannot use."""
+        """Bytes that a device must have: the peak, and memory that the allocator cannot use."""
         return np.frombuffer(self._needed) if self.methods else np.zeros(0)
 
     @property
@@ -68,12 +68,12 @@ class CandidateTable:
 
     @property
     def memory(self) -> Floats:
-        """Bytes by category: a row a composition, a column for each of `CATEGORIES`."""
+        """Bytes by category, of shape (compositions, `CATEGORIES`)."""
         return np.frombuffer(self._memory).reshape(-1, len(CATEGORIES)) if self.methods else np.zeros((0, 1))
 
     @property
     def binds(self) -> npt.NDArray[np.int8]:
-        """Codes of what is short, or of a fit."""
+        """The limit that each row exceeds: DEVICE or HOST, or FITS."""
         return np.frombuffer(self._binds, dtype=np.int8) if self.methods else np.zeros(0, np.int8)
 
     @property
@@ -82,12 +82,12 @@ class CandidateTable:
 
     @property
     def short_bytes(self) -> Floats:
-        """Bytes that are missing on the device, or on the host where that is short alone."""
+        """Bytes missing on the device, or on the host if only that is short."""
         device = np.maximum(0.0, self.needed_bytes - self.limit_bytes)
         return np.where(self.binds == HOST, self.on_host - self.host_bytes, device)
 
     def why(self) -> list[str]:
-        """The limit of each composition: "" where it fits, else the memory that is short, and what takes most of it."""
+        """The exceeded limit of each composition, with the largest category of a device's memory; "" if it fits."""
         largest = self.memory.argmax(axis=1) if self.methods else []
         names = {HOST: ["host memory"] * len(CATEGORIES), FITS: [""] * len(CATEGORIES)}
         names[DEVICE] = [f"memory: {category}" for category in CATEGORIES]
@@ -97,18 +97,18 @@ class CandidateTable:
         return list(_labels(self.methods))
 
     def fastest(self, number: int | None = None) -> list[int]:
-        """Rows that fit, the fastest first; of equal ones the simpler, which has fewer methods, then the smaller."""
+        """Rows that fit, the fastest first; equally fast ones by number of methods, then by peak bytes."""
         rows = np.flatnonzero(self.fits)
         sizes = np.array([len(self.methods[row]) for row in rows])
         order = np.lexsort((self.peak_bytes[rows], sizes, self.step_s[rows]))
         return [int(row) for row in rows[order][:number]]
 
     def nearest(self, number: int) -> list[int]:
-        """Rows that miss by the fewest bytes, where none fits."""
+        """Rows that miss by the fewest bytes, for a table where none fits."""
         return [int(row) for row in np.argsort(self.short_bytes, kind="stable")[:number]]
 
     def pareto(self) -> list[int]:
-        """Rows that fit of which none is both faster and smaller, the smallest first."""
+        """The Pareto front of seconds and peak bytes among rows that fit, the smallest first."""
         rows = np.flatnonzero(self.fits)
         order = rows[np.lexsort((self.step_s[rows], self.peak_bytes[rows]))]
         least = np.minimum.accumulate(self.step_s[order]) if len(order) else order
@@ -117,12 +117,12 @@ class CandidateTable:
 
 
 def label(methods: Sequence[Method]) -> str:
-    """A composition as text, like its `Strategy`'s."""
+    """The text of a composition, equal to its `Strategy`'s."""
     return " + ".join(map(str, methods)) or "plain"
 
 
 def _labels(rows: Sequence[tuple[Method, ...]]) -> Iterator[str]:
-    """Texts of many compositions: each method's is made once."""
-    texts: dict[int, str] = {}
+    texts: dict[int, str] = {}  # a method is shared by many rows, and its text is slow to make
     for methods in rows:
-        yield " + ".join([texts.get(id(each)) or texts.setdefault(id(each), str(each)) for each in methods]) or "plain"
+        labels = [texts.get(id(method)) or texts.setdefault(id(method), str(method)) for method in methods]
+        yield " + ".join(labels) or "plain"

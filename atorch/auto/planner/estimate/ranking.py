@@ -1,9 +1,9 @@
-"""Compositions worth a dry run: those that fit, the fastest by estimate first, and why the others are out.
+"""Compositions for dry runs: those that fit, the fastest by estimate first, and the reasons against the others.
 
-A small space is scored whole. Of a large one, which on a thousand devices has tens of thousands, bounds lead to the
-fastest (`best_first`), and what is simplest is added. Either way some hundreds are left, so what a search holds does
-not grow with the cluster. Rank 0 alone works it out; the others are told, method by method as texts and composition by
-composition as indices of these, since a user's method may be of a class that cannot be pickled.
+A small space is scored completely. A large one has tens of thousands of compositions on a thousand devices; there
+bounds lead to the fastest (`best_first`), and the simplest are added. Either way some hundreds are left, so a search's
+memory does not grow with the cluster. Only rank 0 computes the ranking. It broadcasts methods as texts and compositions
+as indices of these, since a user's method may be of a class that cannot be pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.dry_run.trial_order import simplest
+from atorch.auto.planner.dry_runs.trial_order import simplest
 from atorch.auto.planner.estimate.score import (
     Scored,
     estimate_of,
@@ -26,37 +26,37 @@ from atorch.auto.planner.estimate.score import (
 )
 from atorch.auto.planner.estimate.tie_breaking import TIE
 from atorch.auto.planner.plan import Estimate, Rejected, Why
-from atorch.auto.planner.search.best_first import best_first
-from atorch.auto.planner.search.space import Space, compositions
+from atorch.auto.planner.search_space.best_first import best_first
+from atorch.auto.planner.search_space.space import Space, compositions
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 
-ALL_SCORED = 2_000  # compositions up to which all are scored; of more, those that bounds lead to first
+ALL_SCORED = 2_000  # largest space that is scored completely; of a larger one, bounds choose compositions
 MOST_SCORED = 4_000
-MOST_LOOKS = 10_000  # at branches of the tree
-RUNNABLE = 400  # that dry runs are chosen from, and a quarter as many that are simple
-NEAREST = 20  # that are told where nothing fits
+MOST_LOOKS = 10_000  # visits of branches of the tree
+RUNNABLE = 400  # compositions that dry runs are chosen from, and a quarter as many simple ones
+NEAREST = 20  # compositions that are reported if nothing fits
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """A ranking before anything ran: the compositions that fit, the fastest first, and those that are out."""
+    """A ranking by estimate: the compositions that fit, the fastest first, and the rejected ones."""
 
     fitting: tuple[Scored, ...]
     rejected: tuple[Rejected, ...]
 
     @property
     def num_compositions(self) -> int:
-        """All compositions that were scored and that this machine can run, fitting or not."""
-        return len(self.fitting) + sum(each.why != "hardware" for each in self.rejected)
+        """The number of compositions that were scored and that this machine can run, whether they fit or not."""
+        return len(self.fitting) + sum(rejected.why != "hardware" for rejected in self.rejected)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The space that a search may take: see `space.compositions`.
+    """The user's limits on the space of a search: see `space.compositions`.
 
-    precision: the least exact numbers; None for autocast, and for less only where nothing else fits.
+    precision: the least exact numbers; None for autocast, and for less exact ones only if nothing else fits.
     """
 
     excluded: Iterable[str] | None = None
@@ -66,7 +66,7 @@ class Wanted:
 
     @property
     def levels(self) -> tuple[Exactness, ...]:
-        """Exactness that is allowed, and what more where nothing fits."""
+        """The allowed exactness, followed by less exact ones for the case that nothing fits."""
         return EXACTNESS[EXACTNESS.index("autocast") :] if self.precision is None else (self.precision,)
 
     def space(self, profile: ModelProfile, cluster: ClusterSpec, precision: Exactness) -> Space:
@@ -76,26 +76,26 @@ class Wanted:
 
 
 def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
-    """The ranking in the most exact numbers in which anything fits, or where nothing does in the most exact of all."""
+    """The ranking for the most exact numbers in which anything fits, or for the most exact of all if nothing does."""
     first: Ranking | None = None
     for level in wanted.levels:
-        found = ranked(profile, start, cluster, wanted, level)
-        first = first or found
-        if found.fitting:
-            return found
+        ranking = ranked(profile, start, cluster, wanted, level)
+        first = first or ranking
+        if ranking.fitting:
+            return ranking
     assert first is not None, "a precision is allowed"
     return first
 
 
 def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, precision: Exactness) -> Ranking:
-    """Compositions scored, all or of many the most promising."""
+    """The ranking of all compositions, or of the most promising in a large space."""
     space = wanted.space(profile, cluster, precision)
     fitting, rejected = split_by_memory(_scored(space, start, cluster), cluster)
-    unmet = [Rejected(strategy=Strategy((each,)), why="hardware", reason=reason) for each, reason in space.unmet]
+    unmet = [Rejected(strategy=Strategy((method,)), why="hardware", reason=reason) for method, reason in space.unmet]
     head, rest = _runnable(fitting, wanted.fixed)
     beyond = [
-        Rejected(strategy=each.strategy, why="not run", reason="others were estimated faster", estimate=each.estimate)
-        for each in rest
+        Rejected(strategy=other.strategy, why="not run", reason="others were estimated faster", estimate=other.estimate)
+        for other in rest
     ]
     return Ranking(tuple(head), (*beyond, *rejected, *unmet))
 
@@ -105,39 +105,39 @@ def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
     if len(leaves) <= ALL_SCORED:
         return scored(leaves, cluster)
     room, host = usable_bytes(cluster), usable_host_bytes(cluster)
-    found = best_first(
+    table = best_first(
         space, start, cluster, device_bytes=room, host_bytes=host, keep=RUNNABLE, most=MOST_SCORED,
         most_looks=MOST_LOOKS,
     ).columns  # fmt: skip
-    rows = found.fastest(RUNNABLE) or found.nearest(NEAREST)
-    chosen = {Strategy(found.methods[row]) for row in rows} | _simple(space, start)
-    chosen = chosen or {Strategy(each.methods) for each in islice(leaves, RUNNABLE)}
-    return fastest_first(Scored(each, estimate_of(each.cost(start), cluster)) for each in chosen)
+    rows = table.fastest(RUNNABLE) or table.nearest(NEAREST)
+    chosen = {Strategy(table.methods[row]) for row in rows} | _simple(space, start)
+    chosen = chosen or {Strategy(leaf.methods) for leaf in islice(leaves, RUNNABLE)}
+    return fastest_first(Scored(strategy, estimate_of(strategy.cost(start), cluster)) for strategy in chosen)
 
 
 def _simple(space: Space, start: Cost) -> set[Strategy]:
-    """Plain training, and what is one change away from it, where the space has that."""
+    """Plain training and the compositions one change away from it, if the space has them."""
     plain = complete(Strategy(), space.world_size)
     if space.follow(plain.methods, start) is None:
         return set()
     changed = (plain.with_method(choice.method) for level in space.levels for choice in level.choices)
-    nodes = (space.follow(each.methods, start) for each in changed)
+    nodes = (space.follow(strategy.methods, start) for strategy in changed)
     return {plain, *(Strategy(node.methods) for node in nodes if node is not None)}
 
 
 def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Scored], list[Scored]]:
-    """Those that dry runs are chosen from: the fastest by estimate, and the simplest."""
-    kept = {*range(RUNNABLE), *simplest(fitting, fixed)[: RUNNABLE // 4]}
+    """The compositions that dry runs are chosen from, the fastest by estimate and the simplest, and the others."""
+    indices = {*range(RUNNABLE), *simplest(fitting, fixed)[: RUNNABLE // 4]}
     return (
-        [each for index, each in enumerate(fitting) if index in kept],
-        [each for index, each in enumerate(fitting) if index not in kept],
+        [candidate for index, candidate in enumerate(fitting) if index in indices],
+        [candidate for index, candidate in enumerate(fitting) if index not in indices],
     )
 
 
 def gain_of_half(
     taken: Scored, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted
 ) -> Iterator[str]:
-    """A note of what 16-bit weights would gain on a choice that trains under autocast, where it is no tie."""
+    """A note on the gain of 16-bit weights over a choice that trains under autocast, unless it is a tie."""
     barred = {"half", "amp_native"}.intersection(wanted.excluded or (), wanted.included or ())
     if wanted.precision not in (None, "autocast") or wanted.fixed is not None or barred:
         return
@@ -155,9 +155,9 @@ def gain_of_half(
 
 
 class _Row(NamedTuple):
-    """A composition as it travels; without `why` it fits."""
+    """A composition in the form that is broadcast; it fits if `why` is None."""
 
-    methods: tuple[int, ...]  # places in the table of methods
+    methods: tuple[int, ...]  # indices into the table of methods
     estimate: Estimate | None
     why: Why | None = None
     reason: str = ""
@@ -165,29 +165,29 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Told:
-    """A ranking in plain data."""
+    """A ranking as plain data for the broadcast."""
 
-    methods: tuple[str, ...]  # each in its settings
+    methods: tuple[str, ...]  # texts of methods with their settings
     rows: tuple[_Row, ...]
 
     @classmethod
     def of(cls, ranking: Ranking) -> Told:
-        """The part of a ranking that other processes need."""
+        """The data of a ranking for the other processes."""
         places: dict[str, int] = {}
 
         def numbered(strategy: Strategy) -> tuple[int, ...]:
-            return tuple(places.setdefault(repr(each), len(places)) for each in strategy)
+            return tuple(places.setdefault(repr(method), len(places)) for method in strategy)
 
-        rows = [_Row(numbered(each.strategy), each.estimate) for each in ranking.fitting]
-        rows += [_Row(numbered(each.strategy), each.estimate, each.why, each.reason) for each in ranking.rejected]
+        rows = [_Row(numbered(entry.strategy), entry.estimate) for entry in ranking.fitting]
+        rows += [_Row(numbered(entry.strategy), entry.estimate, entry.why, entry.reason) for entry in ranking.rejected]
         return cls(tuple(places), tuple(rows))
 
     def unknown(self, methods: Mapping[str, Method]) -> list[str]:
-        """Methods that are not among a process's own `methods`."""
+        """Texts of methods that this process's `methods` lack."""
         return [text for text in self.methods if text not in methods]
 
     def ranking(self, methods: Mapping[str, Method]) -> Ranking:
-        """The ranking, of a process's own `methods`, by their texts."""
+        """The ranking with this process's `methods`, a map from texts."""
         table = [methods[text] for text in self.methods]
         fitting: list[Scored] = []
         rejected: list[Rejected] = []
@@ -201,7 +201,7 @@ class Told:
 
 
 def methods_of(space: Space) -> dict[str, Method]:
-    """All methods that a ranking of a space may speak of, by their texts."""
+    """Text → method, for all methods that may occur in a ranking of the space."""
     chosen: Sequence[Method] = [choice.method for level in space.levels for choice in level.choices]
     plain = complete(Strategy(), space.world_size)
-    return {repr(each): each for each in (*plain, *chosen, *(method for method, _ in space.unmet))}
+    return {repr(method): method for method in (*plain, *chosen, *(unmet for unmet, _ in space.unmet))}

@@ -1,4 +1,4 @@
-"""Scores compositions: what arithmetic says of each, and whether that fits."""
+"""Scores compositions: estimates of seconds and bytes by arithmetic, and whether they fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atorch.auto.planner.plan import Estimate, Rejected
-from atorch.auto.planner.search.space import SearchNode
+from atorch.auto.planner.search_space.space import SearchNode
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTime, StepTimes, peak_memory
@@ -14,31 +14,34 @@ from atorch.cost.memory import RESERVE
 from atorch.cost.parallelism import SAMPLE_AXES
 from atorch.units import format_bytes
 
-_SIXTEEN_BITS = ("bfloat16", "float16", "float32")  # the first that a device has is what MFU is a share of
+_SIXTEEN_BITS = ("bfloat16", "float16", "float32")  # MFU is a share of the peak of the first that a device has
 
 
 def useful_flops(cost: Cost) -> float:
-    """FLOPs of a step on all devices together: forward once and backward once, nothing that runs again.
+    """FLOPs of a step on all devices together: forward once and backward once, without recomputation.
 
-    Backward has two products for each of forward, one where the weight is frozen, and two for attention, of which a
-    causal one computes half of the scores (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, which counts them all).
+    For every product of forward, backward has two, or one if the weight is frozen; attention also has two. Causal
+    attention computes half of the scores (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, counts all of them).
     """
     samples = cost.batch_size * cost.size(*SAMPLE_AXES) / cost.traced_batch
     return samples * sum(
-        each.count
-        * (sum(product.flops * (3 if product.trainable else 2) for product in each.matmuls) + 3 * each.attention_flops)
-        for each in cost.segments
+        segment.count
+        * (
+            sum(product.flops * (3 if product.trainable else 2) for product in segment.matmuls)
+            + 3 * segment.attention_flops
+        )
+        for segment in cost.segments
     )
 
 
 def utilisation_peak(peak_flops: Mapping[str, float]) -> float:
-    """A device's dense FLOP/s in 16 bits, of which MFU is a share, or in fp32 where it has no others; 0: unknown."""
+    """A device's dense FLOP/s in 16 bits, the base of MFU, or in fp32 if it has no others; 0: unknown."""
     return next((peak_flops[name] for name in _SIXTEEN_BITS if name in peak_flops), 0.0)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A composition with what arithmetic says of it."""
+    """A composition with its estimate."""
 
     strategy: Strategy
     estimate: Estimate
@@ -48,20 +51,20 @@ def scored(leaves: Iterable[SearchNode], cluster: ClusterSpec) -> list[Scored]:
     return fastest_first(Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves)
 
 
-def fastest_first(found: Iterable[Scored]) -> list[Scored]:
-    return sorted(found, key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes, str(each.strategy)))
+def fastest_first(candidates: Iterable[Scored]) -> list[Scored]:
+    return sorted(candidates, key=lambda entry: (entry.estimate.step_s, entry.estimate.peak_bytes, str(entry.strategy)))
 
 
 def estimate_of(cost: Cost, cluster: ClusterSpec, times: StepTimes | None = None) -> Estimate:
-    """The seconds and bytes of a step; `times`, where many are asked for, keeps what they have in common.
+    """The estimate of the seconds and bytes of a step; `times` caches common terms of many estimates.
 
-    How far off the seconds may be takes several times as long to tell: `doubt`.
+    The uncertainty of the seconds takes several times as long to compute: see `uncertainty`.
     """
     memory, spent = peak_memory(cost), (times or StepTimes(cluster)).of(cost)
     rate = cost.batch_size * cost.size(*SAMPLE_AXES) / spent.total_s if spent.total_s else 0.0
     flops = useful_flops(cost) / (spent.total_s * cluster.world_size) if spent.total_s else None
     peak = utilisation_peak(cluster.device.peak_flops)
-    length = max((each.sequence_length for each in cost.segments), default=0)
+    length = max((segment.sequence_length for segment in cost.segments), default=0)
     return Estimate(
         step_s=spent.total_s,
         peak_bytes=memory.total,
@@ -78,7 +81,7 @@ def estimate_of(cost: Cost, cluster: ClusterSpec, times: StepTimes | None = None
 
 
 def _by_category(spent: StepTime) -> dict[str, float]:
-    """Seconds by category, the largest first. Launches count as far as work does not hide them."""
+    """Seconds by category, the largest first. Launches count only the part that work does not hide."""
     named = {name.removesuffix("_s"): getattr(spent, name) for name in StepTime._fields if name != "total_s"}
     named["launch"] = max(0.0, spent.total_s - sum(named.values()) + named["launch"])
     return {name: value for name, value in sorted(named.items(), key=lambda item: -item[1]) if value > 0}
@@ -94,19 +97,19 @@ def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
 
 
 def split_by_memory(candidates: Sequence[Scored], cluster: ClusterSpec) -> tuple[list[Scored], list[Rejected]]:
-    """Candidates that fit, and those that cannot, with bytes by category."""
+    """Candidates that fit, and rejections of the others with bytes by category."""
     limit = usable_bytes(cluster)
-    fitting = [each for each in candidates if each.estimate.needed_bytes <= limit]
+    fitting = [candidate for candidate in candidates if candidate.estimate.needed_bytes <= limit]
     rejected = [
-        Rejected(strategy=each.strategy, why="memory", reason=needs(each.estimate, limit), estimate=each.estimate)
-        for each in candidates
-        if each.estimate.needed_bytes > limit
+        Rejected(strategy=other.strategy, why="memory", reason=needs(other.estimate, limit), estimate=other.estimate)
+        for other in candidates
+        if other.estimate.needed_bytes > limit
     ]
     return fitting, rejected
 
 
 def needs(estimate: Estimate, limit: float) -> str:
-    """Why an estimate does not fit: how much is short, and what takes the most."""
+    """The reason why an estimate does not fit: the missing bytes, and the largest categories."""
     most = ", ".join(f"{name} {format_bytes(held)}" for name, held in list(estimate.memory.items())[:3])
     short, stage = format_bytes(estimate.needed_bytes - limit), f" on stage {estimate.stage}" if estimate.stage else ""
     return f"is {short} short{stage} of the {format_bytes(estimate.needed_bytes)} that it needs: {most}"

@@ -1,7 +1,6 @@
-"""The preference among compositions that the estimate cannot tell apart: the simplest.
+"""Prefers the simplest of the compositions that the estimate cannot distinguish.
 
-What waits on the host is less simple than what does not, and a method more than one less; then what splits the model
-along fewer axes of the mesh is simpler.
+Simpler means: no use of host memory, then fewer methods, then fewer axes of the mesh.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
-from atorch.auto.planner.search.space import MESH, Only, SearchNode
+from atorch.auto.planner.search_space.space import MESH, Only, SearchNode
 from atorch.auto.strategy import Method
 from atorch.cost.parallelism import REPLICA_AXES
 
-TIE = 0.03  # of a step: nearer than the estimate is right
-EQUAL = 1e-3  # a share of a step: what differs by less is as fast
+TIE = 0.03  # share of a step: smaller differences are below the accuracy of estimates
+EQUAL = 1e-3  # share of a step: compositions that differ by less are equally fast
 
-Intricacy = tuple[bool, int, int]  # whether something waits on the host, methods, axes of the mesh
+Intricacy = tuple[bool, int, int]  # use of host memory, number of methods, number of mesh axes
 
 
 def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
@@ -25,18 +24,18 @@ def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
 
 
 def least_intricacy(node: SearchNode, only: Only) -> Intricacy:
-    """The least intricacy that is possible below a node, of these alone."""
+    """The least possible intricacy below a node, limited to `only`."""
     slots = {choice.method.slot for choices in only.values() if None not in choices for choice in choices if choice}
     if not node.large.isdisjoint(REPLICA_AXES):
-        slots.add(DATA_PARALLEL)  # for something keeps parameters equal that several processes hold
+        slots.add(DATA_PARALLEL)  # a method must keep the parameters of replicas equal
     number = len(slots | node.slots)
     return False, number, _num_axes(node.methods)
 
 
 def preferred(columns: CandidateTable, expected: Mapping[int, float] | None = None) -> int:
-    """The simplest of the rows that are as good as the fastest.
+    """The simplest of the rows that tie with the fastest.
 
-    `expected`: seconds in place of the estimate's, of the rows that are to be chosen from.
+    `expected`: row → seconds in place of the estimate's; only these rows are considered.
     """
     seconds = columns.step_s if expected is None else expected
     rows = columns.fastest()
@@ -57,4 +56,4 @@ def is_simpler(columns: CandidateTable, one: int, other: int) -> bool:
 
 
 def _num_axes(methods: Sequence[Method]) -> int:
-    return sum(len(getattr(each, "slices", ())) for each in methods if each.slot == MESH)
+    return sum(len(getattr(method, "slices", ())) for method in methods if method.slot == MESH)

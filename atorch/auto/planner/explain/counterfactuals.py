@@ -1,8 +1,8 @@
-"""Neighbours of the chosen composition, one choice apart, each with what it loses and why.
+"""Neighbours of the chosen composition, one choice away, each with its loss and the reason.
 
-A neighbour has another method in one slot, or none, or a mesh of which one axis has another size; another axis then
-makes up for it, and methods that split over an axis come and go with it. Where a neighbour's micro-batches do not
-divide its batch, those that do and are fastest are taken.
+A neighbour has another method or none in one slot, or a mesh in which one axis has another size. Then another axis
+compensates, and methods that split over an axis are added or removed with it. If a neighbour's micro-batches do not
+divide its batch, the fastest that do are used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from atorch.auto.planner.cluster_plan import Counterfactual
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.score import estimate_of, needs
 from atorch.auto.planner.plan import Estimate
-from atorch.auto.planner.search.space import MESH, Level, SearchNode, Space
+from atorch.auto.planner.search_space.space import MESH, Level, SearchNode, Space
 from atorch.auto.strategy import Method
 from atorch.cost import Cost, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds
 
-STEP = "micro_batch"  # the slot that makes up for what no longer divides
-BESIDE = 2  # sizes of each axis that are looked at, on either side
+STEP = "micro_batch"  # the slot that is adapted if the batch no longer divides
+NEIGHBOURS = 2  # number of smaller and of larger sizes that are considered for each axis
 
 MethodTuple = tuple[Method, ...]
 
@@ -42,23 +42,23 @@ class Room:
 def counterfactuals(
     space: Space, chosen: MethodTuple, start: Cost, room: Room, columns: CandidateTable, times: StepTimes
 ) -> tuple[Counterfactual, ...]:
-    """The neighbours, the fastest first, then those that do not fit; each kind of change once.
+    """The neighbours, the fastest first, then those that do not fit; the best of each change.
 
-    Those that are not among `columns` yet are added.
+    Neighbours that `columns` lacks are added to it.
     """
     look = _Look(space, chosen, start, room, columns, set(columns.methods), times)
     base = look.estimated(chosen)
     assert base is not None, "the chosen composition is legal"
-    found: dict[tuple[str, str], tuple[bool, Estimate]] = {}
+    best: dict[tuple[str, str], tuple[bool, Estimate]] = {}
     for what, change, methods in look.neighbours():
         estimate = look.estimated(methods)
         if estimate is None:
             continue
         entry = (room.short(estimate) is not None, estimate)
-        if (what, change) not in found or _order(entry) < _order(found[what, change]):
-            found[what, change] = entry
-    told = sorted(found.items(), key=lambda item: _order(item[1]))
-    return tuple(_told(what, change, base, estimate, room) for (what, change), (_, estimate) in told)
+        if (what, change) not in best or _order(entry) < _order(best[what, change]):
+            best[what, change] = entry
+    ordered = sorted(best.items(), key=lambda item: _order(item[1]))
+    return tuple(_counterfactual(what, change, base, estimate, room) for (what, change), (_, estimate) in ordered)
 
 
 def _order(entry: tuple[bool, Estimate]) -> tuple[bool, float]:
@@ -66,7 +66,7 @@ def _order(entry: tuple[bool, Estimate]) -> tuple[bool, float]:
     return is_short, estimate.needed_bytes if is_short else estimate.step_s
 
 
-def _told(what: str, change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:
+def _counterfactual(what: str, change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:
     short = room.short(estimate)
     if short is not None:
         return Counterfactual(what=what, change=change, ratio=None, reason=short)
@@ -75,10 +75,10 @@ def _told(what: str, change: str, base: Estimate, estimate: Estimate, room: Room
 
 
 def _why(base: Estimate, estimate: Estimate) -> str:
-    """The category of time that changes most in the direction of the whole."""
+    """The change of the category of time that changes most in the same direction as the step."""
     grown = {name: estimate.time.get(name, 0.0) - base.time.get(name, 0.0) for name in {**base.time, **estimate.time}}
     is_slower = estimate.step_s >= base.step_s
-    name = (max if is_slower else min)(sorted(grown), key=lambda each: grown[each])
+    name = (max if is_slower else min)(sorted(grown), key=lambda category: grown[category])
     if abs(grown[name]) < 1e-3 * base.step_s:
         return f"the same work, and {format_bytes(estimate.peak_bytes)} instead of {format_bytes(base.peak_bytes)}"
     verb = "grows" if is_slower else "shrinks"
@@ -108,7 +108,7 @@ class _Look:
     times: StepTimes
 
     def neighbours(self) -> Iterator[tuple[str, str, MethodTuple]]:
-        """`(what, change, methods)` of all; several of one change where it can be made up for in several ways."""
+        """`(what, change, methods)` of all neighbours; several for a change that can be compensated in several ways."""
         for level in self.space.levels:
             if level.kind.slot == MESH:
                 yield from self._meshes(level)
@@ -116,15 +116,15 @@ class _Look:
                 yield from self._others(level)
 
     def estimated(self, methods: MethodTuple) -> Estimate | None:
-        """The estimate of a composition, its micro-batches changed where they no longer divide; None: not legal."""
+        """The estimate of a composition, with other micro-batches if these do not divide; None if it is not legal."""
         node = self.space.follow(methods, self.start)
         if node is not None:
             return self._scored(node)
         mesh, cut = _in_slot(self.chosen, MESH), _in_slot(self.chosen, STEP)
         if _in_slot(methods, MESH) == mesh and _in_slot(methods, STEP) != cut:
-            return None  # the cut is what was changed
-        estimates = [self._scored(each) for each in self._recut(methods)]
-        return min(estimates, key=lambda each: _order((self.room.short(each) is not None, each)), default=None)
+            return None  # the neighbour's change is the cut itself
+        estimates = [self._scored(node) for node in self._recut(methods)]
+        return min(estimates, key=lambda other: _order((self.room.short(other) is not None, other)), default=None)
 
     def _scored(self, node: SearchNode) -> Estimate:
         estimate = estimate_of(node.cost, self.times.cluster, self.times)
@@ -134,7 +134,7 @@ class _Look:
         return estimate
 
     def _recut(self, methods: MethodTuple) -> Iterator[SearchNode]:
-        kept = tuple(each for each in methods if each.slot != STEP)
+        kept = tuple(method for method in methods if method.slot != STEP)
         for level in self.space.levels:
             if level.kind.slot == STEP:
                 for cut in (kept, *((*kept, choice.method) for choice in level.choices)):
@@ -143,9 +143,9 @@ class _Look:
                         yield node
 
     def _others(self, level: Level) -> Iterator[tuple[str, str, MethodTuple]]:
-        """Another setting of this level's method instead of what is in its slot, or nothing there."""
+        """Replace the method in the level's slot by another setting, or remove it."""
         held = _in_slot(self.chosen, level.kind.slot)
-        rest = tuple(each for each in self.chosen if each is not held)
+        rest = tuple(method for method in self.chosen if method is not held)
         for choice in level.choices:
             if choice.method != held:
                 yield choice.method.name, _named(choice.method, held), (*rest, choice.method)
@@ -153,36 +153,41 @@ class _Look:
             yield held.name, f"without {held}", rest
 
     def _meshes(self, level: Level) -> Iterator[tuple[str, str, MethodTuple]]:
-        """Sizes of each axis next to the chosen one, one other axis making up for it."""
+        """Meshes with the next sizes of each axis, for which one other axis compensates."""
         held = _in_slot(self.chosen, MESH)
         if held is None:
             return
-        rest = tuple(each for each in self.chosen if each is not held)
+        rest = tuple(method for method in self.chosen if method is not held)
         mine = _sizes(held, self.start)
         meshes = [(choice.method, _sizes(choice.method, self.start)) for choice in level.choices]
-        for axis in sorted({name for _, sizes in meshes for name in sizes} - {"data"}):  # which makes up for the others
+        for axis in sorted({name for _, sizes in meshes for name in sizes} - {"data"}):  # data compensates
             size = mine.get(axis, 1)
             alike = [
                 (mesh, sizes)
                 for mesh, sizes in meshes
                 if sizes.get(axis, 1) != size and len(_apart(sizes, mine)) <= 2 and axis in _apart(sizes, mine)
             ]
-            known = sorted({sizes.get(axis, 1) for _, sizes in alike})
-            near = [each for each in known if each < size][-BESIDE:] + [each for each in known if each > size][:BESIDE]
+            others = sorted({sizes.get(axis, 1) for _, sizes in alike})
+            near = [other for other in others if other < size][-NEIGHBOURS:]
+            near += [other for other in others if other > size][:NEIGHBOURS]
             for mesh, sizes in alike:
                 if sizes.get(axis, 1) in near:
                     yield axis, f"{axis} {sizes.get(axis, 1)}", (mesh, *self._adapted(rest, sizes))
 
     def _adapted(self, rest: MethodTuple, sizes: Mapping[str, int]) -> MethodTuple:
-        """The other methods for a mesh: without those that have no axis left, with one for each axis that is new."""
+        """The other methods for a mesh: without those that lost their axis, with a method for each new axis."""
         large = {name for name, size in sizes.items() if size > 1}
-        kept = [each for each in rest if not each.splits or each.needs_replicas or not large.isdisjoint(each.splits)]
-        names = {each.name for each in kept}
-        kept = [each for each in kept if names.issuperset(each.needs)]
-        split = {axis for each in kept for axis in each.splits} | {"data"}
+        kept = [
+            method
+            for method in rest
+            if not method.splits or method.needs_replicas or not large.isdisjoint(method.splits)
+        ]
+        names = {method.name for method in kept}
+        kept = [method for method in kept if names.issuperset(method.needs)]
+        split = {axis for method in kept for axis in method.splits} | {"data"}
         for level in self.space.levels:
             for choice in level.choices:
-                is_new = choice.splits & large - split and level.kind.slot not in {each.slot for each in kept}
+                is_new = choice.splits & large - split and level.kind.slot not in {method.slot for method in kept}
                 if is_new and choice.splits <= large:
                     kept.append(choice.method)
                     split |= choice.splits
@@ -190,7 +195,7 @@ class _Look:
 
 
 def _in_slot(methods: MethodTuple, slot: str) -> Method | None:
-    return next((each for each in methods if each.slot == slot), None)
+    return next((method for method in methods if method.slot == slot), None)
 
 
 def _named(method: Method, held: Method | None) -> str:

@@ -1,4 +1,4 @@
-"""Changes that would make a job fit where nothing does, each really tried."""
+"""Changes that make a job fit if nothing does, each verified by a search."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from atorch.auto.strategy import EXACTNESS, Exactness
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Matmul, ModelProfile, Region, Segment
 
-MOST = 3  # remedies that are named
-LARGEST = 64  # times more nodes, or less of a batch or a sequence
+MOST = 3  # limit of listed remedies
+LARGEST = 64  # largest factor of more nodes, or of a smaller batch or sequence
 
 Fits = Callable[["UnfitJob"], bool]
 
@@ -23,23 +23,23 @@ class UnfitJob:
     global_batch: int
     excluded: tuple[str, ...] = ()
     precision: Exactness = EXACTNESS[-1]  # the least exact numbers that may be trained in
-    host_memory: bool = True  # whether something may wait there
+    host_memory: bool = True  # whether methods may use it
 
 
 def remedies(job: UnfitJob, fits: Fits) -> tuple[str, ...]:
     """Changes of which each alone makes the job fit, the cheapest first, at most three."""
     ways = (_allowed(job), _smaller_batches(job), _shorter_sequences(job), _larger_clusters(job))
-    found = (next((told for told, changed in way if fits(changed)), None) for way in ways)
-    return tuple(itertools.islice((told for told in found if told is not None), MOST))
+    advice = (next((text for text, changed in way if fits(changed)), None) for way in ways)
+    return tuple(itertools.islice((text for text in advice if text is not None), MOST))
 
 
 Way = Iterator[tuple[str, UnfitJob]]
 
 
 def _allowed(job: UnfitJob) -> Way:
-    """Each of the methods that were excluded, or not allowed."""
+    """Allow an excluded method, host memory, or 16-bit parameters."""
     for name in job.excluded:
-        rest = tuple(each for each in job.excluded if each != name)
+        rest = tuple(other for other in job.excluded if other != name)
         yield f"allow {name}, which is excluded", replace(job, excluded=rest)
     if not job.host_memory:
         yield "allow host memory (host_memory=True, --host-memory)", replace(job, host_memory=True)
@@ -48,7 +48,7 @@ def _allowed(job: UnfitJob) -> Way:
 
 
 def _smaller_batches(job: UnfitJob) -> Way:
-    """Fewer samples a step, so that fewer devices see samples of their own and more of them share the model."""
+    """Use fewer samples a step, so that fewer devices have samples of their own and more share the model."""
     for share in _halves():
         if job.global_batch % share == 0:
             batch = job.global_batch // share
@@ -56,18 +56,18 @@ def _smaller_batches(job: UnfitJob) -> Way:
 
 
 def _shorter_sequences(job: UnfitJob) -> Way:
-    length = max((each.sequence_length for each in job.profile.segments), default=0)
+    length = max((segment.sequence_length for segment in job.profile.segments), default=0)
     for share in _halves():
         if length and length % share == 0 and length // share >= 1:
-            told = f"use sequences of {length // share} instead of {length} tokens"
-            yield told, replace(job, profile=_shortened(job.profile, share))
+            text = f"use sequences of {length // share} instead of {length} tokens"
+            yield text, replace(job, profile=_shortened(job.profile, share))
 
 
 def _larger_clusters(job: UnfitJob) -> Way:
     for factor in _halves():
         nodes = job.cluster.num_nodes * factor
-        told = f"use {nodes * job.cluster.devices_per_node} of these devices instead of {job.cluster.world_size}"
-        yield told, replace(job, cluster=replace(job.cluster, num_nodes=nodes))
+        text = f"use {nodes * job.cluster.devices_per_node} of these devices instead of {job.cluster.world_size}"
+        yield text, replace(job, cluster=replace(job.cluster, num_nodes=nodes))
 
 
 def _halves() -> Sequence[int]:
@@ -75,13 +75,13 @@ def _halves() -> Sequence[int]:
 
 
 def _shortened(profile: ModelProfile, share: int) -> ModelProfile:
-    """The profile of sequences that are `share` times shorter. What grows with their square is taken to shrink with
-    their length, so that nothing is promised too small."""
+    """The profile of sequences that are `share` times shorter. Quadratic terms shrink only linearly, so that no
+    estimate is too small."""
     return replace(
         profile,
-        segments=tuple(_shorter(each, share) for each in profile.segments),
-        in_half=tuple(_shorter(each, share) for each in profile.in_half),
-        in_autocast=tuple(_shorter(each, share) for each in profile.in_autocast),
+        segments=tuple(_shorter(segment, share) for segment in profile.segments),
+        in_half=tuple(_shorter(segment, share) for segment in profile.in_half),
+        in_autocast=tuple(_shorter(segment, share) for segment in profile.in_autocast),
         output_bytes=profile.output_bytes // share,
     )
 
@@ -89,7 +89,7 @@ def _shortened(profile: ModelProfile, share: int) -> ModelProfile:
 def _shorter(segment: Segment, share: int) -> Segment:
     return replace(
         segment,
-        matmuls=tuple(_fewer_rows(each, share) for each in segment.matmuls),
+        matmuls=tuple(_fewer_rows(matmul, share) for matmul in segment.matmuls),
         attention_flops=segment.attention_flops / share,
         outside=_smaller(segment.outside, share),
         inside=_smaller(segment.inside, share),

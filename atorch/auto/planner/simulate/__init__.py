@@ -1,1 +1,1 @@
-"""Simulation: methods applied for real to fake tensors in a fake world of the size of the cluster."""
+"""Simulation: applies methods to fake tensors in a fake world of the cluster's size."""

@@ -1,10 +1,10 @@
-"""Models of many equal blocks at fewer of them, and what was counted there carried to the full depth.
+"""Extrapolates a simulation of few equal blocks to the full depth of the model.
 
-What a step holds at one moment (when the gradient reaches the second block, say) is linear in the number of blocks;
-the peak is not, because its moment moves with depth. So moments are extended one by one and their maximum is taken
-afterwards. The first and the last block of a run have neighbours that others do not have, and what is fetched ahead or
-freed late reaches one block further: so two blocks at each end are followed from 3 repeats to 4, the fewest in which
-all are there, and those between lie on a line.
+The live bytes at one moment of a step, such as the gradient's arrival at the second block, are linear in the number of
+blocks. The peak is not, because its moment moves with depth. So every moment is extrapolated, and the maximum is taken
+afterwards. The first and last block of a run have other neighbours, and prefetching or late freeing reaches one block
+further. So two blocks at each end are extrapolated from 3 repeats and 4, the fewest that contain them; the blocks in
+between are interpolated.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ Sent = Mapping[tuple[str, tuple[str, ...]], tuple[float, float]]  # (kind, axes)
 
 @dataclass(frozen=True)
 class Observed:
-    """Bytes held and sent in one step."""
+    """Bytes live and sent in one step."""
 
     moments: tuple[MemorySample, ...]
     sent: Sent
     sent_each: Sent = field(default_factory=dict)
-    """From the start of the last but one forward pass to that of the last."""
+    """Bytes sent from the start of the last but one forward pass to that of the last."""
 
     def with_more(self, micro_batches: int) -> Observed:
-        """The step with so many micro-batches more, each of which sends what lay between the last two starts.
+        """The step with that many more micro-batches, each of which sends as much as was sent between the last starts.
 
-        What a stage receives has a place for every micro-batch, from the first step on: torch's PipelineStage.
+        torch's PipelineStage keeps a receive buffer for every micro-batch from the first step on.
         """
         sent, received = dict(self.sent), 0.0
         for key, (calls, size) in self.sent_each.items():
-            known, before = sent[key]
-            sent[key] = known + micro_batches * calls, before + micro_batches * size
+            calls_before, bytes_before = sent[key]
+            sent[key] = calls_before + micro_batches * calls, bytes_before + micro_batches * size
             received += micro_batches * size if key == ("receive", ("pipeline",)) else 0.0
         moments = tuple(
-            replace(each, memory={**each.memory, ACTIVATIONS: each.memory.get(ACTIVATIONS, 0.0) + received})
-            for each in self.moments
+            replace(moment, memory={**moment.memory, ACTIVATIONS: moment.memory.get(ACTIVATIONS, 0.0) + received})
+            for moment in self.moments
         )
         return replace(self, moments=moments, sent=sent)
 
 
 class UnlikeError(Exception):
-    """Two depths whose moments do not correspond, so that nothing follows for a third."""
+    """The moments of two depths do not correspond, so that they cannot be extrapolated."""
 
 
 def extend(short: Observed, long: Observed, repeats: int) -> Observed:
-    """The step of a model of `repeats` blocks, from what was seen at SHORT and at LONG of them.
+    """The step of a model of `repeats` blocks, extrapolated from observations with SHORT and with LONG blocks.
 
     Raises:
-        UnlikeError: the two do not go through the same moments, or do not send the same kinds of messages.
+        UnlikeError: the two have different moments, or send different kinds of messages.
     """
     steps = repeats - LONG
     moments: list[MemorySample] = []
@@ -75,7 +75,7 @@ def extend(short: Observed, long: Observed, repeats: int) -> Observed:
 
 
 def _same_runs(seen: Observed, other: Observed) -> list[list[MemorySample]]:
-    """Moments of one name that follow one another over the blocks, as one run; others alone."""
+    """Runs of consecutive moments with one name over the blocks; a moment outside of blocks is a run of its own."""
     runs, others = _runs(seen), _runs(other)
     if [run[0].name for run in runs] != [run[0].name for run in others]:
         raise UnlikeError(f"a step goes through {len(runs)} kinds of moments at one depth and {len(others)} at another")
@@ -90,7 +90,7 @@ def _runs(seen: Observed) -> list[list[MemorySample]]:
 
 
 def _run(few: Sequence[MemorySample], many: Sequence[MemorySample], repeats: int) -> list[MemorySample]:
-    """The moments of all blocks, in the order in which the step comes to them."""
+    """The moments of all blocks, in the order of the step."""
     ends = {place: _line(few[place].memory, many[place].memory, repeats - LONG) for place in (0, 1, -2, -1)}
     memories = [ends[0], ends[1]]
     for place in range(2, repeats - 2):
@@ -102,7 +102,7 @@ def _run(few: Sequence[MemorySample], many: Sequence[MemorySample], repeats: int
 
 
 def _line(one: Mapping[str, float], two: Mapping[str, float], steps: float) -> dict[str, float]:
-    """`two` and `steps` times what it is more than `one`, by category."""
+    """`two + steps * (two - one)`, by category."""
     return {
         name: two.get(name, 0.0) + (two.get(name, 0.0) - one.get(name, 0.0)) * steps
         for name in dict.fromkeys((*one, *two))

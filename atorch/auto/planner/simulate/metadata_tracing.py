@@ -1,7 +1,7 @@
-"""Runs methods' own watching of the model ahead of simulation, before a world of fakes is there.
+"""Lets methods observe the model on real tensors ahead of simulation.
 
-Fake tensors have no values to watch. So these methods look at a real copy first, in one process, and what they say
-goes with the strategy as a saved one has it. Values do not matter to them: a model on the meta device gets some.
+Fake tensors have no values to observe. So these methods observe a real copy first, in one process, and the strategy
+carries their metadata as a saved one does. The values may be arbitrary, also for a model on the meta device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _HERE = torch.device("cpu")
 
 
 def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, told_of: int | None = None) -> Strategy:
-    """`strategy` with what its methods learn of the context's model, cut to `repeats` blocks, on `batch`.
+    """`strategy` with the metadata that its methods learn on `batch` from the model, cut to `repeats` blocks.
 
-    told_of: of how many blocks it is told, where the strategy is for more than were looked at.
+    told_of: the number of blocks that the metadata is extended to, if that is not `repeats`.
     """
     mode = strategy.get(ParallelMode)
-    if mode is None or not any(each.needs_sample for each in strategy):
+    if mode is None or not any(method.needs_sample for method in strategy):
         return strategy
     copied = copy_structure(ctx.root, lambda tensor: tensor)
     if repeats is not None:
@@ -41,18 +41,18 @@ def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, 
     job = replace(job, sample_batch=map_tensors(_with_values, batch))
     learnt: dict[str, Any] = {}
     with preserved_rng(), Originals(ctx.root):
-        for each in strategy:
-            if each.needs_sample:
-                learnt.update(each.foresee(job, dict(mode.slices)))
-            elif Phase.MESH < each.phase < Phase.TENSOR:
-                job = each.apply(job)
+        for method in strategy:
+            if method.needs_sample:
+                learnt.update(method.foresee(job, dict(mode.slices)))
+            elif Phase.MESH < method.phase < Phase.TENSOR:
+                job = method.apply(job)
     if repeats is not None and told_of is not None:
         learnt = told_of_all(learnt, block_names(ctx.root, repeats), block_names(ctx.root, told_of))
     return replace(strategy, metadata={**strategy.metadata, **learnt})
 
 
 def _with_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or one of its shape: whole numbers that any table has, or noise."""
+    """The tensor, or one of its shape with values: noise, or ones, which are valid indices of any table."""
     if not tensor.is_meta:
         return tensor
     if tensor.is_floating_point() or tensor.is_complex():

@@ -1,9 +1,9 @@
-"""Pipelines in simulation: ranks that stand for all stages, and few micro-batches that tell of many.
+"""Pipelines in simulation: representative stages, and few micro-batches that are extrapolated to many.
 
-A stage is simulated whole, with its own blocks. First, middle and last stages differ: they hold what comes before or
-after the blocks, and send to one neighbour or to two. Under 1F1B a stage of p comes to take turns between forward and
-backward within p micro-batches, and then each is as the one before (Narayanan et al. 2021, arXiv 2104.04473, section
-2.2): two more show what it sends, and nothing that is held grows any more.
+A stage is simulated with all its blocks. First, middle and last stages differ: the ends hold modules before or after
+the blocks, and send to one neighbour instead of two. Under 1F1B, a pipeline of p stages alternates between forward and
+backward after at most p micro-batches; every further one repeats the last (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2). Two more micro-batches show the messages of each, and memory does not grow any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TAKING_TURNS = 2  # micro-batches beyond those that fill the pipeline
 
 @dataclass(frozen=True)
 class Fewer:
-    """A strategy for a step of fewer samples, which are cut into micro-batches of the same size."""
+    """A strategy for a step of fewer micro-batches of the same size."""
 
     strategy: Strategy
     samples: int
@@ -31,15 +31,15 @@ class Fewer:
 
 
 def num_stages(strategy: Strategy) -> int:
-    """Processes along the pipeline of a complete strategy, 1 where there is none."""
+    """Processes along the pipeline of a complete strategy; 1 without a pipeline."""
     mode = strategy.get(ParallelMode)
     return dict(mode.slices).get("pipeline", 1) if mode is not None and strategy.get(PipelineParallel) else 1
 
 
 def ranks_of_stages(strategy: Strategy, world_size: int) -> dict[int, int]:
-    """A rank at the first, at a middle and at the last place of the pipeline of a complete strategy, by the place.
+    """Stage → a rank of it, for the first, second and last stage of a complete strategy's pipeline.
 
-    The second stands for what lies between: of these it holds the most micro-batches.
+    The second represents the middle stages, of which it holds the most micro-batches.
     """
     mode, stages = strategy.get(ParallelMode), num_stages(strategy)
     if mode is None or stages == 1:
@@ -49,22 +49,22 @@ def ranks_of_stages(strategy: Strategy, world_size: int) -> dict[int, int]:
 
 
 def with_fewer_micro_batches(strategy: Strategy, samples: int) -> Fewer:
-    """The fewest micro-batches of a complete strategy with a pipeline that tell what a step of `samples` does."""
+    """The fewest micro-batches of a complete strategy with a pipeline from which a step of `samples` follows."""
     from atorch.auto.opt_lib.pipeline_parallel.stages import Batches
 
-    method, stages = strategy.get(PipelineParallel), num_stages(strategy)
-    assert method is not None, "a strategy with a pipeline"
-    other: Any = next((each for each in strategy if each.name == "micro_batch"), None)
-    count = Batches(method, other, stages).count(samples // batch_place(strategy, "cpu")[1])
+    pipeline, stages = strategy.get(PipelineParallel), num_stages(strategy)
+    assert pipeline is not None, "a strategy with a pipeline"
+    micro_batch: Any = next((method for method in strategy if method.name == "micro_batch"), None)
+    count = Batches(pipeline, micro_batch, stages).count(samples // batch_place(strategy, "cpu")[1])
     few = stages + TAKING_TURNS
-    if method.schedule != "1f1b" or count <= few:
+    if pipeline.schedule != "1f1b" or count <= few:
         return Fewer(strategy, samples, 0)
-    methods = tuple(_in_parts(each, few) for each in strategy)
+    methods = tuple(_in_parts(method, few) for method in strategy)
     return Fewer(Strategy(methods, strategy.metadata), samples // count * few, count - few)
 
 
 def _in_parts(method: Method, count: int) -> Method:
-    """A method that says how many micro-batches there are says so many."""
+    """The method, with `count` as its number of micro-batches if it sets one."""
     knob = {"pipeline_parallel": "micro_batches", "micro_batch": "count"}.get(method.name)
     if knob is None or (method.name == "micro_batch" and getattr(method, knob) is None):
         return method

@@ -1,15 +1,15 @@
-"""A strategy applied for real to a model without memory, on a world that is not there: what does a step hold and send?
+"""Simulates a strategy on fake tensors in a fake world, to count the bytes that a rank holds and sends in a step.
 
-The second of three levels of knowing. The estimate is arithmetic; here the methods' own `apply` and the context's own
-`build` run on fake tensors and a fake process group of the target's size (distributed/fake.py), and whole training
-steps are taken: forward, loss, backward, optimizer, zero_grad. Every storage and every collective is counted
-(profiler/live_bytes.py, profiler/messages.py), the same way that a real run can be. The user's model is not touched.
+A simulation is more exact than an estimate and cheaper than a dry run. The methods' own `apply` and the context's own
+`build` run on fake tensors and a fake process group of the target's size (distributed/fake_world.py). Then whole
+training steps run: forward, loss, backward, optimizer, zero_grad. Every storage and collective is counted
+(profiler/memory_tracker.py, profiler/comm_counter.py), as in a real run. The user's model is not changed.
 
-Equal blocks are simulated at two small depths and carried to the full one (depth.py). A rank of a pipeline has all
-blocks of its stage, and a copy of the model plays the other stages (runtime/pipeline/understudy.py). Operations are the
-CPU's, also where the target is a GPU: other kernels may save other tensors, and what an allocator wastes is not seen.
+Equal blocks are simulated at two small depths and extrapolated (depth_extrapolation.py). A rank of a pipeline has all
+blocks of its stage; a copy of the model replaces the other stages (runtime/pipeline/shape_oracle.py). Operations are
+the CPU's even if the target is a GPU, whose kernels may save other tensors; the allocator's waste is not counted.
 
-torch has one default process group a process: where a real one is there, nothing is simulated.
+torch has one default process group per process. If a real one exists, nothing can be simulated.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from atorch.runtime.memory.offload import on_host
 from atorch.runtime.optimizer.wrapped_optimizer import local_state_dict
 from atorch.runtime.pipeline.pipeline import Pipeline
 
-STEPS = 3  # the first makes the optimizer's state, the second what DistributedDataParallel learnt from it
-_ACROSS_BLOCKS: Set[str] = frozenset(("ddp", "zero1"))  # fill buckets, or deal out parameters, over the whole model
-_MINDING = (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)  # fewer blocks than made
+STEPS = 3  # the first creates optimizer states, in the second DistributedDataParallel rebuilds its buckets
+_ACROSS_BLOCKS: Set[str] = frozenset(("ddp", "zero1"))  # their buckets or shards span blocks
+_BLOCK_ERRORS = (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)  # with fewer blocks
 _IN_EAGER: Set[str] = frozenset(("compile",))  # compilers do not take fakes
-_FORESEEN_APART: Set[str] = frozenset(("chunk",))  # keep what they move in memory of their own making
+_WITH_OWN_SIMULATION: Set[str] = frozenset(("chunk",))  # manage memory themselves and check their budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Simulated:
     moments: tuple[MemorySample, ...]
     collectives: Sent
     """(kind, axes of the mesh) → (calls, bytes) of a step; bytes of the whole payload, as `Comm` counts them."""
-    notes: tuple[str, ...] = ()  # where this is not the whole strategy at its full depth, and why
+    notes: tuple[str, ...] = ()  # differences from the whole strategy at full depth, with reasons
 
     @property
     def peak(self) -> MemorySample:
@@ -121,19 +121,19 @@ def simulate(
     """Simulate rank `rank` of `world_size` in a step of the context's job under `strategy`.
 
     Args:
-        ctx: with an optimizer and a loss function; its model may be anywhere, also on the meta device.
-        batch: a batch as `ctx.prepare_input` takes it; of its values only whole numbers, as in masks, may be looked at.
+        ctx: with an optimizer and a loss function; its model may be on any device, also on meta.
+        batch: a batch for `ctx.prepare_input`; the model may read only its integer values, as of masks.
         global_batch: samples of a step on all ranks together; None for those of `batch`.
-        until: a time of `time.monotonic` after which it is given up, with CapabilityError.
+        until: a time of `time.monotonic` after which the simulation raises CapabilityError.
 
     Raises:
         ArgumentError: the job has no optimizer or loss function, or the model cannot be copied.
-        CapabilityError: a method cannot be applied (yet, or to fakes), or this process has a process group.
-        StrategyError: the strategy does not hold on so many ranks.
+        CapabilityError: a method cannot be applied to fakes, or this process has a process group.
+        StrategyError: the strategy is not valid on this many ranks.
     """
     _check(ctx)
     strategy, notes = _in_eager(complete(strategy, world_size))
-    for name in _FORESEEN_APART & set(strategy.names()):
+    for name in _WITH_OWN_SIMULATION & set(strategy.names()):
         raise CapabilityError(
             f"{name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the "
             "first step whether the budget holds"
@@ -141,9 +141,9 @@ def simulate(
     samples = batch_size(batch) if global_batch is None else global_batch
 
     def at(repeats: int | None) -> Observed:
-        knowing = foreseen(ctx, strategy, batch, repeats)
+        informed = foreseen(ctx, strategy, batch, repeats)
         with fake_world(world_size, rank) as world:
-            return _on_fakes(ctx, knowing, batch, samples, world, repeats, until)
+            return _on_fakes(ctx, informed, batch, samples, world, repeats, until)
 
     if num_stages(strategy) > 1:
         return _stage(ctx, strategy, batch, samples, notes, fake_world(world_size, rank), until)
@@ -158,7 +158,7 @@ def simulate(
             raise
         except UnlikeError as error:
             why = str(error)
-        except _MINDING as error:  # whole, it tells whether it is ill
+        except _BLOCK_ERRORS as error:  # the run with all blocks shows whether the model itself is faulty
             why = f"the model does not run with fewer blocks ({type(error).__name__}: {error})"
     logger.info("all blocks are simulated: %s", why)
     seen = at(None)
@@ -176,8 +176,8 @@ def _stage(
 ) -> Simulated:
     """Simulate a rank of a pipeline, with all blocks of its stage."""
     repeats = num_repeats(ctx.root)
-    looked_at = SHORT if repeats is not None and repeats > SHORT else None
-    fewer = with_fewer_micro_batches(foreseen(ctx, strategy, batch, looked_at, told_of=repeats), samples)
+    blocks = SHORT if repeats is not None and repeats > SHORT else None
+    fewer = with_fewer_micro_batches(foreseen(ctx, strategy, batch, blocks, told_of=repeats), samples)
     with world_of_fakes as world:
         seen = _on_fakes(ctx, fewer.strategy, batch, fewer.samples, world, None, until)
     if fewer.left_out:
@@ -191,7 +191,7 @@ def observe(
 ) -> Observed:
     """Observe bytes held and sent by this process in the last of a few steps; `ctx.root` is changed.
 
-    batch: this rank's own. pretending: None where tensors and processes are real. source: what the model is a copy of.
+    batch: this rank's own. pretending: None for real tensors and processes. source: the original of the copied model.
     """
     live, sent = LiveBytes(), CommCounter()
     with nullcontext() if pretending is None else pretending:
@@ -206,8 +206,8 @@ def observe(
                 sent.counts.clear()
                 with nullcontext() if source is None else Originals(source):
                     _step(result, applied, batch, live)
-    both = (_by_axes(each, applied.mesh) for each in (sent.counts, watch.sent_between_starts()))
-    return Observed(tuple(live.moments), *both)
+    observed = (_by_axes(counts, applied.mesh) for counts in (sent.counts, watch.sent_between_starts()))
+    return Observed(tuple(live.moments), *observed)
 
 
 def _on_fakes(
@@ -218,13 +218,13 @@ def _on_fakes(
     if repeats is not None:
         shorten(copied, repeats)
     rows = -(-samples // batch_place(strategy, world.device.type)[1])
-    own = map_tensors(partial(_rows, count=rows, of=batch_size(batch), pretending=pretending), batch)
-    job = replace(ctx, root=copied, parts=(copied,), world=world, mesh=None, make_loader=None, sample_batch=own)
-    return observe(job, strategy, own, pretending, source=ctx.root)
+    local_batch = map_tensors(partial(_rows, count=rows, of=batch_size(batch), pretending=pretending), batch)
+    job = replace(ctx, root=copied, parts=(copied,), world=world, mesh=None, make_loader=None, sample_batch=local_batch)
+    return observe(job, strategy, local_batch, pretending, source=ctx.root)
 
 
 def _rows(tensor: torch.Tensor, count: int, of: int, pretending: Pretending) -> torch.Tensor:
-    """`count` rows of a tensor that has `of`, without values where they are not known or are no whole numbers."""
+    """`count` rows of a tensor that has `of` rows, as a fake unless its values are known integers."""
     if tensor.dim() > 0 and tensor.shape[0] == of:
         tensor = tensor[torch.arange(count, device=tensor.device) % of]
     if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex():
@@ -233,7 +233,7 @@ def _rows(tensor: torch.Tensor, count: int, of: int, pretending: Pretending) -> 
 
 
 def _step(result: AccelerateResult, ctx: Context, batch: Any, live: LiveBytes) -> None:
-    """The documented loop, once, with its moments."""
+    """One iteration of the documented training loop, with moments."""
     batch = result.prepare_input(batch, ctx.device)
     loss = result.loss_func(batch, _called(ctx, result, batch, live))
     value = loss[0] if isinstance(loss, (list, tuple)) else loss
@@ -257,7 +257,7 @@ def _called(ctx: Context, result: AccelerateResult, batch: Any, live: LiveBytes)
 
 
 class _Watch:
-    """Ends a moment whenever a block's forward is through, and whenever a gradient has left a block."""
+    """Ends a moment after every block's forward, and whenever the gradient of a block's input is ready."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class _Watch:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 kept = partial(live.label, label=HOST if parameter in waiting else GRADIENTS)
-                parameter.register_post_accumulate_grad_hook(lambda each, kept=kept: kept(_gradient(each)))
+                parameter.register_post_accumulate_grad_hook(lambda tensor, kept=kept: kept(_gradient(tensor)))
         blocks = [block for part in parts for block in repeated_blocks(part).values()]
         for index, block in enumerate(blocks):
             if index == 0:
@@ -284,8 +284,8 @@ class _Watch:
         before, after = self._at_starts[-2:]
         between = {}
         for key, (calls, size) in after.items():
-            known, num_bytes = before.get(key, (0, 0.0))
-            between[key] = calls - known, size - num_bytes
+            calls_before, bytes_before = before.get(key, (0, 0.0))
+            between[key] = calls - calls_before, size - bytes_before
         return between
 
     def _start(self, block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -311,14 +311,14 @@ class _Watch:
             return
 
         def once(gradient: torch.Tensor) -> None:
-            handle.remove()  # what a stage receives is one tensor in every step
+            handle.remove()  # a stage receives into the same tensor in every step
             then(gradient)
 
         handle = computed.register_hook(once)
 
 
 def _label(result: AccelerateResult, live: LiveBytes) -> None:
-    """Label tensors known by now to be a parameter, a buffer, a gradient or the optimizer's."""
+    """Label parameters, buffers, gradients and the optimizer's tensors."""
     live.label(result.model.parameters(), PARAMETERS)
     live.label(result.model.buffers(), BUFFERS)
     live.label(_gradients(result.model), GRADIENTS)
@@ -338,17 +338,17 @@ def _gradient(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _by_axes(sent: Counts, mesh: Mesh | None) -> Sent:
-    """The counts by the axes of the mesh that each group lies along; the group of all ranks lies along all."""
+    """The counts by kind and the mesh axes of the group; the group of all ranks has all axes."""
     counts: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
     for (kind, group), (calls, size) in sent.items():
         key = kind, () if mesh is None else mesh.axes_of(group)
-        known, before = counts.get(key, (0, 0.0))
-        counts[key] = known + calls, before + size
+        calls_before, bytes_before = counts.get(key, (0, 0.0))
+        counts[key] = calls_before + calls, bytes_before + size
     return dict(sorted(counts.items()))
 
 
 def _why_whole(strategy: Strategy, repeats: int | None) -> str | None:
-    """Why the model is simulated with all its blocks; None where fewer tell the same."""
+    """The reason to simulate the model with all its blocks; None if fewer suffice."""
     if repeats is None:
         return "the model has no single list of blocks that are all alike"
     if repeats <= LONG:
@@ -364,7 +364,7 @@ def _why_whole(strategy: Strategy, repeats: int | None) -> str | None:
 
 
 def _in_eager(strategy: Strategy) -> tuple[Strategy, tuple[str, ...]]:
-    """The strategy without what cannot run on fakes, and a note of that."""
+    """The strategy without methods that cannot run on fakes, and notes on these."""
     names = [name for name in strategy.names() if name in _IN_EAGER]
     for name in names:
         strategy = strategy.without(name)

@@ -1,8 +1,8 @@
 """Steps chunks on the host while backward goes on: each as soon as the gradients of all its parameters have come.
 
-The host's step takes as long as backward on a device, or longer. What a loop may do between backward and its step is
-then over: chunks refuse to be looked at (`ChunkMemory.need_whole`), and settings of the optimizer must stay. The first
-step is a whole one, so that a pass that is only looked at before training begins changes nothing.
+The host's step takes as long as backward on a device, or longer. In return a loop may do less between backward and its
+step: chunks refuse to be read (`ChunkMemory.need_whole`), and the optimizer's settings must not change. The first step
+is not early, so that a trial pass before training changes nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class EarlySteps:
     """A thread that steps chunks.
 
     Args:
-        gradients: tell when a chunk has its own.
-        chunks: all of them.
-        optimizer: whose settings a step is made by.
-        step: steps a chunk, whose gradients are there, by the thread.
+        gradients: reports chunks whose gradients are complete.
+        chunks: all chunks.
+        optimizer: its settings apply to a step.
+        step: steps a chunk with complete gradients; called on the thread.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class EarlySteps:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepping")
         self._under_way: list[Future[None]] = []
         self._settings: Settings = []
-        self._begins = False  # with the next backward pass
+        self._begins = False  # true from the first `end` on: the next backward pass steps early
         gradients.complete = self._complete
 
     def end(self) -> None:
-        """Wait for what was stepped in backward; from now on chunks may be looked at, and the next pass steps early.
+        """Wait for the steps in backward. Afterwards chunks may be read, and the next pass steps early.
 
         Raises:
-            ArgumentError: the optimizer's settings have changed since.
+            ArgumentError: the optimizer's settings changed after these steps began.
         """
         self._begins = True
         while self._under_way:
@@ -65,7 +65,7 @@ class EarlySteps:
             memory.is_stepped = False
 
     def _complete(self, chunk: int, wait: Wait) -> None:
-        """Backward has all gradients of a chunk."""
+        """Step a chunk, all of whose gradients backward has."""
         if not self._begins:
             return
         memory = self._chunks[chunk]
@@ -82,7 +82,7 @@ class EarlySteps:
 
 
 def _settings(optimizer: Optimizer) -> Settings:
-    """Settings of all groups; numbers in place of tensors, which schedulers change in place."""
+    """Settings of all groups, with numbers for tensors, which schedulers change in place."""
 
     def plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, Tensor) else value

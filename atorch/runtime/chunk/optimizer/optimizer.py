@@ -1,15 +1,15 @@
 """Any torch optimizer over parameters that live in chunks.
 
-The optimizer that the user's function makes keeps its class and its groups. While it steps it is shown views of the
-chunks' masters instead of parameters, a few pieces at a time (`pieces`), with views of the kept gradients, or fp32
-copies of them where they have 16 bits. Its state is kept by piece, so that many small steps are the one large step,
-bit for bit. A class that is not torch's own may look at all its parameters at once, and is shown them all.
+The optimizer that the user's function makes keeps its class and its groups. In a step it gets views of the chunks'
+masters instead of parameters, a few pieces at a time (`optimizer_slices`). Their gradients are views, or fp32 copies of
+16-bit ones. Its state is kept by piece, so that many small steps equal the one large step bit for bit. A class
+outside torch may depend on all its parameters at once, and gets them all.
 
-The host steps for another device by fused kernels, unless the user said otherwise: torch's default there is a loop over
-single tensors, which in pieces has a third to a half of the fused rate, not a seventh.
+For another device the host steps by fused kernels, unless the user chose otherwise. torch's default there is a loop
+over single tensors, which on pieces reaches a third to a half of the fused rate, not a seventh.
 
-Host memory of Adam in mixed precision: 2 (compute) + 2 (gradient) + 4 (master) + 8 (states) bytes a parameter, and
-while it steps fp32 gradients of one 16th of the parameters.
+Host memory of Adam in mixed precision: 2 (compute) + 2 (gradient) + 4 (master) + 8 (states) bytes a parameter. A
+step also takes fp32 gradients for one 16th of the parameters.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
 
 
 class ChunkOptimizer(ShadowOptimizer):
-    """Steps on the chunks' masters, and as ever on parameters that are not managed.
+    """Steps on the chunks' masters, and on unmanaged parameters as usual.
 
-    Of a parameter that several processes share each has and steps a part. `optimizer.state` is kept by piece;
-    `state_dict` by parameter, as plain torch optimizers take and give it.
+    Each process has and steps its part of a shared parameter. `optimizer.state` is kept by piece, and `state_dict` by
+    parameter, in the format of plain torch optimizers.
 
     Args:
-        make_inner: makes the optimizer, from what `groups` are.
+        make_inner: makes the optimizer, from entries like `groups`.
         groups: parameters, named parameters or groups of either.
-        chunks: where managed ones live.
-        loss_scale: what gradients are divided by, in the masters' precision.
+        chunks: the memory of managed parameters.
+        loss_scale: the divisor of gradients, applied in the masters' precision.
         disk: a folder for the states of chunks on the host; None for memory.
-        early: whose chunks, this process's alone, are stepped in backward (`early_steps`); None for all in the step.
+        early: the sink of gradients whose unshared chunks are stepped in backward (`early_steps`); None for no such.
 
     Raises:
-        ArgumentError: processes share the chunks, or they are stepped early, and the optimizer is not known to work on
-            parts of parameters.
+        ArgumentError: chunks are shared or stepped early, and the optimizer is not known to work on parts of
+            parameters.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class ChunkOptimizer(ShadowOptimizer):
         self._is_cut = is_elementwise(self.inner)
         self._at_once = not type(self.inner).__module__.startswith("torch.optim.")
         if (chunks.num_shares > 1 or early) and not self._is_cut:
-            known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
-            apart = f"spread over {chunks.num_shares} processes" if chunks.num_shares > 1 else "stepped in backward"
+            supported = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+            how = f"spread over {chunks.num_shares} processes" if chunks.num_shares > 1 else "stepped in backward"
             raise ArgumentError(
-                f"{type(self.inner).__name__} was given parameters that are {apart}, and is not known to work on parts "
-                f"of them; use one of {known}"
+                f"{type(self.inner).__name__} was given parameters that are {how}, and is not known to work on parts "
+                f"of them; use one of {supported}"
             )
         if chunks.device.type != "cpu":
             with self._stand_ins_shown():
-                fuse(self.inner)  # by hand, too
+                fuse(self.inner)  # also for callers outside auto_accelerate
         self._cut_groups(range(len(self._shown)))
         tell_threads(chunks.device)
         self._early = None if early is None else EarlySteps(early, chunks.chunks, self.inner, self._step_early)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step on every parameter that has a gradient, and round what was stepped into the compute copies.
+        """Step on every parameter that has a gradient, and round the results into the compute copies.
 
-        A closure is called before: torch's optimizers begin with that.
+        A closure is called first, as torch's optimizers do.
 
         Raises:
             ArgumentError: a closure was given to an optimizer that may call it in the middle of a step.
@@ -119,7 +119,7 @@ class ChunkOptimizer(ShadowOptimizer):
         return value
 
     def _step_early(self, chunk: ChunkMemory) -> None:
-        """Step one chunk, on a thread of its own."""
+        """Step one chunk, on the thread of `EarlySteps`."""
         self._step_on(self._live([chunk]), 1.0 / self._loss_scale(), [[] for _ in self._shown])
         chunk.updated()
 
@@ -150,31 +150,31 @@ class ChunkOptimizer(ShadowOptimizer):
             if place is None:
                 if parameter.grad is not None:
                     parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
-            elif set_to_none or place[0].gradient is place[0].compute:  # a parameter is to come back there
+            elif set_to_none or place[0].gradient is place[0].compute:  # in-place: not to be zeroed
                 place[0].has_gradient.discard(place[1].name)
-            elif (kept := place[0].gradient_of(place[1])) is not None:
-                kept.zero_()
+            elif (gradient := place[0].gradient_of(place[1])) is not None:
+                gradient.zero_()
 
     def gradients(self) -> Iterator[Tensor]:
-        """The values of all gradients that this process keeps: of shared parameters a part each."""
+        """The values of all gradients on this process; of a shared parameter its part."""
         for parameter in self._parameters():
             place = self._chunks.place(parameter)
-            kept = dense_gradient(parameter) if place is None else place[0].gradient_of(place[1])
-            if kept is not None:
-                yield kept
+            gradient = dense_gradient(parameter) if place is None else place[0].gradient_of(place[1])
+            if gradient is not None:
+                yield gradient
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the inner optimizer one more group; a group that it has stays as it is."""
+        """Add a group to the inner optimizer; a group that it already has is left alone."""
         self._chunks.need_whole()
-        known = len(self._shown)
+        num_groups = len(self._shown)
         super().add_param_group(param_group)
-        if len(self._shown) > known:
-            self._cut_groups(range(known, len(self._shown)))
+        if len(self._shown) > num_groups:
+            self._cut_groups(range(num_groups, len(self._shown)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, each parameter's in its shape, with its master where that is a copy of its own.
+        """The inner optimizer's state, by parameter and in its shape, with the master if it is a separate copy.
 
-        Where processes share the chunks it is what this one has, parts of parameters, and under `share` which.
+        If processes share the chunks, it has this process's parts of parameters, and their ranges under `share`.
         """
         self._chunks.need_whole()
         self._states.settle([piece for piece in self._in_order if piece in self._states], self.inner.state)
@@ -197,7 +197,7 @@ class ChunkOptimizer(ShadowOptimizer):
         return {**saved, **share, "state": state, "param_groups": groups}
 
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
-        """The whole state on rank `to_rank` of the chunks' group, None on the others. All ranks must call it."""
+        """The full state on rank `to_rank` of the chunks' group, None on the others. All ranks must call it."""
         saved, group = self.state_dict(), self._chunks.group
         if group is None:
             return saved
@@ -207,25 +207,25 @@ class ChunkOptimizer(ShadowOptimizer):
             if (place := self._chunks.place(parameter)) is not None:
                 chunk, slot = place
                 by_chunk.setdefault(chunk.spec.index, {})[number] = chunk.forms[slot.name]
-        for forms in by_chunk.values():  # one chunk at a time: the receiver has all copies of what is gathered
+        for forms in by_chunk.values():  # one chunk at a time, to bound the receiver's memory
             mine = [(number, share[number], saved["state"].pop(number, None)) for number in forms]
             shares: list[Any] | None = [None] * group.size() if group.rank() == to_rank else None
             dist.gather_object(mine, shares, group=group, group_dst=to_rank)
             parts: dict[int, dict[Any, Any]] = {}
-            for number, elements, entry in (each for theirs in shares or () for each in theirs):
+            for number, elements, entry in (part for theirs in shares or () for part in theirs):
                 if entry is not None:
                     parts.setdefault(number, {})[elements] = entry
-            saved["state"].update({number: merged(found, forms[number]) for number, found in parts.items()})
+            saved["state"].update({number: merged(states, forms[number]) for number, states in parts.items()})
         saved["state"] = dict(sorted(saved["state"].items()))
         return saved if group.rank() == to_rank else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, of this class or a plain optimizer, or what `state_dict` gave on this process.
+        """Load a full state, of this class or a plain optimizer, or one that `state_dict` returned on this process.
 
-        Masters that it holds become the parameters' values.
+        Masters in it become the parameters' values.
 
         Raises:
-            CheckpointError: it is of other parameter groups, or of parts that this process does not have.
+            CheckpointError: it has other parameter groups, or parts that this process does not have.
         """
         self._chunks.need_whole()
         sizes = [[len(group["params"]) for group in state_dict["param_groups"]], [len(shown) for shown in self._shown]]
@@ -263,19 +263,19 @@ class ChunkOptimizer(ShadowOptimizer):
         self._share()
 
     def _share_of_each(self) -> list[tuple[int, int]]:
-        """The elements of each parameter, laid flat, that are here."""
+        """The range of elements of each flattened parameter that is on this process."""
         places = [(parameter, self._chunks.place(parameter)) for parameter in self._parameters()]
-        held = [
+        ranges = [
             slice(0, parameter.numel()) if place is None else place[0].within(place[1]) for parameter, place in places
         ]
-        return [(each.start, each.stop) for each in held]
+        return [(elements.start, elements.stop) for elements in ranges]
 
     def _make_stand_in(self, parameter: Tensor) -> Tensor | None:
         place = self._chunks.place(parameter)
         return None if place is None else whole(*place, parameter.requires_grad)
 
     def _note_values(self) -> None:
-        """Chunks know themselves what is written to them."""
+        """Do nothing, since chunks track writes themselves."""
 
     def _cut_groups(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -295,14 +295,14 @@ class ChunkOptimizer(ShadowOptimizer):
                 self._pieces[parameter] = [uncut(*place, number, stand_in)]
                 continue
             pieces = self._pieces[parameter] = cut(*place, number, bool(self.inner.param_groups[number].get("fused")))
-            if made := self.inner.state.pop(stand_in, None):  # by an optimizer that makes its states at once
+            if made := self.inner.state.pop(stand_in, None):  # of an optimizer that makes states in its constructor
                 self.inner.state.update(
                     zip([piece.view for piece in pieces], divided(made, pieces, False), strict=True)
                 )
                 self._states.settle(pieces, self.inner.state)
 
     def _called(self, closure: Any) -> Any:
-        """The loss that a closure gives; None without one."""
+        """The loss that a closure returns; None without a closure."""
         self._check(closure)
         if closure is None:
             return None
@@ -316,14 +316,14 @@ class ChunkOptimizer(ShadowOptimizer):
             return closure()
 
     def _chunks_with_gradients(self) -> list[ChunkMemory]:
-        """Chunks that a step changes, the same on all processes: also where this one has nothing of what is stepped."""
+        """Chunks that a step changes: the same on all processes, even if this one has no part of what is stepped."""
         places = [place for parameter in self._pieces if (place := self._chunks.place(parameter)) is not None]
         return list({chunk.spec.index: chunk for chunk, slot in places if slot.name in chunk.has_gradient}.values())
 
     def _calls(
         self, live: Sequence[OptimizerSlice], gradients: WideGradients, unmanaged: list[list[Tensor]]
     ) -> Iterator[tuple[Sequence[OptimizerSlice], list[list[Tensor]]]]:
-        """The inner optimizer's calls that make one step: pieces that get gradients, and what its groups show."""
+        """The inner optimizer's calls that make one step: the pieces of each, and the parameters of its groups."""
         if self._at_once:
             yield live, self._hidden
             return
@@ -336,14 +336,14 @@ class ChunkOptimizer(ShadowOptimizer):
             yield (), unmanaged
 
     def _run_numel(self, live: Sequence[OptimizerSlice], gradients: WideGradients) -> int:
-        """Elements to step in one call, so that what needs room beside them takes about a quarter of a byte each."""
+        """Elements to step in one call, such that temporaries take about a quarter of a byte a parameter."""
         total = sum(piece.numel for piece in self._in_order)
         if self._is_cut and not all(piece in self._states for piece in live):
             return min(RUN_NUMEL, total // 64)
         return min(RUN_NUMEL, total // 16) if any(map(gradients.widens, live)) else total
 
     def _unmanaged(self, factor: float) -> list[list[Tensor]]:
-        """Parameters elsewhere that have gradients, by group; these are multiplied by `factor`."""
+        """Unmanaged parameters with gradients, by group, after multiplying these by `factor`."""
         listed = [[p for p in group if p not in self._pieces and p.grad is not None] for group in self._shown]
         gradients = [gradient for group in listed for p in group if (gradient := dense_gradient(p)) is not None]
         if factor != 1.0 and gradients:
@@ -351,8 +351,8 @@ class ChunkOptimizer(ShadowOptimizer):
         return listed
 
     def _in_pieces(self) -> list[list[Tensor]]:
-        """Pieces and parameters elsewhere that the inner optimizer knows, by group."""
-        return [[view for each in group for view in self._views(each)] for group in self._shown]
+        """All pieces and unmanaged parameters of the inner optimizer, by group."""
+        return [[view for parameter in group for view in self._views(parameter)] for group in self._shown]
 
     def _views(self, parameter: Tensor) -> list[Tensor]:
         pieces = self._pieces.get(parameter)

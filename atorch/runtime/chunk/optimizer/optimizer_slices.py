@@ -1,15 +1,15 @@
-"""Pieces of the flat masters for an optimizer to step: on the host a few caches long, on a device much longer.
+"""Pieces of the flat masters for an optimizer to step: on the host about as long as a cache, on a device much longer.
 
-torch's element-wise optimizers make a dozen passes over a parameter unless they are fused. Cut into pieces that stay
-in the cache they are several times as fast, and not a bit different: each element is computed by itself. (Only fused
-ones treat the last few elements of a tensor differently; so a piece is a multiple of any vector.)
+torch's element-wise optimizers make a dozen passes over a parameter unless they are fused. On pieces that stay in the
+cache they are several times as fast, with bitwise equal results, since each element is computed by itself. (Only fused
+ones treat the last few elements of a tensor differently; so the length of a piece is a multiple of any vector.)
 
-A device's kernels go through its memory whatever the size, and Python takes 26 µs for each piece: so pieces there are
-as long as what needs room beside them may be.
+A device's kernels gain nothing from the cache, and Python takes 26 µs for each piece. So pieces there are as long as
+the room for temporaries allows.
 
-A call of an optimizer costs about a millisecond of Python where the kernels have emptied the caches, so pieces are
-stepped together, all at once where nothing else needs room. Gradients that are widened to fp32 do, for the pieces that
-are stepped together, and so do states when they are made, until they have moved to their place.
+A call of an optimizer costs about a millisecond of Python when the kernels have flushed the caches. So one call steps
+many pieces, or all of them if there are no temporaries. Temporaries are the gradients widened to fp32 for the pieces of
+a call, and new states until they are in place.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from atorch.runtime.chunk.schedule.layout import ChunkSlot
 
 NUMEL = 2**18  # elements of a piece on the host: 1 MiB each of parameter, gradient and every state
-FUSED_NUMEL = 2**19  # of one for a fused optimizer, which makes one pass
-DEVICE_NUMEL = 2**24  # of one on a device
-RUN_NUMEL = 2**24  # at most, of what needs room beside it
+FUSED_NUMEL = 2**19  # the same for a fused optimizer, which makes one pass
+DEVICE_NUMEL = 2**24  # the same on a device
+RUN_NUMEL = 2**24  # most elements of a call with temporaries
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSlice:
-    """Elements of one parameter, of those that this process keeps.
+    """A piece of one parameter, from the elements that this process keeps.
 
-    where: among the elements of its chunk's share. form: of the whole parameter, which this is then; None for a 1-D
-    piece. group: the optimizer's, by number. view: of the master; what the optimizer is given.
+    where: its range in the chunk's share. form: the parameter's form, if this is the full parameter; None for a 1-D
+    piece. group: index of the optimizer's group. view: of the master, as the optimizer gets it.
     """
 
     chunk: ChunkMemory
@@ -52,42 +52,42 @@ class OptimizerSlice:
         return int(self.where.stop - self.where.start)
 
     def of(self, flat: Tensor) -> Tensor:
-        """This piece of `flat`, which has as many elements as the share."""
+        """This piece of `flat`, which has the share's number of elements."""
         return _shaped(flat[self.where], self.form)
 
     def like(self, flat: Tensor) -> Tensor:
-        """`flat`, as many elements as the piece has, in its shape."""
+        """`flat`, which has the piece's number of elements, in its shape."""
         return _shaped(flat, self.form)
 
 
 class WideGradients:
-    """The gradients of a few pieces at a time, in the dtype of their masters and times `factor`; for one step."""
+    """The gradients of a few pieces at a time, in the dtype of their masters, times `factor`; for one step."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
         self._rooms: dict[tuple[torch.device, torch.dtype], tuple[MemoryLedger, Tensor]] = {}
 
     def of(self, run: Sequence[OptimizerSlice]) -> list[Tensor]:
-        """Gradients that the chunks keep where they need no change, else copies, which last until the next call."""
+        """The chunks' gradients where they need no change, else copies, which are valid until the next call."""
         gradients, used = [], 0
         total = sum(piece.numel for piece in run)
         for piece in run:
             assert piece.chunk.gradient is not None
-            kept = piece.of(piece.chunk.gradient)
+            gradient = piece.of(piece.chunk.gradient)
             if self.widens(piece):
                 room = self._room(piece, total)[used : used + piece.numel]
                 used += piece.numel
-                kept = piece.like(room).copy_(kept)
+                gradient = piece.like(room).copy_(gradient)
                 if self._factor != 1.0:
-                    kept.mul_(self._factor)
-            gradients.append(kept)
+                    gradient.mul_(self._factor)
+            gradients.append(gradient)
         return gradients
 
     def widens(self, piece: OptimizerSlice) -> bool:
         return self._factor != 1.0 or piece.chunk.dtype != piece.view.dtype
 
     def free(self) -> None:
-        """Strike what it took off the ledgers."""
+        """Free the copies, and release their bytes in the ledgers."""
         for tier, room in self._rooms.values():
             tier.give(room.nbytes)
         self._rooms.clear()
@@ -106,7 +106,7 @@ class WideGradients:
 
 
 def whole(chunk: ChunkMemory, slot: ChunkSlot, requires_grad: bool) -> nn.Parameter:
-    """A whole parameter's master, in its shape; where some of it is elsewhere, only a tensor of that shape."""
+    """A full parameter's master, in its shape; if parts are on other processes, only a tensor of that shape."""
     part, form = chunk.part(chunk.master, slot), chunk.forms[slot.name]
     if part is None or tuple(part.shape) != form.shape:
         part = chunk.master.new_zeros(()).expand(form.shape)
@@ -114,28 +114,28 @@ def whole(chunk: ChunkMemory, slot: ChunkSlot, requires_grad: bool) -> nn.Parame
 
 
 def uncut(chunk: ChunkMemory, slot: ChunkSlot, group: int, view: nn.Parameter) -> OptimizerSlice:
-    """The whole parameter as the one piece, which is here."""
+    """The full parameter, which this process has, as one piece."""
     return OptimizerSlice(
         chunk, slot, slice(slot.offset, slot.offset + slot.numel), chunk.forms[slot.name], group, view
     )
 
 
 def cut(chunk: ChunkMemory, slot: ChunkSlot, group: int, fused: bool) -> list[OptimizerSlice]:
-    """The part of a parameter here, in 1-D pieces; a parameter without dimensions stays as it is."""
+    """This process's part of a parameter, in 1-D pieces; a 0-D parameter stays 0-D."""
     on_host = FUSED_NUMEL if fused else NUMEL
     numel = on_host if chunk.master.device.type == "cpu" else DEVICE_NUMEL
-    held, shift, form = chunk.within(slot), slot.offset - chunk.share.start, chunk.forms[slot.name]
-    kept = None if form.shape else form  # a state of one number is told from a number of steps by its shape alone
+    local, shift, form = chunk.within(slot), slot.offset - chunk.share.start, chunk.forms[slot.name]
+    piece_form = None if form.shape else form  # a saved 0-D state would look like a step count
     pieces = []
-    for start in range(held.start, held.stop, numel):
-        where = slice(shift + start, shift + min(start + numel, held.stop))
-        view = nn.Parameter(_shaped(chunk.master[where], kept))
-        pieces.append(OptimizerSlice(chunk, slot, where, kept, group, view))
+    for start in range(local.start, local.stop, numel):
+        where = slice(shift + start, shift + min(start + numel, local.stop))
+        view = nn.Parameter(_shaped(chunk.master[where], piece_form))
+        pieces.append(OptimizerSlice(chunk, slot, where, piece_form, group, view))
     return pieces
 
 
 def runs(pieces: Sequence[OptimizerSlice], limit: int) -> list[list[OptimizerSlice]]:
-    """The pieces in their order, in lists to step together: of at most `limit` elements, or what pays anyhow."""
+    """The pieces, in order, in lists to step together, of at most `limit` elements, or NUMEL if that is more."""
     limit = max(limit, NUMEL)
     lists: list[list[OptimizerSlice]] = []
     filled = limit

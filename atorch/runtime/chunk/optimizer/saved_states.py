@@ -1,8 +1,8 @@
-"""The saved state of a parameter, and those of the pieces that an optimizer steps on.
+"""Conversion between the saved state of a parameter and the states of the pieces that an optimizer steps on.
 
-Saved, a state has the parameter's shape, as if the optimizer had stepped on the whole; what counts steps is the same
-for all pieces. A process that shares chunks with others saves what it has: of some parameters 1-D parts, and beside
-the state its `share`, which elements of each parameter these are.
+A saved state has the parameter's shape, as if the optimizer had stepped on the full parameter; step counts are the same
+for all pieces. A process that shares chunks saves its own parts, which are 1-D for some parameters. It also saves its
+`share`, the range of elements that it has of each parameter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Range = tuple[int, int]
 def joined(
     pieces: Sequence[OptimizerSlice], made: Mapping[str, Any] | None, states: FlatStates
 ) -> ParameterState | None:
-    """The state to save of a parameter of which `pieces` are here; None for none.
+    """The state to save for a parameter from its `pieces` on this process; None for none.
 
-    made: what the optimizer has made for the first of them.
+    made: the optimizer's state of the first piece.
     """
     if not pieces:
         return None
@@ -42,13 +42,13 @@ def joined(
 
 
 def divided(entry: Mapping[str, Any], pieces: Sequence[OptimizerSlice], of_share: bool) -> list[ParameterState]:
-    """The states of `pieces`, those of one parameter that are here, from its saved one: of this share, or the whole."""
+    """The states of `pieces` of one parameter from its saved state, which is this share's or the full one."""
     return [{key: _cut(value, piece, of_share) for key, value in entry.items() if key != MASTER} for piece in pieces]
 
 
 @torch.no_grad()
 def restore_master(entry: Mapping[str, Any], piece: OptimizerSlice, of_share: bool) -> None:
-    """Let the parameter of `piece` have the master that was saved with its state, if one was and it has one."""
+    """Restore the master of the parameter of `piece` from its saved state, if both exist."""
     chunk, slot = piece.chunk, piece.slot
     if MASTER not in entry or chunk.master is chunk.compute:
         return
@@ -60,7 +60,7 @@ def restore_master(entry: Mapping[str, Any], piece: OptimizerSlice, of_share: bo
 
 
 def merged(parts: Mapping[Range, ParameterState], form: ChunkForm) -> ParameterState:
-    """The state of a whole parameter from those of its parts, by the elements that they have."""
+    """The state of a full parameter from the states of its parts, by their ranges of elements."""
     (start, stop), first = min(parts.items(), key=lambda part: part[0])
     if len(parts) == 1:
         return first
@@ -74,13 +74,13 @@ def merged(parts: Mapping[Range, ParameterState], form: ChunkForm) -> ParameterS
 
 
 def _cut(value: Any, piece: OptimizerSlice, of_share: bool) -> Any:
-    """The part of a saved value for `piece`; of one for the whole parameter a copy, as each piece counts its steps."""
+    """The part of a saved value for `piece`; a copy of a value without parts, since each piece counts its own steps."""
     if not isinstance(value, Tensor):
         return value
-    held, form = piece.chunk.within(piece.slot), piece.chunk.forms[piece.slot.name]
-    is_part = of_share and held != slice(0, piece.slot.numel)
-    if piece.form is not None or tuple(value.shape) != ((held.stop - held.start,) if is_part else form.shape):
+    local, form = piece.chunk.within(piece.slot), piece.chunk.forms[piece.slot.name]
+    is_part = of_share and local != slice(0, piece.slot.numel)
+    if piece.form is not None or tuple(value.shape) != ((local.stop - local.start,) if is_part else form.shape):
         return value.clone()
     start = piece.where.start + piece.chunk.share.start - piece.slot.offset  # in the parameter
-    flat, first = (value, held.start) if is_part else (form.flat(value), 0)
+    flat, first = (value, local.start) if is_part else (form.flat(value), 0)
     return flat[start - first : start - first + piece.numel]

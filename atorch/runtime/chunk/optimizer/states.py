@@ -1,9 +1,9 @@
-"""Storage of an optimizer's states: flat, as the chunks are, in memory or in files.
+"""Storage of an optimizer's states: flat like the chunks, in memory or in files.
 
-torch's optimizers make a state when they first step on a parameter. It is moved then, once, into a flat tensor for the
-chunk and the kind of state, of which the optimizer keeps a view; so a parameter's state is whole again where the
-parameter is, although it was stepped in pieces. Files are mapped into memory: the kernel writes pages out and
-brings them back. They have no name, so that they are gone with the process, however it ends.
+torch's optimizers create states in their first step on a parameter. A state is then moved, once, into a flat tensor for
+its chunk and kind of state, and the optimizer keeps a view. So the state of a parameter that was stepped in pieces is
+contiguous, where the parameter is. Files are mapped into memory, and the kernel pages them out and in. They are
+unlinked at once, so that they vanish with the process, however it ends.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from atorch.units import format_bytes
 
 
 class FlatStates:
-    """The states of all chunks. disk: a folder for those of chunks on the host; None for memory."""
+    """The states of all chunks. disk: a folder for the states of chunks on the host; None for memory."""
 
     def __init__(self, disk: Path | None = None) -> None:
         self._disk = disk
         self._flats: dict[tuple[int, str], Tensor] = {}
-        self._settled: dict[OptimizerSlice, dict[str, Tensor]] = {}  # what of each piece's states is in place
+        self._settled: dict[OptimizerSlice, dict[str, Tensor]] = {}  # by piece, its states that are in place
 
     @torch.no_grad()
     def settle(self, pieces: Iterable[OptimizerSlice], state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Move into place what the optimizer, or the user, has made for `pieces` since the last time."""
+        """Move states of `pieces` into place that the optimizer or the user created since the last call."""
         for piece in pieces:
-            mine, settled = state.get(piece.view, {}), self._settled.setdefault(piece, {})
-            for key, value in mine.items():
+            piece_states, settled = state.get(piece.view, {}), self._settled.setdefault(piece, {})
+            for key, value in piece_states.items():
                 if value is not settled.get(key) and is_cut(value, piece):
-                    mine[key] = settled[key] = piece.of(self._flat(piece.chunk, key, value))
-                    mine[key].copy_(value)
+                    piece_states[key] = settled[key] = piece.of(self._flat(piece.chunk, key, value))
+                    piece_states[key].copy_(value)
 
     def __contains__(self, piece: OptimizerSlice) -> bool:
         return piece in self._settled
 
     def forget(self) -> None:
-        """The optimizer has other states now, wherever they are."""
+        """Take no state as in place any more, after the optimizer got new ones."""
         self._settled.clear()
 
     def joined(self, piece: OptimizerSlice, key: str) -> Tensor | None:
-        """This process's part of the state of the piece's whole parameter, as `ChunkMemory.part` gives it."""
+        """This process's part of the state of the piece's full parameter, as `ChunkMemory.part` returns it."""
         return piece.chunk.part(self._flats[piece.chunk.spec.index, key], piece.slot)
 
     def _flat(self, chunk: ChunkMemory, key: str, like: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class FlatStates:
 
 
 def is_cut(value: Any, piece: OptimizerSlice) -> bool:
-    """True if a state has an element for each one of a 1-D piece; a number of steps has not."""
+    """True if a state has one element per element of a 1-D piece, unlike a step count."""
     return piece.form is None and isinstance(value, Tensor) and value.shape == piece.view.shape
 
 
@@ -73,7 +73,7 @@ def _in_file(folder: Path, numel: int, dtype: torch.dtype, why: str) -> Tensor:
     num_bytes = numel * dtype.itemsize
     descriptor, name = tempfile.mkstemp(prefix="atorch-", dir=folder)
     try:
-        # Claimed at once: where a disk is full later, the process that writes to a mapped page is killed.
+        # Allocate the space now: on a full disk, a later write to a mapped page would kill the process.
         os.posix_fallocate(descriptor, 0, num_bytes)
         return torch.from_file(name, shared=True, size=numel, dtype=dtype)
     except OSError as error:

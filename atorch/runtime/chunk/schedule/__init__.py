@@ -1,1 +1,1 @@
-"""Schedules of chunks: their layout, the passes that are foreseen, and transfers under a byte budget."""
+"""Schedules of chunks: their layout, traces of passes, and transfers under a byte budget."""

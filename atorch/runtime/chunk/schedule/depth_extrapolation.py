@@ -1,8 +1,8 @@
-"""The pass of a model of many blocks that are alike, from passes of the same model with fewer of them.
+"""The pass of a model with many similar blocks, extrapolated from passes of the same model with fewer blocks.
 
-With each period of blocks more, forward and backward have a stretch of events more, which is the one beside it with
-other names; and the bytes at each instant grow evenly. So two depths give the growth, and a third has to confirm it.
-What is the most during an operation is taken at the end, since the instant at which it is moves with depth.
+Each additional period of blocks adds a stretch of events to forward and to backward. It equals the adjacent stretch
+with other names, and the bytes at each instant grow linearly. So two depths give the growth, and a third confirms it.
+The maximum over an operation's instants is taken last, since the instant of the maximum moves with depth.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
 
 WARM, ENDS = 2, 2
-"""Periods that may differ from those between: of the first and of the last blocks."""
+"""Periods of the first and of the last blocks, which may differ from those between."""
 FEWEST = WARM + 1 + ENDS
-"""Periods that the least deep model needs."""
+"""Periods of the shallowest usable model."""
 
 Rename = Callable[[str, int], str]
 _Numbers = np.ndarray[Any, Any]
@@ -25,21 +25,21 @@ _Origin = tuple[int, int]
 
 
 class Event(NamedTuple):
-    """An operation, or a gradient that comes."""
+    """An operation, or the arrival of a gradient."""
 
     operation: str | None
     """None for a gradient."""
     names: frozenset[str]
     num_bytes: _Numbers
-    """Of everything but parameters, at each instant from this operation to the next one; none for a gradient."""
+    """Bytes except parameters, at each instant from this operation to the next one; empty for a gradient."""
 
 
 def events_of(found: AccessTrace, instants: Sequence[Sequence[int]]) -> list[Event]:
-    """A pass as events in their order.
+    """A pass as events, in order.
 
     Args:
         found: the pass.
-        instants: of each of its operations, the bytes beside parameters at each instant until the next one.
+        instants: for each operation, the bytes except parameters at each instant until the next one.
     """
     none = np.empty(0, dtype=np.int64)
     events: list[Event] = []
@@ -54,34 +54,34 @@ def events_of(found: AccessTrace, instants: Sequence[Sequence[int]]) -> list[Eve
 
 
 def deeper(passes: Sequence[Sequence[Event]], rename: Rename, periods: int) -> AccessTrace | None:
-    """The pass of a model with so many periods more than the first of three; None where it does not follow from them.
+    """The pass of a model with `periods` more periods than the first of three; None if it does not follow from them.
 
     Args:
-        passes: of models each of which has one period of blocks more than the one before.
-        rename: gives the name that a parameter's like has so many periods later; one outside of the blocks that
-            repeat has the same.
-        periods: that the model has more than the first.
+        passes: of three models, each with one period of blocks more than the one before.
+        rename: maps a parameter's name to that of its counterpart so many periods later. Names outside the repeated
+            blocks map to themselves.
+        periods: additional periods, compared with the first model.
     """
     first, second, third = passes
     for parts in _possible_parts(first, second, rename):
-        if all(parts.make(first, each, more, rename) for more, each in ((1, second), (2, third))):
+        if all(parts.make(first, events, more, rename) for more, events in ((1, second), (2, third))):
             growth = _growth(parts, first, second, third)
             return None if growth is None else _assembled(parts, first, growth, rename, periods)
     return None
 
 
 class _Parts(NamedTuple):
-    """The extension of the first pass to a deeper model: by stretches that are inserted at two places."""
+    """The extension of the first pass to a deeper model, by stretches of events inserted at two places."""
 
     forward_at: int
     forward: int
-    """Events of a stretch; it is like those right before the place."""
+    """Number of events of the forward stretch, a copy of those right before `forward_at`."""
     backward_at: int
     backward: int
-    """The same; it is like those right behind the place."""
+    """Number of events of the backward stretch, a copy of those right after `backward_at`."""
 
     def origins(self, length: int, more: int) -> Iterator[_Origin]:
-        """The origin of each event of a pass with `more` periods more: its place in the first, and periods later.
+        """The origin of each event of a pass with `more` more periods: its place in the first pass, and periods later.
 
         length: of the first pass.
         """
@@ -99,7 +99,7 @@ class _Parts(NamedTuple):
             yield place, 0
 
     def make(self, first: Sequence[Event], other: Sequence[Event], more: int, rename: Rename) -> bool:
-        """True if `other` is the first pass with `more` periods more, bytes apart."""
+        """True if `other` is the first pass with `more` more periods, except for bytes."""
         if len(other) != len(first) + more * (self.forward + self.backward):
             return False
         origins = self.origins(len(first), more)
@@ -110,7 +110,7 @@ class _Parts(NamedTuple):
 
 
 def _possible_parts(first: Sequence[Event], second: Sequence[Event], rename: Rename) -> Iterator[_Parts]:
-    """Ways to cut the first pass, with what the last `ENDS` periods do between the two places."""
+    """The possible cuts of the first pass, with the last `ENDS` periods between the two places."""
     added = len(second) - len(first)
     begin = _num_equal(first, second)
     end = min(_num_equal(first[::-1], second[::-1]), len(first) - begin)
@@ -138,25 +138,25 @@ def _renamed(names: frozenset[str], later: int, rename: Rename) -> frozenset[str
 def _growth(
     parts: _Parts, first: Sequence[Event], second: Sequence[Event], third: Sequence[Event]
 ) -> dict[int, tuple[_Numbers, _Numbers]] | None:
-    """The growth of each event's bytes with each period that the model has more, and with each that it comes later.
+    """The growth of each event's bytes per additional period of the model, and per period that the event is later.
 
-    None where they do not grow evenly.
+    None if they do not grow linearly.
     """
     passes = [
-        {origin: event.num_bytes for origin, event in zip(parts.origins(len(first), more), each, strict=True)}
-        for more, each in enumerate((first, second, third))
+        {origin: event.num_bytes for origin, event in zip(parts.origins(len(first), more), events, strict=True)}
+        for more, events in enumerate((first, second, third))
     ]
     growth: dict[int, tuple[_Numbers, _Numbers]] = {}
     for place, event in enumerate(first):
-        is_between = parts.forward_at <= place < parts.backward_at  # those are as much later as the model has more
-        known = [found[place, more if is_between else 0] for more, found in enumerate(passes)]
-        if {len(each) for each in known} != {len(event.num_bytes)}:
+        is_between = parts.forward_at <= place < parts.backward_at  # later by all added periods
+        at_depths = [by_origin[place, more if is_between else 0] for more, by_origin in enumerate(passes)]
+        if {len(num_bytes) for num_bytes in at_depths} != {len(event.num_bytes)}:
             return None
-        growth[place] = known[1] - known[0], np.zeros_like(event.num_bytes)
+        growth[place] = at_depths[1] - at_depths[0], np.zeros_like(event.num_bytes)
         if (place, 1) in passes[1] and not is_between:
             if len(passes[1][place, 1]) != len(event.num_bytes):
                 return None
-            growth[place] = growth[place][0], passes[1][place, 1] - known[1]
+            growth[place] = growth[place][0], passes[1][place, 1] - at_depths[1]
     for (place, later), num_bytes in passes[2].items():
         by_more, by_later = growth[place]
         if not np.array_equal(num_bytes, first[place].num_bytes + 2 * by_more + later * by_later):

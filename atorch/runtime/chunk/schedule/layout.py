@@ -1,15 +1,14 @@
 """The assignment of parameters to chunks, and the size of chunks.
 
-A chunk is what moves: a flat buffer of parameters that are used one after another (the chunks of PatrickStar, Fang et
-al. 2021, arXiv 2108.05818). A chunk allocates what its parameters need and no more, so that its capacity is a bound and
-not a waste; what is lost is the padding that makes it divide evenly among processes and lets parameters begin where a
-vector does.
+A chunk is the unit of transfer: a flat buffer of parameters that are used one after another (PatrickStar, Fang et al.
+2021, arXiv 2108.05818). A chunk allocates only what its parameters need, so its capacity is an upper bound. The only
+waste is padding, which makes a chunk divide evenly among processes and aligns parameters to vectors.
 
-Small chunks follow a budget closely, as less is brought along that nobody asked for; large ones need fewer transfers,
-each of which costs something beside its bytes. The capacity is searched for. What matters of a capacity is how many
-chunks it makes, and of those that make equally many the smallest makes the most even ones: so the search goes through
-counts of chunks, in steps of a tenth first and then in small ones around the best; of half beyond thousands, where
-what a step costs grows with the count.
+Small chunks follow a budget closely, since a fetch brings fewer unneeded parameters. Large ones need fewer transfers,
+each of which has a fixed cost. So the capacity is searched for. Of a capacity only the number of chunks matters, and of
+capacities with the same number the smallest makes the most even chunks. So the search goes through numbers of chunks:
+first in steps of a tenth, then in small steps around the best. Beyond thousands the first steps are of a half, since
+the cost of an evaluation grows with the number.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MANY = 4096  # chunks
 
 
 class Item(NamedTuple):
-    """A parameter, tied ones once."""
+    """A parameter; tied ones appear once."""
 
     name: str
     numel: int
@@ -45,11 +44,11 @@ class ChunkSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A chunk: its parameters in order of their first use, all of one dtype, all of them trained or none."""
+    """A chunk: parameters in order of first use, of one dtype, all trainable or all frozen."""
 
     index: int
     slots: tuple[ChunkSlot, ...]
-    numel: int  # allocated: what the slots take, made up to a multiple of the shards
+    numel: int  # allocated: the slots, padded to a multiple of the shards
     dtype: str
     trainable: bool
 
@@ -60,34 +59,34 @@ class ChunkSpec:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """All chunks, in order of the first use of their first parameter."""
+    """All chunks, in order of their first use."""
 
     chunks: tuple[ChunkSpec, ...]
 
     @cached_property
     def chunk_of(self) -> dict[str, int]:
-        """The index of the chunk of each parameter, by its name."""
+        """The index of each parameter's chunk, by name."""
         return {slot.name: chunk.index for chunk in self.chunks for slot in chunk.slots}
 
 
 def pack(items: Sequence[Item], capacity: int, shards: int = 1, aligned: int = 1) -> ChunkLayout:
-    """Fills chunks of at most `capacity` elements with `items`, in their order.
+    """Fill chunks of at most `capacity` elements with `items`, in order.
 
-    Each dtype has chunks of its own, and so have parameters that are not trained. A parameter larger than `capacity`
-    has a chunk to itself, and those around it share theirs as if it were not there.
+    Each dtype has separate chunks, and so have frozen parameters. A parameter larger than `capacity` has its own chunk,
+    and its neighbours are packed as if it did not exist.
 
     Args:
         items: in order of their first use.
-        capacity: in elements, not counting what makes a chunk a multiple of `shards`.
-        shards: processes that keep an equal part of each chunk.
-        aligned: a parameter begins at a multiple of so many elements.
+        capacity: in elements, without the padding to a multiple of `shards`.
+        shards: number of processes that keep an equal share of each chunk.
+        aligned: parameters begin at multiples of this number of elements.
     """
     return Packer(items, shards, aligned).layout(capacity)
 
 
 @dataclass(frozen=True)
 class Filling:
-    """The chunk of each item, without the chunks."""
+    """The assignment of items to chunks, without `ChunkSpec`s."""
 
     chunk_of: np.ndarray[Any, Any]
     """The chunk of each item."""
@@ -101,32 +100,32 @@ class _Row(NamedTuple):
     """Items of one kind that share chunks, in order."""
 
     items: np.ndarray[Any, Any]
-    begins: list[int]  # elements of all before it, with what aligns them
-    ends: list[int]  # the same with its own
+    begins: list[int]  # by item, elements of all items before it, with alignment
+    ends: list[int]  # by item, its begin plus its own elements
 
     def starts(self, capacity: int, most: float = inf) -> list[int]:
-        """The places in the row where chunks begin; `most` + 1 of them are enough."""
-        found: list[int] = []
+        """The places in the row where chunks begin; only the first `most` + 1."""
+        starts: list[int] = []
         start = 0
-        while start < len(self.ends) and len(found) <= most:
-            found.append(start)
+        while start < len(self.ends) and len(starts) <= most:
+            starts.append(start)
             start = bisect_right(self.ends, capacity + self.begins[start], start)
-        return found
+        return starts
 
 
 class Packer:
-    """Fills chunks with the same items, by one capacity after the other; arguments as `pack` has them."""
+    """Packs the same items by one capacity after another; arguments as for `pack`."""
 
     def __init__(self, items: Sequence[Item], shards: int = 1, aligned: int = 1) -> None:
         self.items, self._shards, self._aligned = items, shards, aligned
         kinds: dict[tuple[str, bool], list[int]] = {}
         for index, item in enumerate(items):
             kinds.setdefault((item.dtype, item.trainable), []).append(index)
-        self._kinds = [np.array(each, dtype=np.int64) for each in kinds.values()]
+        self._kinds = [np.array(indices, dtype=np.int64) for indices in kinds.values()]
         self._numels = np.array([item.numel for item in items], dtype=np.int64)
         self._rooms = -(-self._numels // aligned) * aligned
         self._sorted = np.sort(self._numels)
-        self._rows: tuple[int, list[_Row]] | None = None  # by how many items share chunks
+        self._rows: tuple[int, list[_Row]] | None = None  # by the number of items that share chunks
 
     def layout(self, capacity: int) -> ChunkLayout:
         filling = self.fill(capacity)
@@ -144,10 +143,10 @@ class Packer:
         return ChunkLayout(tuple(specs))
 
     def fill(self, capacity: int) -> Filling:
-        """The same without the chunks themselves."""
-        alone = np.flatnonzero(self._numels > capacity)
-        firsts, lengths, numels = [alone], [np.ones_like(alone)], [self._numels[alone]]
-        members = [alone]  # items by chunk
+        """The assignment of items to chunks of this capacity."""
+        oversized = np.flatnonzero(self._numels > capacity)
+        firsts, lengths, numels = [oversized], [np.ones_like(oversized)], [self._numels[oversized]]
+        members = [oversized]  # items by chunk
         for row in self._sharing(capacity):
             starts = np.array(row.starts(capacity), dtype=np.int64)
             until = np.append(starts[1:], len(row.items))
@@ -166,7 +165,7 @@ class Packer:
         return Filling(chunk_of, first[order].tolist(), allocated[order].tolist())
 
     def least_capacity(self, count: int, most: int | None) -> int:
-        """The least capacity that makes at most `count` chunks, to a thousandth, or `most` where none below it does."""
+        """The least capacity that makes at most `count` chunks, to a thousandth; `most` if no smaller one does."""
         total = int(self._rooms.sum())
         low, high = 0, total if most is None else min(most, total)
         while high - low > high // 1000:
@@ -181,7 +180,7 @@ class Packer:
         left = count - (len(self.items) - self._num_sharing(capacity))
         for row in self._sharing(capacity) if left >= 0 else ():
             if row.begins[-1] > left * (capacity + self._aligned):
-                return False  # they would have to be fuller than full
+                return False  # more elements than these chunks can hold
             left -= len(row.starts(capacity, left))
             if left < 0:
                 break
@@ -191,7 +190,7 @@ class Packer:
         return int(np.searchsorted(self._sorted, capacity, side="right"))
 
     def _sharing(self, capacity: int) -> list[_Row]:
-        """Items by kind that are no larger than `capacity`."""
+        """Items that are no larger than `capacity`, by kind."""
         num = self._num_sharing(capacity)
         if self._rows is None or self._rows[0] != num:
             rows = []
@@ -213,45 +212,45 @@ def search(
     aligned: int = 1,
     most: int | None = None,
 ) -> ChunkLayout:
-    """The layout that costs least, and of equals the one with the fewest chunks.
+    """The cheapest layout, with the fewest chunks among equals.
 
-    Where nothing fits, every parameter has a chunk of its own, which falls short by less than any other layout.
+    If nothing fits, every parameter has its own chunk, which exceeds the budget by less than any other layout.
 
     Args:
         items: in order of their first use.
-        evaluate: what a layout costs, such as `Schedule.cost`, or None where it does not fit.
-        least: what it costs at least, sooner told; a layout for which that is too much is not evaluated.
-        shards: processes that keep an equal part of each chunk.
-        aligned: a parameter begins at a multiple of so many elements.
-        most: the largest capacity to consider, in elements; None: of all parameters together.
+        evaluate: the cost of a layout, such as `transfer_cost`, or None if it does not fit.
+        least: a lower bound of the cost, quick to compute; a layout with too high a bound is not evaluated.
+        shards: number of processes that keep an equal share of each chunk.
+        aligned: parameters begin at multiples of this number of elements.
+        most: the largest capacity to consider, in elements; None: all parameters together.
     """
-    found: dict[int, tuple[float, int, int]] = {}  # by the number of chunks: cost, the number, capacity
+    evaluated: dict[int, tuple[float, int, int]] = {}  # by number of chunks: cost, number, capacity
     packer = Packer(items, shards, aligned)
 
     def consider(count: int) -> None:
         capacity = packer.least_capacity(count, most)
         filling = packer.fill(capacity)
         chunks = len(filling.firsts)
-        if chunks in found or (found and least(filling) > min(found.values())[0]):
+        if chunks in evaluated or (evaluated and least(filling) > min(evaluated.values())[0]):
             return
         if (cost := evaluate(filling)) is not None:
-            found[chunks] = (cost, chunks, capacity)
+            evaluated[chunks] = (cost, chunks, capacity)
 
-    counts = _coarse(len(items))
+    counts = _coarse_counts(len(items))
     for count in counts:
         consider(count)
-    if not found:
+    if not evaluated:
         return packer.layout(0)
-    best = min(found.values())[1]
+    best = min(evaluated.values())[1]
     below = max((count for count in counts if count < best), default=best)
     above = min((count for count in counts if count > best), default=best)
     for count in range(below + 1, above, 1 + (above - below) // (32 if best <= MANY else 8)):
         consider(count)
-    return packer.layout(min(found.values())[2])
+    return packer.layout(min(evaluated.values())[2])
 
 
-def _coarse(last: int) -> list[int]:
-    """Counts from 1 to `last`, each a tenth above the one before where that is more than one; of many, a half."""
+def _coarse_counts(last: int) -> list[int]:
+    """Counts from 1 to `last`, each a tenth (from MANY on a half), and at least one, above the one before."""
     counts = [1]
     while counts[-1] < last:
         now = counts[-1]

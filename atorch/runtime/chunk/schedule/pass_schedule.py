@@ -1,7 +1,7 @@
-"""A pass of training as operations that need chunks, in order: as it was foreseen, and as it goes.
+"""A training pass as an ordered list of operations that need chunks, as traced and as run.
 
-While a pass goes as foreseen, its steps are those that were scheduled. Where it takes another path, chunks are fetched
-as they are needed and the least recently used make way, until the pass ends.
+While a pass follows its trace, it takes the scheduled steps. Once it deviates, chunks are fetched on demand and the
+least recently used ones are evicted, until the pass ends.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from atorch.runtime.chunk.schedule.transfer_schedule import ScheduleStep, StepRu
 
 
 class Access(NamedTuple):
-    """One operation, and what it takes."""
+    """One operation, and the parameters that it takes."""
 
     operation: str
     parameters: frozenset[str]
     other_bytes: int
-    """The most bytes of everything but parameters, from this operation to the next."""
+    """Peak bytes except parameters, from this operation to the next."""
 
 
 class AccessTrace(NamedTuple):
-    """A forward and backward pass: its operations, and where gradients come."""
+    """A forward and backward pass: its operations, and the arrivals of gradients."""
 
     accesses: Sequence[Access]
     gradients: Sequence[tuple[int, str]]
-    """The number of accesses that were before, and the parameter; in order."""
+    """The number of accesses before each gradient, and its parameter; in order."""
     varies: bool = False
-    """True if processes may take ways of their own: values decide, or they have been seen to."""
+    """True if the paths of processes may differ: values decide, or paths were seen to differ."""
 
 
 def moments(
@@ -42,45 +42,45 @@ def moments(
     """The accesses by chunk.
 
     Args:
-        gathering: bytes of each chunk's gradients where they are put together before they are reduced: they live from
-            the first to the last, or to the end where some of a chunk's parameters get none.
-        shards: the processes that reduce them. A share of the average lives from then on until the next one is there.
+        gathering: bytes of each chunk's gradient buffer, if gradients are collected before reduction. The buffer lives
+            from a chunk's first gradient to its last, or to the end if some of its parameters get none.
+        shards: number of processes that reduce them. The reduced share lives until the next reduction.
     """
-    held = [0] * len(foreseen.accesses)
+    extras = [0] * len(foreseen.accesses)
     if gathering:
-        held = Uses(foreseen, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
+        extras = Uses(foreseen, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
     return [
-        ScheduleStep(_said(each), frozenset([chunk_of[name] for name in each.parameters]), each.other_bytes + more)
-        for each, more in zip(foreseen.accesses, held, strict=True)
+        ScheduleStep(_label(access), frozenset([chunk_of[p] for p in access.parameters]), access.other_bytes + extra)
+        for access, extra in zip(foreseen.accesses, extras, strict=True)
     ]
 
 
 class Uses:
-    """A pass in arrays, from which the runs of any layout are soon made.
+    """A pass as arrays, from which the runs of any layout are quickly computed.
 
     Args:
-        foreseen: the pass.
-        names: of all parameters; they are known by their places in it.
+        foreseen: the trace of the pass.
+        names: of all parameters; a parameter's number is its position here.
     """
 
     def __init__(self, foreseen: AccessTrace, names: Iterable[str]) -> None:
         numbers = {name: number for number, name in enumerate(names)}
-        lengths = [len(each.parameters) for each in foreseen.accesses]
-        used = [numbers[name] for each in foreseen.accesses for name in each.parameters]
+        lengths = [len(access.parameters) for access in foreseen.accesses]
+        used = [numbers[name] for access in foreseen.accesses for name in access.parameters]
         self._used = np.array(used, dtype=np.int64)
         self._by = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)  # the access of each use
-        self._other_bytes = np.array([each.other_bytes for each in foreseen.accesses], dtype=np.int64)
+        self._other_bytes = np.array([access.other_bytes for access in foreseen.accesses], dtype=np.int64)
         self._come = np.array([numbers[name] for _, name in foreseen.gradients], dtype=np.int64)
         self._positions = np.array([position for position, _ in foreseen.gradients], dtype=np.int64)
         self.used = np.unique(self._used)
-        """Numbers of the parameters that some operation takes."""
+        """Numbers of the parameters that any operation takes."""
 
     def runs(self, chunk_of: np.ndarray[Any, Any], gathering: Sequence[int] = (), shards: int = 1) -> StepRuns:
-        """The accesses by chunk, as `moments` has them, with those that need the same ones taken together.
+        """The accesses by chunk, as from `moments`, with consecutive ones that need the same chunks merged.
 
         Args:
             chunk_of: the chunk of each parameter.
-            gathering, shards: as of `moments`.
+            gathering, shards: as for `moments`.
         """
         other = self._other_bytes
         if not len(other):
@@ -110,7 +110,7 @@ class Uses:
     def gathered_bytes(
         self, chunk_of: np.ndarray[Any, Any], gathering: Sequence[int], shards: int
     ) -> np.ndarray[Any, Any]:
-        """Bytes of gradients that are put together at each access, and of the share that was reduced last."""
+        """Bytes at each access of gradient buffers, and of the share that was reduced last."""
         end, chunks = len(self._other_bytes), chunk_of[self._come]
         first, last = np.full(len(gathering), -1), np.full(len(gathering), -1)
         order = np.zeros(len(gathering), dtype=np.int64)
@@ -118,12 +118,12 @@ class Uses:
         last[chunks] = self._positions
         is_missing = np.ones(len(chunk_of), dtype=bool)
         is_missing[self._come] = False
-        last[chunk_of[is_missing]] = end  # nobody knows before the end that no more will come
+        last[chunk_of[is_missing]] = end  # only at the end it is certain that no more gradients come
         alive = np.flatnonzero(first >= 0)
         change = np.zeros(end + 1, dtype=np.int64)
         latest = share = 0
         for chunk in alive[np.lexsort((order[alive], last[alive]))].tolist():
-            until = max(latest, int(last[chunk]))  # chunks are reduced in the order in which they are complete
+            until = max(latest, int(last[chunk]))  # chunks are reduced in their order of completion
             change[max(0, latest - 1)] += share
             change[until] -= share
             change[max(0, int(first[chunk]) - 1)] += gathering[chunk]
@@ -134,15 +134,15 @@ class Uses:
         return summed
 
 
-def _said(access: Access) -> str:
+def _label(access: Access) -> str:
     first, *others = sorted(access.parameters)
     return f"{access.operation} of {first}" + (f" and {len(others)} more" if others else "")
 
 
 class Nodes:
-    """Things given to the node of the backward pass that runs, which stay until it is done.
+    """Things given to the running backward node, which stay until it is done.
 
-    A node asks for what it saved one by one, and a checkpoint computes again inside of one of these requests.
+    A node requests its saved tensors one by one, and a checkpoint recomputes inside one of these requests.
     """
 
     def __init__(self) -> None:
@@ -150,22 +150,22 @@ class Nodes:
         self._given: frozenset[Any] = frozenset()
 
     def given(self) -> frozenset[Any]:
-        """Things that the running node has; none outside of a backward pass."""
+        """Things that the running node has; empty outside of a backward pass."""
         running = _running_node()
         if running != self._running:
             self._running, self._given = running, frozenset()
         return self._given
 
     def give(self, thing: Any) -> None:
-        """The node that runs has `thing`, too."""
+        """Give `thing` to the running node."""
         self._given = self.given() | {thing}
 
 
 class HeldViews:
-    """Views that operations made and somebody holds, by the parameter, or chunk, in whose memory they lie."""
+    """Views made by operations that are still alive, by the parameter or chunk in whose memory they lie."""
 
     def __init__(self) -> None:
-        self._of: dict[Any, set[int]] = {}  # nothing whose views are gone: most are, and all are asked for often
+        self._of: dict[Any, set[int]] = {}  # without owners whose views are gone, since `held` is called often
 
     def add(self, owner: Any, view: torch.Tensor) -> None:
         self._of.setdefault(owner, set()).add(id(view))
@@ -182,20 +182,20 @@ class HeldViews:
 
 
 def _running_node() -> tuple[int, ...]:
-    """Numbers by which a node is known: who keeps one keeps the parameters that its graph leads to."""
+    """Numbers that identify the running node. A reference to the node would keep its graph's parameters alive."""
     node = torch._C._current_autograd_node()
     return () if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
 
 
 @dataclass
 class PassSchedule:
-    """Follows a schedule, and notes what is needed when."""
+    """Follows a schedule, and records the needs of operations."""
 
     moments: Sequence[ScheduleStep]
     schedule: TransferSchedule | None
     varies: bool = False
     strayed: bool = False
-    """True if a pass of training left the course."""
+    """True if a training pass deviated from the schedule."""
 
     def __post_init__(self) -> None:
         self.begin()
@@ -205,11 +205,11 @@ class PassSchedule:
         self.on_course = self.schedule is not None
 
     def next(self, operation: str, needs: frozenset[int]) -> StepTransfers | None:
-        """The step before an operation that needs these chunks; None off course."""
+        """The step before an operation that needs these chunks; None after a deviation."""
         position = len(self.seen)
         self.seen.append((operation, needs))
         if position >= len(self.moments):
-            return None  # the pass is over, and somebody looks at a parameter
+            return None  # the pass is over, and user code reads a parameter
         self.on_course = self.on_course and self.moments[position].needs == needs
         if not self.on_course:
             self.strayed = self.strayed or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
@@ -219,7 +219,7 @@ class PassSchedule:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of all else at the operation under way: as foreseen there, or anywhere."""
+        """Bytes except chunks at the current operation, as traced there; after a deviation the maximum of the pass."""
         if self.on_course and 0 < len(self.seen) <= len(self.moments):
             return self.moments[len(self.seen) - 1].other_bytes
-        return max((each.other_bytes for each in self.moments), default=0)
+        return max((moment.other_bytes for moment in self.moments), default=0)

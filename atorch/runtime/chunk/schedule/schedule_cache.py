@@ -1,14 +1,13 @@
-"""The course of every pass: a batch of another shape keeps another amount for backward, and is foreseen when it comes.
+"""A cache of schedules for passes: a batch of a new shape saves other amounts for backward, so it is traced first.
 
-So is, once more, one whose last pass was not as it was foreseen: the model has changed, or its blocks are not as alike
-as they look, and all of them are run from then on. What goes another way each time is left to be fetched as it is
-needed.
+If a pass deviates from its trace, the model changed, or its blocks are less alike than they look. Then it is traced
+once more, and from then on all blocks are run. A pass that deviates again fetches chunks on demand.
 
-A pass is foreseen on fake tensors. Where that fails, values decide which way the model goes: from then on passes are
-foreseen by real runs.
+A pass is traced on fake tensors. If that fails, values decide the path through the model, and passes are traced by real
+runs from then on.
 
-Processes that share chunks must fetch the same ones in the same order: they go by the largest batch that any of them
-has had. Which that is, is asked before every pass; it is one number.
+Processes that share chunks must fetch the same chunks in the same order. So they use the trace of the largest batch so
+far on any of them. Before every pass they agree on it by a reduction of two numbers.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedul
 
 
 class Foresee(Protocol):
-    """Foresees the pass on a batch, on fake tensors or by a real run; by a `whole` one, or of some blocks for all."""
+    """Traces the pass on a batch, on fake tensors or by a real run, of the `whole` model or of some blocks for all."""
 
     def __call__(self, batch: Any, /, *, for_real: bool = ..., whole: bool = ...) -> AccessTrace: ...
 
 
 class Courses:
-    """Foresees passes.
+    """Traces passes, and keeps their schedules.
 
     Args:
-        foresee: what a pass on a batch will do.
-        group: processes that share the chunks; None for this one alone.
+        foresee: traces the pass on a batch.
+        group: processes that share the chunks; None for a single process.
     """
 
     def __init__(self, foresee: Foresee, group: dist.ProcessGroup | None) -> None:
         self._foresee, self._group = foresee, group
         self._known: dict[Hashable, PassSchedule] = {}
-        self._again: set[Hashable] = set()  # foreseen twice
+        self._again: set[Hashable] = set()  # traced twice
         self._for_real = self._whole = False
         self._largest = 0
         self._batch: Any = None
@@ -53,30 +52,30 @@ class Courses:
         self._numel = 0
 
     def expect(self, batch: Any, tensors: Iterable[Tensor]) -> None:
-        """The next pass is on `batch`, which has these tensors."""
+        """Note that the next pass is on `batch`, which has these tensors."""
         listed = list(tensors)
         self._batch = batch
         self._shapes = tuple((tensor.shape, tensor.dtype) for tensor in listed)
         self._numel = sum(tensor.numel() for tensor in listed)
 
     def first(self) -> AccessTrace:
-        """The pass that is expected, on the largest of the processes' batches.
+        """The trace of the expected pass, on the largest of the processes' batches.
 
         Raises:
-            AtorchError: it cannot be foreseen, here or on a process that shares the chunks.
+            AtorchError: it cannot be traced, here or on a process that shares the chunks.
         """
-        numel, found = self._largest_attempt()
-        if isinstance(found, AtorchError) and not self._for_real:
-            logger.info("a pass is foreseen by a real run on the host: %s", found)
+        numel, attempt = self._largest_attempt()
+        if isinstance(attempt, AtorchError) and not self._for_real:
+            logger.info("a pass is foreseen by a real run on the host: %s", attempt)
             self._for_real = True
-            numel, found = self._largest_attempt()
-        if isinstance(found, AtorchError):
-            raise found
+            numel, attempt = self._largest_attempt()
+        if isinstance(attempt, AtorchError):
+            raise attempt
         self._largest = numel
-        return found
+        return attempt
 
     def begin(self, first: PassSchedule) -> None:
-        """`first` is the course of the pass that `first()` gave."""
+        """Keep `first` as the schedule of the pass that `first()` returned."""
         self._known = {self._key(): first}
 
     def next(self, course_of: Callable[[AccessTrace], PassSchedule]) -> PassSchedule:
@@ -93,7 +92,7 @@ class Courses:
         elif strayed:
             self._again.add(key)
             self._whole = True
-            with suppress(OutOfBudgetError):  # then as before, by need
+            with suppress(OutOfBudgetError):  # then chunks are still fetched on demand
                 self._known[key] = course_of(self.first())
         return self._known[key]
 
@@ -101,9 +100,9 @@ class Courses:
         return self._shapes if self._group is None else "largest"
 
     def _largest_attempt(self) -> tuple[int, AccessTrace | AtorchError]:
-        """The pass foreseen on the process with the largest batch, and that batch's elements; or what stops any.
+        """The elements of the largest batch, and the trace of its process, or an error of any process.
 
-        One of them tells it: a pass is megabytes, and what all have to tell would grow with their number.
+        Only that process broadcasts its trace: a trace takes megabytes, so gathering all would not scale.
         """
         attempt = self._attempt()
         if self._group is None:
@@ -115,8 +114,8 @@ class Courses:
         ways = both_ways([sorted(access.parameters) for access in attempt.accesses])
         most, one, other = largest([self._numel, *ways], self._group)
         varies = self._for_real or one != -other
-        mine = attempt._replace(varies=varies) if self._numel == most else None
-        foreseen = first_told(mine, self._group)
+        own_trace = attempt._replace(varies=varies) if self._numel == most else None
+        foreseen = first_told(own_trace, self._group)
         assert foreseen is not None, "some batch is the largest"
         return most, foreseen[1]
 

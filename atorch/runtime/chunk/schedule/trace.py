@@ -1,9 +1,8 @@
-"""A pass of training foreseen: every operation that takes a parameter, and what else lives meanwhile.
+"""A trace of a training pass: every operation that takes a parameter, and the other bytes that are live meanwhile.
 
-A forward pass, loss and backward pass run on fake tensors, or on copies of real ones. Operations come by as they will
-(these parameters see what `ChunkedParameter` will), and what they save is replaced by handles as it will be, so that
-the operations of the backward pass ask for parameters in the order in which autograd really does, checkpoints
-included. Gradients are let go of as soon as they are there, or when the next one is.
+Forward, loss and backward run on fake tensors, or on copies of real ones. The trace's parameters intercept the same
+operations as `ChunkedParameter`, and saved tensors become handles as in a real pass. So backward requests parameters in
+the order in which autograd really does, with checkpoints, too. A gradient is released when it comes, or with the next.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, Hel
 
 
 class LiveCount(Protocol):
-    """Counts the bytes of tensors while code runs, parameters apart."""
+    """Counts the bytes of tensors while code runs, except parameters."""
 
     @property
     def other_bytes(self) -> Sequence[int]:
-        """The most bytes of each moment."""
+        """The peak bytes of each moment."""
         ...
 
     def __enter__(self) -> Any: ...
@@ -47,16 +46,16 @@ def trace(
     *,
     lingering: bool = False,
 ) -> AccessTrace:
-    """A forward pass, which gives the loss, and its backward pass.
+    """Trace a forward pass, which returns the loss, and its backward pass.
 
     Args:
         loss: runs forward with the parameters.
-        parameters: fakes or copies by name, tied ones once; they become watched ones.
-        live: counts everything but the parameters; it was told of what is there before.
-        mode: what operations run in.
-        compiled: modules that will be. They run as they are written, which keeps more for backward than compiled code
-            does; but all of their gradients come when they are through.
-        lingering: each gradient lives until the next one comes, since it travels meanwhile.
+        parameters: fakes or copies by name, tied ones once; they become watched parameters.
+        live: counts all bytes except the parameters'; it already counts tensors that existed before.
+        mode: context for the operations.
+        compiled: modules that will be compiled. Here they run eagerly, which saves more for backward than compiled code
+            does, but all of their gradients come at their end.
+        lingering: each gradient stays until the next one comes, since it is being copied meanwhile.
     """
     watch = _Watch(parameters, live, compiled)
     leaving: Tensor | None = None
@@ -70,7 +69,7 @@ def trace(
             leaving = parameter.grad if lingering else None
             parameter.grad = None
 
-    with ExitStack() as hooks:  # which hold the parameters that hold them, where the collector does not look
+    with ExitStack() as hooks:  # removed at the end: C++ holds them in cycles that Python's collector cannot see
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 hooks.callback(parameter.register_post_accumulate_grad_hook(partial(let_go, name=name)).remove)
@@ -82,7 +81,7 @@ def trace(
 
 
 class _Watch:
-    """Notes accesses; the parameters' memory stays where it is."""
+    """Notes accesses to parameters, whose memory does not move."""
 
     def __init__(self, parameters: Mapping[str, Tensor], live: LiveCount, compiled: CompiledModules) -> None:
         self.accesses: list[tuple[str, frozenset[str]]] = []
@@ -95,7 +94,7 @@ class _Watch:
             self._see(parameter)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation, and note it where it takes parameters."""
+        """Run an operation, and note it if it takes parameters."""
         names = frozenset(self._named((*args, *kwargs.values())))
         if is_descriptive(func) or not names:
             return func(*args, **kwargs)
@@ -115,7 +114,7 @@ class _Watch:
         return storage if storage in self._names else None
 
     def restored(self, handle: Handle) -> Tensor:
-        """The saved tensor: backward asks for it."""
+        """The saved tensor, which backward requests."""
         node = torch._C._current_autograd_node()
         name = self._names[handle.place]
         self._note(f"{node.name()} (backward)", frozenset((name,)))
@@ -124,7 +123,7 @@ class _Watch:
         return handle.within(self._whole[handle.place])
 
     def hold(self, name: str, gradient: Tensor | None) -> None:
-        """A gradient has come: compiled code gives them all at its end."""
+        """Keep a gradient of compiled code alive, which returns all of them at its end."""
         if name in self._compiled:
             self._held.append(gradient)
 
@@ -152,14 +151,14 @@ class _Watch:
 
     def _watch(self, result: Any) -> None:
         if isinstance(result, (list, tuple)):
-            for each in result:
-                self._watch(each)
+            for item in result:
+                self._watch(item)
         elif isinstance(result, Tensor) and not isinstance(result, torch.nn.Parameter):
             place = self.place_of(result)
             if place is not None:
                 self._see(result)
                 if self._names[place] in self._compiled:
-                    return  # compiled code makes no views that anybody sees
+                    return  # views inside compiled code are not visible outside
                 self._views.add(self._names[place], result)
 
 

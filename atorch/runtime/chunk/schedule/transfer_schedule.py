@@ -1,18 +1,17 @@
 """Turns the moments of a step into evictions, fetches and prefetches, under a budget of bytes.
 
-Parameters are read and never written while a step computes, so a chunk on the device may be dropped at no cost, and
-fetching it again costs its bytes. Between two uses of a chunk is a *gap*: kept, it takes the chunk's bytes of room at
-every moment inside it and saves one fetch. Going through the moments in order, whenever kept gaps take more room than
-there is, those go that end last (Belady 1966, *A study of replacement algorithms for a virtual-storage computer*). That
-fetches least where chunks are equally large, even while the room changes from moment to moment, since then it is the
-choice of the most intervals under a capacity. Where they are not, dropping a large chunk may free more than was asked:
-a second pass takes back what still fits.
+A step reads parameters without writing them. So evicting a chunk is free, and fetching it again costs its bytes.
+Between two uses of a chunk is a *gap*. A kept gap takes the chunk's bytes of room at every moment inside it and saves
+one fetch. The first pass goes through the moments in order. If kept gaps exceed the room, it drops those that end last
+(Belady 1966, *A study of replacement algorithms for a virtual-storage computer*). For equal chunks this fetches least,
+even if the room changes between moments, since it selects the most intervals under a capacity. For unequal chunks,
+dropping a large one may free more than needed. So a second pass restores gaps that still fit.
 
-A chunk whose gap is not kept leaves the device right after the use before it, which is what makes room to bring others
-in early. The third pass does: each fetch starts as early as its bytes fit until they are used.
+A chunk whose gap is not kept leaves the device right after the use before it, which makes room to prefetch others. The
+third pass starts each fetch as early as its bytes fit until their use.
 
-Moments that need the same chunks one after another are one *run*: no gap begins or ends inside of it, so the first two
-passes go through runs. Where chunks hold many parameters there are far fewer of them than moments.
+Consecutive moments that need the same chunks form a *run*. No gap begins or ends inside a run, so the first two passes
+go through runs. If chunks hold many parameters, there are far fewer runs than moments.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ import numpy as np
 
 
 class ScheduleStep(NamedTuple):
-    """A point of a step from which on an operation runs."""
+    """A moment of a training step, at which an operation begins."""
 
-    name: str  # the operation and its phase, for people
+    name: str  # the operation and its phase, for messages
     needs: frozenset[int]  # chunks that must be on the device
-    other_bytes: int  # the most that everything but chunks takes on the device, from here to the next moment
+    other_bytes: int  # peak bytes on the device except chunks, from here to the next moment
 
 
 @dataclass(frozen=True)
@@ -41,29 +40,29 @@ class StepTransfers:
     """Actions at a moment before its operation runs, in this order."""
 
     evict: tuple[int, ...] = ()  # chunks that leave the device
-    fetch: tuple[int, ...] = ()  # needed now and not on the device: waited for
-    prefetch: tuple[int, ...] = ()  # needed later: started, in the order in which they are needed
+    fetch: tuple[int, ...] = ()  # needed now and not on the device, so waited for
+    prefetch: tuple[int, ...] = ()  # needed later and started now, in the order of their use
 
 
 @dataclass(frozen=True)
 class TransferSchedule:
-    """A step of each moment, and what they come to."""
+    """The transfers of each moment, and their totals."""
 
     steps: tuple[StepTransfers, ...]
     fetched_bytes: int
-    peak_bytes: int  # the most on the device at once, everything counted
+    peak_bytes: int  # peak of all bytes on the device
     resident_at_end: frozenset[int]
 
     @property
     def num_fetches(self) -> int:
-        """The number of transfers, early ones and others."""
+        """The number of transfers, prefetches included."""
         return sum(len(step.fetch) + len(step.prefetch) for step in self.steps)
 
     def cost(self, chunk_bytes: Sequence[int], transfer_bytes: int) -> int:
-        """Bytes that the link could have moved in the time that this one takes of it.
+        """The cost of the schedule, as bytes that the link could move in the same time.
 
-        These are the bytes fetched, those of them once more that are waited for from the first on, as nothing runs
-        meanwhile, and `transfer_bytes` for each transfer: what the link moves in the time that it takes to begin one.
+        It is the sum of the fetched bytes, again the bytes of fetches that are waited for, since nothing overlaps
+        them, and `transfer_bytes` per transfer: what the link moves in the time that starting one takes.
         """
         waited = sum(chunk_bytes[chunk] for step in self.steps for chunk in step.fetch)
         return self.fetched_bytes + waited + transfer_bytes * self.num_fetches
@@ -71,7 +70,7 @@ class TransferSchedule:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """No schedule keeps the budget: the moment that misses most bytes, though only what it needs is on the device."""
+    """The moment that exceeds the budget by most, with only its own needs on the device; no schedule keeps it."""
 
     missing_bytes: int
     moment: ScheduleStep
@@ -85,18 +84,18 @@ def schedule(
     pinned: frozenset[int] = frozenset(),
     prefetch: int = 1,
 ) -> TransferSchedule | Shortfall:
-    """The steps by which every chunk is on the device when it is needed, and the device within its budget.
+    """The transfers that bring every chunk to the device when it is needed, within the device's budget.
 
-    The device begins with `pinned` alone on it.
+    At the beginning only `pinned` chunks are on the device.
 
     Args:
-        moments: of one step of training, in order.
+        moments: of one training step, in order.
         chunk_bytes: of each chunk, by its index.
-        budget_bytes: of the device, for chunks and everything else.
-        pinned: chunks that stay on the device from before the first moment to after the last. What they keep there
-            beside themselves, such as optimizer states, is to be taken off the budget.
-        prefetch: how many transfers may have been started that are not needed yet. Which ones are started early
-            changes neither what is fetched nor what stays.
+        budget_bytes: device memory for chunks and everything else.
+        pinned: chunks that stay on the device throughout. The caller subtracts other bytes that they keep there, such
+            as optimizer states, from the budget.
+        prefetch: most transfers started before their use. This changes neither the number of fetches nor the gaps that
+            are kept.
     """
     needs = [moment.needs - pinned for moment in moments] if pinned else [moment.needs for moment in moments]
     runs = StepRuns.of(needs, [moment.other_bytes for moment in moments])
@@ -104,7 +103,7 @@ def schedule(
     room = runs.room(chunk_bytes, budget_bytes - always)
     if room and min(room) < 0:
         return Shortfall(-min(room), _tightest(runs, room, moments))
-    stays, left = _kept(runs.needs, chunk_bytes, room)
+    stays, left = _plan_stays(runs.needs, chunk_bytes, room)
     edges = [*runs.firsts, len(moments)]
     stays = [_Span(edges[stay.first], edges[stay.last + 1] - 1, stay.chunk) for stay in stays]
     by_moment = [
@@ -122,16 +121,16 @@ def schedule(
 
 
 class StepRuns(NamedTuple):
-    """Moments that need the same chunks one after another, as one each; all lists are as long."""
+    """Runs of consecutive moments that need the same chunks, as lists of equal length."""
 
     needs: Sequence[frozenset[int]]
-    firsts: Sequence[int]  # its first moment
-    most_bytes: Sequence[int]  # the most of what else is on the device, of all its moments
-    last_bytes: Sequence[int]  # the same of its last moment
+    firsts: Sequence[int]  # first moment of each run
+    most_bytes: Sequence[int]  # maximum of `other_bytes` in the run
+    last_bytes: Sequence[int]  # `other_bytes` of its last moment
 
     @classmethod
     def of(cls, needs: Sequence[frozenset[int]], other_bytes: Sequence[int]) -> StepRuns:
-        """The runs of moments that need these chunks, beside so much else each."""
+        """The runs of moments with these needs and `other_bytes`."""
         firsts = [now for now, needed in enumerate(needs) if now == 0 or needed != needs[now - 1]]
         spans = list(pairwise([*firsts, len(needs)]))
         return cls(
@@ -142,7 +141,7 @@ class StepRuns(NamedTuple):
         )
 
     def room(self, chunk_bytes: Sequence[int], budget_bytes: int) -> list[int]:
-        """The room that each run leaves of the budget at its tightest moment, with its needs alone on the device."""
+        """The room in the budget at each run's tightest moment, with only its needs on the device."""
         return [
             budget_bytes - most - sum(chunk_bytes[chunk] for chunk in needed)
             for most, needed in zip(self.most_bytes, self.needs, strict=True)
@@ -152,14 +151,14 @@ class StepRuns(NamedTuple):
 def transfer_cost(
     runs: StepRuns, chunk_bytes: Sequence[int], budget_bytes: int, transfer_bytes: int, *, prefetch: int = 1
 ) -> int | None:
-    """`TransferSchedule.cost` of the schedule that there would be; None where nothing keeps the budget.
+    """`TransferSchedule.cost` of the schedule, without computing it; None if nothing keeps the budget.
 
-    A fetch is waited for where it could not start one moment before its use. So much is known without its start.
+    A fetch is waited for if it could not start one moment before its use. So its start is not needed.
     """
     room = runs.room(chunk_bytes, budget_bytes)
     if room and min(room) < 0:
         return None
-    stays, left = _kept(runs.needs, chunk_bytes, room)
+    stays, left = _plan_stays(runs.needs, chunk_bytes, room)
     cost, first, spare = transfer_bytes * len(stays), -1, 0
     for index, stay in enumerate(stays):
         num_bytes, earliest = chunk_bytes[stay.chunk], stays[index - prefetch].first if index >= prefetch else 0
@@ -175,37 +174,37 @@ def transfer_cost(
     return cost
 
 
-def _fetched(
+def _fetched_chunks(
     moments: Sequence[ScheduleStep],
     chunk_bytes: Sequence[int],
     budget_bytes: int,
     pinned: frozenset[int] = frozenset(),
 ) -> list[int] | None:
-    """The chunks that `schedule` would fetch, each as often as it would; None where nothing keeps the budget."""
+    """The chunks that `schedule` would fetch, once per fetch; None if nothing keeps the budget."""
     runs = StepRuns.of([moment.needs - pinned for moment in moments], [moment.other_bytes for moment in moments])
     room = runs.room(chunk_bytes, budget_bytes - sum(chunk_bytes[chunk] for chunk in pinned))
     if room and min(room) < 0:
         return None
-    return [stay.chunk for stay in _kept(runs.needs, chunk_bytes, room)[0]]
+    return [stay.chunk for stay in _plan_stays(runs.needs, chunk_bytes, room)[0]]
 
 
 def _tightest(runs: StepRuns, room: Sequence[int], moments: Sequence[ScheduleStep]) -> ScheduleStep:
-    """The first moment that has least room."""
+    """The first moment with the least room."""
     run = room.index(min(room))
-    return next(each for each in moments[runs.firsts[run] :] if each.other_bytes == runs.most_bytes[run])
+    return next(moment for moment in moments[runs.firsts[run] :] if moment.other_bytes == runs.most_bytes[run])
 
 
-def _kept(
+def _plan_stays(
     needs: Sequence[frozenset[int]], chunk_bytes: Sequence[int], room: Sequence[int]
 ) -> tuple[list[_Span], list[int]]:
-    """(each chunk's stays without prefetching, what room they leave)."""
+    """(each chunk's stays without prefetching, the room that they leave)."""
     gaps = _gaps(needs)
-    dropped, left = _restored(gaps, _dropped(gaps, chunk_bytes, room), chunk_bytes, room)
+    dropped, left = _restore_gaps(gaps, _dropped_gaps(gaps, chunk_bytes, room), chunk_bytes, room)
     return _stays(needs, dropped), left
 
 
 class _Span(NamedTuple):
-    """A chunk and two moments: the uses around a gap, or the first and the last moment of a stay on the device."""
+    """A chunk and two moments: the uses around a gap, or the first and last moment of a stay on the device."""
 
     first: int
     last: int
@@ -213,7 +212,7 @@ class _Span(NamedTuple):
 
 
 def _gaps(needs: Sequence[frozenset[int]]) -> list[_Span]:
-    """Gaps from each use of a chunk to its next one, where there are moments between; in the order of their starts."""
+    """Gaps between consecutive uses of a chunk that have moments between them, in the order of their starts."""
     latest: dict[int, int] = {}
     gaps: list[_Span] = []
     for now, needed in enumerate(needs):
@@ -224,8 +223,8 @@ def _gaps(needs: Sequence[frozenset[int]]) -> list[_Span]:
     return sorted(gaps)
 
 
-def _dropped(gaps: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[int]) -> list[_Span]:
-    """The gaps that are not kept: of those that share a moment with too little room, the last to end."""
+def _dropped_gaps(gaps: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[int]) -> list[_Span]:
+    """The gaps that are not kept: at a moment with too little room, those that end last."""
     dropped: list[_Span] = []
     by_end: list[tuple[int, int]] = []  # gaps that have begun, the last to end on top
     ending = [0] * (len(room) + 1)  # bytes of kept gaps by the moment at which they end
@@ -239,7 +238,7 @@ def _dropped(gaps: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[i
             ending[gap.last] += chunk_bytes[gap.chunk]
             begun += 1
         while held > most:
-            # What has ended lies below what has not, and something that is held has not.
+            # The heap may have gaps that ended, but below all others. As bytes are held, the top has not ended.
             gap = gaps[heappop(by_end)[1]]
             dropped.append(gap)
             held -= chunk_bytes[gap.chunk]
@@ -247,10 +246,10 @@ def _dropped(gaps: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[i
     return dropped
 
 
-def _restored(
+def _restore_gaps(
     gaps: Iterable[_Span], dropped: Iterable[_Span], chunk_bytes: Sequence[int], room: Sequence[int]
 ) -> tuple[frozenset[_Span], list[int]]:
-    """(the gaps that cannot be kept beside all others, the room that is left at each moment)."""
+    """(the dropped gaps that cannot be restored, the room left at each moment)."""
     missing = set(dropped)
     change = [0] * (len(room) + 1)
     for gap in gaps:
@@ -258,7 +257,7 @@ def _restored(
             change[gap.first + 1] -= chunk_bytes[gap.chunk]
             change[gap.last] += chunk_bytes[gap.chunk]
     left = np.array(room, dtype=np.int64) + np.array(change, dtype=np.int64).cumsum()[:-1]
-    tight = 0  # where the last one failed. Most others fail there, too: gaps of one pass lie within each other
+    tight = 0  # where the last gap failed; most others fail there, too, since gaps of one pass are nested
     for gap in sorted(missing, key=lambda gap: (-chunk_bytes[gap.chunk], gap)):
         if gap.first < tight < gap.last and left[tight] < chunk_bytes[gap.chunk]:
             continue
@@ -292,7 +291,7 @@ def _stays(needs: Sequence[frozenset[int]], dropped: frozenset[_Span]) -> list[_
 def _starts(
     stays: Sequence[_Span], chunk_bytes: Sequence[int], room: Sequence[int], prefetch: int
 ) -> tuple[list[int], list[int]]:
-    """(the moment at which each stay's fetch starts, what room is left at each moment)."""
+    """(the moment at which each stay's fetch starts, the room left at each moment)."""
     left = list(room)
     starts = []
     for index, stay in enumerate(stays):
@@ -306,7 +305,7 @@ def _starts(
 
 
 def _steps(stays: Sequence[_Span], starts: Sequence[int], num_moments: int) -> tuple[StepTransfers, ...]:
-    """The stays as what is done at each moment."""
+    """The transfers of each moment, from the stays and their starts."""
     evict, fetch, prefetch = (defaultdict[int, list[int]](list) for _ in range(3))
     for stay, start in zip(stays, starts, strict=True):
         (fetch if start == stay.first else prefetch)[start].append(stay.chunk)
@@ -324,42 +323,40 @@ def choose_pinned(
     *,
     is_shared: bool = False,
 ) -> frozenset[int]:
-    """The chunks that had best live on the device for good, with all that their optimizer needs: fewest bytes travel.
+    """The chunks to pin on the device, with their optimizer states, such that the fewest bytes travel.
 
-    A pinned chunk needs nothing of the host, and its gradient no way back, but takes several times its size at every
-    moment, where others could have stayed between uses. So chunks are ranked by what they save for each byte that they
-    take, and the best so many are pinned: what travels is nearly convex in their number, and its least is found by
-    bisection.
+    A pinned chunk needs no fetches, and its gradient no copy to the host. But it takes several times its size at every
+    moment, in which others could stay between uses. So chunks are ranked by saved bytes per taken byte, and the best
+    ones are pinned. The traffic is nearly convex in their number, so bisection finds the minimum.
 
     Args:
-        moments: of one step of training, in order.
+        moments: of one training step, in order.
         chunk_bytes: of each chunk, by its index.
-        state_bytes: of the gradient, master weights and optimizer states of each chunk; 0: it is not trained.
-        budget_bytes: of the device, for chunks and everything else.
-        is_shared: processes share every chunk. What lives on the device is then a share, which counts among the states,
-            and the chunk is gathered as others are.
+        state_bytes: of each chunk's gradient, master weights and optimizer states; 0 if it is frozen.
+        budget_bytes: device memory for chunks and everything else.
+        is_shared: processes share every chunk. Then only a share is pinned, which counts among the states, and the
+            chunk is gathered like others.
     """
     runs = StepRuns.of([moment.needs for moment in moments], [moment.other_bytes for moment in moments])
     moments = [ScheduleStep("", needed, most) for needed, most in zip(runs.needs, runs.most_bytes, strict=True)]
-    plain = _fetched(moments, chunk_bytes, budget_bytes)
+    plain = _fetched_chunks(moments, chunk_bytes, budget_bytes)
     if plain is None:
         return frozenset()
     saved = [size if state else 0 for size, state in zip(chunk_bytes, state_bytes, strict=True)]
     for chunk in plain:
         saved[chunk] += chunk_bytes[chunk]
     taken = [state if is_shared else size + state for size, state in zip(chunk_bytes, state_bytes, strict=True)]
-    ranked = sorted(
-        (each for each in range(len(taken)) if saved[each] and taken[each]), key=lambda each: -saved[each] / taken[each]
-    )
+    useful = (chunk for chunk in range(len(taken)) if saved[chunk] and taken[chunk])
+    ranked = sorted(useful, key=lambda chunk: -saved[chunk] / taken[chunk])
     returned = sum(size for size, state in zip(chunk_bytes, state_bytes, strict=True) if state)
 
     def travels(count: int) -> float:
         pinned = frozenset(ranked[:count])
         room = budget_bytes - sum(state_bytes[chunk] for chunk in pinned)
-        found = _fetched(moments, chunk_bytes, room, pinned=frozenset() if is_shared else pinned)
-        if found is None:
+        fetches = _fetched_chunks(moments, chunk_bytes, room, pinned=frozenset() if is_shared else pinned)
+        if fetches is None:
             return inf
-        fetched = sum(chunk_bytes[chunk] for chunk in found if chunk not in pinned)
+        fetched = sum(chunk_bytes[chunk] for chunk in fetches if chunk not in pinned)
         return fetched + returned - sum(chunk_bytes[chunk] for chunk in pinned if state_bytes[chunk])
 
     low, high = 0, len(ranked)

@@ -1,1 +1,1 @@
-"""Capture of a model for a pipeline: what its units hand over, and where it is cut."""
+"""Capture of a model for a pipeline: the tensors that cross between its units, and the cut into stages."""

@@ -1,13 +1,12 @@
-"""A model cut by its graph, where its modules do not tell: parameters used outright, tensors left on attributes.
+"""Cuts a model by its graph if modules do not show the dataflow: parameters used directly, tensors on attributes.
 
-`torch.export` gives the operations of a forward pass in their order. They are shared out to segments, one a stage, each
-as long as the next by what its operations cost, with boundaries where few bytes cross. In place, the model's forward
-becomes a run of these segments, which are modules: so route and stages are found as for any other model. Parameters
-stay where they are, under the user's names, and are given to the segments that use them. What no parameter has a part
-in, such as masks, every stage computes for itself.
+`torch.export` gives the operations of a forward pass in their order. They form segments, one per stage, of equal
+estimated time, with boundaries where few bytes cross. The model's forward is replaced by a run of these segments, which
+are modules: so capture and cut work as for any other model. Parameters stay in place, under the user's names, and are
+passed to the segments that use them. Values that depend on no parameter, such as masks, are computed by every stage.
 
-A graph holds for one shape of the inputs, and for modules that train or do not. Others are exported when they first
-come, on a copy without memory, and have to do the same operations: they are cut at the same places.
+A graph is valid for one shape of the inputs, and one training mode of each module. Others are exported at first use,
+on a fake copy, and must have the same operations: they are cut at the same places.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from atorch.errors import StrategyError
 from atorch.model.method_override import override
 
 SEGMENTS = "atorch_segments"
-"""The child of a model that has its segments."""
+"""The child module of a model that has its segments."""
 _WINDOW = 0.25
-"""Boundaries are moved by as much of a stage's time for fewer bytes to cross."""
+"""The largest shift of a boundary, as a fraction of a stage's time, to let fewer bytes cross."""
 
 
 class Speeds(NamedTuple):
-    """Speeds of a device, or figures in the same proportion."""
+    """Speeds of a device, or numbers in the same proportion."""
 
     flops: float  # a second
     num_bytes: float
 
 
 class Subgraph(NamedTuple):
-    """Operations of a graph, from values by name to others."""
+    """Operations of a graph, with the names of input and output values."""
 
     run: fx.GraphModule
     takes: tuple[str, ...]
@@ -55,7 +54,7 @@ class Subgraph(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A model's forward for inputs of one shape: what is bound to names, what all stages compute, and the segments."""
+    """A model's forward for inputs of one shape: named values, operations that all stages compute, and segments."""
 
     operations: tuple[str, ...]
     boundaries: tuple[int, ...]
@@ -64,16 +63,16 @@ class Program:
     inputs: tuple[str, ...]
     free: Subgraph
     segments: tuple[Subgraph, ...]
-    outputs: tuple[Any, ...]  # names, or what is no tensor
+    outputs: tuple[Any, ...]  # names of tensors, or other values themselves
     out_spec: Any
 
 
 class GraphStage(nn.Module):
-    """A place in the sequence of stages; what it runs is given with its inputs."""
+    """A segment in the sequence of stages; its graph is passed with its inputs."""
 
     def forward(self, run: fx.GraphModule, *values: Any) -> tuple[Tensor, ...]:
-        given: tuple[Tensor, ...] = run(*values)
-        return given
+        results: tuple[Tensor, ...] = run(*values)
+        return results
 
 
 class Exported:
@@ -87,16 +86,16 @@ class Exported:
         self._programs: dict[Any, Program] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exported:
-        return self  # pieces of a process share what was exported
+        return self  # all stages of a process share the exported programs
 
     def program(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """The program for inputs like these.
 
         Raises:
-            StrategyError: the model cannot be exported, or has too few operations, or others than before.
+            StrategyError: the model cannot be exported, has too few operations, or others than in the first program.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        modes = tuple(each.training for _, each in zip(self._source.modules(), model.modules(), strict=False))
+        modes = tuple(module.training for _, module in zip(self._source.modules(), model.modules(), strict=False))
         key = (modes, spec, tuple(map(_kind, leaves)))
         if key not in self._programs:
             self._programs[key] = self._make(model, modes, args, kwargs)
@@ -111,9 +110,9 @@ class Exported:
         values.update(program.constants)
         program.free.add_to(values, program.free.run)
         for segment, piece in zip(getattr(model, SEGMENTS), program.segments, strict=True):
-            piece.add_to(values, lambda *given, segment=segment, piece=piece: segment(piece.run, *given))
-        found = [values[each] if isinstance(each, _Name) else each for each in program.outputs]
-        return tree_unflatten(found, program.out_spec)
+            piece.add_to(values, lambda *inputs, segment=segment, piece=piece: segment(piece.run, *inputs))
+        outputs = [values[output] if isinstance(output, _Name) else output for output in program.outputs]
+        return tree_unflatten(outputs, program.out_spec)
 
     def _make(
         self, model: nn.Module, modes: tuple[bool, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -137,16 +136,16 @@ class _Name(str): ...
 
 
 def install(model: nn.Module, exported: Exported, num_segments: int) -> dict[str, nn.Module]:
-    """Let the forward of `model` run segments, in place; returns these by name."""
+    """Make the forward of `model` run segments, in place; returns these by name."""
     setattr(model, SEGMENTS, nn.ModuleList(GraphStage() for _ in range(num_segments)))
     vars(model)[_EXPORTED] = exported
-    # A forward that somebody put on the instance hides that of the class; then the call itself is overridden.
+    # A forward on the instance would hide an overridden one of the class; then override the call itself.
     override(model, "__call__" if "forward" in vars(model) else "forward", _by_graph)
     return {f"{SEGMENTS}.{number}": model.get_submodule(f"{SEGMENTS}.{number}") for number in range(num_segments)}
 
 
 def uninstall(model: nn.Module) -> None:
-    """The model as it was before `install`, where that was called."""
+    """Undo `install`, if it was called."""
     if _EXPORTED not in vars(model):
         return
     model.__class__ = type(model).__mro__[1]
@@ -171,12 +170,12 @@ def _export(source: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwar
     args, kwargs = tree_unflatten(fakes, spec)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of attributes that get tensors, which is why the graph is asked for
+            warnings.simplefilter("ignore")  # of tensors assigned to attributes: such models are why graphs are used
             program = torch.export.export(source, args, kwargs, strict=False)
-    except Exception as error:  # a model may resist in any way
-        told = str(error).strip().partition("\n")[0]
+    except Exception as error:  # export may fail in any way
+        message = str(error).strip().partition("\n")[0]
         raise StrategyError(
-            f"torch.export does not take {type(source).__name__} ({type(error).__name__}: {told})"
+            f"torch.export does not take {type(source).__name__} ({type(error).__name__}: {message})"
         ) from error
     if program.call_spec.in_spec != spec:
         raise StrategyError(f"torch.export takes the arguments of {type(source).__name__} otherwise than it is called")
@@ -221,46 +220,47 @@ class _Graph:
                 raise StrategyError(f"the graph takes {node.name}, which is no tensor")
             if spec.kind is InputKind.BUFFER:
                 buffers.add(node)
-        changed = [each for each in signature.output_specs if each.kind is not OutputKind.USER_OUTPUT]
+        changed = [output for output in signature.output_specs if output.kind is not OutputKind.USER_OUTPUT]
         written = [node for node in self._nodes if _writes_to(node, buffers)]
         if changed or written:
             raise StrategyError("the model changes its buffers as it runs, of which every stage has a copy")
 
     def _last_uses(self) -> dict[fx.Node, int]:
-        """The place of the last use of each value that parameters have a part in."""
+        """The index of the last operation that uses each value and depends on parameters."""
         last: dict[fx.Node, int] = {}
         for node in self._learning:
             for used in node.all_input_nodes:
                 last[used] = self._place[node]
-        last.update(dict.fromkeys((each for each in self._outputs if isinstance(each, fx.Node)), len(self._learning)))
+        outputs = (output for output in self._outputs if isinstance(output, fx.Node))
+        last.update(dict.fromkeys(outputs, len(self._learning)))
         return last
 
     def crossing(self, boundary: int) -> list[fx.Node]:
-        """The values from before the learning operation `boundary` that it or later ones, or the output, use."""
+        """The values from operations before index `boundary` that it, later operations or the output use."""
         return [node for node in self._learning[:boundary] if self._last_use.get(node, -1) >= boundary]
 
     def boundaries(self, count: int, speeds: Speeds) -> tuple[int, ...]:
-        """The boundaries of `count` segments, so that they take as long, and few bytes cross."""
+        """The boundaries of `count` segments of about equal time, where few bytes cross."""
         passed = [0.0]
         for node in self._learning:
             passed.append(passed[-1] + _seconds(node, speeds))
-        share, found = passed[-1] / count, [0]
+        share, chosen = passed[-1] / count, [0]
         for number in range(1, count):
             ideal = number * share
-            able = [at for at in range(found[-1] + 1, len(self._learning)) if self._can_part(at)]
+            able = [at for at in range(chosen[-1] + 1, len(self._learning)) if self._can_part(at)]
             if not able:
                 raise StrategyError(f"the graph has too few operations to part it into {count} stages")
             near = [at for at in able if abs(passed[at] - ideal) <= _WINDOW * share]
             nearest = [min(able, key=lambda at: abs(passed[at] - ideal))]
-            found.append(min(near or nearest, key=lambda at: (self._crossing_bytes(at), abs(passed[at] - ideal))))
-        return tuple(found)
+            chosen.append(min(near or nearest, key=lambda at: (self._crossing_bytes(at), abs(passed[at] - ideal))))
+        return tuple(chosen)
 
     def _can_part(self, boundary: int) -> bool:
         crossing = self.crossing(boundary)
         return bool(crossing) and all(isinstance(node.meta["val"], Tensor) for node in crossing)
 
     def _crossing_bytes(self, boundary: int) -> int:
-        """Bytes sent there in a step, were it one micro-batch: values, and weights' gradients of both sides."""
+        """Bytes sent there per step of one micro-batch: values, and gradients of weights used on both sides."""
         both = (node for node in self._given if self._first_use.get(node, boundary) < boundary <= self._last_use[node])
         weights = (node for node in both if self._specs[node].kind is InputKind.PARAMETER)
         return sum(map(_num_bytes, (*self.crossing(boundary), *weights)))
@@ -284,7 +284,7 @@ class _Graph:
             inputs=tuple(node.name for node in kinds.get(InputKind.USER_INPUT, ())),
             free=self._piece(self._free, [node for node in self._free if node in self._last_use]),
             segments=tuple(pieces),
-            outputs=tuple(_Name(each.name) if isinstance(each, fx.Node) else each for each in self._outputs),
+            outputs=tuple(_Name(output.name) if isinstance(output, fx.Node) else output for output in self._outputs),
             out_spec=self._program.call_spec.out_spec,
         )
 
@@ -303,17 +303,17 @@ class _Graph:
 
     def _piece(self, nodes: Iterable[fx.Node], gives: Sequence[fx.Node]) -> Subgraph:
         inside = list(nodes)
-        graph, made = fx.Graph(), {}
+        graph, copies = fx.Graph(), {}
         outside = [used for node in inside for used in node.all_input_nodes if used.op != "get_attr"]
         takes = [used for used in dict.fromkeys(outside) if used not in set(inside)]
         for used in takes:
-            made[used] = graph.placeholder(used.name)
+            copies[used] = graph.placeholder(used.name)
         for node in inside:
             for used in node.all_input_nodes:
-                if used.op == "get_attr" and used not in made:
-                    made[used] = graph.node_copy(used)
-            made[node] = graph.node_copy(node, made.__getitem__)
-        graph.output(tuple(made[node] for node in gives))
+                if used.op == "get_attr" and used not in copies:
+                    copies[used] = graph.node_copy(used)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in gives))
         run = fx.GraphModule(self._module, graph)
         return Subgraph(run, tuple(used.name for used in takes), tuple(node.name for node in gives))
 
@@ -323,13 +323,13 @@ def _writes_to(node: fx.Node, buffers: set[fx.Node]) -> bool:
     if schema is None:
         return False
     if schema.name == "aten::batch_norm":
-        return bool(node.args[5])  # which its schema does not tell
-    given = zip(schema.arguments, node.args, strict=False)
-    return any(each.alias_info is not None and each.alias_info.is_write and arg in buffers for each, arg in given)
+        return bool(node.args[5])  # `training`: it writes running statistics, which its schema does not declare
+    pairs = zip(schema.arguments, node.args, strict=False)
+    return any(formal.alias_info is not None and formal.alias_info.is_write and arg in buffers for formal, arg in pairs)
 
 
 def _seconds(node: fx.Node, speeds: Speeds) -> float:
-    """Seconds of an operation on a device, forward: its FLOPs, and what it reads and writes."""
+    """Seconds of an operation on a device, forward: the time of its FLOPs plus that of its reads and writes."""
     moved = _num_bytes(node) + sum(map(_num_bytes, node.all_input_nodes))
     return _flops(node) / speeds.flops + moved / speeds.num_bytes
 
@@ -337,8 +337,8 @@ def _seconds(node: fx.Node, speeds: Speeds) -> float:
 def _flops(node: fx.Node) -> float:
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
-    values = [each for each in (*node.all_input_nodes, node) if isinstance(each.meta.get("val"), FakeTensor)]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+    values = [used for used in (*node.all_input_nodes, node) if isinstance(used.meta.get("val"), FakeTensor)]
     if not values:
         return 0.0
     with values[0].meta["val"].fake_mode, torch.no_grad(), FlopCounterMode(display=False) as counter:

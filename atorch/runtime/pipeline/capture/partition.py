@@ -1,13 +1,13 @@
-"""Cuts a sequence of units into pipeline stages, so that the slowest stage takes the least time that it can.
+"""Cuts a sequence of units into pipeline stages that minimize the time of the slowest stage.
 
-Every micro-batch passes all stages, so the slowest one sets the pace of all. A cut is a choice of boundaries, and the
-best cut of the last units into the last stages does not depend on how those before are cut: a dynamic programme from
-the end finds it exactly (as in PipeDream, Harlap et al. 2018, arXiv 1806.03377, section 3.2). Costs and bytes only
-grow with a stage, so a search for its end stops early. Without a limit of bytes, the slowest of p stages takes at most
-the mean and 1 - 1/p of the largest unit (Bárány and Grolmusz 2013, arXiv 1308.2452).
+Every micro-batch passes all stages, so the slowest one limits all. A cut is a choice of boundaries, and the best cut
+of the last units into the last stages does not depend on the cuts before: a dynamic programme from the end finds it
+exactly (as in PipeDream, Harlap et al. 2018, arXiv 1806.03377, section 3.2). Costs and bytes only grow with a stage,
+so a search for its end stops early. Without a limit of bytes, the slowest of p stages takes at most the mean plus
+1 - 1/p of the largest unit (Bárány and Grolmusz 2013, arXiv 1308.2452).
 
-Of the cuts with the least slowest stage, the one that is taken parts the fewest tied units, then is the most even (the
-least sum of squares), then has the earliest boundaries. It depends on the figures alone: every rank finds the same.
+Among the cuts with the fastest slowest stage, the result separates the fewest tied units. Further ties go to the most
+even cut (least sum of squares), then to the earliest boundaries. Every rank gets the same, from the same inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atorch.units import format_bytes
 
 UnitRange = Callable[
     [int, int, int], float
-]  # (stage, start, end) → what the units from start to before end come to there
+]  # (stage, start, end) → the measure of the units from start to before end on that stage
 
 
 def partition(
@@ -40,17 +40,17 @@ def partition(
     """The index of the first unit of each stage; none is empty.
 
     Args:
-        costs: of each unit in the order of execution, at least 0, all in one measure.
-        memory: bytes that each unit takes wherever it is, such as its parameters and their optimizer states.
-        limit: bytes that a stage may take; none: as many as it needs.
+        costs: the cost of each unit in the order of execution, at least 0, all in one unit of measure.
+        memory: bytes that each unit takes on any stage, such as its parameters and their optimizer states.
+        limit: bytes that a stage may take; None: no limit.
         activations: bytes that each unit keeps of one micro-batch for its backward.
-        in_flight: of how many micro-batches each stage keeps them; None: of one.
+        in_flight: the number of micro-batches whose activations each stage keeps; None: one.
         tied: pairs of units that share parameters; one stage has both where the slowest stage stays as fast.
-        joined: pairs of units that one stage must have, with all that is between.
-        names: of the units, for messages.
+        joined: pairs of units that must be on one stage, with all units between them.
+        names: names of the units, for messages.
 
     Raises:
-        StrategyError: there are more stages than units to be had apart, or no cut fits the limit.
+        StrategyError: there are more stages than separable units, or no cut fits the limit.
     """
     count = len(costs)
     wrong = next((index for index, cost in enumerate(costs) if not 0.0 <= cost < math.inf), None)
@@ -64,7 +64,7 @@ def partition(
         raise StrategyError(
             f"a pipeline of {stages} stages is asked of {count} units{joint}; give at most {len(starts)}"
         )
-    cost, held, kept = (_Sums.of(each, count) for each in (costs, memory, activations))
+    cost, held, kept = (_Sums.of(figures, count) for figures in (costs, memory, activations))
     depth = [1.0] * stages if in_flight is None else in_flight
     cut = _Cut(
         starts=[*starts, count],
@@ -99,7 +99,7 @@ def _separable(count: int, joined: Iterable[tuple[int, int]]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Tables of possible cuts, by stage and by the place in `starts` of the stage's first unit."""
+    """Tables of possible cuts, by stage and by the index in `starts` of the stage's first unit."""
 
     starts: Sequence[int]  # units that can begin a stage, and the end
     stages: int
@@ -108,27 +108,27 @@ class _Cut:
     limit: float
 
     def least_largest(self, measure: UnitRange) -> tuple[float, tuple[int, ...]]:
-        """The least that the largest stage can be over all cuts within the limit, and a cut that has it.
+        """The least measure of the largest stage over all cuts within the limit, and a cut that attains it.
 
-        Infinite, and no cut, where none is within it.
+        Infinity and an empty cut, where none is within the limit.
         """
         end = len(self.starts) - 1
         best: dict[int, tuple[float, tuple[int, ...]]] = {end: (0.0, ())}
         for stage in reversed(range(self.stages)):
             here: dict[int, tuple[float, tuple[int, ...]]] = {}
             for first in self._firsts(stage):
-                found: tuple[float, tuple[int, ...]] = (math.inf, ())
+                least: tuple[float, tuple[int, ...]] = (math.inf, ())
                 for last, size in self._ends(stage, first, measure):
-                    if size >= found[0]:
+                    if size >= least[0]:
                         break
                     largest, rest = best.get(last, (math.inf, ()))
-                    found = min(found, (max(size, largest), (self.starts[first], *rest)))
-                here[first] = found
+                    least = min(least, (max(size, largest), (self.starts[first], *rest)))
+                here[first] = least
             best = here
         return best[0]
 
     def most_even(self, slowest: float, tied: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """The cut that is taken of those whose stages all cost at most `slowest`."""
+        """The best cut (see above) of those whose stages all cost at most `slowest`."""
         end = len(self.starts) - 1
         best: dict[int, tuple[int, float, tuple[int, ...]]] = {end: (0, 0.0, ())}
         for stage in reversed(range(self.stages)):
@@ -139,21 +139,21 @@ class _Cut:
                     if cost > slowest:
                         break
                     if last in best:
-                        parted, squares, rest = best[last]
-                        parted -= sum(start <= low and high < self.starts[last] for low, high in tied)
-                        made = (parted, squares + cost * cost, (start, *rest))
-                        here[first] = min(here.get(first, made), made)
+                        separated, squares, rest = best[last]  # separated pairs, up to a constant
+                        separated -= sum(start <= low and high < self.starts[last] for low, high in tied)
+                        candidate = (separated, squares + cost * cost, (start, *rest))
+                        here[first] = min(here.get(first, candidate), candidate)
             best = here
         return best[0][2]
 
     def _firsts(self, stage: int) -> Iterable[int]:
-        """Places where a stage can begin, so that those before and from it on have a unit each."""
+        """Indices where a stage can begin, so that the stages before and from it on have a unit each."""
         if stage == 0:
             return (0,)
         return range(stage, len(self.starts) - (self.stages - stage))
 
     def _ends(self, stage: int, first: int, measure: UnitRange) -> Iterator[tuple[int, float]]:
-        """`(end, measure)` of what a stage can be that begins at `first`, the shortest first."""
+        """`(end, measure)` of the possible stages that begin at `first`, the shortest first."""
         later, end = self.stages - stage - 1, len(self.starts) - 1
         for last in range(first + 1, end - later + 1) if later else (end,):
             if self.bytes(stage, self.starts[first], self.starts[last]) > self.limit:
@@ -162,11 +162,11 @@ class _Cut:
 
 
 def _too_large(cut: _Cut, names: Sequence[str]) -> str:
-    """The excess of the cut that needs the least, and its place, in words."""
+    """The message on the cut that needs the least memory: its largest stage and the excess there."""
     least, starts = _Cut(cut.starts, cut.stages, cut.cost, cut.bytes, math.inf).least_largest(cut.bytes)
     ends = (*starts[1:], cut.starts[-1])
     spans = list(enumerate(zip(starts, ends, strict=True)))
-    stage, (start, end) = max(spans, key=lambda each: cut.bytes(each[0], *each[1]))
+    stage, (start, end) = max(spans, key=lambda item: cut.bytes(item[0], *item[1]))
     label = [names[index] if names else f"unit {index}" for index in (start, end - 1)]
     where = label[0] if end - start == 1 else f"{label[0]} to {label[1]}"
     return (

@@ -1,7 +1,7 @@
-"""Shapes of what calls return: a later stage must know what arrives before it arrives.
+"""Shapes of the results of calls, which a later stage must know before it receives them.
 
-The first micro-batch of every size is run once stage by stage, without gradients, to see shapes and dtypes as they are
-under all that was done to the stages.
+The first micro-batch of every size runs once stage by stage, without gradients, to observe shapes and dtypes under
+the strategy applied to the stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ArgumentShapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class TensorSpec(NamedTuple):
-    """Sizes and type of a tensor."""
+    """Sizes and dtype of a tensor."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Watches a model on a batch without touching it: on fake tensors where it runs on these, else for real."""
+"""Captures the route of a model on a batch without changing it: on fake tensors if it runs on them, else for real."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def route_of(
     call_model: Callable[[nn.Module, Any], Any],
     loss_func: Callable[[Any, Any], Any] | None = None,
 ) -> Route:
-    """The route of `call_model(model, batch)`. A model whose control flow depends on values is run for real.
+    """The route of `call_model(model, batch)`. A model whose control flow depends on values runs for real.
 
-    loss_func: (batch, output) → loss, of which is seen which parameters it reads, where it runs on so few rows.
+    loss_func: (batch, output) → loss; captures the parameters that it reads, if it runs on so few rows.
 
     Raises:
-        StrategyError: the model cannot be watched, or its units hand over what a pipeline cannot pass on.
+        StrategyError: the model cannot be captured, or its units return values that a pipeline cannot send.
     """
     if has_meta([model]):
         return _without_values(model, units, batch, call_model, loss_func)
     device = next(model.parameters()).device
     batch = map_tensors(lambda leaf: leaf.to(device), batch)
     try:
-        # What is written to a real buffer is written, also among fakes.
+        # `untouched`: writes to real buffers take effect even in fake mode.
         with untouched(model), FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
             return _observed(model, units, map_tensors(faked, batch), call_model, loss_func, is_last=False)
     except AtorchError:
         raise
-    except Exception as error:  # a forward may fail on fakes in any way; a real run shows faults of its own
+    except Exception as error:  # a forward may fail on fakes in any way; a real run shows real errors
         logger.info("the model is watched in a real run, it does not run on fake tensors: %s", error)
     with untouched(model):
         return _observed(model, units, batch, call_model, loss_func, is_last=True)
@@ -58,11 +58,11 @@ def _without_values(
     call_model: Callable[[nn.Module, Any], Any],
     loss_func: Callable[[Any, Any], Any] | None,
 ) -> Route:
-    """The route of a model on the meta device, seen on fakes of host tensors: code may ask for a device it knows."""
+    """The route of a model on the meta device, captured on fake host tensors, as code may require a real device."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
-            beside = call_model, loss_func
-            copied, (call_model, loss_func) = duplicate_with(model, beside, convert=faked)
+            functions = call_model, loss_func
+            copied, (call_model, loss_func) = duplicate_with(model, functions, convert=faked)
             inside = {name: copied.get_submodule(name) for name in units}
             return _observed(copied, inside, map_tensors(faked, batch), call_model, loss_func, is_last=True)
     except AtorchError:
@@ -84,7 +84,7 @@ def _observed(
     try:
         with torch.no_grad(), reads:
             loss_func(batch, output)
-    except Exception as error:  # a loss may fail in any way on fakes, or on a few rows; whole batches show its faults
+    except Exception as error:  # a loss may fail in any way on fakes, or on few rows; full batches show its errors
         if not is_last:
             raise RuntimeError(f"of the loss function: {error}") from error
         logger.info("what the loss function reads of the model is known up to where it fails: %s", error)
@@ -92,7 +92,7 @@ def _observed(
 
 
 class Reads(TorchDispatchMode):
-    """Notes of which parameters of `model` anything is computed."""
+    """Records the parameters of `model` that operations read."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,14 +107,14 @@ class Reads(TorchDispatchMode):
 
 
 def faked(leaf: Tensor) -> Tensor:
-    """A tensor like `leaf` without its values, which a fake mode makes a fake."""
-    leaf = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # of a parameter that is split, this process's rows
+    """An empty tensor like `leaf`, which is fake under a fake mode."""
+    leaf = leaf.to_local() if hasattr(leaf, "to_local") else leaf  # the local rows of a sharded parameter
     device = "cpu" if leaf.device.type == "meta" else leaf.device
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
 
 class _Fakes(TorchDispatchMode):
-    """Grouped products, for which fakes have a rule in bfloat16 alone."""
+    """Supports grouped matrix products, for which fake tensors have a rule only in bfloat16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._overloadpacket is torch.ops.aten._grouped_mm and (args[0].dim(), args[1].dim()) == (2, 3):

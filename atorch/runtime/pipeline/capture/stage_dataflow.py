@@ -1,9 +1,9 @@
-"""The values that a model's units hand to one another: one forward pass, watched operation by operation.
+"""Dataflow between a model's units: records one forward pass operation by operation.
 
-A unit (`blocks.units`) is called and returns; what happens between calls (masks, positions, residuals, slicing) is the
-model's own code, which every stage of a pipeline runs. Each tensor is marked with what it was computed from there:
-results of calls, and parameters used outside of any unit. So it is known what each call needs, and what has to cross
-wherever the sequence of calls is cut, whatever way it took.
+A unit is called and returns. The code between calls (masks, positions, residuals, slicing) is the model's own, and
+every stage of a pipeline runs it. Each tensor is marked with its sources there: results of calls, and parameters used
+outside of any unit. The marks show the values that each call needs, and those that must cross any cut of the sequence
+of calls, independent of their path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atorch.runtime.precision.amp import casting_anew
 
 
 class CallOutput(NamedTuple):
-    """The tensor with this number in what the call with this number returned."""
+    """Tensor `number` among the results of call `call`."""
 
     call: int
     number: int
@@ -37,38 +37,38 @@ ValueOrigin = CallOutput | str
 
 
 class OutputIndex(int):
-    """A place for the tensor with this number in what a call returns."""
+    """A placeholder for the tensor with this number in the results of a call."""
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a unit, as it was seen."""
+    """One recorded call of a unit."""
 
     unit: str
     needs: set[ValueOrigin] = field(default_factory=set)
-    returns: Any = None  # what it returned, with a Slot for each tensor
+    returns: Any = None  # the results, with an OutputIndex in place of each tensor
     num_tensors: int = 0
 
 
 @dataclass(frozen=True)
 class Route:
-    """The calls of one forward pass in their order, and what its output is computed from."""
+    """The calls of one forward pass in their order, and the sources of its output."""
 
     calls: Sequence[ModuleCall]
     output_needs: frozenset[ValueOrigin]
     trained: frozenset[int]  # calls whose results have a gradient
-    written: frozenset[CallOutput]  # what somebody changes in place who got it
+    written: frozenset[CallOutput]  # values that later code changes in place
     read_by_loss: frozenset[str] = frozenset()  # parameters that the loss function takes from the model itself
 
     def wires(self, start: int) -> tuple[CallOutput, ...]:
-        """The values from before call `start` that it, a later call or the output needs."""
+        """The values from calls before `start` that this call, a later one or the output needs."""
         needs = self.output_needs.union(*(call.needs for call in self.calls[start:]))
         return tuple(sorted(value for value in needs if isinstance(value, CallOutput) and value.call < start))
 
     def parameters(self, start: int, stop: int) -> set[str]:
         """Names of the parameters outside of units that the calls from `start` to before `stop` need.
 
-        Those of the output, and of the loss, belong to whoever runs the last call.
+        The stage of the last call also needs those of the output and the loss.
         """
         needs = set().union(*(call.needs for call in self.calls[start:stop]))
         if stop == len(self.calls):
@@ -76,7 +76,7 @@ class Route:
         return {source for source in needs if isinstance(source, str)}
 
     def beginning(self, name: str) -> int:
-        """The first call of the module `name`, a unit or one that has units inside.
+        """The first call of the module `name`, a unit or a module that contains units.
 
         Raises:
             StrategyError: it is neither, or is never called.
@@ -92,17 +92,17 @@ class Route:
 
 
 def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[Route, Any]:
-    """The route of `run()`, which calls `model`, whose `units` are given by name; and the output.
+    """The route and the output of `run()`, which calls `model`; `units` are its units by name.
 
     Raises:
-        StrategyError: a unit hands over a tensor otherwise than by returning it, or returns what cannot be rebuilt.
+        StrategyError: a unit passes on a tensor without returning it, or returns values that cannot be rebuilt.
     """
     watch = _Watch(model, units)
     with ExitStack() as hooks:
         for name, unit in units.items():
             hooks.enter_context(unit.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True))
             hooks.enter_context(unit.register_forward_hook(partial(watch.leave, name), with_kwargs=True))
-        # A cast that one unit leaves for the next is no tensor that stages pass on: each stage casts its own weights.
+        # Autocast's cached casts of weights are not sent between stages, as each stage casts its own: bypass the cache.
         with torch.no_grad(), casting_anew(), watch:
             output = run()
     output_needs = frozenset(watch.sources(tensors_in(output), "the model's output"))
@@ -111,19 +111,19 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], run: Callable[[], 
 
 
 def _trained(calls: Sequence[ModuleCall], model: nn.Module, units: Mapping[str, nn.Module]) -> frozenset[int]:
-    """The calls that come after something that trains."""
+    """The calls whose results depend on trained parameters."""
     trains: set[ValueOrigin] = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    learning = {name for name, unit in units.items() if any(each.requires_grad for each in unit.parameters())}
-    found = set()
+    learning = {name for name, unit in units.items() if any(param.requires_grad for param in unit.parameters())}
+    trained = set()
     for number, call in enumerate(calls):
         if call.unit in learning or not trains.isdisjoint(call.needs):
-            found.add(number)
-            trains.update(CallOutput(number, slot) for slot in range(call.num_tensors))
-    return frozenset(found)
+            trained.add(number)
+            trains.update(CallOutput(number, index) for index in range(call.num_tensors))
+    return frozenset(trained)
 
 
 class _Inside(NamedTuple):
-    """Made during this call, and not returned by it."""
+    """The mark of a tensor made during this call, and not returned by it."""
 
     call: int
 
@@ -136,7 +136,7 @@ class _Watch(TorchDispatchMode):
         self.calls: list[ModuleCall] = []
         self.written: set[CallOutput] = set()
         self._running: ModuleCall | None = None
-        self._given: dict[int, list[int]] = {}  # the lists among its arguments
+        self._given: dict[int, list[int]] = {}  # the lists among the running call's arguments, see `_lists`
         self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._own = {name: set(map(id, unit.parameters())) for name, unit in units.items()}
@@ -149,8 +149,8 @@ class _Watch(TorchDispatchMode):
 
     def leave(self, name: str, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, self._running = self.calls[-1], None
-        left, returned = _lists((args, kwargs)), _lists(output)
-        if any(left.get(each, held) != held and each not in returned for each, held in self._given.items()):
+        after, returned = _lists((args, kwargs)), _lists(output)
+        if any(after.get(key, before) != before and key not in returned for key, before in self._given.items()):
             raise StrategyError(
                 f"{name} adds to a list that it is given, or takes from it, and a pipeline passes on only what its "
                 "modules return. Return the list, or name split_points elsewhere"
@@ -159,8 +159,8 @@ class _Watch(TorchDispatchMode):
 
         def slot(leaf: Any, place: str) -> Any:
             if isinstance(leaf, Tensor):
-                for each in (leaf, *_parts(leaf)):
-                    self._marks[each] = {CallOutput(number, call.num_tensors)}
+                for tensor in (leaf, *_parts(leaf)):
+                    self._marks[tensor] = {CallOutput(number, call.num_tensors)}
                 call.num_tensors += 1
                 return OutputIndex(call.num_tensors - 1)
             if not isinstance(leaf, _PLAIN):
@@ -178,16 +178,16 @@ class _Watch(TorchDispatchMode):
         if func._schema.is_mutable:
             marks = (mark for tensor in _written(func, args) for mark in self._marks.get(tensor, ()))
             self.written.update(mark for mark in marks if isinstance(mark, CallOutput))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         call = self._running
         if call is None:
-            found: set[Any] = self.sources(given, "the model's own code")
+            sources: set[Any] = self.sources(inputs, "the model's own code")
         else:
-            call.needs.update(self.sources(given, call.unit))
-            found = {_Inside(len(self.calls) - 1)}
-        for tensor in made:
-            self._marks[tensor] = found | (self._marks.get(tensor, set()) if call is None else set())
+            call.needs.update(self.sources(inputs, call.unit))
+            sources = {_Inside(len(self.calls) - 1)}
+        for tensor in results:
+            self._marks[tensor] = sources | (self._marks.get(tensor, set()) if call is None else set())
         return output
 
     def sources(self, tensors: Iterable[Tensor], user: str) -> set[ValueOrigin]:
@@ -196,43 +196,43 @@ class _Watch(TorchDispatchMode):
         Raises:
             StrategyError: one was made inside a unit that did not return it.
         """
-        found: set[ValueOrigin] = set()
-        own = self._own.get(user, set())
+        sources: set[ValueOrigin] = set()
+        parameters = self._own.get(user, set())
         for tensor in tensors:
             name = self._names.get(id(tensor))
-            if name is not None and id(tensor) not in own:
-                found.add(name)
+            if name is not None and id(tensor) not in parameters:
+                sources.add(name)
             for mark in self._marks.get(tensor, ()):
                 if not isinstance(mark, _Inside):
-                    found.add(mark)
+                    sources.add(mark)
                 elif self.calls[mark.call].unit != user:
                     raise StrategyError(
                         f"{self.calls[mark.call].unit} makes a tensor that {user} uses, and does not return it; a "
                         "pipeline passes on only what its modules return. Return it, or name split_points elsewhere"
                     )
-        return found
+        return sources
 
 
 def _lists(data: Any) -> dict[int, list[int]]:
-    """The ids of what the lists in `data` hold, by the list's id."""
+    """The ids of the items of each list in `data`, by the list's id."""
     inner = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-    found = {id(data): list(map(id, inner))} if isinstance(data, list) else {}
-    for each in inner:
-        found |= _lists(each)
-    return found
+    lists = {id(data): list(map(id, inner))} if isinstance(data, list) else {}
+    for item in inner:
+        lists |= _lists(item)
+    return lists
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def _written(func: Any, args: Any) -> Iterator[Tensor]:
-    for described, given in zip(func._schema.arguments, args, strict=False):
-        if described.alias_info is not None and described.alias_info.is_write:
-            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+    for formal, argument in zip(func._schema.arguments, args, strict=False):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            yield from (leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The inner tensors that a tensor made of others computes with."""
+    """The inner tensors of a wrapper subclass."""
     if not is_traceable_wrapper_subclass(tensor):
         return []
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

@@ -1,8 +1,8 @@
-"""The whole numbers of a block that mean what is split: numbers of heads, widths of projections.
+"""Whole numbers in a block's modules that count what is split: numbers of heads, widths of projections.
 
-A forward that says `x.view(batch, length, self.num_heads, -1)` needs another number where a rank has some of the heads.
-Which numbers those are is found by trying: only numbers that the region's modules hold and forward reads can be meant,
-the fewest that let a rank alone reproduce its part are taken, and every rank must.
+A forward with `x.view(batch, length, self.num_heads, -1)` needs another number on a rank with some of the heads. Trials
+find these numbers. Candidates are those that the region's modules hold and forward reads. The fewest that let a rank
+alone reproduce its part are divided, and then every rank must reproduce its part.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from atorch.runtime.tensor_parallel.derive.whole_numbers import is_configuration
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.rank_context import Ranks
 
-MOST = 4  # numbers to divide in one group
+MOST = 4  # maximum numbers to divide in one group
 
 Numbers = Mapping[str, Mapping[str, int]]
 """Whole numbers by module and name."""
 
 
 def with_attributes(block: nn.Module, layout: BlockLayout, call: ForwardCall, ranks: Ranks) -> BlockLayout:
-    """The layout with the numbers that each group needs divided; a group for which there are none is kept whole.
+    """The layout with the numbers to divide for each group; a group that fails with all of them is kept whole.
 
-    Each process searches as rank 0 would, and then tries what is found as its own ranks.
+    Each process searches as rank 0, and then tries the result as its own ranks.
     """
     tape = record_tape(block, call)
     read = numbers_read(block, call)
     while (failure := first_failure(block, layout, call, tape, 0)) is not None:
-        at, why = failure
-        if at == len(layout.groups):
-            return _without(layout, range(at), why)
-        found = _search(block, layout, at, call, tape, read, ranks.degree)
-        layout = _without(layout, [at], why) if found is None else found
+        index, why = failure
+        if index == len(layout.groups):
+            return _without(layout, range(index), why)
+        fixed = _search(block, layout, index, call, tape, read, ranks.degree)
+        layout = _without(layout, [index], why) if fixed is None else fixed
     while (failure := _first_on_any_rank(block, layout, call, tape, ranks)) is not None:
         layout = _without(layout, [min(failure[0], len(layout.groups) - 1)], failure[1])
     return layout
@@ -51,8 +51,8 @@ def _first_on_any_rank(
     block: nn.Module, layout: BlockLayout, call: ForwardCall, tape: Tape, ranks: Ranks
 ) -> tuple[int, str] | None:
     failures = (first_failure(block, layout, call, tape, rank) for rank in ranks.own)
-    first = min((each for each in failures if each is not None), default=None)
-    return min((each for each in ranks.gather(first) if each is not None), default=None)
+    first = min((failure for failure in failures if failure is not None), default=None)
+    return min((failure for failure in ranks.gather(first) if failure is not None), default=None)
 
 
 def numbers_read(block: nn.Module, call: ForwardCall) -> Numbers:
@@ -69,11 +69,11 @@ def numbers_read(block: nn.Module, call: ForwardCall) -> Numbers:
 
 
 def _watch(module: nn.Module, read: dict[str, int]) -> None:
-    """Note in `read` the whole numbers read of a module, and of configurations that it holds as `config.<name>`."""
+    """Record in `read` the whole numbers read from a module, and from its configurations as `config.<name>`."""
     for name, value in list(vars(module).items()):
         if is_configuration(value):
-            vars(module)[name] = own = copy.copy(value)
-            _note_reads(own, read, f"{name}.")
+            vars(module)[name] = copied = copy.copy(value)
+            _note_reads(copied, read, f"{name}.")
     _note_reads(module, read, "")
 
 
@@ -95,25 +95,25 @@ def _subclass(base: Any, get: Callable[..., Any]) -> Any:
 
 
 def _search(
-    block: nn.Module, layout: BlockLayout, at: int, call: ForwardCall, tape: Tape, read: Numbers, degree: int
+    block: nn.Module, layout: BlockLayout, index: int, call: ForwardCall, tape: Tape, read: Numbers, degree: int
 ) -> BlockLayout | None:
-    """The layout with the fewest numbers divided with which a rank alone gets through the group `at`."""
-    for attributes in _choices(layout.groups[at], read, degree):
+    """The layout with the fewest divided numbers with which rank 0 alone reproduces the group `index`, or None."""
+    for attributes in _choices(layout.groups[index], read, degree):
         groups = list(layout.groups)
-        groups[at] = replace(groups[at], attributes=attributes)
-        tried = replace(layout, groups=tuple(groups))
-        failure = first_failure(block, tried, call, tape, 0)
-        if failure is None or failure[0] > at:
-            return tried
+        groups[index] = replace(groups[index], attributes=attributes)
+        attempt = replace(layout, groups=tuple(groups))
+        failure = first_failure(block, attempt, call, tape, 0)
+        if failure is None or failure[0] > index:
+            return attempt
     return None
 
 
 def _choices(group: SplitRegion, read: Numbers, degree: int) -> Iterator[dict[str, dict[str, int]]]:
     region = _region(group)
-    places = [(path, name) for path, own in read.items() if _is_within(path, region) for name in own]
-    # Where heads outnumber ranks but their keys' heads do not, numbers of the two are divided by different factors.
+    places = [(path, name) for path, numbers in read.items() if _is_within(path, region) for name in numbers]
+    # If query heads outnumber ranks but key heads do not, their numbers are divided by different factors.
     shared = any(rows.is_shared for rows in group.columns.values())
-    divisors = [each for each in range(degree, 1, -1) if degree % each == 0] if shared else [degree]
+    divisors = [divisor for divisor in range(degree, 1, -1) if degree % divisor == 0] if shared else [degree]
     for count in range(1, MOST + 1):
         for chosen in combinations(places, count):
             for factors in product(divisors, repeat=count):

@@ -1,7 +1,7 @@
-"""A block apart from its model, with random weights, to be asked how its results depend on its parameters.
+"""A copy of a block with random weights, to analyse how its results depend on its parameters.
 
-The copy computes in fp32 and without dropout. Weights are drawn, not taken: a freshly made model has zeros that hide
-what depends on what, and a trained one has units that are dead on a short sample.
+The copy computes in fp32 and without dropout. Weights are drawn, not copied: a new model has zeros that hide
+dependences, and a trained one has units that are dead on a short sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_o
 from atorch.model.copy import duplicate
 
 PERIOD = 1_000_003
-"""After so many numbers a weight repeats itself, which takes a sixth of the time. A prime: no two rows are the same."""
+"""Random weights repeat after so many numbers, in a sixth of the time. A prime: no two rows are equal."""
 
 
 class ForwardCall(NamedTuple):
@@ -31,18 +31,18 @@ class ForwardCall(NamedTuple):
 def record_calls(
     model: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[nn.Module], Any]
 ) -> dict[str, ForwardCall]:
-    """The first call of each of `blocks` while `run(model)`; blocks that are not called are left out."""
+    """The first call of each of `blocks` during `run(model)`; blocks that are not called are left out."""
     calls: dict[str, ForwardCall] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in calls:
-                # Caches among them are filled later. What has a graph cannot be copied: some models ask for gradients.
+                # Blocks fill caches among them later. Tensors with a graph, which some models make, cannot be copied.
                 calls[name] = copy.deepcopy(tree_map_only(Tensor, _without_graph, ForwardCall(args, kwargs)))
 
         return hook
 
-    # A run may call the model again, with more of a batch than it could do with.
+    # A run may call the model again, with more of the batch; the last call counts.
     handles = [model.register_forward_pre_hook(lambda *_: calls.clear())]
     handles += [m.register_forward_pre_hook(keep(name), with_kwargs=True) for name, m in blocks.items()]
     try:
@@ -58,18 +58,18 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 def apart(block: nn.Module) -> nn.Module:
-    """A copy of the block to experiment with: in fp32, without dropout, every parameter trainable and drawn."""
-    own: dict[int, Any] = {
+    """A copy of the block for trials: in fp32, without dropout, every parameter trainable and drawn."""
+    parameters: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=p.device)) for p in block.parameters()
     }
-    twin = duplicate(block, own).float().eval()
+    twin = duplicate(block, parameters).float().eval()
     draw_weights(twin, 0)
     return twin
 
 
 @torch.no_grad()
 def draw_weights(block: nn.Module, seed: int) -> None:
-    """Other weights, of a size that keeps activations near 1; the same on every rank. Parameters are contiguous."""
+    """Draw weights that keep activations near 1, the same on every rank. Parameters are contiguous."""
     for number, parameter in enumerate(block.parameters()):
         generator = torch.Generator(parameter.device).manual_seed(seed * 10_007 + number)
         if parameter.dim() < 2:
@@ -83,25 +83,25 @@ def draw_weights(block: nn.Module, seed: int) -> None:
 
 
 def fresh(call: ForwardCall) -> tuple[ForwardCall, dict[str, Tensor]]:
-    """The arguments as new tensors in fp32, and those that can have a gradient, which ask for one, by their place."""
+    """The arguments as new tensors in fp32, and by place the leaves that collect gradients for them."""
     args, kwargs = copy.deepcopy(call)
     leaves, spec = tree_flatten_with_path((args, kwargs))
-    known: dict[int, Tensor] = {}
-    given: dict[int, Tensor] = {}
-    asked: dict[str, Tensor] = {}
+    leaf_of: dict[int, Tensor] = {}
+    clone_of: dict[int, Tensor] = {}
+    by_place: dict[str, Tensor] = {}
     values = []
     for path, leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if id(leaf) not in known:
-                known[id(leaf)] = leaf.detach().float().clone().requires_grad_()
-                given[id(leaf)] = known[id(leaf)].clone()  # a leaf must not be changed in place, and blocks do that
-            asked[_keystr(path)], leaf = known[id(leaf)], given[id(leaf)]
+            if id(leaf) not in leaf_of:
+                leaf_of[id(leaf)] = leaf.detach().float().clone().requires_grad_()
+                clone_of[id(leaf)] = leaf_of[id(leaf)].clone()  # blocks may change it in place, and a leaf must not be
+            by_place[_keystr(path)], leaf = leaf_of[id(leaf)], clone_of[id(leaf)]
         values.append(leaf)
-    return ForwardCall(*tree_unflatten(values, spec)), asked
+    return ForwardCall(*tree_unflatten(values, spec)), by_place
 
 
 def map_arguments(change: Callable[[str, Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with `change(place, tensor)` in each tensor's place."""
+    """The arguments with `change(place, tensor)` in place of each tensor."""
     leaves, spec = tree_flatten_with_path((args, kwargs))
     values = [change(_keystr(path), leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves]
     mapped: tuple[Any, Any] = tree_unflatten(values, spec)

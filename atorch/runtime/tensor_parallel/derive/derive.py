@@ -1,12 +1,12 @@
-"""Derives the splits of a block from its gradients: which rows of what meet each part of a product's input.
+"""Derives the splits of a block from its gradients: the rows of parameters that meet each part of a product's input.
 
-Take a product `z @ W` as the row split and cut z into as many parts as there are ranks. A part's gradient is exactly
-zero at every row it does not depend on. Where the parts meet rows of their own, those parameters are the column split,
-whatever was computed in between: attention, gates, experts, norms over heads. Fused projections come out with their
-exact rows, and heads of keys and values that several ranks need with the rows they share.
+Take a product `z @ W` as the row split and cut z into one part per rank. A part's gradient is exactly zero at every row
+that it does not depend on. If the parts meet rows of their own, those parameters are the column split, for any
+computation in between: attention, gates, experts, norms over heads. The result has the exact rows of fused projections,
+and the shared rows of key and value heads that several ranks need.
 
-The result of every product becomes a leaf, so that gradients reach the parameters next to z and no further, and none
-costs a product with a weight. A row of a weight is then a column of its result.
+The result of every product becomes a leaf. Gradients then reach the parameters next to z and no further, and need no
+product with a weight. A row of a weight is then a column of its result.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, dra
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts, weights_of
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion, Unsplit
 
-# A unit may be dead on every token of a draw of weights. More are drawn while parts meet rows unevenly and there were
-# new ones among the last few draws: of 4,096 units behind a ReLU, three samples and two draws leave several dead.
+# A unit may be dead on every token for one draw of weights. Draws go on while parts meet rows unevenly and the last
+# few draws met new ones: of 4,096 units behind a ReLU, three samples and two draws leave several dead.
 DRAWS = 2
 IN_VAIN = 3
 MOST_DRAWS = 32
 
 Masks = list[Tensor]
-"""For each part of z, where its gradient is not zero."""
+"""A mask for each part of z: True at nonzero gradients."""
 
 
 def derive(block: nn.Module, call: ForwardCall, degree: int) -> BlockLayout:
-    """The ways to split `block`, a copy `recorded.apart` whose weights may be changed, over `degree` ranks.
+    """The ways to split `block`, a copy by `block_sandbox.apart` whose weights may change, over `degree` ranks.
 
     Groups may share parameters: then not all of them can be split at once.
     """
-    found: dict[str, _Row] = {}
+    row_by_weight: dict[str, _Row] = {}
     products: dict[str, MatmulUse] = {}
     numbers_met: list[int] = []
     for seed in range(MOST_DRAWS):
@@ -45,16 +45,16 @@ def derive(block: nn.Module, call: ForwardCall, degree: int) -> BlockLayout:
         pass_ = _Pass(block, call)
         products = {**weights_of(pass_.products), **products}
         for weight in weights_of(pass_.products):
-            _look(pass_, weight, degree, found.setdefault(weight, _Row()))
-        groups, kept, is_uneven = _groups(block, found, products, degree)
-        numbers_met.append(sum(row.num_met for row in found.values()))
+            _add_evidence(pass_, weight, degree, row_by_weight.setdefault(weight, _Row()))
+        groups, kept, is_uneven = _groups(block, row_by_weight, products, degree)
+        numbers_met.append(sum(row.num_met for row in row_by_weight.values()))
         if seed + 1 >= DRAWS and not is_uneven:
             break
         if seed + 1 >= DRAWS + IN_VAIN and numbers_met[-1 - IN_VAIN] == numbers_met[-1]:
             break
     met = {name for group in groups for name in group.parameters}
-    kept = [each for each in kept if each.name not in met]
-    missing = [name for name in products if name not in met and name not in {each.name for each in kept}]
+    kept = [unsplit for unsplit in kept if unsplit.name not in met]
+    missing = [name for name in products if name not in met and name not in {unsplit.name for unsplit in kept}]
     kept += [Unsplit(name, "its input cannot be cut, and no split follows it") for name in missing]
     return BlockLayout(tuple(groups), tuple(kept))
 
@@ -65,16 +65,16 @@ class _Row:
 
     size: int = 0
     head_size: int = 0
-    """The number of neighbours in z that belong together; 0 where z cannot be cut."""
+    """The number of neighbours in z that belong together; 0 if z cannot be cut."""
     results: dict[str, Masks] = field(default_factory=dict)
     others: dict[str, Masks] = field(default_factory=dict)
     inputs: dict[str, Masks] = field(default_factory=dict)
     is_dead: bool = False
-    """True if z depends on other products' results, but for its first number, which has not been seen to yet."""
+    """True if z depends on other products' results, but no draw has shown that of its first element."""
 
     @property
     def is_partly_met(self) -> bool:
-        """True if some of a parameter beside the products is met by no part of z."""
+        """True if no part of z meets some element of a parameter that no product uses."""
         return not all(bool(torch.stack(parts).any(0).all()) for parts in self.others.values())
 
     @property
@@ -88,12 +88,12 @@ class _Row:
         return self.size // self.head_size if self.head_size else 1
 
     def unfit(self, degree: int) -> str | None:
-        """Why this is no row split; empty where nothing could have made it one."""
+        """The reason why this is no row split, empty if z cannot be cut at all; None if it is one."""
         if self.heads == 1:
             return ""
         if self.heads % degree:
-            what = "heads" if self.head_size > 1 else "columns"
-            return f"{degree} ranks do not divide its {self.heads} {what}"
+            unit = "heads" if self.head_size > 1 else "columns"
+            return f"{degree} ranks do not divide its {self.heads} {unit}"
         return None
 
 
@@ -115,7 +115,7 @@ class _Pass:
             result = compute()
         self.products.append(product)
         self.results.append(result.requires_grad_())
-        return result.clone()  # a leaf must not be changed in place, and models do that to results
+        return result.clone()  # models may change results in place, and a leaf must not be
 
     def reached(self, weight: str, start: int, stop: int) -> list[Tensor | None]:
         """The gradients of [start, stop) of the weight's inputs at all results, other parameters and inputs."""
@@ -134,7 +134,7 @@ class _Pass:
         return list(torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True))
 
     def by_weight(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """The rows of each weight that the results' gradients mean."""
+        """The rows of each weight at which its results have gradients."""
         rows: dict[str, Tensor] = {}
         for product, grad in zip(self.products, grads, strict=False):
             if grad is not None:
@@ -145,39 +145,38 @@ class _Pass:
         return {weight: mask for weight, mask in rows.items() if mask.any()}
 
 
-def _look(seen: _Pass, weight: str, degree: int, row: _Row) -> None:
-    """Add to `row` what this pass shows."""
-    product = next(each for each in seen.products if each.weight == weight)
+def _add_evidence(pass_: _Pass, weight: str, degree: int, row: _Row) -> None:
+    product = next(use for use in pass_.products if use.weight == weight)
     row.size = product.input.shape[-1]
-    met = seen.by_weight(seen.reached(weight, 0, row.size))
+    met = pass_.by_weight(pass_.reached(weight, 0, row.size))
     if weight in met:
-        return  # its own result comes back: a loop that is not followed
-    size = _head_size(seen, weight, row.size)
+        return  # z depends on its own result: loops are not split
+    size = _head_size(pass_, weight, row.size)
     row.head_size = max(row.head_size, size or 0)
     row.is_dead = not row.head_size and size is None and bool(met)
     if not size or row.heads % degree:
         return
     step = row.size // degree
     for rank in range(degree):
-        grads = seen.reached(weight, step * rank, step * (rank + 1))
-        results, rest = grads[: len(seen.results)], grads[len(seen.results) :]
-        others, inputs = rest[: len(seen.others)], rest[len(seen.others) :]
-        _mark(row.results, seen.by_weight(results), rank, degree)
-        _mark(row.others, _nonzero(seen.others, others), rank, degree)
-        _mark(row.inputs, _nonzero(seen.inputs, inputs), rank, degree)
+        grads = pass_.reached(weight, step * rank, step * (rank + 1))
+        results, rest = grads[: len(pass_.results)], grads[len(pass_.results) :]
+        others, inputs = rest[: len(pass_.others)], rest[len(pass_.others) :]
+        _mark(row.results, pass_.by_weight(results), rank, degree)
+        _mark(row.others, _nonzero(pass_.others, others), rank, degree)
+        _mark(row.inputs, _nonzero(pass_.inputs, inputs), rank, degree)
 
 
-def _head_size(seen: _Pass, weight: str, size: int) -> int | None:
+def _head_size(pass_: _Pass, weight: str, size: int) -> int | None:
     """The number of neighbours in z that belong together: 1 for units, a head's width for attention; 0 if all do.
 
-    None where the first meets nothing.
+    None if the first meets nothing.
 
-    Two that belong together meet the same rows of, say, the queries, and what they have in common falls with the next
+    Two that belong together meet the same rows of, say, the queries; the first has fewer rows in common with the next
     head.
     """
 
-    def meets(place: int) -> set[tuple[str, int]]:
-        rows = seen.by_weight(seen.reached(weight, place, place + 1))
+    def meets(index: int) -> set[tuple[str, int]]:
+        rows = pass_.by_weight(pass_.reached(weight, index, index + 1))
         return {(name, row) for name, mask in rows.items() for row in mask.nonzero().flatten().tolist()}
 
     first = meets(0)
@@ -188,8 +187,8 @@ def _head_size(seen: _Pass, weight: str, size: int) -> int | None:
     shared = len(first & meets(1))
     if not shared:
         return 1
-    divisors = [each for each in range(2, size // 2 + 1) if size % each == 0]
-    return next((each for each in divisors if len(first & meets(each)) < shared), 0)
+    divisors = [divisor for divisor in range(2, size // 2 + 1) if size % divisor == 0]
+    return next((divisor for divisor in divisors if len(first & meets(divisor)) < shared), 0)
 
 
 def _mark(masks: dict[str, Masks], new: Mapping[str, Tensor], rank: int, degree: int) -> None:
@@ -204,15 +203,15 @@ def _nonzero(tensors: Mapping[str, Tensor], grads: Iterable[Tensor | None]) -> d
 
 
 def _groups(
-    block: nn.Module, found: Mapping[str, _Row], products: Mapping[str, MatmulUse], degree: int
+    block: nn.Module, row_by_weight: Mapping[str, _Row], products: Mapping[str, MatmulUse], degree: int
 ) -> tuple[list[SplitRegion], list[Unsplit], bool]:
-    """The splits, the row splits that are none, and whether more rows might make these some."""
+    """The splits, the weights that are no row split, and True if more draws might change that."""
     parameters = dict(block.named_parameters())
     biases = {name: product.bias for name, product in products.items()}
     groups: list[SplitRegion] = []
     kept: list[Unsplit] = []
-    is_uneven = any(row.is_dead or row.is_partly_met for row in found.values())
-    for weight, row in found.items():
+    is_uneven = any(row.is_dead or row.is_partly_met for row in row_by_weight.values())
+    for weight, row in row_by_weight.items():
         reason = row.unfit(degree)
         if reason is None:
             group = _group(weight, row, products, parameters, biases, degree)
@@ -234,11 +233,11 @@ def _group(
     biases: Mapping[str, str | None],
     degree: int,
 ) -> SplitRegion | str:
-    """The split whose row is `weight`, or why there is none."""
+    """The split whose row is `weight`, or the reason why there is none."""
     columns: dict[str, Rows] = {}
     tied: dict[str, Rows] = {}
     inside: list[str] = []
-    for name in (each for each in products if each in row.results):
+    for name in (column for column in products if column in row.results):
         rows = _rows(row.results[name], products[name].out_dim)
         if rows is None:
             return f"the parts of its input meet {name} unevenly"
@@ -278,13 +277,13 @@ def _group(
 
 
 def _rows(masks: Masks, dim: int) -> Rows | None:
-    """The rows that the parts of z meet: their own, some shared ones, or all the same."""
+    """The rows that the parts of z meet: own or shared ones; None if some part meets fewer than another."""
     counts = {int(mask.sum()) for mask in masks}
     return Rows.where(dim, masks) if len(counts) == 1 and 0 not in counts else None
 
 
 def _split(masks: Masks) -> Rows | None:
-    """The dim along which the parts of z meet rows of their own, all of them together; None if there is none."""
+    """The rows along the first dim where the parts of z meet disjoint rows that cover it, or None."""
     for dim in range(masks[0].dim()):
         across = [other for other in range(masks[0].dim()) if other != dim]
         along = [mask.any(tuple(across)) if across else mask for mask in masks]

@@ -1,7 +1,7 @@
-"""Products with parameters, seen as they are computed, through views of the parameter: transposes, chunks, one expert.
+"""Products with parameters or with their views (transposes, chunks, one expert), recorded as they are computed.
 
-Below modules and above autograd: `F.linear`, `addmm`, `@`, grouped products of experts. What matters of each is which
-dims of the parameter are summed over and which stay.
+The mode sees calls below modules and above autograd: `F.linear`, `addmm`, `@`, grouped products of experts. It records
+the dim of the parameter that is summed over, and the dim that stays.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ OnProduct = Callable[[MatmulUse, Callable[[], Tensor]], Tensor]
 
 
 class SeeProducts(TorchFunctionMode):
-    """Inside, `on_product(product, compute)` gives the result of each product with one of `parameters`.
+    """A mode in which `on_product(product, compute)` returns the result of each product with one of `parameters`.
 
-    Lookups are listed in `lookups`.
+    `lookups` lists the lookups.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], on_product: OnProduct) -> None:
@@ -92,8 +92,8 @@ def _operands(
 ) -> tuple[Any, Any, Any, int, int] | None:
     """The input, the weight, the bias, and the weight's dims that are summed over and kept."""
     if func is F.linear:
-        given = [*args, *(kwargs[name] for name in ("input", "weight", "bias")[len(args) :] if name in kwargs)]
-        return given[0], given[1], given[2] if len(given) > 2 else None, -1, -2
+        operands = [*args, *(kwargs[name] for name in ("input", "weight", "bias")[len(args) :] if name in kwargs)]
+        return operands[0], operands[1], operands[2] if len(operands) > 2 else None, -1, -2
     name = getattr(func, "__name__", "")
     if name in ("addmm", "baddbmm") and len(args) == 3:
         return args[1], args[2], args[0], -2, -1

@@ -1,6 +1,6 @@
-"""`nn.MultiheadAttention` in products that can be split: torch's own forward is one function that hides them.
+"""`nn.MultiheadAttention` with products that can be split; torch's own forward hides them in one function.
 
-Heads on other ranks have no weights here: where a caller asks for attention weights, there are none (None).
+A rank has no attention weights of other ranks' heads, so that the returned weights are always None.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SplittableAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """As torch's, but for the weights."""
+        """Compute torch's forward, without attention weights."""
         is_batched = query.dim() == 3
         batch_dim = 0 if self.batch_first else 1
         weights, biases = self._projections()
@@ -57,7 +57,7 @@ class SplittableAttention(nn.MultiheadAttention):
 
 
 def _combined(mask: Tensor | None, padding: Tensor | None, queries: Tensor, is_batched: bool) -> Tensor | None:
-    """Both masks as one that is added to the scores, (batch or 1, heads or 1, queries or 1, keys)."""
+    """Both masks as one bias of the scores, (batch or 1, heads or 1, queries or 1, keys)."""
     total: Tensor | None = None
     if mask is not None:
         total = _added(mask, queries)

@@ -1,4 +1,4 @@
-"""One evaluation of a whole model, watched: what its layout is derived from, and what it is held to afterwards."""
+"""One recorded evaluation of a whole model: the basis of its layout, and the reference for the split model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EvaluateModel = Callable[[nn.Module], Any]
 
 
 class Watched:
-    """An evaluation of the whole model: its output, its blocks' arguments, what is used outside of them."""
+    """An evaluation of the whole model: its output, its blocks' arguments, products and lookups outside of blocks."""
 
     def __init__(self, model: nn.Module, run: EvaluateModel) -> None:
         self.blocks = blocks_of(model)
@@ -31,7 +31,7 @@ class Watched:
         inner = {id(p) for block in self.blocks.values() for p in block.parameters()}
         outer = {name: p for name, p in model.named_parameters() if id(p) not in inner}
         self.products: list[MatmulUse] = []
-        self._eps = 0.0  # of the coarsest numbers that were computed with
+        self._eps = 0.0  # of the coarsest dtype that was computed with
         with evaluating(model), SeeProducts(outer, self._note) as mode:
             outputs: list[Any] = []
             self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
@@ -42,13 +42,13 @@ class Watched:
             self.tables[lookup.table] = self.tables.get(lookup.table, 0) + lookup.num_rows
 
     def example(self, path: str) -> tuple[nn.Module, ForwardCall]:
-        """The block that stands for all that are alike with the one at `path`, and what it was called with."""
+        """The block that represents all of the same kind as the one at `path`, and its call."""
         first = next(paths[0] for paths in self.kinds if path in paths)
         return self.blocks[first], self.calls[first]
 
     @property
     def sums(self) -> list[float]:
-        """Sums that tell one output from another."""
+        """Sums of the output's tensors, to compare outputs."""
         return [float(tensor.double().sum()) for tensor in self.output]
 
     def _note(self, product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
@@ -58,7 +58,7 @@ class Watched:
         return result
 
     def check(self, model: nn.Module, run: EvaluateModel) -> None:
-        """Raise where the model, now split, has another output than it had."""
+        """Raise if the split model's output differs from the whole model's."""
         with evaluating(model):
             output = tensors_of(run(model))
         for got, expected in zip(output, self.output, strict=True):
@@ -73,7 +73,7 @@ class Watched:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode and records no gradients; it is afterwards as it was, as are random states."""
+    """Eval mode without gradients inside; the model and random states are restored afterwards."""
     with untouched(model), evaluation_mode(model), torch.no_grad(), preserved_rng():
         yield
 

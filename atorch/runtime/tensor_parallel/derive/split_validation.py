@@ -1,7 +1,7 @@
-"""Tests on copies that a split block computes what the whole one does, before anything is moved for good.
+"""Trials on copies that a split block computes the same as the whole one, before the model is changed.
 
-Two trials: on one rank alone, where every row split is given the sum it would get (`first_failure`); and on all ranks
-with their real collectives, forward and backward (`why_refused`).
+In `first_failure`, one rank runs alone, and every row split returns the recorded sum. In `why_refused`, all ranks run
+forward and backward with real collectives.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeP
 from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows
 
-CLOSE = 1e-4  # of a tensor's norm; what is computed wrongly is off by much more, and fp32 rounds by less
+CLOSE = 1e-4  # of a tensor's norm; wrong results are off by much more, and fp32 rounding by less
 ROUNDING = 1e-5  # of the largest gradient's norm
-# What torch and models raise where sizes do not fit.
+# Errors that torch and models raise if sizes do not fit.
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ZeroDivisionError)
 
 
@@ -54,7 +54,7 @@ def record_tape(block: nn.Module, call: ForwardCall) -> Tape:
 def first_failure(
     block: nn.Module, layout: BlockLayout, call: ForwardCall, tape: Tape, rank: int
 ) -> tuple[int, str] | None:
-    """The first group that a rank alone does not get through, by index, and why; None if it gets through all."""
+    """The index of the first group that a rank alone does not reproduce, and the reason; None if it reproduces all."""
     parts = {name: rows for group in layout.groups for name, rows in group.rows.items()}
     memo: dict[int, Any] = {}
     for name, parameter in block.named_parameters():
@@ -63,40 +63,40 @@ def first_failure(
     local_block = duplicate(block, memo)
     divide(local_block, layout)
     rows = {group.row: group.row_part for group in layout.groups}
-    played = dict.fromkeys(rows, 0)
+    num_replayed = dict.fromkeys(rows, 0)
 
-    def play(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
+    def replay(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         if product.weight not in rows:
             return compute()
-        z, result = tape.products[product.weight][played[product.weight]]
+        z, result = tape.products[product.weight][num_replayed[product.weight]]
         expected = z.narrow(-1, *_span(rows[product.weight], rank))
         if product.input.shape != expected.shape or not _close(product.input, expected):
             raise ValueError(f"the input of {product.weight} is not the part that belongs to rank {rank}")
-        played[product.weight] += 1
+        num_replayed[product.weight] += 1
         return result.clone()
 
     (args, kwargs), _ = fresh(call)
     args, kwargs = _own_arguments(layout, rank, args, kwargs)
     try:
-        with _AttentionOfSomething(), SeeProducts(dict(local_block.named_parameters()), play):
+        with _AttentionOfSomething(), SeeProducts(dict(local_block.named_parameters()), replay):
             local_block(*args, **kwargs)
     except MISFITS as error:
-        done = [played[group.row] == len(tape.products[group.row]) for group in layout.groups]
+        done = [num_replayed[group.row] == len(tape.products[group.row]) for group in layout.groups]
         return done.index(False) if False in done else len(done), f"{type(error).__name__}: {error}"
     return None
 
 
 class _AttentionOfSomething(TorchFunctionMode):
-    """Refuses attention that a wrong layout has left no heads: torch 2.11 divides by them, which ends the process."""
+    """Refuses attention without heads, from a wrong layout: torch 2.11 divides by them, which ends the process."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            for each in (*args, *kwargs.values()):
-                if isinstance(each, Tensor) and not each.numel():
-                    raise ValueError(f"attention is given a tensor of {tuple(each.shape)}")
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, Tensor) and not argument.numel():
+                    raise ValueError(f"attention is given a tensor of {tuple(argument.shape)}")
         return func(*args, **kwargs)
 
 
@@ -107,7 +107,7 @@ def why_refused(block: nn.Module, layout: BlockLayout, call: ForwardCall, cut: S
     split_block(split, layout, cut)
     got = _Run(split, call, cut, expected)
     reason = got.reason or _gradients_differ(layout, expected, got, cut.rank)
-    return next((each for each in gather_objects(reason, cut.group) if each is not None), None)
+    return next((why for why in gather_objects(reason, cut.group) if why is not None), None)
 
 
 class _Run:
@@ -128,7 +128,7 @@ class _Run:
         self.grads = {name: p.grad for name, p in block.named_parameters()}
 
     def _seeds_like(self, like: _Run, cut: ShardingContext) -> list[Tensor]:
-        """The same seeds; for an output that comes in parts, as tables of positions do, this rank's part."""
+        """The seeds of `like`, or this rank's part for outputs that come in parts, as tables of positions do."""
         if len(self.outputs) != len(like.outputs):
             self.reason = f"it has {len(self.outputs)} outputs with a gradient instead of {len(like.outputs)}"
             return []
@@ -179,11 +179,11 @@ def _grad_of(tensor: Tensor) -> Tensor:
 def _own_arguments(layout: BlockLayout, rank: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
     inputs = {place: rows for group in layout.groups for place, rows in group.inputs.items()}
 
-    def own(place: str, tensor: Tensor) -> Tensor:
+    def cut(place: str, tensor: Tensor) -> Tensor:
         rows = inputs.get(place)
         return tensor if rows is None else rows.take(tensor, rank)
 
-    return map_arguments(own, args, kwargs)
+    return map_arguments(cut, args, kwargs)
 
 
 def _span(rows: Rows, rank: int) -> tuple[int, int]:
@@ -192,6 +192,6 @@ def _span(rows: Rows, rank: int) -> tuple[int, int]:
 
 
 def _close(got: Tensor, expected: Tensor, rounding: float = 1e-6) -> bool:
-    """True if two tensors agree but for rounding; what is not finite agrees with nothing."""
+    """True if two tensors agree up to rounding; non-finite values agree with nothing."""
     error = (got.detach() - expected.detach()).norm()
     return bool(error <= CLOSE * expected.detach().norm() + rounding)

@@ -1,6 +1,6 @@
 """Rows of each parameter that each rank of the tensor axis works with: plain data, with no tensors and no modules.
 
-A *group* is what lies between one fork and one sum: parameters split by columns, whose results meet in one parameter
+A *group* is the region between one fork and one sum: parameters split by columns, whose results meet in one parameter
 split by rows (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every name is relative to the block.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 RowRange = tuple[int, int]
-"""Rows from the first, up to but without the second."""
+"""(start, stop): rows from start, without stop."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rows:
         return sum(stop - start for start, stop in self.by_rank[rank])
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
-        """The rank's rows of a tensor: a view where they are one run."""
+        """The rank's rows of a tensor: a view if they are one run."""
         runs = self.by_rank[rank]
         if len(runs) == 1:
             return tensor.narrow(self.dim, runs[0][0], runs[0][1] - runs[0][0])
@@ -51,22 +51,22 @@ class Rows:
 
     @property
     def is_shared(self) -> bool:
-        """True if some row is worked with by several ranks, as where ranks outnumber the heads of keys and values."""
+        """True if several ranks use some row, as when ranks outnumber the heads of keys and values."""
         return bool((self._met > 1).any())
 
     @property
     def has_own(self) -> bool:
-        """True if some row is worked with by one rank alone."""
+        """True if there is a row that only one rank uses."""
         return bool((self._met == 1).any())
 
     @property
     def num_met(self) -> int:
-        """The number of rows that are worked with."""
+        """The number of rows that any rank uses."""
         return int((self._met > 0).sum())
 
     @property
     def _met(self) -> Tensor:
-        """The number of ranks that work with each row."""
+        """The number of ranks that use each row."""
         met = torch.zeros(max(stop for runs in self.by_rank for _, stop in runs), dtype=torch.int32)
         for runs in self.by_rank:
             for start, stop in runs:
@@ -75,7 +75,7 @@ class Rows:
 
     @property
     def is_in_order(self) -> bool:
-        """True if the ranks' rows, one after the other, are the rows as they stand in the whole."""
+        """True if the ranks' rows, in rank order, have the order of the whole."""
         runs = [run for runs in self.by_rank for run in runs]
         return all(stop == start for (_, stop), (start, _) in zip(runs, runs[1:], strict=False))
 
@@ -88,48 +88,48 @@ class SplitRegion:
     """The parameter whose products are summed over ranks."""
     row_part: Rows
     row_bias: str | None
-    """The bias added together with those products, which must be added once."""
+    """The bias of those products, which must be added once."""
     columns: Mapping[str, Rows]
-    """Weights multiplied with what was forked, in order of use."""
+    """Weights multiplied with forked inputs, in order of use."""
     forks: tuple[tuple[str, ...], ...]
-    """The columns by what they are multiplied with: one sum in backward for each."""
+    """The columns grouped by input: one sum in backward for each."""
     tied: Mapping[str, Rows] = field(default_factory=dict)
-    """Biases, tables and the like that are used along with the columns' results."""
+    """Biases, tables and the like that are used with the columns' results."""
     inside: tuple[str, ...] = ()
-    """Used whole by every rank on its part, such as a norm over each head: the gradients are parts of a sum."""
+    """Parameters that every rank uses whole on its part, such as a norm over each head: gradients are summed."""
     inputs: Mapping[str, Rows | None] = field(default_factory=dict)
-    """The block's tensor arguments that meet a part: the rows of them that do, or None where all do."""
+    """The block's tensor arguments that meet a part, by place: their rows that do, or None if all do."""
     heads: int = 1
-    """The most parts there can be."""
+    """The maximum number of parts."""
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Whole numbers to divide, by module and name: numbers of heads and widths of what is split."""
+    """Divisors of whole numbers, by module and name: numbers of heads, widths of projections."""
     draws: bool = False
     """True if random numbers are drawn between fork and sum, as by attention's dropout."""
 
     @property
     def rows(self) -> Mapping[str, Rows]:
-        """Each rank's rows of every parameter that is split or shared out."""
+        """Each rank's rows of every parameter that is split or shared."""
         return {**self.columns, **self.tied, self.row: self.row_part}
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Every parameter that is split or shared out."""
+        """Every parameter that is split or shared."""
         return tuple(self.rows)
 
 
 @dataclass(frozen=True)
 class Unsplit:
-    """A parameter or block that every rank keeps whole, and why."""
+    """A parameter or block that every rank keeps whole, and the reason."""
 
     name: str
     reason: str
     heads: int = 0
-    """The number of heads, where the reason is that the ranks do not divide it."""
+    """The number of heads, if the reason is that the ranks do not divide it."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The split of one block, and what of it is not split."""
+    """The split of one block, and its parameters that are not split."""
 
     groups: tuple[SplitRegion, ...]
     kept: tuple[Unsplit, ...] = ()

@@ -1,11 +1,11 @@
-"""A model's layout out of all that could be split of it: what is taken is chosen for the whole model at once.
+"""Selection of a model's layout from all possible splits, for the whole model at once.
 
-`counted` counts what each group of a block spares a rank and what all send for it; `choose` is a small integer
-program. A variable for each split is 1 where it is made, and splits that take the same parameter exclude each other.
-Several goals decide, one after another, each among what is best by those before it.
+`counted` counts the work that each group of a block spares a rank, and the elements that all ranks send for it.
+`choose` is a small integer program: a variable for each split is 1 if it is made, and splits that take the same
+parameter exclude each other. Goals are ordered; each decides among the optima of those before it.
 
-- Where nothing bounds memory: the most work, then the most memory, for the least that is sent.
-- Where a rank may hold no more than so much: the least is sent for that, and only what is split to that end.
+- Without a bound on memory: spare the most work, then the most memory, then send the least.
+- With a bound on a rank's parameters: send the least, so that only splits that the bound needs are made.
 
 HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) solves each to a proven optimum.
 """
@@ -33,19 +33,19 @@ from atorch.runtime.tensor_parallel.vocabulary import Vocabulary
 from atorch.units import format_bytes
 
 ALIKE = 1e-6
-"""Of the largest of a goal's values: what differs by less is as good."""
+"""Relative to a goal's largest value: smaller differences count as equal."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Something that can be split: what of it each rank is spared, and what all of them send."""
+    """A possible split: the work and memory that it spares each rank, and the elements that all of them send."""
 
     cuts: frozenset[str]
     """The parameters, each of which only one option can take."""
     spared_work: float
-    """Multiplications and additions in forward, on the batch that was watched."""
+    """Multiplications and additions in forward, on the recorded batch."""
     spared_bytes: float
-    """Of parameters."""
+    """Bytes of parameters."""
     sent: float
     """Elements of all collectives in forward and backward, on that batch."""
 
@@ -53,11 +53,11 @@ class Option:
 def choose(
     options: Sequence[Option], ties: Sequence[Sequence[str]] = (), needed_bytes: float | None = None
 ) -> list[int] | None:
-    """The indices of the options that are taken, ascending; None where no choice spares `needed_bytes`.
+    """The indices of the options that are taken, ascending; None if no choice spares `needed_bytes`.
 
     Args:
         ties: names of one parameter each, which is cut under all of them or under none.
-        needed_bytes: what each rank has to be spared of parameters; None: as much as can be.
+        needed_bytes: bytes of parameters that each rank must be spared; None: as many as possible.
     """
     at_most = _exclusions(options, ties)
     work = np.array([option.spared_work for option in options])
@@ -79,40 +79,40 @@ def _spared_bytes(options: Sequence[Option]) -> Any:
 
 
 def _exclusions(options: Sequence[Option], ties: Sequence[Sequence[str]]) -> list[tuple[Any, float]]:
-    """One option a parameter, and for a parameter of several names one under each of them or none at all."""
+    """Constraints: one option a parameter; a tied parameter is cut under all of its names or under none."""
     takes = {name: np.zeros(len(options)) for option in options for name in option.cuts}
     for index, option in enumerate(options):
         for name in option.cuts:
             takes[name][index] = 1.0
-    distinct = {tuple(row): row for row in takes.values()}  # the parameters of one option are as one
+    distinct = {tuple(row): row for row in takes.values()}  # parameters with the same options give one constraint
     at_most = [(row, 1.0) for row in distinct.values() if row.sum() > 1]
     for first, *others in ties:
-        apart = [takes[first] - takes[other] for other in others]
-        at_most += [(sign * row, 0.0) for row in apart if row.any() for sign in (1, -1)]
+        differences = [takes[first] - takes[other] for other in others]
+        at_most += [(sign * row, 0.0) for row in differences if row.any() for sign in (1, -1)]
     return at_most
 
 
 def _least(goals: Sequence[Any], at_most: list[tuple[Any, float]]) -> list[int] | None:
-    """The least by the first goal, then by the next; every pair in `at_most` is a row and what it may come to."""
+    """Indices of the minimum by the first goal, then by the next; `at_most` has pairs (row, upper bound)."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    made: Any = np.zeros(len(goals[0]))
+    selected: Any = np.zeros(len(goals[0]))
     for goal in goals:
         size = np.abs(goal).max(initial=0.0)
         if size == 0.0:
             continue
         rows = [_scaled(row, bound) for row, bound in at_most]
         limits = [LinearConstraint(row, ub=bound) for row, bound in rows]
-        found = milp(goal / size, constraints=limits, integrality=1, bounds=Bounds(0, 1), options={"mip_rel_gap": 0})
-        if found.x is None:
+        solution = milp(goal / size, constraints=limits, integrality=1, bounds=Bounds(0, 1), options={"mip_rel_gap": 0})
+        if solution.x is None:
             return None
-        made = found.x.round()
-        at_most = [*at_most, (goal, float(goal @ made) + ALIKE * size)]
-    return [int(index) for index in made.nonzero()[0]]
+        selected = solution.x.round()
+        at_most = [*at_most, (goal, float(goal @ selected) + ALIKE * size)]
+    return [int(index) for index in selected.nonzero()[0]]
 
 
 def _scaled(row: Any, bound: float) -> tuple[Any, float]:
-    """The same inequality in numbers near 1: HiGHS takes 1e-6 for nothing."""
+    """The same inequality in numbers near 1: HiGHS treats 1e-6 as 0."""
     size = np.abs(row).max(initial=0.0) or 1.0
     return row / size, bound / size
 
@@ -169,13 +169,13 @@ class _Sent:
         self.tensors += tensors_of(output)[:1]
 
     def forked(self) -> Callable[..., None]:
-        """A hook that notes what the modules of one fork are called with, each tensor once."""
-        own: list[Tensor] = []
+        """A hook that records the arguments of one fork's modules, each tensor once."""
+        recorded: list[Tensor] = []
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             for tensor in tensors_of((args, kwargs)):
-                if tensor.requires_grad and all(tensor is not other for other in own):
-                    own.append(tensor)
+                if tensor.requires_grad and all(tensor is not other for other in recorded):
+                    recorded.append(tensor)
                     self.tensors.append(tensor)
 
         return hook
@@ -200,16 +200,16 @@ def settled(
     ranks: Ranks,
     parameter_bytes: float | None,
 ) -> ModelLayout:
-    """The layout that is chosen of `found`, whose groups may share parameters. All ranks call it.
+    """The layout that is selected from `found`, whose groups may share parameters. All ranks call it.
 
     Args:
-        parameter_bytes: the most that a rank may hold of the whole model's parameters; None: as little as it can.
+        parameter_bytes: maximum bytes of the whole model's parameters on a rank; None: as few as possible.
 
     Raises:
         StrategyError: no choice leaves as little as `parameter_bytes`.
     """
     if parameter_bytes is None and all(_are_apart(kind.layout.groups) for kind in found.kinds):
-        return found  # all of it can be taken
+        return found  # no two groups conflict
     counts = {kind.paths: _counted(kind, watched) for kind in found.kinds}
     groups = [(kind, group) for kind in found.kinds for group in kind.layout.groups]
     tables = _tables(model, found.vocabulary)
@@ -217,7 +217,7 @@ def settled(
     options += [_of_table(model, names, found.vocabulary, watched) for names in tables]
     ties = _ties(model, frozenset().union(*(option.cuts for option in options)))
     needed = None if parameter_bytes is None else _bytes_of(model) - parameter_bytes
-    chosen = ranks.gather(choose(options, ties, needed))[0]  # other versions of a solver may take another of two equals
+    chosen = ranks.gather(choose(options, ties, needed))[0]  # other solver versions may take another optimum
     if chosen is None:
         least = _bytes_of(model) - most_spared(options, ties)
         raise StrategyError(
@@ -230,10 +230,10 @@ def settled(
         replace(kind, layout=_only(kind.layout, {row for paths, row in taken if paths == kind.paths}))
         for kind in found.kinds
     ]
-    left = {name for index, names in enumerate(tables, len(groups)) if index not in chosen for name in names}
-    biases = {product.bias for product in watched.products if product.weight in left}
-    vocabulary = found.vocabulary.without(left, biases)
-    kept = (*vocabulary.kept, *(Unsplit(name, NOT_NEEDED) for name in sorted(left)))
+    dropped = {name for index, names in enumerate(tables, len(groups)) if index not in chosen for name in names}
+    biases = {product.bias for product in watched.products if product.weight in dropped}
+    vocabulary = found.vocabulary.without(dropped, biases)
+    kept = (*vocabulary.kept, *(Unsplit(name, NOT_NEEDED) for name in sorted(dropped)))
     return replace(found, kinds=tuple(kinds), vocabulary=replace(vocabulary, kept=kept))
 
 
@@ -250,16 +250,16 @@ def _counted(kind: Alike, watched: Watched) -> dict[str, Counted]:
         return counted(apart(block), kind.layout, call)
 
 
-def _of_group(model: nn.Module, kind: Alike, group: SplitRegion, each: Counted) -> Option:
-    """The group in all blocks of its kind."""
+def _of_group(model: nn.Module, kind: Alike, group: SplitRegion, counts: Counted) -> Option:
+    """The option of a group, for all blocks of its kind."""
     spared = 0.0
     for name, rows in group.rows.items():
         parameter = model.get_parameter(full_name(kind.paths[0], name))
         if not rows.is_shared:
             spared += parameter.nbytes * spared_share(rows, parameter.shape[rows.dim])
     cuts = frozenset(full_name(path, name) for path in kind.paths for name in group.parameters)
-    times = len(kind.paths)
-    return Option(cuts, times * each.spared_work, times * spared, times * each.sent)
+    num_blocks = len(kind.paths)
+    return Option(cuts, num_blocks * counts.spared_work, num_blocks * spared, num_blocks * counts.sent)
 
 
 def _tables(model: nn.Module, vocabulary: Vocabulary) -> list[tuple[str, ...]]:
@@ -267,17 +267,17 @@ def _tables(model: nn.Module, vocabulary: Vocabulary) -> list[tuple[str, ...]]:
     names: dict[int, list[str]] = {}
     for name in dict.fromkeys((*vocabulary.lookups, *vocabulary.logits)):
         names.setdefault(id(model.get_parameter(name)), []).append(name)
-    return [tuple(each) for each in names.values()]
+    return [tuple(aliases) for aliases in names.values()]
 
 
 def _of_table(model: nn.Module, names: Sequence[str], vocabulary: Vocabulary, watched: Watched) -> Option:
-    """A table: rows that are looked up are summed, and the gradient at logits' input; logits stay split for a loss."""
+    """The option of a table, which sums looked-up rows and the gradient at logits' input; logits stay split."""
     table = model.get_parameter(names[0])
     rows = {**vocabulary.lookups, **vocabulary.logits}[names[0]]
     share = spared_share(rows, table.shape[rows.dim])
     parameters = dict(model.named_parameters())
     inputs = [product.input for product in watched.products if parameters[product.weight] is table]
-    elements = sum(each.numel() for each in inputs)
+    elements = sum(tensor.numel() for tensor in inputs)
     num_rows = table.shape[rows.dim]
     looked_up = sum(count for name, count in watched.tables.items() if parameters[name] is table)
     sent = looked_up * (table.numel() // num_rows) + elements
@@ -290,7 +290,7 @@ def _ties(model: nn.Module, cut: Set[str]) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in cut:
             names.setdefault(id(parameter), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+    return [aliases for aliases in names.values() if len(aliases) > 1]
 
 
 def _bytes_of(model: nn.Module) -> int:
@@ -298,14 +298,14 @@ def _bytes_of(model: nn.Module) -> int:
 
 
 def _only(layout: BlockLayout, rows: Set[str]) -> BlockLayout:
-    """The layout with the groups of these rows, and why the others are not taken."""
+    """The layout with the groups of these rows, and the reasons why others are not taken."""
     groups = tuple(group for group in layout.groups if group.row in rows)
     taken = {name for group in groups for name in group.parameters}
-    kept = {each.name: each for each in layout.kept if each.name not in taken}
+    kept = {unsplit.name: unsplit for unsplit in layout.kept if unsplit.name not in taken}
     for group in layout.groups:
         if group.row not in rows:
             shared = taken & set(group.parameters)
             reason = f"shares {', '.join(sorted(shared))} with another split" if shared else NOT_NEEDED
-            left = {name: Unsplit(name, reason) for name in (*group.columns, group.row) if name not in taken}
-            kept = {**left, **kept}
+            dropped = {name: Unsplit(name, reason) for name in (*group.columns, group.row) if name not in taken}
+            kept = {**dropped, **kept}
     return BlockLayout(groups, tuple(kept.values()))

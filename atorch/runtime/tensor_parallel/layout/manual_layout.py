@@ -1,7 +1,7 @@
-"""A layout that is given by hand: which modules are split by columns, which by rows.
+"""A layout by hand: the modules that are split by columns, and those that are split by rows.
 
-The names say what is to be split, and no more. With which rows, and what follows for biases, tables and heads, is what
-the model tells; a plan that the model contradicts is an error.
+A plan only names modules. Their rows, and the splits of biases, tables and heads, are derived from the model. A plan
+that the model contradicts is an error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ManualLayout = Mapping[str, Literal["column", "row"]]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """True if a pattern means a module: `layers.*.mlp` means `model.layers.0.mlp` too."""
+    """True if a pattern matches a module: `layers.*.mlp` also matches `model.layers.0.mlp`."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def check_names(model: nn.Module, plan: ManualLayout) -> None:
-    """Raise a StrategyError for a pattern that names no module or parameter, or a kind that is none."""
+    """Raise a StrategyError for a pattern that names no module or parameter, or an unknown kind."""
     names = [_target(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, kind in plan.items():
         if kind not in ("column", "row"):
@@ -41,7 +41,7 @@ def chosen(layout: BlockLayout, path: str, plan: ManualLayout) -> BlockLayout:
     """The part of a block's layout that the plan names.
 
     Raises:
-        StrategyError: the plan names a part of what can only be split together, or what cannot be split so.
+        StrategyError: the plan names only a part of a group, or a layer that cannot be split so.
     """
     named = {
         name: kind for name in _names(layout) for pattern, kind in plan.items() if matches(_target(name, path), pattern)
@@ -56,17 +56,17 @@ def chosen(layout: BlockLayout, path: str, plan: ManualLayout) -> BlockLayout:
             kept.append(Unsplit(group.row, "the plan does not name it"))
             continue
         for name, kind in _kinds(group).items():
-            given = named.get(name)
-            if given != kind:
-                what = "leaves it out" if given is None else f"splits it by {given}"
-                together = sorted(_target(each) for each in _kinds(group))
+            planned = named.get(name)
+            if planned != kind:
+                verb = "leaves it out" if planned is None else f"splits it by {planned}"
+                together = sorted(_target(member) for member in _kinds(group))
                 raise StrategyError(
                     f"{_target(name, path)} has to be split by {kind} for {_target(group.row, path)} to be "
-                    f"split by row, but the plan {what}; give all of {together}, or none"
+                    f"split by row, but the plan {verb}; give all of {together}, or none"
                 )
-    for each in layout.kept:
-        if each.name in named:
-            raise StrategyError(f"the plan names {_target(each.name, path)}, which cannot be split: {each.reason}")
+    for entry in layout.kept:
+        if entry.name in named:
+            raise StrategyError(f"the plan names {_target(entry.name, path)}, which cannot be split: {entry.reason}")
     return replace(layout, groups=tuple(groups), kept=tuple(kept))
 
 
@@ -75,9 +75,9 @@ def _kinds(group: SplitRegion) -> dict[str, str]:
 
 
 def _names(layout: BlockLayout) -> list[str]:
-    return [name for group in layout.groups for name in _kinds(group)] + [each.name for each in layout.kept]
+    return [name for group in layout.groups for name in _kinds(group)] + [unsplit.name for unsplit in layout.kept]
 
 
 def _target(parameter: str, path: str = "") -> str:
-    """A plan's name of a parameter of the block at `path`: its module, where it is the module's `weight`."""
+    """A plan's name of a parameter of the block at `path`: its module, if it is the module's `weight`."""
     return (f"{path}.{parameter}" if path else parameter).removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""The split of a whole model: plain data, which can be kept in a file and checked against its model."""
+"""The split of a whole model: plain data, which can be saved in a file and checked against its model."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Alike:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The split of a model over `degree` ranks, and what of it is not split."""
+    """The split of a model over `degree` ranks, and its parameters that are not split."""
 
     degree: int
     kinds: tuple[Alike, ...] = ()
     vocabulary: Vocabulary = Vocabulary({}, {}, {})
     outside: tuple[Unsplit, ...] = ()
-    """Weights multiplied with outside of the blocks, and not of the vocabulary."""
+    """Weights of products outside of the blocks and the vocabulary."""
     alone: Vocabulary = Vocabulary({}, {}, {})
-    """Linear layers and tables that are split by themselves, wherever they are; results are gathered or summed."""
+    """Linear layers and tables anywhere that are split by themselves; results are gathered or summed."""
 
     @property
     def blocks(self) -> Mapping[str, BlockLayout]:
@@ -43,9 +43,11 @@ class ModelLayout:
 
     @property
     def kept(self) -> tuple[Unsplit, ...]:
-        """Parameters that stay whole on every rank, by full name, and why."""
+        """Parameters that stay whole on every rank, by full name, with reasons."""
         inner = [
-            replace(each, name=full_name(path, each.name)) for path, block in self.blocks.items() for each in block.kept
+            replace(unsplit, name=full_name(path, unsplit.name))
+            for path, block in self.blocks.items()
+            for unsplit in block.kept
         ]
         return (*inner, *self.vocabulary.kept, *self.outside, *self.alone.kept)
 
@@ -58,45 +60,45 @@ class ModelLayout:
             for group in block.groups
             for name, rows in group.rows.items()
         }
-        for each in (self.vocabulary, self.alone):
-            cut.update({**each.lookups, **each.logits})
+        for vocabulary in (self.vocabulary, self.alone):
+            cut.update({**vocabulary.lookups, **vocabulary.logits})
         return {name: rows for name, rows in cut.items() if not rows.is_shared}
 
 
 def rows_of(names: Iterable[str], rows: Mapping[str, Rows]) -> Rows | None:
-    """The rows of the parameter that has these names, where it was cut under any; `rows` are a layout's."""
+    """The rows of the parameter with these names, if it was cut under any of them; `rows` are a layout's."""
     return next((rows[name] for name in names if name in rows), None)
 
 
 def full_name(path: str, name: str) -> str:
-    """The name in the model of what has a name in its module at `path`."""
+    """The name in the model of `name` in its module at `path`."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Blocks that are looked at one by one: the repeated ones, or all of the model where nothing repeats."""
+    """Blocks that are split one by one: the repeated ones, or the whole model if nothing repeats."""
     return repeated_blocks(model) or {"": model}
 
 
 def shapes_of(block: nn.Module) -> FullShapes:
-    """The shapes of a block's parameters, under every name that they have."""
+    """The shapes of a block's parameters, under all their names."""
     return {name: tuple(p.shape) for name, p in block.named_parameters(remove_duplicate=False)}
 
 
 def why_not_of(layout: ModelLayout, model: nn.Module, degree: int) -> str | None:
-    """Why a layout is not of this whole model on so many ranks, by names and shapes; None if it is."""
+    """The reason why a layout is not of this whole model on `degree` ranks, by names and shapes; None if it is."""
     if layout.degree != degree:
         return f"it is for {layout.degree} ranks, and there are {degree}"
-    known = {path: kind.shapes for kind in layout.kinds for path in kind.paths}
+    block_shapes = {path: kind.shapes for kind in layout.kinds for path in kind.paths}
     blocks = blocks_of(model)
-    if known.keys() != blocks.keys():
-        return f"{', '.join(sorted(known.keys() ^ blocks.keys())[:3])} are blocks of one and not of the other"
+    if block_shapes.keys() != blocks.keys():
+        return f"{', '.join(sorted(block_shapes.keys() ^ blocks.keys())[:3])} are blocks of one and not of the other"
     for path, block in blocks.items():
-        if known[path] != shapes_of(block):
+        if block_shapes[path] != shapes_of(block):
             return f"{path or 'the model'} has other parameters"
     whole = shapes_of(model)
-    for each in (layout.vocabulary, layout.alone):
-        for name, rows in {**each.lookups, **each.logits, **each.biases}.items():
+    for vocabulary in (layout.vocabulary, layout.alone):
+        for name, rows in {**vocabulary.lookups, **vocabulary.logits, **vocabulary.biases}.items():
             if name not in whole or whole[name][rows.dim] != rows.num_met:
                 return f"{name} is another"
     return None

@@ -1,7 +1,7 @@
-"""Splits of some of a model's parameters alone: the rest of a layout, and what is split by itself.
+"""Splits of selected parameters: a layout restricted to them, and layers that are split by themselves.
 
 A linear layer is split by columns and its result gathered; a table has each rank look up its own rows, and the results
-are summed. Both hold whatever is around them, if no other module uses the parameter: one evaluation is watched.
+are summed. Both need that no other module uses the parameter, which one recorded evaluation shows.
 """
 
 from __future__ import annotations
@@ -28,59 +28,59 @@ Holders = Mapping[str, nn.Module]
 def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Iterable[str], degree: int) -> Vocabulary:
     """Splits of single matrices `among` the model's parameters that no split of `cut` takes.
 
-    among: full names, of which a parameter that is tied needs all.
+    among: full names, which must include all names of a tied parameter.
     """
-    taken = {id(model.get_parameter(name)) for name in cut}
-    held: dict[int, tuple[nn.Parameter, dict[str, nn.Module]]] = {}
+    cut_ids = {id(model.get_parameter(name)) for name in cut}
+    by_id: dict[int, tuple[nn.Parameter, dict[str, nn.Module]]] = {}
     for path, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in taken:
-                name = f"{path}.{own}" if path else own
-                held.setdefault(id(parameter), (parameter, {}))[1][name] = module
-    asked = {
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in cut_ids:
+                name = f"{path}.{attribute}" if path else attribute
+                by_id.setdefault(id(parameter), (parameter, {}))[1][name] = module
+    selected = {
         key: (parameter, holders)
-        for key, (parameter, holders) in held.items()
+        for key, (parameter, holders) in by_id.items()
         if not among.isdisjoint(holders) and all(_is_known(name, module) for name, module in holders.items())
     }
-    if not asked:
+    if not selected:
         return Vocabulary({}, {}, {})
-    uses = _Uses({key: frozenset(holders.values()) for key, (_, holders) in asked.items()})
+    uses = _Uses({key: frozenset(holders.values()) for key, (_, holders) in selected.items()})
     with evaluating(model), uses.watching(), uses:
         run(model)
-    found = Vocabulary({}, {}, {})
-    for key, (parameter, holders) in asked.items():
-        found = _with(found, model, holders, Rows.even(0, parameter.shape[0], degree), among, uses.why_whole(key))
-    return found
+    splits = Vocabulary({}, {}, {})
+    for key, (parameter, holders) in selected.items():
+        splits = _with(splits, model, holders, Rows.even(0, parameter.shape[0], degree), among, uses.why_whole(key))
+    return splits
 
 
 def _with(
-    found: Vocabulary, model: nn.Module, holders: Holders, rows: Rows, among: Set[str], reason: str | None
+    splits: Vocabulary, model: nn.Module, holders: Holders, rows: Rows, among: Set[str], reason: str | None
 ) -> Vocabulary:
-    """`found` and one parameter more, split or kept."""
+    """`splits` with one more parameter, split or kept."""
     first, others = next(iter(holders)), sorted(holders.keys() - among)
     if others:
         reason = f"it is tied to {', '.join(others)}, which is not to be split"
     reason = reason or why_whole(list(holders.values()), rows)
     if reason is not None:
-        return Vocabulary(found.lookups, found.logits, found.biases, (*found.kept, Unsplit(first, reason)))
-    lookups, logits, biases = dict(found.lookups), dict(found.logits), dict(found.biases)
+        return Vocabulary(splits.lookups, splits.logits, splits.biases, (*splits.kept, Unsplit(first, reason)))
+    lookups, logits, biases = dict(splits.lookups), dict(splits.logits), dict(splits.biases)
     for name, module in holders.items():
         (lookups if isinstance(module, nn.Embedding) else logits)[name] = rows
         bias = name.removesuffix("weight") + "bias"
         if module._parameters.get("bias") is not None:
             biases[bias] = Rows(0, rows.by_rank)
-    return Vocabulary(lookups, logits, biases, found.kept)
+    return Vocabulary(lookups, logits, biases, splits.kept)
 
 
 def _is_known(name: str, module: nn.Module) -> bool:
-    """True if what a module has under a name is the weight of a linear layer or a table, with torch's own forward."""
+    """True if a name is the weight of a linear layer or a table with torch's own forward."""
     kind = next((cls for cls in (nn.Linear, nn.Embedding) if isinstance(module, cls)), None)
     is_own = kind is not None and type(module).forward is kind.forward and "forward" not in vars(module)
     return is_own and name.rpartition(".")[2] == "weight"
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which parameters are used while no module that holds them computes, and which modules are called."""
+    """Records parameters that are used while no module that holds them computes, and modules that are called."""
 
     def __init__(self, holders: Mapping[int, Set[nn.Module]]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Uses(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, holders say when they compute."""
+        """Record inside when the holders compute."""
         with ExitStack() as stack:
             for module in {module for held in self._holders.values() for module in held}:
                 stack.callback(module.register_forward_pre_hook(self._enter).remove)
@@ -112,19 +112,19 @@ class _Uses(TorchFunctionMode):
         used = {
             id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)
         } & self._holders.keys()
-        if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # a size or a dtype is no use
+        if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
             self._elsewhere |= {key for key in used if self._holders[key].isdisjoint(self._computing)}
         return result
 
     def why_whole(self, parameter: int) -> str | None:
-        """Why a parameter, by its id, cannot be split by itself, from what was seen."""
+        """The reason why a parameter, by its id, cannot be split by itself, or None."""
         if parameter in self._elsewhere:
             return "it is used outside of the modules that hold it"
         return None if self._holders[parameter] <= self._called else "the batch did not reach it"
 
 
 def has_pair(block: nn.Module, path: str, only: Set[str]) -> bool:
-    """True if a block holds two matrices that are to be split, as each group has at least."""
+    """True if a block holds two matrices to split, the minimum of a group."""
     parameters = block.named_parameters(remove_duplicate=False)
     return (
         len({parameter for name, parameter in parameters if parameter.dim() > 1 and full_name(path, name) in only}) > 1
@@ -132,7 +132,7 @@ def has_pair(block: nn.Module, path: str, only: Set[str]) -> bool:
 
 
 def groups_among(layout: BlockLayout, path: str, only: Set[str]) -> BlockLayout:
-    """The part of a block's layout that splits nothing but what is to be split."""
+    """The part of a block's layout that splits only parameters in `only`."""
     groups, kept = [], list(layout.kept)
     for group in layout.groups:
         others = [name for name in group.parameters if full_name(path, name) not in only]
@@ -147,38 +147,40 @@ def groups_among(layout: BlockLayout, path: str, only: Set[str]) -> BlockLayout:
 def vocabulary_among(
     vocabulary: Vocabulary, model: nn.Module, products: Iterable[MatmulUse], only: Set[str]
 ) -> Vocabulary:
-    """The part of the vocabulary that is to be split, under all the names of each table."""
+    """The part of the vocabulary whose tables are in `only` under all their names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    left = {name for each in names.values() if not only >= set(each) for name in each}
-    biases = {product.bias for product in products if product.weight in left}
-    return vocabulary.without(left, biases)
+    dropped = {name for aliases in names.values() if not only >= set(aliases) for name in aliases}
+    biases = {product.bias for product in products if product.weight in dropped}
+    return vocabulary.without(dropped, biases)
 
 
 def with_those_alone(layout: ModelLayout, model: nn.Module, run: EvaluateModel, only: Set[str]) -> ModelLayout:
-    """The layout with what is split by itself; of what it keeps whole it tells only what was to be split."""
+    """The layout with layers that are split by themselves; of kept parameters it lists only those in `only`."""
     cut = {
-        full_name(path, name) for path, block in layout.blocks.items() for each in block.groups for name in each.rows
+        full_name(path, name) for path, block in layout.blocks.items() for group in block.groups for name in group.rows
     }
     cut |= {*layout.vocabulary.lookups, *layout.vocabulary.logits}
     alone = derive_alone(model, run, only, cut, layout.degree)
-    known = {*alone.lookups, *alone.logits, *(each.name for each in alone.kept)}
-    told = {name for name in only if name not in known}
+    covered = {*alone.lookups, *alone.logits, *(unsplit.name for unsplit in alone.kept)}
+    listed = {name for name in only if name not in covered}
     return replace(
         layout,
-        kinds=tuple(_telling(kind, told) for kind in layout.kinds),
-        vocabulary=replace(layout.vocabulary, kept=_among(layout.vocabulary.kept, told)),
+        kinds=tuple(_with_kept(kind, listed) for kind in layout.kinds),
+        vocabulary=replace(layout.vocabulary, kept=_among(layout.vocabulary.kept, listed)),
         outside=(),
         alone=alone,
     )
 
 
-def _telling(kind: Alike, told: Set[str]) -> Alike:
-    """A kind of blocks that names, of what it keeps, what is to be told in any of them."""
-    kept = tuple(each for each in kind.layout.kept if any(full_name(path, each.name) in told for path in kind.paths))
+def _with_kept(kind: Alike, listed: Set[str]) -> Alike:
+    """A kind of blocks with only those kept parameters that are `listed` for any of its blocks."""
+    kept = tuple(
+        unsplit for unsplit in kind.layout.kept if any(full_name(path, unsplit.name) in listed for path in kind.paths)
+    )
     return replace(kind, layout=replace(kind.layout, kept=kept))
 
 
-def _among(kept: Iterable[Unsplit], told: Set[str]) -> tuple[Unsplit, ...]:
-    return tuple(each for each in kept if each.name in told)
+def _among(kept: Iterable[Unsplit], listed: Set[str]) -> tuple[Unsplit, ...]:
+    return tuple(unsplit for unsplit in kept if unsplit.name in listed)

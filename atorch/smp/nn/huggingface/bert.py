@@ -1,6 +1,6 @@
-"""BERT: `BertEncoder` in any of its models, and `smp.nn.DistributedTransformer` in its place, with its defaults.
+"""BERT: names of `BertEncoder` in any model, and of `smp.nn.DistributedTransformer` with its defaults.
 
-RoBERTa's encoder has the same names, and this is its translation, too.
+RoBERTa's encoder has the same names, so this translation serves it, too.
 """
 
 from __future__ import annotations

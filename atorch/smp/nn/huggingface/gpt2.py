@@ -1,7 +1,7 @@
-"""GPT-2: `GPT2LMHeadModel` and `smp.nn.DistributedTransformerLMHead`.
+"""GPT-2: names of `GPT2LMHeadModel` and of `smp.nn.DistributedTransformerLMHead`.
 
-The latter is made with `pre_layernorm=True`, `post_layernorm=False`, `final_layernorm=True`, `activation="gelu_new"`
-and a `causal_mask_size`. It has no dropout of embeddings.
+Construct the latter with `pre_layernorm=True`, `post_layernorm=False`, `final_layernorm=True`,
+`activation="gelu_new"` and a `causal_mask_size`. It has no dropout of embeddings.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _NAMING = Naming(
 def translate_hf_state_dict_to_smdistributed_gpt2(
     state_dict: Mapping[str, Any], max_seq_len: int | None = None
 ) -> dict[str, Any]:
-    """A state of Hugging Face's GPT-2 with the names of `smp.nn`.
+    """Translate a state of Hugging Face's GPT-2 to the names of `smp.nn`.
 
-    As it is where it has them, or where the script's `smp.DistributedModel` has Hugging Face's.
+    It is returned unchanged if it has them already, or if the script's `smp.DistributedModel` has Hugging Face's.
 
     Args:
-        max_seq_len: accepted: causal masks, which Hugging Face kept in states once, are left out.
+        max_seq_len: accepted without effect: causal masks, which old states contain, are left out.
 
     Raises:
-        ArgumentError: the state is partial, is of another model, or has a name that `smp.nn` has nothing for.
+        ArgumentError: the state is partial, is of another model, or has a name without a counterpart in `smp.nn`.
     """
     return _NAMING.to_smp(state_dict)
 
 
 def translate_state_dict_to_hf_gpt2(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """A state of `smp.nn` with the names of Hugging Face's GPT-2; as it is where it has them.
+    """Translate a state of `smp.nn` to the names of Hugging Face's GPT-2, unless it has them already.
 
-    The argument, and what it raises, are the other function's.
+    Arguments and exceptions are those of the other direction.
     """
     return _NAMING.to_hf(state_dict)
 

@@ -1,4 +1,4 @@
-"""GPT-Neo, which no module of `smp.nn` computes: its states are the script's model's own, as GPT-J's are."""
+"""GPT-Neo, for which `smp.nn` has no module: states keep Hugging Face's names, as GPT-J's do."""
 
 from atorch.smp.nn.huggingface.gptj import (
     translate_hf_state_dict_to_smdistributed_gptj as translate_hf_state_dict_to_smdistributed_gptneo,

@@ -1,4 +1,4 @@
-"""State dicts of Hugging Face's models with the names of `smp.nn`'s modules, and back, by a table."""
+"""Table-driven translation of state dicts between Hugging Face's names and those of `smp.nn`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ StateDict = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Naming:
-    """Names of a model's parameters by Hugging Face, and by `smp.nn`.
+    """Names of a model's parameters in Hugging Face and in `smp.nn`.
 
     Args:
-        model: its name.
-        layers: what stands before a layer's number, there and here.
-        inside: the modules of a layer, by their names there; several names here where one there has them in one.
-        outside: parameters outside of the layers; None: they keep their names, whatever they are.
-        is_transposed: whether weights of a layer are kept (in, out) there.
-        left_out: endings of names that have no values of a model.
+        model: the model's name in messages.
+        layers: the prefix of a layer's number, in Hugging Face and in `smp.nn`.
+        inside: Hugging Face's names of a layer's modules, each with the names of the `smp.nn` modules that it fuses.
+        outside: parameters outside the layers; None if they keep their names.
+        is_transposed: True if Hugging Face stores a layer's weights as (in, out).
+        left_out: endings of names that are not translated, such as masks.
     """
 
     model: str
@@ -44,62 +44,62 @@ class Naming:
             self._part_of.update({name: (theirs, number) for number, name in enumerate(ours)})
 
     def to_smp(self, state_dict: StateDict) -> dict[str, Any]:
-        """A state with the names of `smp.nn`; as it is where it has them, or the script's DistributedModel lacks them.
+        """Translate to the names of `smp.nn`, unless the state has them or the script's DistributedModel lacks them.
 
         Raises:
-            ArgumentError: the state is partial, is of another model, or has a name that `smp.nn` has nothing for.
+            ArgumentError: the state is partial, is of another model, or has a name without a counterpart in `smp.nn`.
         """
         theirs = self._pattern(0)
         if not self._is_to_be_translated(state_dict, 0) or keeps_names(theirs):
             return dict(state_dict)
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for name, value in state_dict.items():
             if name.endswith(self.left_out or ("\n",)):
                 continue
             match = theirs.fullmatch(name)
             if match is None:
-                found[self._outside(name, self.outside)] = value
+                state[self._outside(name, self.outside)] = value
                 continue
             names = self.inside.get(match["inner"])
             if names is None:
                 raise self._unknown(name)
             whole = value.t() if self.is_transposed else value
             for ours, part in zip(names, whole.chunk(len(names)), strict=True):
-                found[f"{match['before']}{self.layers[1]}.{match['number']}.{ours}.{match['kind']}"] = part.contiguous()
-        return found
+                state[f"{match['before']}{self.layers[1]}.{match['number']}.{ours}.{match['kind']}"] = part.contiguous()
+        return state
 
     def to_hf(self, state_dict: StateDict) -> dict[str, Any]:
-        """A state with Hugging Face's names; as it is where it has them.
+        """Translate to Hugging Face's names, unless the state has them already.
 
         Raises:
-            ArgumentError: the state is partial, is of another model, or has a name that the model has nothing for.
+            ArgumentError: the state is partial, is of another model, or has a name without a counterpart in the model.
         """
         if not self._is_to_be_translated(state_dict, 1):
             return dict(state_dict)
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         back = None if self.outside is None else {ours: theirs for theirs, ours in self.outside.items()}
         for name, value in state_dict.items():
             match = self._pattern(1).fullmatch(name)
             if match is None:
-                found[self._outside(name, back)] = value
+                state[self._outside(name, back)] = value
                 continue
             theirs, number = self._part_of.get(match["inner"], ("", 0))
             if not theirs:
                 raise self._unknown(name)
             if number == 0:
                 layer = f"{match['before']}{self.layers[1]}.{match['number']}"
-                parts = [state_dict.get(f"{layer}.{each}.{match['kind']}") for each in self.inside[theirs]]
-                made = self._joined(name, parts)
-                found[f"{match['before']}{self.layers[0]}.{match['number']}.{theirs}.{match['kind']}"] = made
-        return found
+                parts = [state_dict.get(f"{layer}.{ours}.{match['kind']}") for ours in self.inside[theirs]]
+                joined = self._joined(name, parts)
+                state[f"{match['before']}{self.layers[0]}.{match['number']}.{theirs}.{match['kind']}"] = joined
+        return state
 
     def _joined(self, name: str, parts: list[Tensor | None]) -> Tensor:
-        there = [each for each in parts if each is not None]
-        if len(there) < len(parts):
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
             raise ArgumentError(
                 f"the state has {name}, and lacks what {self.model} keeps in one with it; give it whole"
             )
-        whole = torch.cat(there) if len(there) > 1 else there[0]
+        whole = torch.cat(present) if len(present) > 1 else present[0]
         return whole.t().contiguous() if self.is_transposed else whole
 
     def _pattern(self, side: int) -> re.Pattern[str]:
@@ -109,13 +109,13 @@ class Naming:
     def _is_to_be_translated(self, state: StateDict, side: int) -> bool:
         if state.get(PARTIAL):
             raise ArgumentError(f"a partial state of {self.model} was given; give a whole one, model.state_dict()")
-        known = [any(self._pattern(each).fullmatch(name) for name in state) for each in (side, 1 - side)]
-        if not any(known):
+        matches = [any(self._pattern(which).fullmatch(name) for name in state) for which in (side, 1 - side)]
+        if not any(matches):
             raise ArgumentError(
                 f"the state has no layer of {self.model}, {self.layers[0]}.0 by Hugging Face and {self.layers[1]}.0 by "
                 "smp.nn; give the state of such a model"
             )
-        return known[0]
+        return matches[0]
 
     def _outside(self, name: str, names: Mapping[str, str] | None) -> str:
         if names is None or name in MARKS:
@@ -129,7 +129,7 @@ class Naming:
 
 
 def keeps_names(theirs: re.Pattern[str]) -> bool:
-    """True if the script's DistributedModel has Hugging Face's names itself, so that it reads them as they are."""
+    """True if the script's DistributedModel has Hugging Face's names, so that no translation is needed."""
     names = getattr(session().model, "names", ()) if is_initialized() else ()
     keeps = any(theirs.fullmatch(name) for name in names)
     if keeps:
@@ -138,7 +138,7 @@ def keeps_names(theirs: re.Pattern[str]) -> bool:
 
 
 def kept(model: str, state: StateDict) -> dict[str, Any]:
-    """A state as it is, of a model that no module of `smp.nn` computes, for the script's DistributedModel.
+    """Return a state unchanged whose model has no module in `smp.nn`, for the script's DistributedModel.
 
     Raises:
         ArgumentError: the script's DistributedModel has other names, or there is none.

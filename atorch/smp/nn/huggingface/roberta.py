@@ -1,4 +1,4 @@
-"""RoBERTa: `RobertaEncoder` in any of its models, whose names are those of BERT's encoder."""
+"""RoBERTa: names of `RobertaEncoder` in any model, which are those of BERT's encoder."""
 
 from atorch.smp.nn.huggingface.bert import (
     translate_hf_state_dict_to_smdistributed_bert as translate_hf_state_dict_to_smdistributed_roberta,

@@ -15,25 +15,25 @@ import numpy as np
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.dry_run import dry_run_loop
-from atorch.auto.planner.dry_run.dry_run_loop import MAX_RUNS, DryRunLoop, SearchJob
-from atorch.auto.planner.dry_run.fault_barrier import Coordinator
-from atorch.auto.planner.dry_run.start_times import Starts
-from atorch.auto.planner.dry_run.surrogate_model import Surrogate
-from atorch.auto.planner.dry_run.time_budget import TimeBudget
-from atorch.auto.planner.dry_run.trial_context import Feed
+from atorch.auto.planner.dry_runs import dry_run_loop
+from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, DryRunLoop, SearchJob
+from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
+from atorch.auto.planner.dry_runs.start_times import Starts
+from atorch.auto.planner.dry_runs.surrogate_model import Surrogate
+from atorch.auto.planner.dry_runs.time_budget import TimeBudget
+from atorch.auto.planner.dry_runs.trial_context import Feed
 from atorch.auto.planner.estimate import ranking as rankings
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked
 from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.search.bounds import Bounds
+from atorch.auto.planner.search_space.bounds import Bounds
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import StrategyError
-from tests.auto.planner.dry_run.test_surrogate_model import scored
+from tests.auto.planner.dry_runs.test_surrogate_model import scored
 from tests.auto.planner.jobs import cluster, context, sabotage
 from tests.auto.planner.test_search import find
 from tests.pool import Pool

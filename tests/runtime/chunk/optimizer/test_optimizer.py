@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from atorch.errors import ArgumentError, CheckpointError, OutOfBudgetError
 from atorch.profiler.memory_tracker import LiveBytes
 from atorch.runtime.chunk.memory_ledger import MemoryLedger
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer, optimizer_slices
+from atorch.runtime.chunk.optimizer import optimizer_slices
+from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
 from tests.runtime.chunk.stand_in import chunks_of, give_gradients, random_gradients, values

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from atorch.auto.planner.dry_run.paired_benchmark import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
-from atorch.auto.planner.dry_run.time_budget import DEFAULT_S, DEFAULT_STARTS, DEFAULT_STEPS, KEPT, TimeBudget
-from atorch.auto.planner.dry_run.trial_order import simplest
+from atorch.auto.planner.dry_runs.paired_benchmark import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
+from atorch.auto.planner.dry_runs.time_budget import DEFAULT_S, DEFAULT_STARTS, DEFAULT_STEPS, KEPT, TimeBudget
+from atorch.auto.planner.dry_runs.trial_order import simplest
 from atorch.auto.planner.estimate.score import Scored
 from atorch.auto.planner.plan import Estimate
 from atorch.auto.strategy import Strategy

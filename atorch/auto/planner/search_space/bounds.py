@@ -1,20 +1,19 @@
 """Lower bounds on the seconds and bytes of all compositions below a node of the tree.
 
-A node's cost is relaxed to one that is no worse than that of any composition below it, and then estimated by the same
-functions. What is below is told apart by what is recomputed and whether logits are kept, and then by the number of
-micro-batches, so that seconds and bytes are of the same ones. What is still to be chosen can at best do this:
+A node's cost is relaxed to one that is no worse than that of any composition below it, and then estimated by the usual
+functions. The compositions below are divided by recomputation and kept logits, then by the number of micro-batches, so
+that seconds and bytes belong to the same ones. The remaining choices can at best have these effects:
 
-- compile only takes from traffic, launches and activations, so it is on;
-- the data-parallel methods send something and hold something: at best they send nothing, and shard parameters,
-  gradients and optimizer states as far as any of them does;
-- what waits on the host takes at least what it takes of states that are sharded so; under chunk states make way for
-  nothing;
-- micro_batch cuts the batch into n. A micro-batch takes a start-up and a part in proportion to its samples, or the
-  largest of several such sums, so that all of them take least where n is 1. What a pipeline waits to fill and drain is
-  of single micro-batches and least where n is largest, and so are activations: a stage holds no more of them.
+- compile only reduces traffic, launches and activations, so it is on;
+- data-parallel methods send messages and hold states: at best they send nothing, and shard parameters, gradients and
+  optimizer states as far as any of them does;
+- states on the host take at least their size after that sharding; chunk moves them at no cost;
+- micro_batch cuts the batch into n. A micro-batch takes a start-up time and a time in proportion to its samples (or the
+  largest of several such sums). So the total is smallest for n = 1. The time to fill and drain a pipeline is that of
+  single micro-batches and smallest for the largest n. So are activations, since a stage holds no more of them.
 
-Only methods that this reasoning covers may be left to choose: above any other, a third party's say, nodes have no
-bound. Tests hold the outcome to brute force.
+Only the methods in `COVERED` may remain below a node; above a level of any other method, nodes have no bound. Tests
+compare the results with brute force.
 """
 
 from __future__ import annotations
@@ -35,26 +34,27 @@ from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
-from atorch.auto.planner.search.space import Choice, Level, Only, SearchNode, Space
+from atorch.auto.planner.search_space.space import Choice, Level, Only, SearchNode, Space
 from atorch.auto.strategy import Method, Phase
 from atorch.cost import Cost, StepTimes, peak_bytes
 from atorch.cost.memory import least_on_host, uses_host
 
 SHARING: frozenset[type[Method]] = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
 COVERED = SHARING | {Checkpoint, CrossEntropy, Compile, Offload, MicroBatch}
-SLACK = 1e-9  # of a bound, for rounding
+SLACK = 1e-9  # relative reduction of a bound, for rounding
 
 Fold = Callable[[Cost], Cost]
 
 
 class LowerBound(NamedTuple):
-    """A part below a node that recomputes alike or, once settled, cuts, compiles and uses the host alike, too."""
+    """The compositions below a node with the same recomputation; once settled, also the same micro-batches, compilation
+    and use of the host."""
 
     short_bytes: float  # at least
-    seconds: float  # of a step, at least; where none is short
+    seconds: float  # of a step, at least; set if `short_bytes` is 0
     only: Only
-    cost: Cost  # the node's, with what is settled of recomputation and micro-batches
-    shard: Fold  # as far as data-parallel methods do
+    cost: Cost  # the node's, with the chosen recomputation and micro-batches
+    shard: Fold  # shards as far as any data-parallel method
     is_settled: bool = False
 
 
@@ -69,18 +69,18 @@ class Bounds:
 
     @cached_property
     def depth(self) -> int:
-        """Before recomputation, where all that follows is covered; as many as there are levels: nothing has bounds."""
+        """The depth of nodes with bounds: before recomputation and after the last uncovered method."""
         levels = self.space.levels
         first = next((depth for depth, level in enumerate(levels) if level.kind.phase >= Phase.RECOMPUTE), len(levels))
         others = [depth for depth, level in enumerate(levels) if level.kind not in COVERED]
         return max([first, *(depth + 1 for depth in others)])
 
     def least_seconds(self, node: SearchNode) -> float:
-        """No composition below a node at the depth of bounds has a quicker step."""
+        """A lower bound on the seconds of a step of all compositions below a node at the depth of bounds."""
         return self._seconds_of_any(self._compiled(node.cost.but(cast_traffic_bytes=0.0)))
 
     def parts(self, node: SearchNode) -> Iterator[LowerBound]:
-        """Parts below a node at the depth of bounds, by what is recomputed."""
+        """The parts of a node at the depth of bounds, by recomputation."""
         shard = self._sharing(node.cost)
         for only, cost in self._kept(node.cost):
             part = LowerBound(0.0, 0.0, only, cost, shard)
@@ -91,35 +91,35 @@ class Bounds:
             finest = _finest(compiled)
             short = min((self._short(fold(finest).but(**alone)) for _, fold in self._ways(part)), default=None)
             if short is None:
-                continue  # no way is legal beside what was chosen
+                continue  # no use of the host is legal with the node's methods
             if short > 0:
                 yield part._replace(short_bytes=short)
             else:
                 yield part._replace(seconds=self._seconds_of_any(shard(compiled)))
 
     def cut(self, part: LowerBound, enough_s: float = math.inf) -> Iterator[LowerBound]:
-        """A part, apart by the number of micro-batches, by what waits on the host, and by whether it is compiled.
+        """Divide a part by the number of micro-batches, the use of the host, and compilation.
 
-        Of what takes longer than `enough_s` no more is told than that.
+        Parts slower than `enough_s` are not divided further than by micro-batches.
         """
         depth, _ = self._below[MicroBatch]
         quick = part.shard(self._compiled(_without_reductions(part.cost)))
         for number, choices in self._numbers(part.cost).items():
             cost = part.cost.but(num_micro_batches=number)
-            each = part._replace(only={**part.only, depth: choices}, cost=cost, is_settled=True)
+            piece = part._replace(only={**part.only, depth: choices}, cost=cost, is_settled=True)
             seconds = self._seconds(quick.but(num_micro_batches=number))
             if seconds > enough_s:
-                yield each._replace(seconds=seconds)
+                yield piece._replace(seconds=seconds)
             else:
-                yield from self._settled(each, seconds)
+                yield from self._settled(piece, seconds)
 
     @cached_property
     def _below(self) -> Mapping[type[Method], tuple[int, Level]]:
-        """Kinds that are still to be chosen, each with its depth and its level."""
+        """Kinds of the levels below the depth of bounds, each with its depth and level."""
         return {level.kind: (depth, level) for depth, level in enumerate(self.space.levels) if depth >= self.depth}
 
     def _legal(self, kind: type[Method], cost: Cost) -> Iterator[Choice]:
-        """Choices of a kind that are still to be made, and may be."""
+        """The legal choices of a kind below the depth of bounds."""
         if kind in self._below:
             for choice in self._below[kind][1].choices:
                 if self._is_trusted(choice) or choice.method.unfit(cost) is None:
@@ -129,7 +129,7 @@ class Bounds:
         return choice.is_given and not self.space.is_checked
 
     def _each(self, kind: type[Method], cost: Cost) -> Iterator[tuple[Only, Cost]]:
-        """A cost with each choice of a kind, and without."""
+        """The cost with each choice of a kind, and without one."""
         if kind not in self._below:
             yield {}, cost
             return
@@ -140,13 +140,13 @@ class Bounds:
             yield {depth: (None,)}, cost
 
     def _kept(self, cost: Cost) -> Iterator[tuple[Only, Cost]]:
-        """A cost with each way to keep activations, and logits."""
+        """The cost with each combination of kept activations and kept logits."""
         for of_blocks, recomputed in self._each(Checkpoint, cost):
             for of_logits, kept in self._each(CrossEntropy, recomputed):
                 yield {**of_blocks, **of_logits}, kept
 
     def _numbers(self, cost: Cost) -> Mapping[float, Sequence[Choice | None]]:
-        """Numbers of micro-batches, each with the choices that make them."""
+        """Number of micro-batches → the choices that give it."""
         level = self._below[MicroBatch][1]
         numbers: dict[float, list[Choice | None]] = {} if level.is_needed else {cost.num_micro_batches: [None]}
         for choice in level.choices:
@@ -156,21 +156,21 @@ class Bounds:
         return numbers
 
     def _sharing(self, cost: Cost) -> Fold:
-        """Shards as many as any data-parallel method makes, and casts no more than any."""
+        """A fold to the most shards and the fewest casts of any data-parallel method."""
         ways = [cost, *(choice.method.cost(cost) for kind in SHARING for choice in self._legal(kind, cost))]
         most = {
-            name: max(getattr(each, name) for each in ways) for name in ("param_shards", "grad_shards", "optim_shards")
+            name: max(getattr(way, name) for way in ways) for name in ("param_shards", "grad_shards", "optim_shards")
         }
-        least = {name: min(getattr(each, name) for each in ways) for name in ("cast_itemsize", "cast_traffic_bytes")}
+        least = {name: min(getattr(way, name) for way in ways) for name in ("cast_itemsize", "cast_traffic_bytes")}
         return lambda cost: cost.but(**most, **least)
 
     def _compiled(self, cost: Cost) -> Cost:
         return next((choice.method.cost(cost) for choice in self._legal(Compile, cost)), cost)
 
     def _settled(self, part: LowerBound, least_s: float | None = None) -> Iterator[LowerBound]:
-        """A part of which the cost tells the number of micro-batches, apart by the host and by what is compiled.
+        """Divide a part with a known number of micro-batches by the use of the host and compilation.
 
-        `least_s`: of a step where nothing waits on the host and all is compiled that can be, as far as that is known.
+        `least_s`: seconds of a step without the host and with compilation if possible, if known.
         """
         for of_host, fold in self._ways(part):
             way = part._replace(only={**part.only, **of_host})
@@ -184,14 +184,14 @@ class Bounds:
                 yield way._replace(seconds=seconds, only={**way.only, **of_compile})
 
     def _ways(self, part: LowerBound) -> Iterator[tuple[Only, Fold]]:
-        """Ways to use host memory, without first: what they make of a cost."""
+        """Ways to use host memory, first without, each with its fold of a cost."""
         for of_chunk, chunked in self._each_fold(Chunk, part.cost):
             shard = part.shard if chunked is None else chunked.cost
             for of_offload, offload in self._each_fold(Offload, shard(part.cost)):
                 yield {**of_chunk, **of_offload}, shard if offload is None else _both(shard, offload.cost)
 
     def _each_fold(self, kind: type[Method], cost: Cost) -> Iterator[tuple[Only, Method | None]]:
-        """Each choice of a kind, to go without first."""
+        """First no method of a kind, then each choice."""
         if kind not in self._below:
             yield {}, None
             return
@@ -202,19 +202,19 @@ class Bounds:
             yield {depth: (choice,)}, choice.method
 
     def _short(self, cost: Cost) -> float:
-        """Least bytes that are short on the device, or on the host where only that is short."""
+        """A lower bound on the bytes missing on the device, or on the host if only that is short."""
         short = peak_bytes(cost) * (1 - SLACK) - self.device_bytes
         if short > 0 or not uses_host(cost):
             return max(0.0, short)
         return max(0.0, least_on_host(cost) * (1 - SLACK) - self.host_bytes)
 
     def _seconds(self, quick: Cost) -> float:
-        """Seconds of a step, but for the optimizer's, which may be sharded further or wait on the host."""
+        """Seconds of a step without the optimizer's part, which may be sharded further or wait on the host."""
         whole = self.times.of(quick)
         return (whole.total_s - whole.optimizer_s) * (1 - SLACK)
 
     def _seconds_of_any(self, cost: Cost) -> float:
-        """Seconds of a step in any number of micro-batches."""
+        """A lower bound on the seconds of a step, for any number of micro-batches."""
         quick = _without_reductions(cost)
         if MicroBatch not in self._below:
             return self._seconds(quick)
@@ -224,11 +224,11 @@ class Bounds:
 
 
 def _without_reductions(cost: Cost) -> Cost:
-    """A cost for seconds: nothing waits on the host, and nothing is sent but gathers for every micro-batch.
+    """The cost for bounds of seconds: nothing on the host, and only the gathers of every micro-batch as messages.
 
-    When and how gradients are reduced, micro-batches change.
+    Gradient reductions are left out, since micro-batches change their time and kind.
     """
-    gathers = tuple(each for each in cost.comm if each.each_micro_batch and each.kind == "all_gather")
+    gathers = tuple(comm for comm in cost.comm if comm.each_micro_batch and comm.kind == "all_gather")
     return cost.but(
         comm=gathers, param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf,
         grad_itemsize=0.0,

@@ -1,8 +1,8 @@
-"""Seconds to start a composition, until its first step is done: by kind of device, corrected by what starts.
+"""Seconds from the start of a composition to the end of its first step, by kind of device, corrected by observations.
 
-A start builds: the model is copied, cut up and its optimizer made. Where something is compiled, so is each operation
-of one copy of the repeated blocks, as blocks of one kind compile once, or of a whole model that has none. What this
-machine compiled before for the same job lies in the compiler's cache on the disk.
+A start copies and splits the model and makes the optimizer. A compiler compiles every operation of one repeated block,
+since equal blocks compile once, or of a whole model without such blocks. Results of earlier compilations for the same
+job on this machine are in the compiler's disk cache.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from atorch.auto.planner.dry_run.calibration import Past
-from atorch.auto.planner.dry_run.trial_order import compiles
+from atorch.auto.planner.dry_runs.calibration import Past
+from atorch.auto.planner.dry_runs.trial_order import compiles
 from atorch.auto.strategy import Strategy
 
-FIRST_STEPS = 3.0  # steps that a start takes: two passes that are held to plain training's, and the first step
+FIRST_STEPS = 3.0  # steps in a start: two passes of the verification, and the first step
 SPREAD, NOISE = 0.5, 0.3  # standard deviations of the logarithm: of a kind of start on a machine, and of one start
 
 
 class StartCosts(NamedTuple):
-    """Seconds that starts take on a kind of device."""
+    """Costs of starts on a kind of device."""
 
     build_s: float
-    bytes_per_s: float  # of parameters, which are copied
-    compile_s: float  # importing the compiler among it
-    op_s: float  # for each operation that is compiled
-    warm: float  # of a compilation, what is left where its results are in the cache
+    bytes_per_s: float  # speed of copying parameters
+    compile_s: float  # includes the import of the compiler
+    op_s: float  # for each compiled operation
+    warm: float  # share of a compilation that remains if its results are in the cache
 
 
 COSTS: Mapping[str, StartCosts] = {
-    # An H200 (benchmarks/measured/h200.json): a Llama of 1.1B in fp32 starts in 5 to 8 s; with its blocks compiled, of
-    # 81 operations, the first step is done after 8.6 s where nothing is copied.
+    # An H200 (benchmarks/measured/h200.json): a Llama of 1.1B in fp32 starts in 5 to 8 s. With its blocks of 81
+    # operations compiled, and without a copy, the first step ends after 8.6 s.
     "cuda": StartCosts(build_s=2.5, bytes_per_s=1.6e9, compile_s=5.0, op_s=0.045, warm=0.4),
     "cpu": StartCosts(build_s=0.1, bytes_per_s=1e9, compile_s=10.0, op_s=0.5, warm=0.4),
 }
@@ -40,11 +40,11 @@ COSTS: Mapping[str, StartCosts] = {
 
 @dataclass
 class Starts:
-    """Seconds that starts of one job are expected to take.
+    """Expected seconds of the starts of one job.
 
     Args:
         num_ops: operations that a compiler would see.
-        past: what earlier searches saw on the machine.
+        past: observations of earlier searches on the machine.
     """
 
     device_type: str
@@ -55,21 +55,21 @@ class Starts:
 
     def __post_init__(self) -> None:
         self._costs = COSTS.get(self.device_type, COSTS["cuda"])
-        self._known = {each.methods for each in self.past.observations if each.job == self.past.job}
+        self._earlier = {observed.methods for observed in self.past.observations if observed.job == self.past.job}
         self._began: set[frozenset[str]] = set()
-        for each in self.past.observations:
-            if each.start_ratio is not None:
-                self._ratios.setdefault(each.start_kind, []).append(math.log(each.start_ratio))
+        for observation in self.past.observations:
+            if observation.start_ratio is not None:
+                self._ratios.setdefault(observation.start_kind, []).append(math.log(observation.start_ratio))
 
     def kind(self, strategy: Strategy) -> str:
-        """The kind of its next start: "build", or "compile" besides, or "warm" where that is in the cache."""
+        """The kind of the strategy's next start: "build"; "compile" if it also compiles; "warm" if from the cache."""
         if not compiles(strategy):
             return "build"
         methods = frozenset(map(repr, strategy))
-        return "warm" if methods in self._known or methods in self._began else "compile"
+        return "warm" if methods in self._earlier or methods in self._began else "compile"
 
     def expected_s(self, strategy: Strategy, step_s: float) -> float:
-        """Seconds until its first step is done."""
+        """Seconds to the end of the strategy's first step."""
         return self.of_kind(self.kind(strategy)) + FIRST_STEPS * step_s
 
     def of_kind(self, kind: str) -> float:
@@ -77,7 +77,7 @@ class Starts:
         return sum(self._parts(kind))
 
     def saw(self, strategy: Strategy, seconds: float, step_s: float) -> tuple[str, float]:
-        """Learn from a start of so many seconds: its kind, and how it differs from what the table says."""
+        """Learn from the seconds of a start; returns its kind, and the ratio to the seconds of `COSTS`."""
         kind, (build_s, compiled_s) = self.kind(strategy), self._parts(self.kind(strategy))
         rest = seconds - FIRST_STEPS * step_s - (build_s if kind != "build" else 0.0)
         expected = (build_s if kind == "build" else compiled_s) / self._factor(kind)
@@ -87,7 +87,7 @@ class Starts:
         return kind, ratio
 
     def _parts(self, kind: str) -> tuple[float, float]:
-        """Building, and compiling."""
+        """Seconds of building, and of compiling."""
         costs = self._costs
         build_s = (costs.build_s + self.param_bytes / costs.bytes_per_s) * self._factor("build")
         if kind == "build":
@@ -96,6 +96,6 @@ class Starts:
         return build_s, compiled_s * (costs.warm if kind == "warm" else 1.0)
 
     def _factor(self, kind: str) -> float:
-        """The factor of a kind of start on the table's, given what was seen: the mean of a normal logarithm."""
-        seen = self._ratios.get(kind, [])
-        return math.exp(sum(seen) / (len(seen) + NOISE**2 / SPREAD**2))
+        """The factor of a kind of start over the table's: the posterior mean of a normal logarithm."""
+        ratios = self._ratios.get(kind, [])
+        return math.exp(sum(ratios) / (len(ratios) + NOISE**2 / SPREAD**2))

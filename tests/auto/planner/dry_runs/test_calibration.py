@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from atorch.auto.planner import search
-from atorch.auto.planner.dry_run.calibration import KEPT, Calibration, Observation, Past, job_of
-from atorch.auto.planner.dry_run.surrogate_model import DRIFT, Surrogate, tokens_of
-from atorch.auto.planner.dry_run.trial_context import Feed
+from atorch.auto.planner.dry_runs.calibration import KEPT, Calibration, Observation, Past, job_of
+from atorch.auto.planner.dry_runs.surrogate_model import DRIFT, Surrogate, tokens_of
+from atorch.auto.planner.dry_runs.trial_context import Feed
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.strategy import Strategy
-from tests.auto.planner.dry_run.test_surrogate_model import made_up, scored
+from tests.auto.planner.dry_runs.test_surrogate_model import made_up, scored
 from tests.auto.planner.jobs import SLOW, cluster, context, net
 
 VERSIONS = {"torch": "2", "atorch": "1"}

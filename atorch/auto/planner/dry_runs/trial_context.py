@@ -1,7 +1,6 @@
-"""The subject of a dry run: a copy of the context with memory of its own, and real batches.
+"""The context of a dry run: a copy of the user's context with memory of its own, and real batches.
 
-Whatever a candidate does to modules and tensors in place, the user's model, random states and samplers are as before
-afterwards.
+A candidate may change modules and tensors in place; the user's model, random states and samplers keep their state.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ NUM_BATCHES = 8
 def candidate(ctx: Context) -> Context:
     """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process.
 
-    What lies where the candidate trains is copied at once: kernels of optimizers for many tensors write through raw
-    pointers, and a lazy clone does not see that. What lies elsewhere is moved there, which is a copy. What is on the
-    meta device stays there and gets its initial values part by part when it is built; typical ones if none are known.
+    Tensors on the training device are copied at once: multi-tensor kernels of optimizers write through raw pointers,
+    which a lazy clone does not notice. Tensors elsewhere are moved there, which copies them. Those on the meta device
+    stay there and get their initial values part by part during `build`; without initial values they get typical ones.
     """
     copied = OwnMemory(lambda device: device.type != ctx.device.type)
 
@@ -47,31 +46,31 @@ def candidate(ctx: Context) -> Context:
 
 @contextmanager
 def aside(ctx: Context) -> Iterator[Context]:
-    """`ctx` on a copy of its model in host memory; inside, the model itself takes no memory of its accelerator."""
-    held = [each for each in (*ctx.root.parameters(), *ctx.root.buffers()) if local_part(each).device.type != "cpu"]
-    held = [local_part(each) for each in held if not each.is_meta]
-    if not held:
+    """`ctx` on a copy of its model in host memory; inside, the model itself frees its accelerator memory."""
+    tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
+    tensors = [tensor for tensor in tensors if local_part(tensor).device.type != "cpu" and not tensor.is_meta]
+    if not tensors:
         yield ctx
         return
-    with emptied(held) as values:
+    with emptied([local_part(tensor) for tensor in tensors]) as values:
         yield _on_copy(ctx, OwnMemory(lambda device: True, values))
 
 
 def _on_copy(ctx: Context, convert: Callable[[torch.Tensor], torch.Tensor]) -> Context:
-    beside = ctx.call_model, ctx.loss_func, ctx.prepare_input  # what may reach the model is to reach the copy
+    functions = ctx.call_model, ctx.loss_func, ctx.prepare_input  # their references to the model must become the copy
     duplicate: nn.Module
-    duplicate, (call_model, loss_func, prepare_input) = copy_with(ctx.root, beside, convert)
+    duplicate, (call_model, loss_func, prepare_input) = copy_with(ctx.root, functions, convert)
     ctx = replace(ctx, call_model=call_model, loss_func=loss_func, prepare_input=prepare_input)
     return replace(ctx, root=duplicate, parts=(duplicate,))
 
 
 @dataclass
 class Feed:
-    """The first batches of the user's own loader, read once for each way to share them out."""
+    """The first batches of the user's own loader, read once for each rank and number of ranks."""
 
     ctx: Context
     num_batches: int = NUM_BATCHES
-    epoch: int | None = None  # batches of an epoch, once some were read, where the loader tells
+    epoch: int | None = None  # batches of an epoch, once some were read, if the loader has a length
     _batches: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
 
     def batches(self, rank: int, size: int) -> list[Any]:
@@ -98,7 +97,7 @@ class Feed:
 
 @contextmanager
 def _preserved_position(loader: Any) -> Iterator[None]:
-    """Samplers, datasets and generators that know where they are know it again afterwards."""
+    """Restore the positions of samplers, datasets and generators afterwards."""
     parts = list(_parts(loader))
     generators = {id(g): (g, g.get_state()) for g in map(_generator, parts) if g is not None}
     stateful = [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
@@ -113,7 +112,7 @@ def _preserved_position(loader: Any) -> Iterator[None]:
 
 
 def _parts(loader: Any) -> Iterator[Any]:
-    """The loader and what it draws from, through wrappers."""
+    """The loader and its datasets, samplers and streams, through wrappers."""
     waiting, seen = [loader], set()
     while waiting:
         part = waiting.pop()
@@ -125,5 +124,5 @@ def _parts(loader: Any) -> Iterator[Any]:
 
 
 def _generator(part: Any) -> torch.Generator | None:
-    held = getattr(part, "generator", None)
-    return held if isinstance(held, torch.Generator) else None
+    generator = getattr(part, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None

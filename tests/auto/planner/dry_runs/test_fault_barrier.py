@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from atorch.auto.planner.dry_run.fault_barrier import EARLY_S, Coordinator, FaultBarrier
+from atorch.auto.planner.dry_runs.fault_barrier import EARLY_S, Coordinator, FaultBarrier
 from atorch.distributed.collectives import everyone
 from atorch.distributed.mesh import Mesh, current, set_current
 from atorch.distributed.world import World

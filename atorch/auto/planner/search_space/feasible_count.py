@@ -1,9 +1,9 @@
-"""The number of legal compositions of a space, over which optimality is proved.
+"""Counts the legal compositions of a space, over which optimality is proved.
 
-Nodes of the tree that may be followed by the same choices are counted once. That is known of methods which `bounds`
-covers: of what is recomputed, compiled, shared out, kept on the host, and cut into micro-batches. What these refuse
-follows from the batch of a process, the pipeline, and how gradients are kept; `micro_batch` alone asks besides whether
-memory is ample, and only without a pipeline.
+The count below nodes with the same legal continuations is computed once. Such nodes can be recognized only for the
+methods that `bounds` covers: recomputation, compilation, data parallelism, host memory and micro-batches. Their
+refusals depend on a process's batch, the pipeline and kept gradients. Only `micro_batch` also checks for ample memory,
+and only without a pipeline.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Hashable
 
 from atorch.auto.opt_lib.micro_batch import MicroBatch, is_ample
 from atorch.auto.opt_lib.offload import Offload
-from atorch.auto.planner.search.bounds import COVERED
-from atorch.auto.planner.search.space import SearchNode, Space
+from atorch.auto.planner.search_space.bounds import COVERED
+from atorch.auto.planner.search_space.space import SearchNode, Space
 from atorch.cost import Cost
 from atorch.cost.parallelism import REPLICA_AXES
 
@@ -26,27 +26,27 @@ def num_legal(space: Space, start: Cost) -> int:
 
 class _Counter:
     def __init__(self, space: Space) -> None:
-        self._space, self._known = space, dict[Hashable, int]()
+        self._space, self._counts = space, dict[Hashable, int]()
         kinds = [level.kind for level in space.levels]
         self._covered = next((at for at in range(len(kinds) + 1) if COVERED.issuperset(kinds[at:])), len(kinds))
         self._last = len(kinds) - 1 if kinds and kinds[-1] is MicroBatch else len(kinds)
         self._later = [frozenset(kind.slot for kind in kinds[at:]) for at in range(len(kinds) + 1)]
-        self._asks_stages = Offload in kinds  # whose activations are whole blocks of a stage
+        self._asks_stages = Offload in kinds  # it offloads activations of whole blocks of a stage
 
     def below(self, node: SearchNode) -> int:
-        """Whole compositions below a node, or itself."""
+        """The number of complete compositions below a node, itself included."""
         if node.depth == len(self._space.levels):
             return 1
-        alike = self._alike(node)
-        if alike is None:
+        key = self._alike(node)
+        if key is None:
             return sum(map(self.below, self._space.children(node)))
-        found = self._known.get(alike)
-        if found is None:
-            found = self._known[alike] = sum(map(self.below, self._space.children(node)))
-        return found
+        count = self._counts.get(key)
+        if count is None:
+            count = self._counts[key] = sum(map(self.below, self._space.children(node)))
+        return count
 
     def _alike(self, node: SearchNode) -> Hashable | None:
-        """A key that tells what may follow a node; None where that is more than is worth to be told apart."""
+        """A key that is equal for nodes with the same legal continuations; None if it would not pay to compute one."""
         cost = node.cost
         if node.depth < self._covered or (cost.stages == 1 and node.depth < self._last):
             return None

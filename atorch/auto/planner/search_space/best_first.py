@@ -1,9 +1,9 @@
-"""The composition with the least seconds that fits, found best first: the branch with the least bound is opened next.
+"""Best-first search for the fastest composition that fits: the branch with the smallest bound is opened next.
 
-That is A* over the tree of compositions, whose estimate of what is left never exceeds it (Hart, Nilsson and Raphael
-1968, "A Formal Basis for the Heuristic Determination of Minimum Cost Paths"): once no open branch has a bound below
-what was found, nothing better is left. What ties with the best is then opened as far as it may be simpler than what
-was found. Branches that cannot fit are put aside, and opened only where nothing fits.
+This is A* over the tree of compositions with an admissible heuristic (Hart, Nilsson and Raphael 1968, "A Formal Basis
+for the Heuristic Determination of Minimum Cost Paths"): once no open branch has a bound below the best result, nothing
+better is left. Branches that tie with the best are then opened if they may be simpler. Branches that cannot fit are put
+aside, and opened only if nothing fits.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from dataclasses import dataclass
 
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.tie_breaking import TIE, Intricacy, intricacy, least_intricacy
-from atorch.auto.planner.search.bounds import Bounds, LowerBound
-from atorch.auto.planner.search.space import Only, SearchNode, Space
+from atorch.auto.planner.search_space.bounds import Bounds, LowerBound
+from atorch.auto.planner.search_space.space import Only, SearchNode, Space
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTimes, peak_memory
 
-PATIENCE = 4  # times as many branches are looked at before it is believed that nothing fits
+PATIENCE = 4  # factor of the limit of visited branches while nothing fits
 
-_Branch = tuple[float, int, SearchNode, LowerBound | None]  # bound, number, node, and what of it, or all
+_Branch = tuple[float, int, SearchNode, LowerBound | None]  # bound, number, node, and the part of it; None: all
 
 
 @dataclass(frozen=True)
 class BestFound:
-    """Results of a search, and what it knew enough of without."""
+    """Scored compositions, and the numbers of those excluded by bounds."""
 
     columns: CandidateTable
     num_slow: int  # branches and compositions that were not opened or kept: none of them is the best, or simpler
     num_large: int  # branches that were not opened: nothing in them fits
-    gap: float = 0.0  # of the best one's seconds, what a branch that was not opened might save; 0 where that is proven
+    gap: float = 0.0  # share of the best one's seconds that an unopened branch might save; 0: it is proven the best
 
     @property
     def least_s(self) -> float:
-        """Seconds of the fastest that fits; infinite where none does."""
+        """Seconds of the fastest that fits; infinite if none does."""
         return float(self.columns.step_s[self.columns.fits].min(initial=math.inf))
 
 
@@ -59,24 +59,25 @@ def best_first(
     nearest: bool = True,
     times: StepTimes | None = None,
 ) -> BestFound:
-    """The `keep` fastest compositions that fit, and the simplest of those that tie with the fastest; with some more.
+    """Score at least the `keep` fastest compositions that fit, and the simplest of those that tie with the fastest.
 
-    Where fewer than `breadth` that fit were scored by then, the next ones in order of their bounds are, so that there
-    is something to compare with; nothing that takes longer than `limit_s` is. `device_bytes` and, for each device,
-    `host_bytes` are what a composition may take; where nothing fits, those that miss by least are scored, unless
-    `nearest` is off. Where `most` were scored and one fits, the search ends without proof that it is the best, and says
-    how far from it it may be. So it does after `most_looks` at branches, or, where none fits, after `PATIENCE` times as
-    many. `times` keeps what estimates have in common.
+    Args:
+        device_bytes, host_bytes: limits of a composition, on a device and in host memory for each device.
+        breadth: score at least this many that fit, in the order of their bounds, to compare with.
+        most: end without proof of the best after this many scores, once one fits; `gap` is the remaining uncertainty.
+        most_looks: the same for visited branches; `PATIENCE` times as many while none fits.
+        limit_s: score nothing slower than this.
+        nearest: if nothing fits, score the compositions that miss by least.
+        times: caches common terms of estimates.
     """
     times, columns = times or StepTimes(cluster), CandidateTable(device_bytes, host_bytes)
-    with uncollected():  # what the search kept is gone by its end
+    with uncollected():
         return _Search(space, times, columns, keep, breadth, most, most_looks, limit_s).run(start, nearest=nearest)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the collector of cycles: a search makes none, and would have all that it keeps looked through over and
-    over, a sixth of its time."""
+    """Disable the garbage collector inside: a search makes no cycles, and repeated scans take a sixth of its time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -87,7 +88,7 @@ def uncollected() -> Iterator[None]:
 
 
 class _Search:
-    """Branches wait in a heap by their bound: parts of the nodes at the depth that has bounds."""
+    """A search with a heap of branches by bound; a branch is a node at the depth of bounds, or a part of it."""
 
     def __init__(
         self,
@@ -105,9 +106,9 @@ class _Search:
         self._limit_s = limit_s
         self._times = times
         self._bounds = Bounds(space, self._times, columns.limit_bytes, columns.host_bytes)
-        self._count = itertools.count()  # of equal bounds the branch that was found first is opened first
+        self._count = itertools.count()  # breaks ties: branches with equal bounds are opened in the order of discovery
         self._open: list[_Branch] = []
-        self._aside: list[_Branch] = []  # by the bytes that they are short
+        self._aside: list[_Branch] = []  # branches that cannot fit, by missing bytes
         self._fitting: list[tuple[float, Intricacy]] = []  # seconds and intricacy, ascending
         self._num_slow = 0
         self._looks: float = 0
@@ -159,7 +160,7 @@ class _Search:
                 insort(self._fitting, (seconds, intricacy(leaf.methods, on_host=memory.on_host > 0)))
 
     def _nearest(self) -> None:
-        """Score what misses by least, of what was put aside."""
+        """Score the compositions that miss by least, from the branches put aside."""
         self._looks = min(self._looks, (PATIENCE - 1) * self._most_looks)
         while self._aside and not self._is_over():
             missed = self.columns.short_bytes
@@ -179,21 +180,21 @@ class _Search:
         return len(self.columns) >= self._most or self._looks >= self._most_looks
 
     def _enough_s(self) -> float:
-        """Seconds beyond which a step is not among the best, does not tie, and is not needed to compare."""
+        """Seconds beyond which a step is neither among the best nor a tie nor needed to compare."""
         wanted = max(self._keep, self._breadth)
         if len(self._fitting) < wanted:
             return self._limit_s
         return min(self._limit_s, max(self._fitting[self._keep - 1][0], self._fitting[0][0] * (1 + TIE)))
 
     def _is_known(self, bound: float, node: SearchNode, part: LowerBound | None) -> bool:
-        """True if nothing of a branch is among the best, or both ties with the best and is simpler than what does.
+        """True if no composition of a branch is among the best, or ties with the best and is simpler than known ties.
 
-        Bounds ascend: once one is above what was found, that is the best.
+        Bounds ascend, so once a bound exceeds the fastest result, that is the best.
         """
         if len(self._fitting) < max(self._keep, self._breadth) or bound < self._fitting[self._keep - 1][0]:
             return False
         limit = self._fitting[0][0] * (1 + TIE)
-        ties = itertools.takewhile(lambda each: each[0] <= limit, self._fitting)
+        ties = itertools.takewhile(lambda pair: pair[0] <= limit, self._fitting)
         return (least_intricacy(node, {} if part is None else part.only), bound) >= min(
             (how, seconds) for seconds, how in ties
         )

@@ -1,9 +1,8 @@
-"""Dry runs' measurements on this machine, kept for its next searches: a small JSON file in the user's cache directory.
+"""Calibration: measurements of dry runs on this machine, kept for later searches in a JSON file in the user's cache.
 
-A file belongs to one machine: a device, its count, and the versions that computed on it. It holds single measurements
-and nothing derived from them, the newest last and at most `KEPT`; what they say of other compositions and of other
-models is the guide's to judge. Losing the file costs dry runs and nothing else, so whatever is wrong with it is told
-and then written over.
+A file belongs to one machine: a device, its count, and the versions of the software. It contains at most `KEPT` single
+measurements, the newest last, and nothing derived from them; the surrogate model applies them to other compositions and
+models. Losing the file only costs further dry runs, so an invalid file gives a warning and is overwritten.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ class Observation(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     job: str  # see `job_of`
-    search: str  # those of one search were measured within minutes of each other
-    methods: frozenset[str]  # each in its settings
-    estimate_s: PositiveFloat  # what arithmetic said then
+    search: str  # an id; observations of one search were made within minutes of each other
+    methods: frozenset[str]  # texts of methods with their settings
+    estimate_s: PositiveFloat  # the estimate at that time
     step_s: PositiveFloat
-    start_kind: str = ""  # see `starts`
-    start_ratio: PositiveFloat | None = None  # seconds of its start over what the table of starts says
+    start_kind: str = ""  # see `start_times`
+    start_ratio: PositiveFloat | None = None  # seconds of its start over those of `start_times.COSTS`
 
 
 @dataclass(frozen=True)
 class Past:
-    """Measurements of earlier searches on the machine, and whose search this is."""
+    """Measurements of earlier searches on the machine, and the digest of the present job."""
 
     job: str = ""
     observations: tuple[Observation, ...] = ()
@@ -70,7 +69,7 @@ class Calibration:
 
     @classmethod
     def of(cls, source: CalibrationPath, cluster: ClusterSpec, versions: Mapping[str, str]) -> Calibration | None:
-        """The calibration that `source` means on this machine: True its file in the cache directory, False none."""
+        """The calibration of `source` on this machine: a path, True for the user's cache directory, False for None."""
         if source is False:
             return None
         machine = _machine(cluster, versions)
@@ -83,7 +82,7 @@ class Calibration:
         return cls(folder / "calibration" / f"{name}.json", machine)
 
     def read(self) -> tuple[Observation, ...]:
-        """The measurements on this machine, the oldest first; nothing where there is no file that tells."""
+        """The measurements on this machine, the oldest first; none without a valid file."""
         try:
             if not self.path.exists():
                 return ()
@@ -100,14 +99,14 @@ class Calibration:
         return tuple(file.observations)
 
     def add(self, observations: Sequence[Observation]) -> None:
-        """Keep these too; what was known of the same compositions of the same jobs makes way for them."""
+        """Add observations to the file; they replace earlier ones of the same compositions and jobs."""
         if not observations:
             return
-        known = {(each.job, each.methods): each for each in self.read()}
-        for each in observations:
-            known.pop((each.job, each.methods), None)  # the newest come last
-            known[each.job, each.methods] = each
-        file = _File(machine=self.machine, observations=list(known.values())[-KEPT:])
+        kept = {(observation.job, observation.methods): observation for observation in self.read()}
+        for observation in observations:
+            kept.pop((observation.job, observation.methods), None)  # the newest come last
+            kept[observation.job, observation.methods] = observation
+        file = _File(machine=self.machine, observations=list(kept.values())[-KEPT:])
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write(self.path, file.model_dump_json(indent=1) + "\n", FORMAT)  # other jobs may be reading it
@@ -116,12 +115,12 @@ class Calibration:
 
 
 def job_of(start: Cost) -> str:
-    """A digest of plain training as traced: equal for equal models, shapes and batches."""
+    """A digest of the traced plain training: equal for equal models, shapes and batches."""
     return hashlib.sha256(repr((start.batch_size, start.segments)).encode()).hexdigest()[:16]
 
 
 def _machine(cluster: ClusterSpec, versions: Mapping[str, str]) -> dict[str, str | int]:
-    """Facts that make this a machine of its own: where one of these differs, times are expected to."""
+    """Facts that identify this machine: if one differs, times may differ."""
     return {
         **versions,
         "device": cluster.device.name,

@@ -16,11 +16,11 @@ from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
-from atorch.auto.planner.dry_run.trial_context import Feed
+from atorch.auto.planner.dry_runs.trial_context import Feed
 from atorch.auto.planner.estimate.score import estimate_of, scored, split_by_memory
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.search.space import compositions, plannable
-from atorch.auto.planner.search.space import less_exact as less_exact_names
+from atorch.auto.planner.search_space.method_names import less_exact as less_exact_names
+from atorch.auto.planner.search_space.space import compositions, plannable
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
@@ -120,7 +120,7 @@ def test_numbers_are_as_exact_as_asked_for(start, precision, less_exact):
 def test_what_is_included_or_fixed_is_allowed_whatever_its_numbers(start):
     assert all("half" in each for each in names(compositions(start[0], cluster(), included=["half"], precision="fp32"),
                                                 start[1]))  # fmt: skip
-    fixed = plannable(start[0], cluster(), fixed=Strategy.of([("half", "bf16")]), precision="fp32")
+    fixed = plannable(start[0], cluster(), extend=Strategy.of([("half", "bf16")]), precision="fp32")
     assert all("half" in each for each in names(fixed, start[1]))
 
 
@@ -185,13 +185,15 @@ def test_a_method_is_left_as_soon_as_the_one_that_it_completes_cannot_come():
 def test_parts_can_be_fixed_for_a_plan():
     profile, spec = llama(), ClusterSpec.load("4xA100-80GB")
     mesh = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)]), "ddp"])
-    found = strategies(plannable(profile, spec, fixed=mesh), plain_cost(profile, 8))
+    found = strategies(plannable(profile, spec, extend=mesh), plain_cost(profile, 8))
     assert found
     assert all(set(mesh) <= set(each) and "tensor_parallel" in each for each in found)
     assert len({each.names() for each in found}) > 5
     with pytest.raises(StrategyError, match="both excluded and fixed"):
         plannable(profile, spec, fixed=mesh, excluded=["ddp"])
     with pytest.raises(StrategyError, match="ddp is fixed and fsdp included"):
+        plannable(profile, spec, extend=mesh, included=["fsdp"])
+    with pytest.raises(StrategyError, match="fsdp is included, but fixed means exactly its methods"):
         plannable(profile, spec, fixed=mesh, included=["fsdp"])
 
 

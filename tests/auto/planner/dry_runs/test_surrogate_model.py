@@ -7,8 +7,8 @@ import statistics
 import numpy as np
 import pytest
 
-from atorch.auto.planner.dry_run.dry_run_loop import MIN_GAIN
-from atorch.auto.planner.dry_run.surrogate_model import Surrogate
+from atorch.auto.planner.dry_runs.dry_run_loop import MIN_GAIN
+from atorch.auto.planner.dry_runs.surrogate_model import Surrogate
 from atorch.auto.planner.estimate.score import Scored
 from atorch.auto.planner.plan import Estimate
 

@@ -1,4 +1,4 @@
-"""Dry runs: of each steps until they are steady, and then enough for a median."""
+"""Measures dry runs: steps of a trial until they are steady, then enough of them for a median."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atorch.auto.context import Context
-from atorch.auto.planner.dry_run.fault_barrier import Coordinator, described, forget_compiled
-from atorch.auto.planner.dry_run.trial import Trial
-from atorch.auto.planner.dry_run.trial_context import Feed
-from atorch.auto.planner.dry_run.trial_order import compiles
+from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, described, forget_compiled
+from atorch.auto.planner.dry_runs.trial import Trial
+from atorch.auto.planner.dry_runs.trial_context import Feed
+from atorch.auto.planner.dry_runs.trial_order import compiles
 from atorch.auto.planner.plan import Measurement, Why
 from atorch.auto.strategy import Strategy
 
 WARM_UP, STEADY = 6, 0.1  # at most this many steps, until two differ by less than this fraction
-TIMEOUT_S = 300.0  # what a process waits for its peers in a dry run
-HOPELESS = 2.0  # times the best: a step this slow need not be measured well
+TIMEOUT_S = 300.0  # seconds that a process waits for its peers in a dry run
+HOPELESS = 2.0  # multiple of the best step from which on a step need not be measured well
 
 
 class OnTrial(Protocol):
-    """The interface of a strategy that it runs: see `Trial`."""
+    """The interface of a strategy on trial: see `Trial`."""
 
     @property
     def memory_kind(self) -> str: ...
@@ -40,17 +40,17 @@ class OnTrial(Protocol):
 
 
 class CompositionRunner(Protocol):
-    """The interface that runs a search's compositions."""
+    """The interface for running a search's compositions."""
 
     def refusal(self, strategy: Strategy) -> str | None:
-        """Why a strategy is known not to be applicable; None where it is not."""
+        """The reason why a strategy cannot be applied, if known before a trial; else None."""
 
     def trial(self, strategy: Strategy, limit_s: float) -> OnTrial: ...
 
 
 @dataclass(frozen=True)
 class DryRuns:
-    """Those on this job's own processes."""
+    """Runs compositions on this job's own processes."""
 
     ctx: Context
     crew: Coordinator
@@ -61,13 +61,13 @@ class DryRuns:
         for check in (strategy.check_at_work, strategy.check_optimizer):
             reasons: list[str | None] = self.crew.gather(_why_not(check, self.ctx))
             if any(reasons):
-                return next(each for each in reasons if each)
+                return next(reason for reason in reasons if reason)
         return None
 
     def trial(self, strategy: Strategy, limit_s: float) -> Trial:
         """A copy of the model under the strategy."""
         if compiles(strategy):
-            forget_compiled()  # before it, not after: what the winner compiled is there when it is applied
+            forget_compiled()  # before the trial, not after: code of the winner can be used when it is applied
         return Trial(self.ctx, strategy, self.crew, self.feed, TIMEOUT_S, limit_s=limit_s)
 
 
@@ -81,16 +81,16 @@ def _why_not(check: Callable[[Context], None], ctx: Context) -> str | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A dry run that came to nothing."""
+    """A dry run without a measurement, and the reason."""
 
     why: Why
     reason: str
 
 
 def measure(trial: OnTrial, share_s: float, best_s: float | None) -> Measurement | Failure:
-    """A trial's steps until two are steady, then enough for a median; or why it is rejected.
+    """Run a trial's steps until two are steady, then enough for a median; returns the median, or the failure.
 
-    Where `share_s` is over, as starting may take longer than it was expected to, one step is taken to be steady.
+    If `share_s` is over, since the start took longer than expected, a single step counts as steady.
     """
     if not trial.start():
         return failure_of(trial)

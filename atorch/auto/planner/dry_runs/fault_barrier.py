@@ -1,11 +1,10 @@
-"""Work that may fail on any rank, which all do together: each says how it went before any goes on.
+"""Runs work that may fail on any rank on all ranks together: every rank reports its outcome before any continues.
 
-They tell each other over a group of the crew's, which the work never uses. The work's own collectives run on groups
-of its own: one of all ranks, and those that it makes along axes. A rank that fails closes them, which wakes peers that
-wait for it there; failing that, their timeout does. Over gloo it does so at once. A kernel of NCCL waits on, the host
-with it where it waits for the kernel, and torch ends a process whose group times out: there a thread of each rank looks
-at the job's store for a peer that failed, and at the clock, and aborts (`Watch`). What is not survived: a process that
-dies.
+Reports go over a group of the Coordinator, which the work never uses. The work's own collectives use groups of its own:
+one of all ranks, and those that it makes along axes. A rank that fails closes them, which wakes peers that wait there,
+over gloo at once; otherwise their timeout does. An NCCL kernel does not wake, nor does a host that waits for it, and
+torch ends a process whose group times out. So with NCCL a thread of each rank polls the job's store for a failed peer,
+and the clock, and aborts (`Watch`). A process that dies is not handled.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError
 
 T = TypeVar("T")
-LOOK_S = 0.25  # how often the store and the clock are looked at
-EARLY_S = 10.0  # before torch would end the process
+LOOK_S = 0.25  # interval of checks of the store and the clock
+EARLY_S = 10.0  # the watch aborts this long before torch would end the process
 
 
 class Coordinator:
-    """All processes of the job, who agree over a host group of their own."""
+    """Exchanges values between all processes of the job over a host group of its own."""
 
     def __init__(self, world: World) -> None:
         self._rank = world.rank
@@ -44,33 +43,33 @@ class Coordinator:
         return gather_objects(value, self._group)
 
     def hear(self, value: Any) -> Any:
-        """Rank 0's value."""
+        """Broadcast rank 0's value."""
         return from_rank_zero(value, self._group)
 
     def led(self, work: Callable[[], T]) -> T:
-        """The result of `work` on rank 0, which alone does it, on every rank.
+        """Run `work` on rank 0 and broadcast its result.
 
         Raises:
-            Exception: on rank 0 whatever `work` raises, on the others an error of that kind if it is one of atorch's,
-                else an ArgumentError; both name it.
+            Exception: on rank 0 the error of `work`; on the others an error of the same class if it is one of atorch's,
+                else an ArgumentError, with the first line of its message.
         """
-        value, failed = None, None
+        value, failure = None, None
         if self._rank == 0:
             try:
                 value = work()
-            except Exception as error:  # no rank may be left waiting, whatever it is
-                failed = error
-        told = self.hear(
+            except Exception as error:  # no rank may be left waiting, whatever the error is
+                failure = error
+        report = self.hear(
             None
-            if failed is None
-            else (type(failed) if isinstance(failed, AtorchError) else ArgumentError, described(failed))
+            if failure is None
+            else (type(failure) if isinstance(failure, AtorchError) else ArgumentError, described(failure))
         )
-        if failed is not None:
-            raise failed
-        if told is not None:
-            raise told[0](f"rank 0 failed: {told[1]}")
-        heard: T = self.hear(value)
-        return heard
+        if failure is not None:
+            raise failure
+        if report is not None:
+            raise report[0](f"rank 0 failed: {report[1]}")
+        result: T = self.hear(value)
+        return result
 
     def close(self) -> None:
         if self._group is not None:
@@ -80,8 +79,8 @@ class Coordinator:
 
 @contextmanager
 def quick_collections() -> Iterator[None]:
-    """Inside, garbage is looked for among what is made inside: a process has a million other objects to go through."""
-    if gc.get_freeze_count():  # somebody else's, who would miss them
+    """Exclude existing objects from garbage collections inside, as a process has a million of them to scan."""
+    if gc.get_freeze_count():  # objects that others froze must stay frozen
         yield
         return
     gc.freeze()
@@ -92,57 +91,57 @@ def quick_collections() -> Iterator[None]:
 
 
 class FaultBarrier:
-    """Phases of one undertaking. All ranks call the same methods in the same order.
+    """Runs the phases of one piece of work. All ranks call the same methods in the same order.
 
     Args:
-        let_go: called where a phase fails, before the group is closed; drops what holds the group.
-        timeout_s: what a rank waits in a phase for its peers.
+        let_go: called when a phase fails, before the group is closed; drops objects that hold the group.
+        timeout_s: seconds that a rank waits for its peers in a phase.
     """
 
     def __init__(self, world: World, crew: Coordinator, let_go: Callable[[], None], *, timeout_s: float) -> None:
         self.failure: str | None = None  # the first failure on any rank, the same on all
         self.elapsed_s = 0.0  # rank 0's seconds since the beginning, as of its last phase
-        self.mesh: Mesh | None = None  # the one that a phase has made
+        self.mesh: Mesh | None = None  # the mesh that a phase made
         self._crew, self._let_go, self._device = crew, let_go, world.device
         self._timeout_s, self._began = timeout_s, time.monotonic()
         self._group = None
-        self._made: dict[dist.ProcessGroup, None] = {}  # the groups that its phases have made
-        self._others: Set[dist.ProcessGroup] = frozenset()  # those that were there when this phase began
+        self._made: dict[dist.ProcessGroup, None] = {}  # groups that the phases made
+        self._others: Set[dist.ProcessGroup] = frozenset()  # other groups that existed when this phase began
         if world.size > 1:
             self._group = dist.new_group(timeout=timedelta(seconds=timeout_s + (EARLY_S if self._is_watched else 0.0)))
 
     def connect(self) -> None:
-        # Over nccl the first collective connects, and nothing can wake who waits in that for a rank that failed before.
+        # NCCL connects in the first collective, and nothing wakes ranks that wait there for a rank that failed before.
         if self._group is not None and self._device.type == "cuda":
             dist.all_reduce(torch.zeros((), device=self._device), group=self._group)
 
     def together(self, work: Callable[[], Any]) -> list[Any] | None:
-        """What `work` returns on each rank; None, and everything closed, where it raised on any."""
-        value, failed = None, None
+        """The result of `work` on each rank; None, with everything closed, if it raised on any."""
+        value, failure = None, None
         watch = self._watch()
         try:
             with stand_on(self._group), use_mesh(self.mesh), watch or nullcontext():
                 try:
                     value = work()
                 finally:
-                    self.mesh = current()  # also where it raised: peers may be waiting in the mesh's groups
+                    self.mesh = current()  # also after an error: peers may be waiting in the mesh's groups
                     if watch is not None:
                         self._own_groups()
-            if watch is not None and watch.has_aborted:  # collectives that were aborted need not raise
+            if watch is not None and watch.has_aborted:  # aborted collectives need not raise
                 raise RuntimeError("a peer failed, or was waited for too long")
         except Exception as error:  # users' modules and third parties' methods may raise anything
-            failed = (time.time(), described(error))
-            traceback.clear_frames(error.__traceback__)  # they hold what was made, and that its group
-        if failed is not None:
+            failure = (time.time(), described(error))
+            traceback.clear_frames(error.__traceback__)  # frames hold objects of the work, and these the group
+        if failure is not None:
             self.close()
-        reports = self._crew.gather((failed, value, time.monotonic() - self._began))
+        reports = self._crew.gather((failure, value, time.monotonic() - self._began))
         self.elapsed_s = float(reports[0][2])
         failures = [(*report[0], rank) for rank, report in enumerate(reports) if report[0] is not None]
         if not failures:
             return [report[1] for report in reports]
-        _, what, rank = min(failures)
-        self.failure = f"{what} (on rank {rank})" if len(reports) > 1 else what
-        if failed is None:
+        _, message, rank = min(failures)
+        self.failure = f"{message} (on rank {rank})" if len(reports) > 1 else message
+        if failure is None:
             self.close()
         return None
 
@@ -151,21 +150,21 @@ class FaultBarrier:
         return self._device.type == "cuda"
 
     def _watch(self) -> Watch | None:
-        """Over the next phase; None where closing a group wakes who waits in it."""
+        """A watch for the next phase; None if closing a group wakes ranks that wait in it."""
         if self._group is None or not self._is_watched:
             return None
-        self._others = {each for each in _groups() if each not in self._made}
+        self._others = {group for group in _groups() if group not in self._made}
         key = f"atorch/given_up/{self._group.group_name}"
         return Watch(self._own_groups, dist.distributed_c10d._get_default_store(), key, self._timeout_s)
 
     def _own_groups(self) -> list[dist.ProcessGroup]:
-        """Groups that the phases have made by now, this one with them, and the one of all ranks."""
+        """The group of all ranks, and groups that this and earlier phases made."""
         now = _groups()
-        self._made.update((each, None) for each in now if each not in self._others)
-        return [each for each in now if each in self._made or each is self._group]
+        self._made.update((group, None) for group in now if group not in self._others)
+        return [group for group in now if group in self._made or group is self._group]
 
     def close(self) -> None:
-        """Let go of everything that was made, and of the groups that it communicates over."""
+        """Drop all objects of the work, and close its groups."""
         self._let_go()
         mesh, self.mesh, group, self._group = self.mesh, None, self._group, None
         self._made.clear()
@@ -183,11 +182,11 @@ class FaultBarrier:
 
 
 class Watch:
-    """Over one phase of work: aborts on this process once a peer has failed in it, or was waited for too long.
+    """Aborts this process's collectives in a phase of work once a peer has failed in it, or the timeout is over.
 
     Args:
-        groups: those that the work communicates over by now.
-        store: what all processes of the job see; `key` in it says that one has failed.
+        groups: returns the groups that the work communicates over by now.
+        store: the job's store, shared by all processes; `key` is set in it once one has failed.
         timeout_s: seconds until the work has waited too long.
     """
 
@@ -236,7 +235,7 @@ class Watch:
 
 @contextmanager
 def _at_once(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Inside, aborts over NCCL are begun and not waited for: each would wait for kernels that another one wakes."""
+    """Abort NCCL groups inside together: a single abort would wait for kernels that another abort wakes."""
     # As torch's own abort of all groups does it: https://github.com/pytorch/pytorch/issues/119797
     backend: Any = groups[0]._get_backend(torch.device("cuda")) if groups else None
     if not hasattr(backend, "_group_start"):
@@ -254,12 +253,12 @@ def _groups() -> list[dist.ProcessGroup]:
 
 
 def described(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    """The class of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def forget_compiled() -> None:
-    """Drop what was compiled for candidates that are gone, so that it does not count against later ones."""
+    """Drop code that was compiled for earlier candidates, so that it does not count towards limits of later ones."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

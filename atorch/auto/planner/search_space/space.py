@@ -1,8 +1,8 @@
-"""The tree of legal compositions of methods for a model and a machine, with what the user excludes, includes or fixes.
+"""The tree of legal compositions of methods for a model and a machine, within the user's excluded and fixed methods.
 
-One level a method, in the order in which methods apply: a composition takes one of its choices or goes without. A path
-from the root is a strategy, and folds its cost on the way, so that what strategies begin with in common is folded once.
-Branches in which nothing legal is left end early; what is legal is said by the methods and their `agreement`.
+Every method has a level, in the order in which methods apply: a composition has one of its choices or none. A path from
+the root is a strategy and accumulates its cost, so the common beginning of strategies is computed once. A branch ends
+when nothing legal is left; the methods and `mesh_constraints` decide on that.
 """
 
 from __future__ import annotations
@@ -17,79 +17,80 @@ from pydantic import ValidationError
 
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.opt_lib.shared.mesh_constraints import disagreement, incomplete
+from atorch.auto.planner.search_space.method_names import check_fixed, check_names_in, less_exact, names_in, others
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
-from atorch.errors import CapabilityError, StrategyError, shown
+from atorch.errors import CapabilityError, StrategyError
 
 MESH = "parallel_mode"  # the slot that several processes need
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A method in one setting, with what the tree asks of it at every node."""
+    """A method in one setting, with its properties that every node uses."""
 
     method: Method
     splits: frozenset[str]
     needs: frozenset[str]  # names of methods that it completes
-    is_given: bool = False  # by the user, who is trusted to know that it fits
+    is_given: bool = False  # given by the user; without `Space.is_checked` it is not checked
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Choices of one method, or of a slot that is closed."""
+    """Choices of one method."""
 
     kind: type[Method]
     choices: tuple[Choice, ...]
-    is_needed: bool = False  # whether no composition goes without it
+    is_needed: bool = False  # True if every composition has one of the choices
 
     @property
     def options(self) -> tuple[Choice | None, ...]:
-        """The choices, and None to go without where that may be."""
+        """The choices, and None (no method) unless one is needed."""
         return self.choices if self.is_needed else (*self.choices, None)
 
 
 Only = Mapping[int, Collection[Choice | None]]
-"""Depth of a level → those of its choices that are taken, None to go without; at other depths all."""
+"""Depth of a level → the choices to consider, None for no method; at other depths all are considered."""
 
 
 class SearchNode(NamedTuple):
-    """A composition so far: its methods in order, and what they make of the cost."""
+    """A partial composition: its methods in order, and the cost with them."""
 
     depth: int
     methods: tuple[Method, ...]
     cost: Cost
     slots: frozenset[str] = frozenset()
     large: frozenset[str] = frozenset()  # axes of the mesh with several processes
-    split: frozenset[str] = frozenset()  # of those, the ones that a method splits over
-    lacks: frozenset[str] = frozenset()  # names of methods that others complete, and that are not there yet
+    split: frozenset[str] = frozenset()  # axes that a method splits over
+    lacks: frozenset[str] = frozenset()  # names of methods that others need and that are still missing
 
 
 @dataclass(frozen=True)
 class Space:
-    """The tree's levels, and the methods that this machine cannot run, with the reason."""
+    """The tree's levels, and the methods that this machine cannot run, with the reasons."""
 
     levels: tuple[Level, ...]
     world_size: int = 1
     unmet: tuple[tuple[Method, str], ...] = ()
-    is_checked: bool = True  # off for a strategy that is kept as the user gave it
-    refused: Counter[str] = field(default_factory=Counter, compare=False)  # why branches ended, as far as they were met
+    is_checked: bool = True  # False for a strategy that is kept as the user gave it
+    refused: Counter[str] = field(default_factory=Counter, compare=False)  # reasons why visited branches ended
 
     def __post_init__(self) -> None:
-        # Of compositions with the same estimate the first that is met counts, in whatever order methods list choices.
-        levels = (replace(each, choices=tuple(sorted(each.choices, key=_text))) for each in self.levels)
+        # The first of equally estimated compositions wins, so the order must not depend on the methods' lists.
+        levels = (replace(level, choices=tuple(sorted(level.choices, key=_text))) for level in self.levels)
         object.__setattr__(self, "levels", tuple(levels))
 
     @cached_property
     def _coming(self) -> Sequence[tuple[frozenset[str], frozenset[str]]]:
-        """Depth → names of the methods that may yet come, and the axes that they may split over."""
+        """Depth → names of the methods of later levels, and the axes that they may split over."""
         rests = [self.levels[depth:] for depth in range(len(self.levels) + 1)]
         return [(frozenset(level.kind.name for level in rest), _split_by(*rest)) for rest in rests]
 
     @cached_property
     def _settled(self) -> int:
-        """The depth from which on no method is party to the agreement."""
+        """The first depth from which no method affects the match of methods and mesh."""
         parties = (
             level.kind.slot in (DATA_PARALLEL, MESH) or any(choice.splits or choice.needs for choice in level.choices)
             for level in self.levels
@@ -100,11 +101,11 @@ class Space:
         return SearchNode(0, (), cost)
 
     def leaves(self, node: SearchNode, only: Only | None = None) -> Iterator[SearchNode]:
-        """All whole compositions below a node, or of these `only` some."""
+        """All complete compositions below a node, limited to `only`."""
         return self.descend(node, len(self.levels), only)
 
     def descend(self, node: SearchNode, depth: int, only: Only | None = None) -> Iterator[SearchNode]:
-        """All compositions below a node that are decided down to `depth`."""
+        """All partial compositions below a node at `depth`, limited to `only`."""
         if node.depth == depth:
             yield node
             return
@@ -112,16 +113,16 @@ class Space:
             yield from self.descend(child, depth, only)
 
     def follow(self, methods: Sequence[Method], cost: Cost) -> SearchNode | None:
-        """The composition of exactly these methods, or None where it is not legal."""
+        """The composition of exactly these methods, or None if it is not legal."""
         node = self.root(cost)
         for level in self.levels:
-            wanted = next((each for each in methods if type(each) is level.kind), None)
+            wanted = next((method for method in methods if type(method) is level.kind), None)
             if wanted is None:
                 following: SearchNode | None = self._without(node, level)
             elif level.kind.slot in node.slots:
                 following = None
             else:
-                choice = next((each for each in level.choices if each.method == wanted), _choice(wanted))
+                choice = next((option for option in level.choices if option.method == wanted), _choice(wanted))
                 following = self._taken(node, level, choice)
             if following is None or not self._is_open(following):
                 return None
@@ -129,7 +130,7 @@ class Space:
         return node
 
     def children(self, node: SearchNode, only: Only | None = None) -> Iterator[SearchNode]:
-        """The children of a node at the next level: with each of its choices, and without; or of these `only` some."""
+        """The legal children of a node: with each choice of the next level, and without one; limited to `only`."""
         level = self.levels[node.depth]
         among = level.options if only is None else only.get(node.depth, level.options)
         for choice in among if level.kind.slot not in node.slots else (None,) if None in among else ():
@@ -143,7 +144,7 @@ class Space:
         return SearchNode(node.depth + 1, node.methods, node.cost, node.slots, node.large, node.split, node.lacks)
 
     def _taken(self, node: SearchNode, level: Level, choice: Choice) -> SearchNode | None:
-        """The node with a choice, or None where it has nothing to do or cannot be."""
+        """The child with a choice, or None if the choice has no effect or is not legal."""
         kind, cost = level.kind, node.cost
         if self.is_checked:
             if kind.slot == DATA_PARALLEL:
@@ -163,12 +164,12 @@ class Space:
         split = node.split | choice.splits if choice.splits else node.split
         lacks = node.lacks
         if choice.needs or lacks:
-            lacks = (lacks | choice.needs).difference((kind.name,), (each.name for each in node.methods))
+            lacks = (lacks | choice.needs).difference((kind.name,), (method.name for method in node.methods))
         methods = (*node.methods, choice.method)
         return SearchNode(node.depth + 1, methods, folded, node.slots | {kind.slot}, large, split, lacks)
 
     def _is_open(self, node: SearchNode) -> bool:
-        """True if something legal may be below."""
+        """True if a complete composition below may be legal."""
         if not self.is_checked:
             return True
         names, axes = self._coming[node.depth]
@@ -196,23 +197,22 @@ def compositions(
     fixed: Strategy | None = None,
     precision: Exactness = EXACTNESS[-1],
 ) -> Space:
-    """The space to try on devices: of methods that can be applied.
+    """The space of compositions to try on the job's own devices.
 
     Args:
         excluded: methods that no composition has.
         included: methods that every composition has, in any of their settings.
         fixed: every composition has exactly these methods, with the knobs that were set; knobs left unset vary.
-        precision: the least exact numbers that methods may train in which are neither included nor fixed.
+        precision: the least exact numbers for methods that are neither included nor fixed.
 
     Raises:
         CapabilityError: an included method cannot be applied yet.
-        StrategyError: an unknown name, one that is both excluded and included, two included ones of one slot, or an
-            included one that this machine cannot run.
+        StrategyError: an unknown or contradictory name, or an included method that this machine cannot run.
     """
     barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
     if fixed is not None:
-        _check_fixed(fixed, barred, needed)
-        levels = tuple(_fixed_level(each, profile, cluster) for each in fixed)
+        check_fixed(fixed, barred, needed)
+        levels = tuple(_fixed_level(method, profile, cluster) for method in fixed)
         return Space(levels, cluster.world_size, is_checked=False)
     left_out = (name for name in less_exact(precision) if name not in needed)
     space = _space(profile, cluster, (*barred, *left_out), needed, ())
@@ -233,28 +233,42 @@ def plannable(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
+    extend: Strategy | None = None,
     precision: Exactness = EXACTNESS[-1],
     host_memory: bool = True,
 ) -> Space:
-    """The space to plan for a cluster.
+    """The space of compositions to plan for a cluster.
 
     Args:
         excluded, included: as for `compositions`.
-        fixed: methods that every composition has with the knobs that were set; knobs left unset vary, and so does what
-            is beside them.
+        fixed: the methods that every composition has, and no others; knobs left unset vary. Several processes get a
+            mesh where it has none, and ddp where it has no data-parallel method.
+        extend: methods that every composition has, among others; knobs left unset vary.
         precision: as for `compositions`.
-        host_memory: whether methods that keep something in host memory may be used that are neither included nor fixed.
+        host_memory: allow methods that use host memory; those that are included or fixed are always allowed.
 
     Raises:
         StrategyError: as `compositions`.
     """
     barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
-    given = () if fixed is None else fixed.methods
-    for each in given:
-        if each.name in barred:
-            raise StrategyError(f"{each.name} is both excluded and fixed; leave it out of one of them")
-    chosen = {*needed, *(each.name for each in given)}
+    if fixed is not None and extend is not None:
+        raise StrategyError(
+            "fixed and extend are both given; fixed is for exactly its methods, extend for more. Give one"
+        )
+    for name in needed:
+        if fixed is not None and name not in fixed.names():
+            raise StrategyError(
+                f"{name} is included, but fixed means exactly its methods; add {name} to it, or use extend"
+            )
+    strategy = fixed if extend is None else extend
+    given = () if strategy is None else strategy.methods
+    for method in given:
+        if method.name in barred:
+            raise StrategyError(f"{method.name} is both excluded and fixed; leave it out of one of them")
+    chosen = {*needed, *(method.name for method in given)}
     barred = (*barred, *(name for name in less_exact(precision) if name not in chosen))
+    if fixed is not None:
+        barred = (*barred, *others(fixed))
     if not host_memory:
         barred = (*barred, *(name for name in METHODS if METHODS[name].keeps_on_host and name not in chosen))
     return _space(profile, cluster, barred, needed, given)
@@ -263,14 +277,14 @@ def plannable(
 def _space(
     profile: ModelProfile, cluster: ClusterSpec, barred: Sequence[str], needed: Sequence[str], given: Sequence[Method]
 ) -> Space:
-    _checknames_in(barred, needed)
-    held = {each.slot: each.name for each in given}
+    check_names_in(barred, needed)
+    held = {method.slot: method.name for method in given}
     for name in needed:
         other = held.setdefault(METHODS[name].slot, name)
         if other != name:
             raise StrategyError(f"{other} is fixed and {name} included, but they exclude each other; give one of them")
     unmet: list[tuple[Method, str]] = []
-    levels = [_fixed_level(each, profile, cluster) for each in given]
+    levels = [_fixed_level(method, profile, cluster) for method in given]
     for name in METHODS:
         kind = METHODS[name]
         if name in barred or kind in map(type, given) or held.get(kind.slot, name) != name:
@@ -290,7 +304,7 @@ def _level(
     *,
     is_needed: bool,
 ) -> Level | None:
-    """A kind's choices that the machine can run; the others go to `unmet`. None where there is no choice."""
+    """The level of a kind's choices that the machine can run; adds the others to `unmet`. None if there are none."""
     choices = list(kind.choices(profile, cluster))
     if is_needed and not choices:
         choices = [kind.of()]
@@ -307,13 +321,14 @@ def _level(
 
 
 def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> Level:
-    """The given method, and its kind's choices with the knobs that were given."""
+    """The level of the given method, and of its kind's choices with the given knobs."""
     variants: list[Method] = [given]
     for choice in type(given).choices(profile, cluster):
         variant = _with_knobs_of(given, choice)
         if variant is not None and variant not in variants and _why_not(variant, cluster) is None:
             variants.append(variant)
-    return Level(type(given), tuple(_choice(each, is_given=each is given) for each in variants), is_needed=True)
+    choices = tuple(_choice(variant, is_given=variant is given) for variant in variants)
+    return Level(type(given), choices, is_needed=True)
 
 
 def _split_by(*levels: Level) -> frozenset[str]:
@@ -329,56 +344,12 @@ def _choice(method: Method, *, is_given: bool = False) -> Choice:
 
 
 def _with_knobs_of(given: Method, choice: Method) -> Method | None:
-    """The choice under the knobs that were set; None where it contradicts them, as a count does a set size."""
-    knobs = {knob: getattr(each, knob) for each in (choice, given) for knob in each.model_fields_set}
+    """The choice with the given knobs; None if it contradicts them."""
+    knobs = {knob: getattr(source, knob) for source in (choice, given) for knob in source.model_fields_set}
     try:
         return type(given)(**knobs)
     except ValidationError:
         return None
-
-
-def less_exact(precision: Exactness) -> tuple[str, ...]:
-    """Names of the methods that train in less exact numbers."""
-    allowed = EXACTNESS.index(precision)
-    return tuple(name for name in METHODS if EXACTNESS.index(METHODS[name].exactness) > allowed)
-
-
-def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
-    """The methods that an argument names; raises StrategyError for a text, and for a name that there is not."""
-    if isinstance(given, str):
-        raise StrategyError(f"{argument} is {given!r}; give a list of method names, [{given!r}]")
-    if given is not None and not isinstance(given, Iterable):
-        raise StrategyError(f"{argument} is {shown(given)}; give a list of method names, as ['fsdp']")
-    names = tuple(given or ())
-    for name in names:
-        if not isinstance(name, str):
-            raise StrategyError(
-                f"{argument} has {shown(name)}; it has names of methods alone, as ['fsdp']. A method with its settings "
-                "goes into load_strategy, where finetune_strategy=True searches the settings that are left"
-            )
-        METHODS[name]
-    return names
-
-
-def _checknames_in(barred: Sequence[str], needed: Sequence[str]) -> None:
-    both = sorted(set(barred) & set(needed))
-    if both:
-        raise StrategyError(f"{both[0]} is both excluded and included; leave it out of one of them")
-    slots: dict[str, str] = {}
-    for name in dict.fromkeys(needed):
-        slot = METHODS[name].slot
-        if slot in slots:
-            raise StrategyError(f"{slots[slot]} and {name} are both included, but exclude each other; include one")
-        slots[slot] = name
-
-
-def _check_fixed(fixed: Strategy, barred: Sequence[str], needed: Sequence[str]) -> None:
-    for name in barred:
-        if name in fixed.names():
-            raise StrategyError(f"{name} is excluded, but the strategy to be tuned has it; leave it out of one of them")
-    for name in needed:
-        if name not in fixed.names():
-            raise StrategyError(f"{name} is included, but tuning a strategy keeps its methods; add {name} to it")
 
 
 def _why_not(choice: Method, cluster: ClusterSpec) -> str | None:

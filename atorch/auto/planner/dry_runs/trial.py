@@ -1,7 +1,7 @@
-"""A strategy on trial: applied to a candidate and stepped on all ranks, together, whatever goes wrong on any of them.
+"""A trial: a strategy applied to a copy of the model and stepped on all ranks together, with failures on any rank.
 
-Every phase is guarded (`guard`): a candidate that fails on one rank is given up on all. Nothing is interrupted: where
-time is over is seen between phases.
+Every phase is guarded (`fault_barrier`): a candidate that fails on one rank is rejected on all. Nothing is interrupted;
+the time limit is checked between phases.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.planner.dry_run.fault_barrier import Coordinator, FaultBarrier
-from atorch.auto.planner.dry_run.trial_context import Feed, candidate
+from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, FaultBarrier
+from atorch.auto.planner.dry_runs.trial_context import Feed, candidate
 from atorch.auto.strategy import Strategy
 from atorch.auto.verification import cannot_evaluate, check
 from atorch.distributed.mesh import BATCH_AXES
@@ -45,7 +45,7 @@ class Trial:
         self._result: AccelerateResult | None = None
         self._batches: Iterator[Any] = iter(())
         self._memory = PeakMemory(self._device)
-        self.is_overdue = False  # whether it was given up as it took longer than `limit_s`
+        self.is_overdue = False  # True if the trial ended because it took longer than `limit_s`
         self._limit_s = limit_s
         self._guard = FaultBarrier(ctx.world, crew, self._let_go, timeout_s=timeout_s)
 
@@ -60,7 +60,7 @@ class Trial:
         return self._guard.elapsed_s
 
     def start(self) -> bool:
-        """Apply, build, hold the first pass to plain training's, and take a step; whether all ranks could."""
+        """Apply, build, verify the first pass, and take a step; returns True if all ranks succeeded."""
         for phase in (self._guard.connect, self._build, self._check):
             if self._guard.together(phase) is None:
                 return False
@@ -72,12 +72,12 @@ class Trial:
         return seconds is not None
 
     def step(self) -> float | None:
-        """Seconds of one step on the slowest rank; None where a rank failed."""
+        """Seconds of one step on the slowest rank; None if a rank failed."""
         seconds = self._guard.together(self._timed_step)
         return None if seconds is None else max(seconds)
 
     def peak_bytes(self) -> float | None:
-        """The peak, after one more step, on the rank that holds most; None where a rank failed."""
+        """The highest peak of all ranks in one more step; None if a rank failed."""
 
         def watched() -> float:
             with self._memory.watching():
@@ -89,11 +89,10 @@ class Trial:
 
     @property
     def memory_kind(self) -> str:
-        """The kind of measurement of peak bytes on this device."""
         return self._memory.kind
 
     def close(self) -> None:
-        """Let go of everything: the copy, its optimizer, and the groups they communicate over."""
+        """Drop the copy and its optimizer, and close their groups."""
         self._guard.close()
 
     def _let_go(self) -> None:
@@ -106,7 +105,7 @@ class Trial:
         self._batches = itertools.cycle(self._feed.batches(*place))
 
     def _check(self) -> bool:
-        """Check that it computes what plain training does, and that the model can still be evaluated."""
+        """Check that the first pass equals plain training's, and that the model can still be evaluated."""
         expected = self._base.plain_pass
         if expected is not None:
             assert self._applied is not None, "built"

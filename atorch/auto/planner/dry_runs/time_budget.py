@@ -1,4 +1,4 @@
-"""The time that a search may take, by rank 0's clock."""
+"""The time limit of a search, by rank 0's clock."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-KEPT = 0.05  # of a limit, for what must be tidied up at its end and cannot be known
-DEFAULT_S = 90.0  # where the user says nothing
-DEFAULT_STEPS, DEFAULT_STARTS = 60, 16  # of what is chosen, and that compile nothing, where these take longer
+KEPT = 0.05  # share of a limit for cleaning up at its end
+DEFAULT_S = 90.0  # default limit
+DEFAULT_STEPS, DEFAULT_STARTS = 60, 16  # steps of the choice, and starts without compiler, if these take longer
 
 
 @dataclass
 class TimeBudget:
-    """Seconds since a search began, and those left of its limit; None is the default, which grows with steps."""
+    """Seconds since a search began, and those left of its limit; None: the default, which grows with the step time."""
 
     limit: float | None = None
     now: Callable[[], float] = time.monotonic
@@ -35,9 +35,9 @@ class TimeBudget:
 
     @property
     def left(self) -> float:
-        """Of the limit, less what is kept for the end; negative where it is over."""
+        """Seconds left of the limit, less the share for the end; negative if it is over."""
         return self.whole - self.seconds
 
     def expects(self, step_s: float, start_s: float) -> None:
-        """A step of what is chosen, and a start that compiles nothing, take so long."""
+        """Set the expected seconds of the choice's step, and of a start without compiler, for the default limit."""
         self._default = max(DEFAULT_S, DEFAULT_STEPS * step_s, DEFAULT_STARTS * start_s)

@@ -1,4 +1,4 @@
-"""Dry runs: which to do, and what is chosen by what they found."""
+"""Selects and runs dry runs, and chooses a composition by their measurements."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from atorch.auto.planner.dry_run.calibration import Observation, Past
-from atorch.auto.planner.dry_run.fault_barrier import Coordinator
-from atorch.auto.planner.dry_run.paired_benchmark import (
+from atorch.auto.planner.dry_runs.calibration import Observation, Past
+from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
+from atorch.auto.planner.dry_runs.paired_benchmark import (
     MIN_TURNS,
     SURE,
     TIE,
@@ -21,11 +21,11 @@ from atorch.auto.planner.dry_run.paired_benchmark import (
     num_turns,
     seconds_needed,
 )
-from atorch.auto.planner.dry_run.start_times import FIRST_STEPS, Starts
-from atorch.auto.planner.dry_run.step_timing import CompositionRunner, Failure, OnTrial, failure_of, measure
-from atorch.auto.planner.dry_run.surrogate_model import Surrogate, tokens_of
-from atorch.auto.planner.dry_run.time_budget import TimeBudget
-from atorch.auto.planner.dry_run.trial_order import simplest
+from atorch.auto.planner.dry_runs.start_times import FIRST_STEPS, Starts
+from atorch.auto.planner.dry_runs.step_timing import CompositionRunner, Failure, OnTrial, failure_of, measure
+from atorch.auto.planner.dry_runs.surrogate_model import Surrogate, tokens_of
+from atorch.auto.planner.dry_runs.time_budget import TimeBudget
+from atorch.auto.planner.dry_runs.trial_order import simplest
 from atorch.auto.planner.estimate.score import Scored, usable_bytes
 from atorch.auto.planner.plan import Measurement, Rejected, Why
 from atorch.auto.strategy import Strategy
@@ -33,16 +33,16 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.units import format_seconds
 
 MAX_RUNS = 16
-MIN_GAIN = 0.002  # of a step: what is not expected to gain this much is not run
-STEPS, LEAST = 5, 2  # of a dry run once it started, about and at least
-TRAINING_S = 1200.0  # how long training lasts at least, and at least an epoch: what pays for runs
-TRAINING_LIMITS = 30.0  # and at least so many times the limit that the user gives to the search
-PATIENCE, DEAR = 12, 1.0  # after so many failures of all, one more costs as much as training: surer ones are next
+MIN_GAIN = 0.002  # share of a step: candidates with less expected gain are not run
+STEPS, LEAST = 5, 2  # steps of a dry run after its start, typically and at least
+TRAINING_S = 1200.0  # assumed length of training, at least an epoch; trials must pay off within it
+TRAINING_LIMITS = 30.0  # and at least this many times the user's time limit of the search
+PATIENCE, FAILURE_CHARGE = 12, 1.0  # after so many failures without success, a start is charged so many trainings
 MAX_CONTENDERS = 4
-NEAR: Mapping[str, float] = {"cpu": 0.35}  # of a step: what came this close to the best is compared with it
-QUIET = 0.03  # the same where machines are less noisy
-SAVING = ("checkpoint", "chunk", "cross_entropy", "micro_batch", "offload")  # memory, for time
-ROOM = 0.8  # of a device's usable memory: what needs no more fits with room
+NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
+QUIET = 0.03  # the same for less noisy devices
+SAVING = ("checkpoint", "chunk", "cross_entropy", "micro_batch", "offload")  # methods that trade time for memory
+ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
 
 
 @dataclass(frozen=True)
@@ -50,34 +50,34 @@ class Progress:
     done: int
     total: int  # at most
     strategy: str
-    step_s: float | None  # None where it failed
+    step_s: float | None  # None if it failed
     best_s: float | None
     left_s: float  # expected
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchJob:
-    """The subject of a search, alike on all ranks."""
+    """The inputs of a search, equal on all ranks."""
 
     cluster: ClusterSpec
     crew: Coordinator
     candidates: Sequence[Scored]  # the fastest by estimate first
     clock: TimeBudget
     starts: Starts
-    epoch: Callable[[], int | None] = lambda: None  # its steps, once they are known
-    given: Strategy | None = None  # whose knobs are searched
+    epoch: Callable[[], int | None] = lambda: None  # number of steps in an epoch, once known
+    given: Strategy | None = None  # the strategy whose knobs are searched
     past: Past = Past()
 
 
 @dataclass
 class DryRunLoop:
-    """Runs candidates on all ranks. Every rank holds the same state; rank 0's clock and choices count."""
+    """Runs candidates on all ranks. Every rank has the same state; rank 0's clock and choices are broadcast."""
 
     job: SearchJob
     progress: Callable[[Progress], None] | None = None  # on rank 0
     measured: dict[int, Measurement] = field(default_factory=dict)
     failures: dict[int, Rejected] = field(default_factory=dict)
-    verdicts: dict[int, Verdict] = field(default_factory=dict)  # of those that were measured in turns, on the first
+    verdicts: dict[int, Verdict] = field(default_factory=dict)  # of candidates measured in turns, against the first
     num_runs: int = 0
     _starts_seen: dict[int, tuple[str, float]] = field(default_factory=dict)
 
@@ -86,12 +86,14 @@ class DryRunLoop:
         self._candidates, self._clock, self._crew = job.candidates, job.clock, job.crew
         device = job.cluster.device
         self._guide = Surrogate(job.candidates, job.past, device.type, device.memory_bytes)
-        self.baseline = simplest(job.candidates, job.given)[0]  # what a careful user would have written
-        self._kinds = [job.starts.kind(each.strategy) for each in job.candidates]
-        self._saves = np.array([any(name in SAVING for name in each.strategy.names()) for each in job.candidates])
+        self.baseline = simplest(job.candidates, job.given)[0]
+        self._kinds = [job.starts.kind(candidate.strategy) for candidate in job.candidates]
+        self._saves = np.array(
+            [any(name in SAVING for name in candidate.strategy.names()) for candidate in job.candidates]
+        )
 
     def explore(self, runs: CompositionRunner) -> None:
-        """Run what is worth most, until nothing is worth its time, or time is up; then compare what came near."""
+        """Run the most valuable candidates until none is worth its time or time is up; then compare the best."""
         while self.num_runs < MAX_RUNS:
             index = self._crew.hear(self.next_run())
             if index is None:
@@ -104,7 +106,7 @@ class DryRunLoop:
         self._compare(runs)
 
     def next_run(self) -> int | None:
-        """The run that is worth most, in seconds that it saves in training less those that it takes; None for none."""
+        """The run with the largest net saving: expected seconds saved in training less those of the run; else None."""
         if len(self.failures) == len(self._candidates):
             return None
         choice, training_s = self.choice(), self._training_s()
@@ -112,7 +114,7 @@ class DryRunLoop:
         self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
         in_time = starts_s + LEAST * steps_s <= self._clock.left
         if choice not in self.measured and in_time[choice]:
-            return choice  # what others are held to; its start is needed anyway
+            return choice  # others are compared with it, and its start is needed anyway
         again = self._starts_s(["warm" if kind == "compile" else kind for kind in self._kinds])
         gains = self._guide.gains(choice, again / training_s)
         saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - starts_s - STEPS * steps_s, 0.0)
@@ -122,13 +124,13 @@ class DryRunLoop:
         return None
 
     def _training_s(self) -> float:
-        """Seconds of training that are ahead."""
+        """The assumed seconds of training after the search."""
         limit = self._clock.limit or 0.0
         epoch_s = math.exp(self._guide.predictions()[0][self._alive()].min()) * (self.job.epoch() or 0)
         return max(TRAINING_S, epoch_s, 0.0 if math.isinf(limit) else TRAINING_LIMITS * limit)
 
     def _starts_s(self, kinds: Sequence[str]) -> npt.NDArray[np.float64]:
-        """Seconds until first steps are done, as far as is known."""
+        """Expected seconds to the end of every candidate's first step."""
         seconds = {kind: self.job.starts.of_kind(kind) for kind in set(kinds)}
         return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions()[0])
 
@@ -138,11 +140,11 @@ class DryRunLoop:
         return alive
 
     def _taken(self) -> npt.NDArray[np.bool_]:
-        """Candidates to run and choose: of what saves memory, where others fit with room, only the faster ones."""
+        """Candidates to run and choose from; those that save memory only if faster than ones that fit comfortably."""
         taken = self._alive()
         limit = ROOM * usable_bytes(self.job.cluster)
-        held = np.array([each.estimate.needed_bytes for each in self._candidates])
-        roomy = np.flatnonzero(taken & ~self._saves & (held <= limit) & (self._guide.runs() > 0.5))
+        needed = np.array([candidate.estimate.needed_bytes for candidate in self._candidates])
+        roomy = np.flatnonzero(taken & ~self._saves & (needed <= limit) & (self._guide.runs() > 0.5))
         if len(roomy):
             mean, _ = self._guide.predictions()
             ran = np.isin(np.arange(len(taken)), list(self.measured))
@@ -150,60 +152,60 @@ class DryRunLoop:
         return taken
 
     def choice(self) -> int:
-        """The candidate of the least expected cost, start and steps; of those as good, the simplest."""
+        """The candidate of the least expected cost of start and steps; the simplest of ties."""
         taken = self._taken()
-        failed = 0 if self.measured else sum(each.why == "failed" for each in self.failures.values())
-        charge = self._starts_s(self._kinds) / self._training_s() + (failed >= PATIENCE) * DEAR
+        failed = 0 if self.measured else sum(failure.why == "failed" for failure in self.failures.values())
+        charge = self._starts_s(self._kinds) / self._training_s() + (failed >= PATIENCE) * FAILURE_CHARGE
         expected = np.where(taken, self._guide.expected(charge), np.inf)
         best = int(expected.argmin())
         if best not in self.measured:
             margin = np.full(len(taken), TIE)
-            # Where something that ran is faster than plain training is expected to be, that is what to fall back on.
+            # The baseline is the fallback, unless a candidate that ran is faster than the baseline's expected time.
             if all(expected[self.baseline] < expected[index] for index in self.measured):
                 margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
-            tied = np.flatnonzero(expected <= expected[best] + margin).tolist()
+            ties = np.flatnonzero(expected <= expected[best] + margin).tolist()
         else:
-            tied = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
-        return min(tied, key=lambda i: (i != self.baseline, len(self._candidates[i].strategy), expected[i]))
+            ties = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
+        return min(ties, key=lambda i: (i != self.baseline, len(self._candidates[i].strategy), expected[i]))
 
     def _margin(self, best: int, index: int) -> float:
-        """Of logarithms: how much slower than the best a measurement may be that cannot be told from it."""
-        both = best in self.verdicts and index in self.verdicts
-        noise = self.verdicts[best].noise if both else math.sqrt(2) * self._guide.prior.noise
+        """The difference of logarithms up to which a measurement is a tie with the best."""
+        are_compared = best in self.verdicts and index in self.verdicts
+        noise = self.verdicts[best].noise if are_compared else math.sqrt(2) * self._guide.prior.noise
         return TIE + SURE * noise if index == self.baseline else max(TIE, noise)
 
     def step_s(self, index: int, deviations: float = 0.0) -> float:
-        """Seconds of a composition's step: measured, or as expected, so many standard deviations above."""
+        """Seconds of a composition's step: measured, or expected plus a number of standard deviations."""
         mean, deviation = self._guide.predictions()
-        known = self.measured.get(index)
-        return math.exp(mean[index] + deviations * deviation[index]) if known is None else known.step_s
+        measured = self.measured.get(index)
+        return math.exp(mean[index] + deviations * deviation[index]) if measured is None else measured.step_s
 
     def observations(self, search: str) -> list[Observation]:
-        found = []
-        for index, each in self.measured.items():
+        observations = []
+        for index, measurement in self.measured.items():
             kind, ratio = self._starts_seen[index]
-            found.append(
+            observations.append(
                 Observation(
                     job=self.job.past.job,
                     search=search,
                     methods=tokens_of(self._candidates[index].strategy),
                     estimate_s=max(self._candidates[index].estimate.step_s, 1e-12),
-                    step_s=each.step_s,
+                    step_s=measurement.step_s,
                     start_kind=kind,
                     start_ratio=ratio,
                 )
             )
-        return found
+        return observations
 
     def why_not(self, index: int, chosen: int) -> Rejected:
-        """Why a composition that fits was not taken; what it takes is told as a share of what the chosen one takes."""
+        """The reason against a composition that fits, with its time relative to the chosen one's."""
         candidate, measured = self._candidates[index], self.measured.get(index)
         chosen_s = self.step_s(chosen)
         ratio = self.step_s(index) / chosen_s
         if measured is not None:
             tied = "" if ratio > 1 + TIE else ", and no simpler" if ratio > 1 - TIE else ", not surely faster"
             return rejected(candidate, "slower", told(ratio) + tied, measured)
-        # The estimate as corrected by what was measured, so that it can be compared with the chosen one's time.
+        # The estimate, corrected by measurements so that it can be compared with the chosen one's time.
         corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
         return rejected(corrected, "not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
 
@@ -218,7 +220,7 @@ class DryRunLoop:
         return f", but not surely enough for its start of about {format_seconds(start_s)}"
 
     def _run(self, runs: CompositionRunner, index: int) -> None:
-        """One dry run, on all ranks; what it found goes to `measured` or `failures`."""
+        """Run one dry run on all ranks; the result goes to `measured` or `failures`."""
         strategy, share_s = self._candidates[index].strategy, float(self._crew.hear(self._clock.left))
         trial = runs.trial(strategy, share_s)
         self.num_runs += 1
@@ -237,14 +239,14 @@ class DryRunLoop:
             self.progress(Progress(self.num_runs, MAX_RUNS, str(strategy), step_s, self._best_s(), left_s))
 
     def reject(self, index: int, failure: Failure) -> None:
-        """Something does not run, or was refused or given up."""
+        """Record that a candidate does not run, or was refused or given up."""
         self.measured.pop(index, None)
         self.failures[index] = rejected(self._candidates[index], failure.why, failure.reason)
         if failure.why == "failed":
             self._guide.tell_failed(index, of_memory="memory" in failure.reason.lower())
 
     def _compare(self, runs: CompositionRunner) -> None:
-        """Measure in turns what came near the choice, where telling them apart is worth the time that it takes."""
+        """Measure the candidates near the choice in turns, if the comparison is worth its time."""
         finalists = self._crew.hear(self._finalists())
         if len(finalists) < 2:
             return
@@ -254,18 +256,18 @@ class DryRunLoop:
             return
         base_s = statistics.median(times[first])
         drift = base_s / self.measured[first].step_s
-        for index, each in self.measured.items():  # all as of the time of the comparison
-            self.measured[index] = replace(each, step_s=each.step_s * drift)
+        for index, measurement in self.measured.items():  # all as of the time of the comparison
+            self.measured[index] = replace(measurement, step_s=measurement.step_s * drift)
         for index in times:
             turns = min(len(times[index]), len(times[first]))
             if turns >= MIN_TURNS:
                 verdict = self.verdicts[index] = Verdict.of(times[index][:turns], times[first][:turns])
                 self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
-        for index, each in self.measured.items():
-            self._guide.tell(index, each.step_s)
+        for index, measurement in self.measured.items():
+            self._guide.tell(index, measurement.step_s)
 
     def _finalists(self) -> list[int]:
-        """The choice and what came near it, the baseline first, for which there is room and time, where that pays."""
+        """The choice and candidates near it, the baseline first, within memory and time; none if it does not pay."""
         if not self.measured or self.choice() not in self.measured:
             return []
         near_s = (self._best_s() or 0.0) * (1 + NEAR.get(self.job.cluster.device.type, QUIET))
@@ -277,11 +279,11 @@ class DryRunLoop:
             if self._held(index) <= room and self._compare_s([*chosen, index]) <= self._clock.left:
                 room -= self._held(index)
                 chosen.append(index)
-        gain = self._guide.prior.noise / math.sqrt(math.pi)  # by the better of two that could not be told apart
+        gain = self._guide.prior.noise / math.sqrt(math.pi)  # expected, from taking the better of two within noise
         return chosen if gain * self._training_s() >= self._compare_s(chosen) else []
 
     def _in_turns(self, runs: CompositionRunner, finalists: Sequence[int]) -> dict[int, list[float]]:
-        """Seconds of each by turn, all alive together."""
+        """Seconds of each finalist by turn; all trials are alive together."""
         trials: dict[int, OnTrial] = {}
 
         def failed(index: int) -> None:
@@ -309,10 +311,9 @@ class DryRunLoop:
         return max(self.measured[index].peak_bytes, self._candidates[index].estimate.peak_bytes)
 
     def _best_s(self) -> float | None:
-        return min((each.step_s for each in self.measured.values()), default=None)
+        return min((measurement.step_s for measurement in self.measured.values()), default=None)
 
     def _start_s(self, index: int) -> float:
-        """Seconds until its first step is done, as far as is known."""
         return float(self._starts_s(self._kinds)[index])
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as draw
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.tie_breaking import intricacy, least_intricacy, preferred
-from atorch.auto.planner.search.best_first import best_first
-from atorch.auto.planner.search.bounds import Bounds
-from atorch.auto.planner.search.space import plannable
+from atorch.auto.planner.search_space.best_first import best_first
+from atorch.auto.planner.search_space.bounds import Bounds
+from atorch.auto.planner.search_space.space import plannable
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import StepTimes, peak_memory, plain_cost, step_seconds

@@ -10,11 +10,11 @@ from hypothesis import strategies as draw
 
 from atorch.auto.planner.estimate.candidate_table import label
 from atorch.auto.planner.estimate.tie_breaking import preferred
-from atorch.auto.planner.search.best_first import best_first
-from atorch.auto.planner.search.feasible_count import num_legal
-from atorch.auto.planner.search.space import Space, plannable
+from atorch.auto.planner.search_space.best_first import best_first
+from atorch.auto.planner.search_space.feasible_count import num_legal
+from atorch.auto.planner.search_space.space import Space, plannable
 from atorch.cost import plain_cost
-from tests.auto.planner.search.test_best_first import jobs
+from tests.auto.planner.search_space.test_best_first import jobs
 
 
 def listed_otherwise(space: Space, chance: random.Random) -> Space:
