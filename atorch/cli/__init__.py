@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, cast
 
 import typer
 
@@ -31,8 +31,12 @@ app.add_typer(visualize.app, name="visualize")
 
 
 @app.callback(invoke_without_command=True)
-def _help_alone(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
+def _without_command(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False
+) -> None:
+    if version:
+        typer.echo(f"atorch {doctor.version('atorch')}")
+    elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 

@@ -51,7 +51,9 @@ def _config_and_class(path: Path) -> tuple[Any, Any]:
     try:
         import transformers
     except ImportError as error:
-        raise CapabilityError("a config needs transformers; install atorch[hf], or give the model's shape") from error
+        raise CapabilityError(
+            "a config needs transformers: pip install transformers, or give the model's shape"
+        ) from error
     data = _read(path)
     kind = data.pop("model_type", None)
     if kind is None:

@@ -45,7 +45,7 @@ def _environment() -> Iterator[tuple[str, str]]:
 
     from atorch.units import format_bytes
 
-    yield "atorch", _version("atorch")
+    yield "atorch", version("atorch")
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     backends = (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available), ("mpi", dist.is_mpi_available))
@@ -69,10 +69,10 @@ def _extras() -> Iterator[tuple[str, str, str]]:
     for extra in declared.get_all("Provides-Extra") or ():
         for requirement in requirements:
             if extra != "dev" and requirement.marker and requirement.marker.evaluate({"extra": extra}):
-                yield extra, requirement.name, _version(requirement.name)
+                yield extra, requirement.name, version(requirement.name)
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

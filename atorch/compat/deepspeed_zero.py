@@ -24,7 +24,7 @@ def need_deepspeed() -> None:
         import deepspeed  # noqa: F401
     except ImportError as error:
         raise CapabilityError(
-            "deepspeed is not installed; install atorch[deepspeed], or leave the backend to torch"
+            "deepspeed is not installed: pip install deepspeed, or leave the backend to torch"
         ) from error
 
 

@@ -25,7 +25,7 @@ def need_fairscale() -> None:
         import fairscale  # noqa: F401
     except ImportError as error:
         raise CapabilityError(
-            "fairscale is not installed; install atorch[fairscale], or leave the backend to torch"
+            "fairscale is not installed: pip install fairscale, or leave the backend to torch"
         ) from error
 
 

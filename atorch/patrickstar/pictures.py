@@ -74,7 +74,7 @@ def draw(profile: Profile, fig_type: FigType, memory_type: MemoryTier = "GPU") -
     try:
         import matplotlib  # noqa: F401  needed to draw the figures
     except ImportError as error:
-        raise CapabilityError("pictures of a profile need matplotlib; install atorch[plots]") from error
+        raise CapabilityError("pictures of a profile need matplotlib: pip install matplotlib") from error
     training = profile.from_first_phase()
     return _memory(training, memory_type) if fig_type == "memory" else _access(training)
 

@@ -49,5 +49,5 @@ def test_a_backend_that_is_not_installed_is_no(monkeypatch):
     for name in ("pipeline_parallel (deepspeed)", "zero1 (deepspeed)", "zero2 (deepspeed)"):
         assert backends[name] == (
             "no",
-            "deepspeed is not installed; install atorch[deepspeed], or leave the backend to torch",
+            "deepspeed is not installed: pip install deepspeed, or leave the backend to torch",
         )

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -15,6 +16,11 @@ def test_the_package_runs_as_the_command(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         runpy.run_module("atorch", run_name="__main__")
     assert "doktor" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"atorch {version('atorch')}\n"
 
 
 def test_help_alone(capsys):

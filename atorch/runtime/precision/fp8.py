@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -169,9 +169,15 @@ def choose_backend(
     return "torchao"
 
 
+_INSTALL: Mapping[str, str] = {
+    "transformer_engine": "pip install transformer-engine[pytorch]",
+    "torchao": "pip install torchao",
+}
+
+
 def _need(package: str, backend: str) -> None:
     if not _installed(package):
-        raise CapabilityError(f"fp8 by {backend} needs {package}, which is not installed; install atorch[fp8]")
+        raise CapabilityError(f"fp8 by {backend} needs {package}, which is not installed: {_INSTALL[package]}")
 
 
 def _installed(package: str) -> bool:
@@ -248,8 +254,8 @@ def _te_linear() -> Callable[[nn.Linear], nn.Module]:
         import transformer_engine.pytorch as te
     except ImportError as error:
         raise CapabilityError(
-            f"fp8 by te needs transformer-engine built for torch, and importing it failed ({error}); install "
-            'atorch[fp8], or use backend="torchao"'
+            f"fp8 by te needs transformer-engine built for torch, and importing it failed ({error}): "
+            f'{_INSTALL["transformer_engine"]}, or use backend="torchao"'
         ) from error
 
     def make(module: nn.Linear) -> nn.Module:
