@@ -18,12 +18,12 @@ from atorch.auto.arguments import CallOptions, Request
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.opt_lib.shared.defaults import NEEDING_VALUES, batch_place, complete, idle_axes, needs_values
+from atorch.auto.opt_lib.shared.defaults import batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.shared.optimizer_compatibility import tell_kernel
 from atorch.auto.opt_lib.shared.precision import tell_of_16_bits
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.rollback import attempt
-from atorch.auto.strategy import Strategy
+from atorch.auto.strategy import METHODS, Strategy
 from atorch.auto.verification import as_strategy_errors, cannot_evaluate, check
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
@@ -85,7 +85,9 @@ def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float)
     from atorch.auto.planner import search
     from atorch.auto.planner.dry_runs.time_budget import TimeBudget
 
-    excluded = call.excluded if ctx.initial is None else (*(call.excluded or ()), *NEEDING_VALUES)
+    excluded = call.excluded
+    if ctx.initial is not None:
+        excluded = (*(excluded or ()), *(name for name in METHODS if METHODS[name].needs_values))
     return search(
         ctx,
         excluded=excluded,

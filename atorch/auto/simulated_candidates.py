@@ -75,7 +75,7 @@ def simulated(
 def _why_not(subject: Subject, strategy: Strategy, allowance: Allowance) -> str | None:
     if subject.ctx is None:
         return "there is no model, only its shape"
-    if "chunk" in strategy.names():  # `simulate` gives a more specific reason
+    if any(method.simulated == "by itself" for method in strategy):  # `simulate` gives a more specific reason
         return None
     return allowance.why_not(subject.profile, strategy)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 from typing_extensions import Self
 
@@ -24,6 +25,8 @@ from atorch.runtime.precision.amp import ScaledOptimizer, autocast_forward, auto
 @method("amp_native", phase=Phase.PRECISION, slot="precision")
 class AmpNative(Precision):
     """Run forward and loss under autocast."""
+
+    acts_in_calls: ClassVar[bool] = True
 
     skip_if_nonfinite: bool = False
     """bf16: skip steps whose gradients are not finite, as fp16 always does."""

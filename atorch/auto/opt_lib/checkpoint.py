@@ -8,7 +8,7 @@ products and attention are kept, and only the rest is recomputed (Korthikanti et
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from torch import nn
@@ -30,6 +30,8 @@ from atorch.runtime.memory.recompute import checkpoint_wrapper
 @method("checkpoint", phase=Phase.RECOMPUTE)
 class Checkpoint(Method):
     """Recompute activations in the backward pass."""
+
+    saves_memory: ClassVar[bool] = True
 
     wrap_class: tuple[str, ...] | None = None
     """Classes or names of the modules to checkpoint; None for the model's repeated blocks, or its

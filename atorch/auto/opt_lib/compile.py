@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from typing_extensions import Self
@@ -16,7 +16,7 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
-from atorch.auto.strategy.method import Method, Phase, method
+from atorch.auto.strategy.method import Method, Phase, Simulation, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, Segment
 from atorch.model.structure import find_modules, module_names, repeated_blocks
@@ -25,6 +25,8 @@ from atorch.model.structure import find_modules, module_names, repeated_blocks
 @method("compile", phase=Phase.COMPILE)
 class Compile(Method):
     """Compile blocks of the model."""
+
+    simulated: ClassVar[Simulation] = "left out"
 
     wrap_class: tuple[str, ...] | None = None
     """Classes or names of the modules to compile; None for the repeated blocks, or the whole model if it has none."""

@@ -36,6 +36,7 @@ from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 class ContextParallel(Method):
     """Split sequences over the axis `context`, with attention around a ring."""
 
+    needs_values: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = True
 
     load_balance: bool = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 from torch import nn
@@ -35,6 +35,8 @@ WORTH = 0.02
 @method("cross_entropy", phase=Phase.RECOMPUTE)
 class CrossEntropy(Method):
     """Compute logits by chunks of tokens, when a loss is taken of them."""
+
+    saves_memory: ClassVar[bool] = True
 
     head: tuple[str, ...] | None = None
     """Names of the linear layers that give logits; None for the one with the most outputs outside of blocks."""

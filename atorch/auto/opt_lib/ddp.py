@@ -37,6 +37,10 @@ class Ddp(Method):
     bucket_cap_mb: int = Field(default=25, ge=1)
     """Size of the buckets that are reduced at once, in MiB."""
 
+    @property
+    def spans_blocks(self) -> bool:
+        return True  # its buckets do
+
     def cost(self, cost: Cost) -> Cost:
         """An all-reduce of the gradients by bucket, with only the last one exposed; a broadcast of buffers."""
         cost = in_buckets(share_buffers(cost), cost.size(*REPLICA_AXES))

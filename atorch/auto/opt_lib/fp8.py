@@ -8,7 +8,7 @@ does not change. The output layer loses too much accuracy: {"exclude": ("lm_head
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from torch import nn
@@ -28,6 +28,8 @@ from atorch.runtime.precision.fp8 import MIN_CAPABILITY, Backend, Fp8Recipe, Fp8
 @method("fp8", phase=Phase.MODULE)
 class Fp8(Method):
     """Multiply in fp8 in the model's Linear layers."""
+
+    needs_values: ClassVar[bool] = True
 
     include: tuple[str, ...] | None = None
     """Substrings, one of which a layer's dotted name must have; None for all layers."""

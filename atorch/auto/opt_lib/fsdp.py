@@ -132,6 +132,7 @@ class MixedPrecision(BaseModel):
 class Fsdp(Method):
     """Shard parameters, gradients and optimizer states."""
 
+    acts_in_calls: ClassVar[bool] = True
     needs_replicas: ClassVar[bool] = True
 
     atorch_wrap_cls: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -36,6 +36,8 @@ AMPLE, FEW_PARTS = 4.0, 4
 @method("micro_batch", phase=Phase.STEP)
 class MicroBatch(Method):
     """Accumulate gradients inside one step, at the same global batch."""
+
+    saves_memory: ClassVar[bool] = True
 
     size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows of a micro-batch on each process; "auto" is the largest that fits, on a CPU the whole batch."""

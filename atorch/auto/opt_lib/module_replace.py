@@ -58,8 +58,8 @@ class ModuleReplace(Method):
             if package is not None and cluster.device.type == "cuda" and not _installed(package):
                 raise CapabilityError(
                     f"module_replace names {name}, which needs {package.partition('.')[0]}, and it is not installed; "
-                    "install flash-attn or liger-kernel with pip, apex from NVIDIA's repository, or leave that replacement "
-                    "out"
+                    "install flash-attn or liger-kernel with pip, apex from NVIDIA's repository, or leave that "
+                    "replacement out"
                 )
         return None
 

@@ -35,6 +35,8 @@ OffloadFraction = Annotated[float, Field(ge=0, le=1)]
 class Offload(Method):
     """Keep shares of a step's state in host memory."""
 
+    saves_memory: ClassVar[bool] = True
+    acts_in_calls: ClassVar[bool] = True
     keeps_on_host: ClassVar[bool] = True
 
     parameters: OffloadFraction = 0.0
@@ -75,6 +77,11 @@ class Offload(Method):
         if self.activations and not _num_moved(self.activations, cost.num_blocks / cost.stages):
             return f"activations {self.activations:g} is no whole block of {cost.num_blocks / cost.stages:g}"
         return None
+
+    @property
+    def spans_blocks(self) -> bool:
+        # It chooses which tensors make up a share of all.
+        return not {self.parameters, self.optimizer, self.activations} <= {0.0, 1.0}
 
     def cost(self, cost: Cost) -> Cost:
         """Set the shares, from which transfers follow. Backward holds activations of two blocks: this and the next."""

@@ -36,6 +36,7 @@ from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 class SequenceParallel(Method):
     """Split activations by tokens."""
 
+    needs_values: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = True
 
     mode: Literal["ulysses", "megatron"] = "ulysses"

@@ -82,6 +82,10 @@ class TensorParallel(Method):
             return "no matrix product of the model can be split over tensor"
         return indivisible(cost.segments, cost.size("tensor"), "tensor", experts=True)
 
+    @property
+    def spans_blocks(self) -> bool:
+        return self.parameter_bytes is not None
+
     def cost(self, cost: Cost) -> Cost:
         """Split the products, from which messages follow. Blocks get full embeddings."""
         split = split_tensor(cost, splits_norms=cost.splits_norms)

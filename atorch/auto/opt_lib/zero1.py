@@ -45,6 +45,10 @@ class Zero1(Method):
         need(self.backend)
         return None
 
+    @property
+    def spans_blocks(self) -> bool:
+        return True  # its shards do
+
     def cost(self, cost: Cost) -> Cost:
         """This device's share of the optimizer states; ddp's all-reduce, and every parameter once from its owner."""
         cost = in_buckets(share_buffers(cost), cost.size(*REPLICA_AXES))

@@ -30,6 +30,9 @@ EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
 """Number formats of training, the most exact first: the model's own, autocast, 16-bit parameters, fp8."""
 
 
+Simulation = Literal["applied", "left out", "by itself"]
+
+
 class Phase(IntEnum):
     """The point at which a method is applied: methods apply in this order, whatever order the user gave."""
 
@@ -65,6 +68,14 @@ class Method(BaseModel):
     needs_sample: ClassVar[bool] = False
     """True if it runs the model on `ctx.sample_batch` and observes it before it changes anything."""
 
+    needs_values: ClassVar[bool] = False
+    """True if it reads parameters' values before it changes anything, which a model on the meta device lacks."""
+    saves_memory: ClassVar[bool] = False
+    """True if it trades time for memory, so that a search tries it only where memory is short or it is faster."""
+    acts_in_calls: ClassVar[bool] = False
+    """True if it acts where modules are called, which a pipeline that is cut by its graph does not do."""
+    simulated: ClassVar[Simulation] = "applied"
+    """Simulation on fake tensors: the method is applied, or left out, or traces a pass itself and is refused."""
     keeps_on_host: ClassVar[bool] = False  # keeps data of a step in host memory, which a plan has to allow
     exactness: ClassVar[Exactness] = "fp32"
     """The number format it trains in; a search takes none that is less exact than the user allows."""
@@ -126,6 +137,11 @@ class Method(BaseModel):
     def splits(self) -> tuple[str, ...]:
         """Axes of the mesh that the method splits the model over."""
         return ()
+
+    @property
+    def spans_blocks(self) -> bool:
+        """True if it divides the whole model at once, so that fewer blocks do not tell what all of them hold."""
+        return False
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from atorch.auto.opt_lib.shared.model_requirements import (
     need_own_storage,
 )
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_listed, need_no_closure, replicas, state_bytes
-from atorch.auto.strategy.method import Method, Phase, method
+from atorch.auto.strategy.method import Method, Phase, Simulation, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES, shard
@@ -66,6 +66,9 @@ _REFUSED: Mapping[str, str] = {
 class Chunk(Method):
     """Keep parameters, gradients and optimizer states within a budget of device memory."""
 
+    saves_memory: ClassVar[bool] = True
+    acts_in_calls: ClassVar[bool] = True
+    simulated: ClassVar[Simulation] = "by itself"
     keeps_masters: ClassVar[bool] = True
     keeps_on_host: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = True

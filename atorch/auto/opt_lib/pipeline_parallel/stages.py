@@ -347,7 +347,7 @@ def cut_by_graph(
 def against_graph(strategy: Strategy | None) -> str | None:
     """The reason why a method of the strategy excludes a pipeline that is cut by its graph, or None."""
     for method in strategy or ():
-        if method.phase in _BY_MODULES or method.name in ("amp_native", "fsdp", "zero2", "offload", "chunk"):
+        if method.phase in _BY_MODULES or method.acts_in_calls:
             return f"{method.name} acts where modules are called, which a graph does not do; leave it out"
     return None
 

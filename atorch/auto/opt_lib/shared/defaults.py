@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.strategy import Method, Strategy
+from atorch.auto.strategy import METHODS, Method, Strategy
 from atorch.cost.parallelism import REPLICA_AXES
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 
 SLOT = "data_parallel"
-NEEDING_VALUES = ("sequence_parallel", "context_parallel", "fp8")
-"""Methods that run the model's own blocks to check the result, or that convert parameter values."""
 
 
 def complete(strategy: Strategy, world_size: int) -> Strategy:
@@ -62,4 +60,4 @@ def has_fsdp(strategy: Strategy) -> bool:
 def needs_values(methods: Iterable[Method | str]) -> str | None:
     """The first of `methods` (or of their names) that needs the values of a model's parameters, or None."""
     names = (method if isinstance(method, str) else method.name for method in methods)
-    return next((name for name in names if name in NEEDING_VALUES), None)
+    return next((name for name in names if METHODS[name].needs_values), None)

@@ -41,7 +41,6 @@ PATIENCE, FAILURE_CHARGE = 12, 1.0  # after so many failures without success, a 
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
-SAVING = ("checkpoint", "chunk", "cross_entropy", "micro_batch", "offload")  # methods that trade time for memory
 ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
 
 
@@ -89,7 +88,7 @@ class DryRunLoop:
         self.baseline = simplest(job.candidates, job.given)[0]
         self._kinds = [job.starts.kind(candidate.strategy) for candidate in job.candidates]
         self._saves = np.array(
-            [any(name in SAVING for name in candidate.strategy.names()) for candidate in job.candidates]
+            [any(method.saves_memory for method in candidate.strategy) for candidate in job.candidates]
         )
 
     def explore(self, runs: CompositionRunner) -> None:

@@ -26,9 +26,7 @@ import torch
 from torch import nn
 
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.shared.defaults import batch_place, complete
-from atorch.auto.opt_lib.tensor_parallel import TensorParallel
 from atorch.auto.planner.simulate.depth_extrapolation import LONG, SHORT, Observed, Sent, UnlikeError, extend
 from atorch.auto.planner.simulate.metadata_tracing import foreseen
 from atorch.auto.planner.simulate.simulated_pipeline import num_stages, with_fewer_micro_batches
@@ -60,10 +58,7 @@ from atorch.runtime.optimizer.wrapped_optimizer import local_state_dict
 from atorch.runtime.pipeline.pipeline import Pipeline
 
 STEPS = 3  # the first creates optimizer states, in the second DistributedDataParallel rebuilds its buckets
-_ACROSS_BLOCKS: Set[str] = frozenset(("ddp", "zero1"))  # their buckets or shards span blocks
 _BLOCK_ERRORS = (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)  # with fewer blocks
-_IN_EAGER: Set[str] = frozenset(("compile",))  # compilers do not take fakes
-_WITH_OWN_SIMULATION: Set[str] = frozenset(("chunk",))  # manage memory themselves and check their budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +128,11 @@ def simulate(
     """
     _check(ctx)
     strategy, notes = _in_eager(complete(strategy, world_size))
-    for name in _WITH_OWN_SIMULATION & set(strategy.names()):
+    for method in strategy:
+        if method.simulated != "by itself":
+            continue
         raise CapabilityError(
-            f"{name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the "
+            f"{method.name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the "
             "first step whether the budget holds"
         )
     samples = batch_size(batch) if global_batch is None else global_batch
@@ -353,19 +350,13 @@ def _why_whole(strategy: Strategy, repeats: int | None) -> str | None:
         return "the model has no single list of blocks that are all alike"
     if repeats <= LONG:
         return f"there are {repeats}"
-    offload = strategy.get(Offload)
-    if offload is not None and not {offload.parameters, offload.optimizer, offload.activations} <= {0.0, 1.0}:
-        return "offload chooses what is a share of all of them"
-    across = [name for name in strategy.names() if name in _ACROSS_BLOCKS]
-    tensor = strategy.get(TensorParallel)
-    if tensor is not None and tensor.parameter_bytes is not None:
-        across.append(tensor.name)
-    return f"{across[0]} shares out the whole model at once" if across else None
+    across = next((method.name for method in strategy if method.spans_blocks), None)
+    return None if across is None else f"{across} shares out the whole model at once"
 
 
 def _in_eager(strategy: Strategy) -> tuple[Strategy, tuple[str, ...]]:
     """The strategy without methods that cannot run on fakes, and notes on these."""
-    names = [name for name in strategy.names() if name in _IN_EAGER]
+    names = [method.name for method in strategy if method.simulated == "left out"]
     for name in names:
         strategy = strategy.without(name)
     return strategy, tuple(f"{name} is left out: compilers do not take fake tensors" for name in names)
