@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from atorch.auto.checks import check_job
 from atorch.auto.strategy import EXACTNESS, METHODS, RECIPES, Exactness, Strategy
 from atorch.distributed import world as worlds
-from atorch.distributed.collectives import agreed
+from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import Fact, Facts, described, described_dataset, described_model, structure
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.files.access import FileKind, check_target
@@ -198,7 +198,7 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
         return call
 
     worlds.init(timeout=_timeout_of(keywords))
-    return agreed("auto_accelerate", lambda: _argument_facts({**given, **keywords}), read, _call_facts)
+    return call_on_all_ranks("auto_accelerate", lambda: _argument_facts({**given, **keywords}), read, _call_facts)
 
 
 def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) -> Request:
@@ -220,7 +220,7 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
 
     worlds.init(timeout=_timeout_of(keywords))
     arguments = {"model": model, **keywords, **dict(zip(names, given, strict=False))}
-    return agreed("plan", lambda: _argument_facts(arguments), read, _call_facts)
+    return call_on_all_ranks("plan", lambda: _argument_facts(arguments), read, _call_facts)
 
 
 def _names(names: Any, argument: str) -> tuple[str, ...] | None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
-from atorch.distributed.collectives import everyone
+from atorch.distributed.collectives import world_group
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
@@ -270,7 +270,7 @@ class Context:
         mesh = self.need_mesh()
         loader = self.make_loader(mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES))
         if isinstance(loader, Loader) and loader.is_part:
-            loader.group = everyone()
+            loader.group = world_group()
         return loader
 
     def _result(self, built: Built, scheduler: Any) -> AccelerateResult:

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.auto.context import Context
-from atorch.distributed.collectives import first_told, from_rank_zero, gather_objects, stand_on
-from atorch.distributed.local_collectives import alone
+from atorch.distributed.collectives import first_not_none, from_rank_zero, gather_objects, use_world_group
+from atorch.distributed.local_collectives import local_collectives
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.tensor_components import same_values
 from atorch.errors import ContradictionError
-from atorch.model.state import Attributes, ParameterWrite, evaluation_mode, put_back, still
+from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluation_mode, restored_state
 from atorch.runtime.data.batch_split import joined, num_rows, take
 from atorch.runtime.gradients.backward_targets import muted
 from atorch.runtime.gradients.clip import norm_of_grads
@@ -189,12 +189,12 @@ class _Lone:
 
     def __init__(self) -> None:
         self.communicates = False
-        self._calls = alone()
+        self._calls = local_collectives()
         self._group: dist.ProcessGroup | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with stand_on(self._group), self._calls:
+        with use_world_group(self._group), self._calls:
             yield
 
     def first(self, work: Callable[[], T]) -> T:
@@ -266,7 +266,7 @@ def _on_every_process(work: Callable[[], T]) -> T:
         ContradictionError: the user's arguments contradict each other on some process.
     """
     value, failed = tried(work)
-    reason: tuple[int, str] | None = first_told(failed)
+    reason: tuple[int, str] | None = first_not_none(failed)
     if reason is not None:
         raise _error(reason[1])
     first: T = from_rank_zero(value)  # type: ignore[assignment]  # there is one where nothing failed
@@ -305,8 +305,8 @@ def _run_plainly(
         dtypes.add(tensor.dtype)
         return tensor.detach()  # an operation that saves its own output would hold itself for ever
 
-    mode = still(model) if in_evaluation_mode else nullcontext()
-    with put_back(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), muted(model.parameters()):
+    mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
+    with restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), muted(model.parameters()):
         attributes = Attributes(model)
         before, buffers = drawn(ctx.device), [buffer.clone() for buffer in model.buffers()]
         with within():
@@ -356,7 +356,7 @@ def _norm(model: nn.Module) -> float | None:
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:
     """True if the plain model runs in evaluation mode, and a prompt from which it generates, or None."""
     model = ctx.root
-    with put_back(model, ctx.device) as writes, writes, preserved_rng(), evaluation_mode(model), torch.no_grad():
+    with restored_state(model, ctx.device) as writes, writes, preserved_rng(), evaluation_mode(model), torch.no_grad():
         inputs = ctx.prepare_input(batch, ctx.device)
         _, failure = tried(lambda: _inside(within, lambda: ctx.call_model(model, inputs)))
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None

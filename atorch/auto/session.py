@@ -27,7 +27,7 @@ from atorch.auto.strategy import METHODS, Strategy
 from atorch.auto.verification import as_strategy_errors, cannot_evaluate, check
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
-from atorch.distributed.collectives import agree, agreed, from_rank_zero, synchronise, together
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, require_equal, synchronise
 from atorch.distributed.fingerprints import described_optimizer
 from atorch.distributed.mesh import AXES, BATCH_AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
@@ -51,7 +51,7 @@ def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     with speaking(options.verbose and worlds.init().rank == 0):
         ctx = _context(call)
         given = None if call.strategy is None else _loaded(call.strategy, ctx)
-        ctx = replace(ctx, initial=together(lambda: _initial_values(ctx.root, given, call)))
+        ctx = replace(ctx, initial=all_or_none(lambda: _initial_values(ctx.root, given, call)))
         if not call.searches and (call.excluded or call.included or options.time_limit is not None):
             logger.warning(
                 "excluded, included and time_limit are the search's; the load_strategy is applied as it is "
@@ -72,7 +72,7 @@ def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
             logger.warning("%s", error)
             return False, None, None
         if target is not None:
-            together(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
+            all_or_none(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
         return True, result, strategy
 
 
@@ -110,8 +110,8 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     place = batch_place(strategy, ctx.device.type)
     if ctx.make_loader is not None:
         make = ctx.make_loader  # called once in advance, so that an error leaves the model unchanged
-        together(lambda: make(*place))
-    together(lambda: strategy.check(ctx))
+        all_or_none(lambda: make(*place))
+    all_or_none(lambda: strategy.check(ctx))
     strategy.check_optimizer(ctx)
     ctx = with_sample(ctx, strategy)
     tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
@@ -126,12 +126,14 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     tell_of_16_bits(ctx, strategy)
     with as_strategy_errors(strategy) if is_run else nullcontext():
         applied = strategy.apply(ctx)
-    result = together(applied.build)  # the user's optimizer and scheduler may raise
+    result = all_or_none(applied.build)  # the user's optimizer and scheduler may raise
     if waits_for_values and applied.write_value is None:
         need_values(result.model)
     tell_kernel(result.optim)
     if not cuts:  # optimizers of pipeline stages have different parameters
-        agreed("optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)})
+        call_on_all_ranks(
+            "optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)}
+        )
     if verify and expected is not None:
         _check(applied, result, expected)
     mesh = applied.need_mesh()
@@ -222,14 +224,14 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
             )
         return Feed(ctx).batches(0, batch_place(strategy, ctx.device.type)[1])[0]
 
-    return replace(ctx, sample_batch=from_rank_zero(together(first)))
+    return replace(ctx, sample_batch=from_rank_zero(all_or_none(first)))
 
 
 def _context(call: Request) -> Context:
     options = call.options
     world = worlds.init(timeout=timedelta(seconds=options.timeout))
     cluster = ClusterSpec.detect(world, measure=call.searches)
-    made = together(
+    made = all_or_none(
         lambda: make_context(
             **call.job,
             world=world,
@@ -308,11 +310,11 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
             logger.warning("the strategy was chosen for another model; its figures need not hold for this one")
         return replace(strategy, metadata={**strategy.metadata, **provenance(ctx.root, ctx.cluster, ctx.world.size)})
 
-    read_strategy = together(read)
+    read_strategy = all_or_none(read)
     if ctx.world.size > 1 and any(method.splits for method in read_strategy):
         read_strategy = _with_degrees(read_strategy, ctx)
-    strategy = together(completed)
-    agree([repr(method) for method in strategy], "the strategy", StrategyError)
+    strategy = all_or_none(completed)
+    require_equal([repr(method) for method in strategy], "the strategy", StrategyError)
     return strategy
 
 
@@ -331,7 +333,7 @@ def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
             return None
         return mesh_inference.fastest_mesh(strategy, *starting_point(sampled, Feed(sampled)), ctx.cluster)
 
-    mode = from_rank_zero(together(chosen))
+    mode = from_rank_zero(all_or_none(chosen))
     assert mode is not None, "rank 0 chose one"
     completed = mesh_inference.on_mesh(strategy, mode, ctx.world.size)
     idle = [name for name in strategy.names() if name not in completed.names()]

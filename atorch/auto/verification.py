@@ -45,7 +45,7 @@ from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import AtorchError, StrategyError
-from atorch.model.state import Attributes, evaluation_mode, still, untouched
+from atorch.model.state import Attributes, children_in_eval, evaluation_mode, preserved_state
 from atorch.runtime.data.batch_split import num_rows, take
 from atorch.runtime.fsdp.partial_state_dict import own_state
 from atorch.runtime.gradients.backward_targets import muted
@@ -169,7 +169,7 @@ def _run_at_scale(
     saved_grads = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     # Evaluation mode would trigger another compilation, which training does not need.
     eagerly = torch.compiler.set_stance("force_eager") if in_evaluation_mode else nullcontext()
-    mode = still(model) if in_evaluation_mode else nullcontext()
+    mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
     group = None if applied.layout is None else mesh.group("tensor")
     with torch.enable_grad(), eagerly, mode, muted(model.parameters(), expected.hooks):
         _clear(result)
@@ -266,10 +266,10 @@ def _reference(
 
 @contextmanager
 def _untouched(model: nn.Module, written: Collection[str]) -> Iterator[None]:
-    """As `untouched`, and also restores the parameters that the forward pass writes."""
+    """As `preserved_state`, and also restores the parameters that the forward pass writes."""
     values = {name: value.clone() for name, value in _values(model, written).items()}
     try:
-        with untouched(model):
+        with preserved_state(model):
             yield
     finally:
         if values:

@@ -109,16 +109,16 @@ def _measure(output: Path, quick: bool) -> None:
     from rich.table import Table
 
     from atorch.distributed import world as worlds
-    from atorch.distributed.collectives import together
+    from atorch.distributed.collectives import all_or_none
     from atorch.profiler.calibrate import calibrate as measured
 
     world = worlds.init()
-    together(lambda: check_targets(output) if world.rank == 0 else None)
+    all_or_none(lambda: check_targets(output) if world.rank == 0 else None)
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     if world.rank == 0:
         typer.echo(f"measuring with {world.size} process{'es' * (world.size > 1)} for about {budget_s:.0f} s", err=True)
     cluster = measured(world, budget_s)
-    together(lambda: cluster.save(output) if world.rank == 0 else None)
+    all_or_none(lambda: cluster.save(output) if world.rank == 0 else None)
     if world.rank == 0:
         table = Table("figure", "value", "source", title=escape(str(output)), title_justify="left")
         for figure, value, place in _rows(cluster):

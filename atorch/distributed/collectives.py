@@ -31,22 +31,22 @@ MAX_DIFFERENCES = 3  # that an error names
 MEETING = timedelta(seconds=4)  # the wait for other ranks until a warning names the missing ones
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """True if this job has more than one process."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def nobody_else() -> bool:
+def is_fake_world() -> bool:
     """True if the process group is torch's fake one, whose other ranks hold the same values as this one."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def everyone() -> dist.ProcessGroup | None:
+def world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
 @contextmanager
-def stand_on(group: dist.ProcessGroup | None) -> Iterator[None]:
+def use_world_group(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Make `group` the default group inside, also for users' collectives, so that a failure stays in `group`."""
     before = dist.group.WORLD
     if group is not None:
@@ -63,10 +63,10 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
     Values are trusted: they come from this job's own processes.
     """
-    size = dist.get_world_size(group) if several() else 1
+    size = dist.get_world_size(group) if is_distributed() else 1
     if size == 1:
         return [value]
-    if nobody_else():
+    if is_fake_world():
         return [value] * size
     values: list[Any] = [None] * size
     group = _present(group)
@@ -76,48 +76,50 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 def from_rank_zero(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Broadcast the value of rank 0, or of the first rank of `group`."""
-    if not several() or nobody_else():
+    if not is_distributed() or is_fake_world():
         return value
     box = [value]
-    dist.broadcast_object_list(box, group=group or everyone(), group_src=0)
+    dist.broadcast_object_list(box, group=group or world_group(), group_src=0)
     return box[0]
 
 
-def largest(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+def all_reduce_max(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """The elementwise maximum of `values` (integers of 63 bits) over the ranks of `group` (None: all ranks)."""
-    if not several() or nobody_else() or dist.get_world_size(group) == 1:
+    if not is_distributed() or is_fake_world() or dist.get_world_size(group) == 1:
         return list(values)
-    maxima = torch.tensor(values, dtype=torch.int64, device=meeting_place())
+    maxima = torch.tensor(values, dtype=torch.int64, device=host_comm_device())
     group = _present(group)
     answered(lambda: dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group), group)
     return [int(value) for value in maxima.tolist()]
 
 
 def _present(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    present = group or everyone()
+    present = group or world_group()
     assert present is not None, "several processes have a group"
     return present
 
 
-def meeting_place() -> torch.device:
+def host_comm_device() -> torch.device:
     """The device for small tensors that ranks exchange: the host, unless NCCL is the only backend."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def first_told(value: T | None, group: dist.ProcessGroup | None = None) -> tuple[int, T] | None:
+def first_not_none(value: T | None, group: dist.ProcessGroup | None = None) -> tuple[int, T] | None:
     """The lowest rank whose value is not None, with that value, on all ranks; None where there is no such rank."""
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if several() else (0, 1)
-    (distance,) = largest([size - rank if value is not None else 0], group)  # from the end: largest for the lowest rank
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+    (distance,) = all_reduce_max(
+        [size - rank if value is not None else 0], group
+    )  # from the end: largest for the lowest rank
     if not distance:
         return None
     source, box = size - distance, [value]
-    if size > 1 and not nobody_else():
-        dist.broadcast_object_list(box, group=group or everyone(), group_src=source)
+    if size > 1 and not is_fake_world():
+        dist.broadcast_object_list(box, group=group or world_group(), group_src=source)
     assert box[0] is not None, "its rank said that there is something"
     return (source if group is None else dist.get_global_rank(group, source)), box[0]
 
 
-def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def all_or_none(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """The result of `work` on this rank, or, where it raised on any rank, an error on every rank.
 
     A rank that succeeded raises an error that names the first failing rank. Its class is that rank's, or ArgumentError
@@ -126,16 +128,16 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
     try:
         result = work()
     except Exception as error:  # also what users' code raises: no rank may be left waiting
-        first_told((_kind(error), _told(error)), group)
+        first_not_none((_kind(error), _told(error)), group)
         raise
-    failure: tuple[int, tuple[str, str]] | None = first_told(None, group)
+    failure: tuple[int, tuple[str, str]] | None = first_not_none(None, group)
     if failure is not None:
         rank, (kind, message) = failure
         raise getattr(errors, kind)(f"rank {rank} failed: {message}")
     return result
 
 
-def agreed(
+def call_on_all_ranks(
     call: str,
     given: Callable[[], Mapping[str, Facts]],
     work: Callable[[], T],
@@ -198,7 +200,9 @@ def agreed(
     return results[0]
 
 
-def meet(call: str, group: dist.ProcessGroup, place: str | None = None, longest: timedelta | None = None) -> None:
+def checked_barrier(
+    call: str, group: dist.ProcessGroup, place: str | None = None, longest: timedelta | None = None
+) -> None:
     """Barrier: wait until all ranks of a group make this `call`. A warning, then an error name the missing ranks.
 
     Args:
@@ -208,7 +212,7 @@ def meet(call: str, group: dist.ProcessGroup, place: str | None = None, longest:
     Raises:
         ArgumentError: ranks are still missing then.
     """
-    if nobody_else() or group.size() == 1:
+    if is_fake_world() or group.size() == 1:
         return
     arrivals = Arrivals(call, place or call, group)
     count, all_here = (f"{arrivals.place}/{key}/{arrivals.number}" for key in ("here", "all"))
@@ -228,18 +232,18 @@ def meet(call: str, group: dist.ProcessGroup, place: str | None = None, longest:
 @contextmanager
 def _naming_the_missing(call: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Warn of the ranks that have not made the call once MEETING has passed inside."""
-    group = group or everyone()
-    if group is None or not several() or nobody_else():
+    group = group or world_group()
+    if group is None or not is_distributed() or is_fake_world():
         yield
         return
     arrivals = Arrivals(call, "door", group)
 
-    with warning_late(lambda: f"{arrivals.told()} (this process waits for them)"):
+    with warn_after(lambda: f"{arrivals.told()} (this process waits for them)"):
         yield
 
 
 @contextmanager
-def warning_late(message: Callable[[], str]) -> Iterator[None]:
+def warn_after(message: Callable[[], str]) -> Iterator[None]:
     """Log the result of `message` as a warning of this rank once MEETING has passed inside."""
 
     def warn() -> None:
@@ -259,8 +263,8 @@ def warning_late(message: Callable[[], str]) -> Iterator[None]:
 
 def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
     """The ranks of `group`, in its order; of all processes for None."""
-    group = group or everyone()
-    return dist.get_process_group_ranks(group) if group is not None and several() else [0]
+    group = group or world_group()
+    return dist.get_process_group_ranks(group) if group is not None and is_distributed() else [0]
 
 
 def _first_differences(own: Facts, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
@@ -321,11 +325,13 @@ def _answers(exchange: Callable[[], T], call: str) -> T:
 
 def _is_same(value: Any, group: dist.ProcessGroup | None = None, *, is_well: bool = True) -> bool:
     """True if `value`, plain data compared by its repr, is equal on all ranks and all are well."""
-    high, low, is_ill = largest([*both_ways(value), not is_well], group)
+    high, low, is_ill = all_reduce_max([*both_ways(value), not is_well], group)
     return high == -low and not is_ill
 
 
-def agree(value: Any, what: str, error: type[AtorchError], place: Callable[[int], str] = "item {}".format) -> None:
+def require_equal(
+    value: Any, what: str, error: type[AtorchError], place: Callable[[int], str] = "item {}".format
+) -> None:
     """Raise `error` on every rank if `value` (any plain data) differs between ranks.
 
     For long lists the message names the first item that differs, by its `place`.
@@ -333,7 +339,7 @@ def agree(value: Any, what: str, error: type[AtorchError], place: Callable[[int]
     if _is_same(value):
         return
     first = from_rank_zero(value)
-    difference = first_told(None if value == first else _differing_values(first, value, place))
+    difference = first_not_none(None if value == first else _differing_values(first, value, place))
     if difference is not None:
         rank, (here, there) = difference
         raise error(f"{what} differs between processes: rank 0 has {here}, rank {rank} has {there}")
@@ -360,16 +366,16 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
     Raises:
         ArgumentError: the shapes or dtypes differ between ranks, so that these are different models.
     """
-    if not several():
+    if not is_distributed():
         return
     dense = [part for tensor in tensors if not tensor.is_meta for part in dense_parts(tensor.detach())]
     shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in dense]
     if _is_same((shapes, [_sum_of_bits(tensor) for tensor in dense])):
         return
-    agree(shapes, "the model", ArgumentError, "as tensor {}".format)
+    require_equal(shapes, "the model", ArgumentError, "as tensor {}".format)
     for tensor in dense:
         value = tensor.contiguous()  # collectives require it; a copy where the tensor was not contiguous
-        dist.broadcast(value, src=0, group=everyone())
+        dist.broadcast(value, src=0, group=world_group())
         tensor.copy_(value)
 
 

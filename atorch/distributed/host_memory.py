@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from atorch.distributed.collectives import gather_objects, nobody_else
+from atorch.distributed.collectives import gather_objects, is_fake_world
 from atorch.errors import OutOfBudgetError
 from atorch.units import format_bytes
 
@@ -52,7 +52,7 @@ def free_to_process() -> float:
 
 def is_simulated(modules: Iterable[nn.Module]) -> bool:
     """True if parameters are fake tensors or the process group is a fake one: nothing is allocated then."""
-    return nobody_else() or any(isinstance(param, FakeTensor) for module in modules for param in module.parameters())
+    return is_fake_world() or any(isinstance(param, FakeTensor) for module in modules for param in module.parameters())
 
 
 def missing_bytes(num_bytes: float) -> int:

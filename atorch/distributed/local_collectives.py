@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from atorch.distributed.collectives import nobody_else, several
+from atorch.distributed.collectives import is_distributed, is_fake_world
 
 _OUTPUTS_FIRST = ("allgather", "_allgather", "reduce_scatter", "_reduce_scatter", "alltoall", "gather", "scatter")
 
 
-def alone() -> AbstractContextManager[Any]:
+def local_collectives() -> AbstractContextManager[Any]:
     """Make collectives on tensors send nothing inside, in this thread and in backward passes that it starts."""
-    return _Alone() if several() and not nobody_else() else nullcontext()  # type: ignore[no-untyped-call]
+    return _Alone() if is_distributed() and not is_fake_world() else nullcontext()  # type: ignore[no-untyped-call]
 
 
-def is_alone() -> bool:
+def are_collectives_local() -> bool:
     return any(isinstance(mode, _Alone) for mode in _get_current_dispatch_mode_stack())
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed import world
-from atorch.distributed.collectives import everyone, nobody_else
+from atorch.distributed.collectives import is_fake_world, world_group
 from atorch.errors import StrategyError, near_miss, shown
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Mesh:
             group = dist.new_group(ranks, timeout=self.timeout)
             member_group = group if _my_rank() in ranks else member_group
         assert member_group is not None, "every rank is in one of the groups"
-        if self.device_type == "cuda" and not nobody_else():
+        if self.device_type == "cuda" and not is_fake_world():
             # A trial may fail on one rank. NCCL connects in the first collective, and nothing can wake a rank that
             # waits in it for a failed one: so all connect now, while no trial runs.
             dist.all_reduce(torch.zeros((), device=self.device_type), group=member_group)
@@ -275,7 +275,7 @@ class Mesh:
         self._joined.clear()
         for key in list(self._groups):
             group = self._groups.pop(key)
-            if group is not everyone():
+            if group is not world_group():
                 dist.destroy_process_group(group)
         forget_shardings()
 
@@ -307,7 +307,7 @@ def forget_shardings() -> None:
 
 
 def _default_group() -> dist.ProcessGroup:
-    group = everyone()
+    group = world_group()
     assert isinstance(group, dist.ProcessGroup), "made by ensure_group"
     return group
 

@@ -25,7 +25,7 @@ _ENGINES = ("atorch", "torch", "transformer_engine")  # packages whose objects k
 
 
 @contextmanager
-def still(model: nn.Module) -> Iterator[None]:
+def children_in_eval(model: nn.Module) -> Iterator[None]:
     """Set eval mode below the model's root. The root keeps its mode: some return losses only in training."""
     root = _own(model)
     training = [module for module in root.modules() if module is not root and module.training]
@@ -108,7 +108,7 @@ def _containers_in(attributes: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def preserved_state(model: nn.Module) -> Iterator[None]:
     """Restore buffers, attributes of modules and random states afterwards."""
     attributes = Attributes(model)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -209,7 +209,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def put_back(model: nn.Module, device: torch.device) -> Iterator[Writes]:
+def restored_state(model: nn.Module, device: torch.device) -> Iterator[Writes]:
     """Move the model to `device` without gradients; restores values, buffers, gradients and attributes afterwards.
 
     Writes to parameters are undone if they happen inside the yielded `Writes`.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import everyone, gather_objects, together
+from atorch.distributed.collectives import all_or_none, gather_objects, world_group
 from atorch.errors import shown
 from atorch.runtime.chunk.operations import Operations
 
@@ -57,7 +57,7 @@ def load_parts(model: nn.Module, state: Mapping[str, Any], strict: bool, device:
     Raises:
         RuntimeError: there are such keys and `strict` is set, or a shape differs.
     """
-    result = together(lambda: model.load_state_dict(state, strict=False))
+    result = all_or_none(lambda: model.load_state_dict(state, strict=False))
     missing_by_rank = gather_objects(set(result.missing_keys))
     targets = model.state_dict(keep_vars=True)
     for name in sorted(set.union(*missing_by_rank)):
@@ -80,5 +80,5 @@ def load_parts(model: nn.Module, state: Mapping[str, Any], strict: bool, device:
 def _broadcast(tensor: Tensor, rank: int, device: torch.device) -> Tensor:
     """Broadcast the tensor of `rank` through `device`; returns it on the tensor's own device."""
     moved = tensor.to(device).contiguous()
-    dist.broadcast(moved, src=rank, group=everyone())
+    dist.broadcast(moved, src=rank, group=world_group())
     return moved.to(tensor.device)

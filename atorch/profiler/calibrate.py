@@ -21,7 +21,7 @@ from atorch.cluster.catalogue import describing
 from atorch.cluster.file import with_source
 from atorch.cluster.microbenchmark import MATMUL_DTYPES, copy_bandwidth, launch_seconds
 from atorch.cluster.spec import REACHED, ClusterSpec, DeviceSpec, Efficiency, LinkSpec, undescribed
-from atorch.distributed.collectives import gather_objects, several
+from atorch.distributed.collectives import gather_objects, is_distributed
 from atorch.distributed.world import World
 from atorch.profiler import timings
 
@@ -193,7 +193,7 @@ def _links(cluster: ClusterSpec, is_known: bool, world: World, budget_s: float) 
     """Measured links by name; only links that connect processes of this job."""
     links: dict[str, LinkSpec] = {}
     notes: Notes = {}
-    groups = _groups(cluster) if several() else {}
+    groups = _groups(cluster) if is_distributed() else {}
     for name, members in groups.items():
         group, _ = dist.new_subgroups_by_enumeration(members)
         measured = _slowest(timings.collectives(group, world.device, budget_s / len(groups)))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.cost import AttentionKind, ModelProfile, Segment
-from atorch.distributed.local_collectives import alone
+from atorch.distributed.local_collectives import local_collectives
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.logs import logger, muted
@@ -274,7 +274,7 @@ def _record(
         stack.enter_context(as_on(job.device_type, job.capability))
         stack.enter_context(recorder.recording() if is_recorded else nullcontext())
         stack.enter_context(Originals(job.model))
-        stack.enter_context(alone())  # a single process traces
+        stack.enter_context(local_collectives())  # a single process traces
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             output = call_model(duplicate, batch)
         if loss_func is not None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from atorch.distributed.collectives import agreed, gather_objects, several
+from atorch.distributed.collectives import call_on_all_ranks, gather_objects, is_distributed
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, shown
 from atorch.logs import logger
@@ -72,8 +72,8 @@ class Straggler:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks[:NAMED])) + (", …" if len(self.ranks) > NAMED else "")
         hosts = ", ".join(list(dict.fromkeys(self.hosts))[:NAMED])
-        several = len(self.ranks) > 1
-        who = f"one of ranks {ranks}, which wait for one another in it," if several else f"rank {ranks}"
+        is_several = len(self.ranks) > 1
+        who = f"one of ranks {ranks}, which wait for one another in it," if is_several else f"rank {ranks}"
         own, median = format_seconds(self.own_s), format_seconds(self.median_s)
         return f"{who} on {hosts} takes {own} a step for {self.part}, where the median is {median}"
 
@@ -125,7 +125,7 @@ class StragglerDetector:
         clock: WorkTimer | None = None,
     ) -> None:
         settings = {"every": every, "patience": patience, "margin": margin}
-        agreed(
+        call_on_all_ranks(
             "StragglerDetector",
             lambda: {name: described(name, value) for name, value in settings.items()},
             lambda: _check(model, optim, every, patience, margin),
@@ -157,13 +157,13 @@ class StragglerDetector:
     def _place(self, model: nn.Module) -> None:
         """Collect which processes do the same work, and which wait for one another within it."""
         mesh = getattr(getattr(model, "_atorch", None), "mesh", None)
-        peers, self._is_staged, waiting = 0, False, [dist.get_rank() if several() else 0]
+        peers, self._is_staged, waiting = 0, False, [dist.get_rank() if is_distributed() else 0]
         if mesh is not None and mesh.num_ranks > 1:
             peers, self._is_staged = mesh.rank("pipeline"), mesh.size("pipeline") > 1
             compiled = any(_gathers(module) and _is_compiled(module) for module in model.modules())
             waiting = mesh.ranks(*IN_A_PASS, *(("data", "zero") if compiled else ()))
         # Replicas reduce gradients while backward computes others, and wait for them only at its end.
-        self._is_own = not several() or isinstance(model, DistributedDataParallel) or hasattr(model, "replicas")
+        self._is_own = not is_distributed() or isinstance(model, DistributedDataParallel) or hasattr(model, "replicas")
         self._hosts, self._peers, self._units = zip(
             *gather_objects((socket.gethostname(), peers, min(waiting))), strict=True
         )
@@ -231,7 +231,7 @@ class StragglerDetector:
         num_measured = max(1, self._num_measured)
         rows = gather_objects({what: seconds / num_measured for what, seconds in totals.items()})
         self._spans, self._num_measured = [], 0
-        if several() and dist.get_rank():
+        if is_distributed() and dist.get_rank():
             return
         whole, *parts = ([row[what] for row in rows] for what in totals)
         slow, before, self._slow = [], self._slow, {}

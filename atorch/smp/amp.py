@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import largest, several, together
+from atorch.distributed.collectives import all_or_none, all_reduce_max, is_distributed
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
 from atorch.runtime.precision.amp import unscale
 from atorch.smp.session import is_initialized, session
@@ -68,12 +68,12 @@ class GradScaler(torch.amp.GradScaler):
                 raise ValueError("Attempting to unscale FP16 gradients.")  # torch's own message
             return bool(unscale(gradients, inv_scale, found_inf.device).item())
 
-        (is_found,) = largest([int(together(here))])
+        (is_found,) = all_reduce_max([int(all_or_none(here))])
         return {found_inf.device: found_inf.fill_(is_found)}
 
 
 def _is_shared() -> bool:
-    return is_initialized() and several()
+    return is_initialized() and is_distributed()
 
 
 def _device_type() -> str:

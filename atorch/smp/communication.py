@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atorch.distributed.collectives import gather_objects, meet
+from atorch.distributed.collectives import checked_barrier, gather_objects
 from atorch.errors import ArgumentError, shown
 from atorch.smp.ranks import DP_GROUP, MP_GROUP, WORLD, CommGroup, RankType, process_group, ranks_of
 from atorch.smp.session import session
@@ -17,7 +17,7 @@ def barrier(group: CommGroup = WORLD) -> None:
     Raises:
         ArgumentError: some did not call it before the time-out; an earlier warning and the error list them.
     """
-    meet(f"smp.barrier({group})", process_group(group))
+    checked_barrier(f"smp.barrier({group})", process_group(group))
 
 
 def dp_barrier() -> None:

@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from atorch.distributed.collectives import agreed
+from atorch.distributed.collectives import call_on_all_ranks
 from atorch.errors import ArgumentError, shown
 from atorch.logs import OF_THIS_RANK, logger
 from atorch.runtime.gradients.clip import Key, clip_grads
@@ -49,7 +49,7 @@ def clip(
         if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
             raise ArgumentError(f"{call} was given {shown(value)} as {name}; give a number above 0")
     if not model.joins:  # inside `join` some replicas may have no batches left
-        agreed(call, dict, lambda: None, is_frequent=True)  # detects processes that skip this call
+        call_on_all_ranks(call, dict, lambda: None, is_frequent=True)  # detects processes that skip this call
     spread, scale = spread_of(model), runner.loss_scale
     norm = clip_grads(parameters, max_norm * scale, norm_type, spread.over, spread.parts, spread.counted_elsewhere)
     return norm / scale

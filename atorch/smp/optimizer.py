@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.distributed.collectives import meet
+from atorch.distributed.collectives import checked_barrier
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
@@ -197,7 +197,7 @@ class DistributedOptimizer(WrappedOptimizer):
             return self.inner.state_dict()
         mesh = session().mesh
         if not meet_replicas("optimizer.state_dict()") and mesh.size("pipeline", "tensor") > 1:
-            meet("optimizer.state_dict()", mesh.group("pipeline", "tensor"), longest=PATIENCE)
+            checked_barrier("optimizer.state_dict()", mesh.group("pipeline", "tensor"), longest=PATIENCE)
         named = merged(of_all(self._partial_state()), "the optimizer's state")
         order = [name for group in self._names for name in group]
         number = {name: index for index, name in enumerate(order)}

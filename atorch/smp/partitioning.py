@@ -26,7 +26,7 @@ from atorch.errors import ArgumentError, StrategyError, shown
 from atorch.logs import logger
 from atorch.model.meta_device import has_meta
 from atorch.model.pytree import map_tensors, tensors_in
-from atorch.model.state import untouched
+from atorch.model.state import preserved_state
 from atorch.model.structure import units as units_of
 from atorch.model.tensors import tensor_bytes
 from atorch.profiler.capture.unit_costs import unit_costs
@@ -318,7 +318,7 @@ def _measured(
             contexts.enter_context(unit.register_forward_pre_hook(partial(enter, name)))
             contexts.enter_context(unit.register_forward_hook(partial(leave, name)))
         contexts.enter_context(torch.no_grad())
-        contexts.enter_context(untouched(model))
+        contexts.enter_context(preserved_state(model))
         if not for_real:
             contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         args, kwargs = call if for_real else map_tensors(faked, call)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from atorch.distributed import world
-from atorch.distributed.collectives import agreed, from_rank_zero
+from atorch.distributed.collectives import call_on_all_ranks, from_rank_zero
 from atorch.distributed.fingerprints import described
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
@@ -88,7 +88,9 @@ def init(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = No
         parsed = Config.read(config)
         return parsed, Mesh(slices(parsed, here.size), None, here.device.type, here.timeout)
 
-    chosen, mesh = agreed("smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())})
+    chosen, mesh = call_on_all_ranks(
+        "smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())}
+    )
     session = Session(chosen, mesh, here, name=from_rank_zero(secrets.token_hex(8)))
     for axes in AXES_OF.values():  # a collective: all processes create them in one order
         mesh.group(*axes)

@@ -24,7 +24,7 @@ from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.strategy import Strategy
 from atorch.distributed import collectives
 from atorch.distributed import world as worlds
-from atorch.distributed.collectives import agreed, stand_on
+from atorch.distributed.collectives import call_on_all_ranks, use_world_group
 from atorch.errors import ArgumentError, AtorchError
 from atorch.patrickstar.core import PatrickStarClient
 from atorch.patrickstar.runtime import PatrickStarEngine, initialize_engine
@@ -332,12 +332,12 @@ def call_alone(rank: int, size: int) -> tuple[str, list[str]]:
     if rank == 0:
         soon = mock.patch.object(collectives, "MEETING", timedelta(seconds=0.01))
         with (
-            stand_on(group),
+            use_world_group(group),
             soon,
             mock.patch.object(collectives.logger, "warning", lambda *all, **_: warned.append(all[1])),
         ):
             try:
-                agreed("auto_accelerate", dict, lambda: None)
+                call_on_all_ranks("auto_accelerate", dict, lambda: None)
             except ArgumentError as error:
                 told = str(error)
     dist.barrier()

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
 from atorch.errors import StrategyError
-from atorch.model.state import ParameterWrite, untouched
+from atorch.model.state import ParameterWrite, preserved_state
 from tests.pool import Pool
 
 ROWS, STEPS = 4, 3
@@ -165,7 +165,7 @@ def test_the_passes_before_training_leave_nothing_behind(make: Callable[[], nn.M
 def test_a_look_leaves_nothing_behind() -> None:
     model = Counting()
     before = model.memory.counts()
-    with untouched(model):
+    with preserved_state(model):
         model(*samples()[:ROWS])
         assert model.memory.counts() != before
     assert model.memory.counts() == before

@@ -24,7 +24,7 @@ from atorch.auto.planner.dry_runs.trial_context import Feed
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, StrategyError
-from atorch.model.state import put_back, still, untouched
+from atorch.model.state import children_in_eval, preserved_state, restored_state
 from atorch.runtime.gradients.backward_targets import expects_none
 from tests.auto.planner.jobs import cluster
 from tests.pool import Pool, RankFailure
@@ -506,7 +506,7 @@ def test_a_look_at_the_model_between_forward_and_backward_changes_nothing() -> N
     inputs, labels = samples()[:ROWS]
     loss = model(inputs, labels).logsumexp(1).mean()
     (expected,) = torch.autograd.grad(loss, [next(model.parameters())], retain_graph=True)
-    with untouched(model), still(model), torch.no_grad():
+    with preserved_state(model), children_in_eval(model), torch.no_grad():
         model(inputs, labels)
     loss.backward()
     assert torch.equal(next(model.parameters()).grad, expected)
@@ -529,7 +529,7 @@ def test_sparse_gradients_have_no_norm_to_compare() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_keeps_no_gradient_of_the_plain_pass() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    with put_back(model, torch.device("cpu")):
+    with restored_state(model, torch.device("cpu")):
         model(torch.ones(1, 2)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
 

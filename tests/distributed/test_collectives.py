@@ -17,14 +17,14 @@ import torch.distributed as dist
 from atorch.distributed import collectives
 from atorch.distributed.barrier_diagnostics import answered
 from atorch.distributed.collectives import (
-    agree,
-    agreed,
+    all_or_none,
+    call_on_all_ranks,
+    checked_barrier,
     from_rank_zero,
     gather_objects,
-    meet,
-    several,
+    is_distributed,
+    require_equal,
     synchronise,
-    together,
 )
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
@@ -32,13 +32,13 @@ from tests.pool import Pool
 
 
 def test_one_process_decides_alone() -> None:
-    assert not several()
+    assert not is_distributed()
     assert gather_objects("a") == ["a"]
     assert from_rank_zero("a") == "a"
-    assert together(lambda: 3) == 3
-    agree(1, "the number", StrategyError)
+    assert all_or_none(lambda: 3) == 3
+    require_equal(1, "the number", StrategyError)
     with pytest.raises(StrategyError, match="^no$"):
-        together(lambda: fail(StrategyError("no")))
+        all_or_none(lambda: fail(StrategyError("no")))
 
 
 def fail(error: Exception) -> None:
@@ -56,7 +56,12 @@ ERRORS = {"strategy": StrategyError("bad"), "own": OwnError("te", 2), "foreign":
 
 
 def exchange(rank: int, size: int) -> Any:
-    return several(), gather_objects({"rank": rank}), from_rank_zero(f"from {rank}"), together(lambda: rank * 10)
+    return (
+        is_distributed(),
+        gather_objects({"rank": rank}),
+        from_rank_zero(f"from {rank}"),
+        all_or_none(lambda: rank * 10),
+    )
 
 
 def test_values_travel(pool: Pool) -> None:
@@ -66,7 +71,7 @@ def test_values_travel(pool: Pool) -> None:
 
 def fail_on(rank: int, size: int, failing: list[int], name: str) -> tuple[str, str]:
     try:
-        together(lambda: fail(ERRORS[name]) if rank in failing else None)
+        all_or_none(lambda: fail(ERRORS[name]) if rank in failing else None)
     except (AtorchError, KeyError) as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -91,7 +96,7 @@ def test_an_error_of_others_is_told_too(pool: Pool) -> None:
 
 def compare(rank: int, size: int, values: list[Any]) -> str:
     try:
-        agree(values[rank], "the strategy", StrategyError)
+        require_equal(values[rank], "the strategy", StrategyError)
     except StrategyError as error:
         return str(error)
     return ""
@@ -124,7 +129,7 @@ def called_apart(rank: int, size: int) -> tuple[str, int]:
         real(values, value, **kwargs)
 
     with mock.patch.object(dist, "all_gather_object", measured), pytest.raises(ArgumentError) as caught:
-        agreed("call", lambda: {"given": described("given", values)}, lambda: rank)
+        call_on_all_ranks("call", lambda: {"given": described("given", values)}, lambda: rank)
     return str(caught.value), max(sent)
 
 
@@ -152,9 +157,9 @@ def all_is_well(rank: int, size: int) -> list[str]:
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, noted(name)))
-        together(lambda: rank)
-        agree(["a"] * 1000, "the strategy", StrategyError)
-        agreed("call", lambda: {"given": described("given", list(range(1000)))}, lambda: rank)
+        all_or_none(lambda: rank)
+        require_equal(["a"] * 1000, "the strategy", StrategyError)
+        call_on_all_ranks("call", lambda: {"given": described("given", list(range(1000)))}, lambda: rank)
         synchronise([torch.ones(3), torch.zeros(2, 2)])
     return called
 
@@ -220,14 +225,14 @@ def test_what_lies_apart_is_made_equal(pool: Pool) -> None:
 def meet_twice(rank: int, size: int, absent: int) -> str:
     group = dist.group.WORLD
     assert group is not None
-    meet("store()", group)
+    checked_barrier("store()", group)
     if rank == absent:
         return "absent"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MEETING", timedelta(seconds=0.01))
         patch.setattr(collectives, "TIMEOUT", timedelta(seconds=0.1))
         with pytest.raises(ArgumentError) as caught:
-            meet("store()", group)
+            checked_barrier("store()", group)
     return str(caught.value)
 
 
@@ -245,9 +250,9 @@ def waited_in_vain(rank: int, size: int, call: str, ends: bool) -> str:
             store.wait(["told"])
         return "absent"
     calls = {
-        "together": lambda: together(lambda: rank, group),
+        "together": lambda: all_or_none(lambda: rank, group),
         "gather_objects": lambda: gather_objects(rank, group),
-        "agreed": lambda: agreed("plan", lambda: {}, lambda: rank, group=group),
+        "agreed": lambda: call_on_all_ranks("plan", lambda: {}, lambda: rank, group=group),
     }
     with pytest.raises(ArgumentError) as caught:
         calls[call]()

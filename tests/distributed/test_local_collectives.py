@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from atorch.distributed.collectives import all_gather_single, reduce_scatter_single
-from atorch.distributed.local_collectives import alone, is_alone
+from atorch.distributed.local_collectives import are_collectives_local, local_collectives
 from tests.pool import Pool
 
 
@@ -80,7 +80,7 @@ def alone_and_together(rank: int, size: int) -> list[Any]:
     """Whether each call gives alone, on rank 0 alone, what has the sizes of what all get together."""
     made = []
     if rank == 0:
-        with alone():
+        with local_collectives():
             made = [call(torch.ones(2, 3)) for call in CALLS]
     together = [shapes(call(torch.ones(2, 3))) for call in CALLS]
     return [shapes(each) == real and finite(each) for each, real in zip(made, together, strict=False)]
@@ -96,14 +96,14 @@ def of_parts(rank: int, size: int) -> tuple[list[tuple[int, ...]], list[bool]]:
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     found = []
     if rank == 0:
-        with alone():
+        with local_collectives():
             made = weight.redistribute(mesh, [Replicate()]).to_local()
-            made.register_hook(lambda _: told.append(is_alone()))
+            made.register_hook(lambda _: told.append(are_collectives_local()))
             made.sum().backward()
             assert weight.grad is not None
             found = [tuple(made.shape), tuple(weight.grad.to_local().shape)]
     dist.barrier()
-    return found, [*told, is_alone()]
+    return found, [*told, are_collectives_local()]
 
 
 def test_what_parts_of_tensors_do_is_alone_too(pool: Pool) -> None:
@@ -111,5 +111,5 @@ def test_what_parts_of_tensors_do_is_alone_too(pool: Pool) -> None:
 
 
 def test_where_nobody_else_is_nothing_changes() -> None:
-    with alone():
-        assert not is_alone()
+    with local_collectives():
+        assert not are_collectives_local()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atorch.distributed import Mesh, parallel_group, parallel_group_size, parallel_rank, rank_table, use_mesh
-from atorch.distributed.collectives import stand_on
+from atorch.distributed.collectives import use_world_group
 from atorch.distributed.fake_world import fake_world
 from atorch.distributed.mesh import AXES, groups_along, own_group
 from atorch.errors import StrategyError
@@ -268,7 +268,7 @@ def parameter_on_a_second_mesh(rank: int, size: int) -> list[float]:
 
     for value in (1.0, 2.0):
         group = dist.new_group()
-        with stand_on(group):
+        with use_world_group(group):
             mesh = Mesh((("data", size),), None, "cpu")
             local = torch.full((1,), value + rank)
             parameter = torch.nn.Parameter(DTensor.from_local(local, mesh.device_mesh("data"), [Shard(0)]))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from atorch.distributed.local_collectives import alone, is_alone
+from atorch.distributed.local_collectives import are_collectives_local, local_collectives
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.memory.micro_batch import MicroBatched
@@ -23,11 +23,11 @@ def of_backward(rank: int, size: int) -> list[bool]:
     told, sent = [], torch.ones(4, device="cuda", requires_grad=True)
 
     def hook(gradient: Tensor) -> None:
-        told.append(is_alone())
+        told.append(are_collectives_local())
         dist.all_reduce(gradient.clone())
 
     if rank == 0:
-        with alone():
+        with local_collectives():
             product = sent * 2
             product.register_hook(hook)
             product.sum().backward()

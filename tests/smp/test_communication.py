@@ -212,7 +212,7 @@ def test_what_cannot_be_meant_is_told() -> None:
 
 def test_a_late_one_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "MEETING", timedelta(milliseconds=1))
-    with collectives.warning_late(lambda: "rank 0 waits"):
+    with collectives.warn_after(lambda: "rank 0 waits"):
         while not caplog.records:
             pass
     assert "rank 0 waits" in caplog.text

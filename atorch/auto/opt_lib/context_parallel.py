@@ -24,7 +24,7 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_context, whole_outside
-from atorch.distributed.collectives import together
+from atorch.distributed.collectives import all_or_none
 from atorch.distributed.mesh import Mesh
 from atorch.errors import StrategyError
 from atorch.runtime.context_parallel import RingExchange, UlyssesRing
@@ -92,7 +92,7 @@ class ContextParallel(Method):
         group = mesh.group("context")
         exchange: Exchange = RingExchange(group, load_balance=self.load_balance)
         if mesh.size("sequence") > 1 and any("sequence" in other.splits for other in ctx.strategy or ()):
-            together(lambda: _need_neighbours(mesh))
+            all_or_none(lambda: _need_neighbours(mesh))
             exchange = UlyssesRing(mesh.group("sequence"), group, load_balance=self.load_balance)
             group = mesh.group("context", "sequence")
         is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors

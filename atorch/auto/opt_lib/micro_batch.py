@@ -22,7 +22,7 @@ from atorch.auto.opt_lib.shared.accumulation import reduce_once
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory
-from atorch.distributed.collectives import several
+from atorch.distributed.collectives import is_distributed
 from atorch.errors import StrategyError
 from atorch.runtime.loss.reduction import tolerance_of
 from atorch.runtime.memory.micro_batch import MicroBatched
@@ -119,7 +119,7 @@ class MicroBatch(Method):
                 'leave reduce at "once", or add fsdp'
             )
         chunks = ctx.strategy is not None and "chunk" in ctx.strategy.names()
-        if self.size == "auto" and self.count is None and chunks and several() and ctx.device.type == "cuda":
+        if self.size == "auto" and self.count is None and chunks and is_distributed() and ctx.device.type == "cuda":
             raise StrategyError(
                 'micro_batch was given size="auto" beside chunks on several processes: one that runs out of memory '
                 "alone would leave the others in a collective; give a size or a count"

@@ -25,7 +25,7 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_sequence, whole_outside
-from atorch.distributed.collectives import together
+from atorch.distributed.collectives import all_or_none
 from atorch.errors import StrategyError
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, check_tokens, split_between, split_stream
 from atorch.runtime.tensor_parallel import ModelLayout
@@ -93,7 +93,7 @@ class SequenceParallel(Method):
         if self.mode == "megatron":
             if mesh.size("tensor") > 1:
                 group = mesh.group("tensor")
-                together(lambda: check_tokens(ctx.parts[0], on_samples(ctx, self.name), group))
+                all_or_none(lambda: check_tokens(ctx.parts[0], on_samples(ctx, self.name), group))
             return ctx
         is_split = mesh.size("context") > 1 and any("context" in other.splits for other in ctx.strategy or ())
         if mesh.size("sequence") == 1 or is_split:  # context_parallel splits over both axes

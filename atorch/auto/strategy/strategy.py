@@ -170,9 +170,9 @@ class Strategy(Sequence[Method]):
             StrategyError: a method cannot be applied. Nothing was changed unless the fault shows only when the model
                 runs.
         """
-        from atorch.distributed.collectives import agreed
+        from atorch.distributed.collectives import call_on_all_ranks
 
-        agreed("Strategy.apply", lambda: self._facts(ctx), lambda: self.check(ctx))
+        call_on_all_ranks("Strategy.apply", lambda: self._facts(ctx), lambda: self.check(ctx))
         self.check_optimizer(ctx)
         return reduce(lambda folded, method: method.apply(folded), self.methods, replace(ctx, strategy=self))
 

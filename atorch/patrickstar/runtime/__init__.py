@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from atorch.distributed.collectives import agreed
+from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import described
 from atorch.distributed.world import init
 from atorch.errors import ArgumentError, shown
@@ -49,5 +49,5 @@ def initialize_engine(
         return model_func if isinstance(model_func, nn.Module) else built(model_func), client, read
 
     facts = {"model_func": described("model_func", model_func), "client": described("client", client)}
-    engine = PatrickStarEngine(*agreed("initialize_engine", lambda: facts, made))
+    engine = PatrickStarEngine(*call_on_all_ranks("initialize_engine", lambda: facts, made))
     return engine, engine.optimizer

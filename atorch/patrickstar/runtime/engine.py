@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
-from atorch.distributed.collectives import agreed, gather_objects, synchronise, together
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, synchronise
 from atorch.distributed.fingerprints import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
 from atorch.model.pytree import leaves_of, map_tensors
@@ -64,7 +64,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
     ) -> None:
         super().__init__()
         self.module, self.client = model, client
-        self.config = agreed(
+        self.config = call_on_all_ranks(
             "PatrickStarEngine", lambda: described_model(model), lambda: EngineConfig.of(config), _shared_settings
         )
         adam = self.config.optimizer.params.model_dump(exclude={"use_hybrid_adam"})
@@ -168,12 +168,12 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         for buffer in self.module.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(DTYPE)
-        together(self._check_host)
+        all_or_none(self._check_host)
         synchronise([*self.module.parameters(), *self.module.buffers()])
         first, budget = self._foreseen(), min(gather_objects(client.budget_bytes))
         on_host = self._foresight.on_host
         prefetch = 1 if client.config.opts.with_async_move else 0
-        self._operations = together(
+        self._operations = all_or_none(
             lambda: chunk(
                 self.module,
                 first,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch.distributed.collectives import agreed, meet
+from atorch.distributed.collectives import call_on_all_ranks, checked_barrier
 from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
@@ -117,7 +117,7 @@ def chunk(
     else:
         arguments: dict[str, Any] = {"budget_bytes": budget_bytes, "state_bytes": state_bytes, "prefetch": prefetch}
         arguments |= {"dtype": dtype, "in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
-        plan = agreed("chunk", lambda: {"arguments": _facts(arguments)}, planned, _Planned.facts, group)
+        plan = call_on_all_ranks("chunk", lambda: {"arguments": _facts(arguments)}, planned, _Planned.facts, group)
     in_place = _fit_host(plan, parameters.values(), shards, in_place, host_state_bytes)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
@@ -357,7 +357,7 @@ def _gathering(state_dict: Callable[..., Any], bound: _Bound) -> Callable[..., A
         if operations is None:
             return state_dict(self, *args, **kwargs)
         if operations.chunks.group is not None:
-            meet("model.state_dict()", operations.chunks.group)
+            checked_barrier("model.state_dict()", operations.chunks.group)
         with operations.gathering():
             return state_dict(self, *args, **kwargs)
 

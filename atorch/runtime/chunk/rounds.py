@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.distributed.collectives import all_gather_single, meeting_place
+from atorch.distributed.collectives import all_gather_single, host_comm_device
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent, CollectiveOrder, IssueCollective
 
@@ -58,7 +58,7 @@ class Rounds:
             return False
         group = self._chunks.group
         assert group is not None
-        wanted = torch.empty(group.size(), dtype=torch.int64, device=meeting_place())
+        wanted = torch.empty(group.size(), dtype=torch.int64, device=host_comm_device())
         all_gather_single(wanted, wanted.new_tensor([chunk]), group=group)
         for rank, index in enumerate(wanted.tolist()):
             if index >= 0:

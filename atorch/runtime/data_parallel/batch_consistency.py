@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import largest
+from atorch.distributed.collectives import all_reduce_max
 from atorch.distributed.fingerprints import both_ways
 from atorch.errors import ArgumentError
 from atorch.logs import logger
@@ -62,7 +62,7 @@ class _Looking:
                 (rounded if leaf.is_floating_point() else exact).append(leaf.detach().reshape(-1)[:FEW].tolist())
         hashes = [*both_ways(exact), *both_ways(rounded)]
         for group in self._groups.values():
-            hashes = largest(hashes, group)  # in the end over the product of the axes, so that all ranks raise
+            hashes = all_reduce_max(hashes, group)  # in the end over the product of the axes, so that all ranks raise
         high, low, rounded_high, rounded_low = hashes
         if high != -low:
             raise ArgumentError(_DIFFERENT % " × ".join(self._groups))

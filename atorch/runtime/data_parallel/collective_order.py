@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed.collectives import all_gather_single, reduce_scatter_single
-from atorch.distributed.local_collectives import is_alone
+from atorch.distributed.local_collectives import are_collectives_local
 from atorch.errors import StrategyError
 
 IssueCollective = Callable[[], "list[dist.Work | None]"]
@@ -97,7 +97,7 @@ class CollectiveOrder:
             RankFailedError: the pass of another rank has failed.
         """
         self._raised = False
-        if is_alone():  # local collectives, in which no other rank takes part
+        if are_collectives_local():  # local collectives, in which no other rank takes part
             return False
         following = self._following.get(self._last, [])
         if len(following) == 1 and following[0] == step and not step.is_compared and step not in self._passed:

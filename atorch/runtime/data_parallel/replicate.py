@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import agreed
+from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import described_call
 from atorch.distributed.tensor_components import dense_parts, is_dense
 from atorch.errors import StrategyError
@@ -360,7 +360,7 @@ def replicate(
             "static_graph": static_graph,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        agreed("replicate", lambda: described_call(module, **arguments), lambda: None, group=group)
+        call_on_all_ranks("replicate", lambda: described_call(module, **arguments), lambda: None, group=group)
     if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
         module.to(device)  # only where needed: some fake tensors that are on it already cannot be moved
     if group.size() == 1 or not any(parameter.requires_grad for parameter in module.parameters()):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import agreed, meet, together
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, checked_barrier
 from atorch.distributed.fingerprints import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.pytree import map_tensors
@@ -74,7 +74,7 @@ class ShardedOptimizer(WrappedOptimizer):
         def make() -> Optimizer:
             return self._inner_of(list(groups), make_optimizer, group)
 
-        super().__init__(make() if is_agreed else agreed("ShardedOptimizer", dict, make, self._facts, group))
+        super().__init__(make() if is_agreed else call_on_all_ranks("ShardedOptimizer", dict, make, self._facts, group))
 
     def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
         """Facts that must be equal on all ranks."""
@@ -169,7 +169,7 @@ class ShardedOptimizer(WrappedOptimizer):
                 self._lend_gradients()
                 return super(ShardedOptimizer, self)._call(method, *args, **kwargs)
 
-        result = together(work, self._group)
+        result = all_or_none(work, self._group)
         for piece in self._slices:
             piece.grad = None
         self._send(set(self._params))
@@ -198,7 +198,7 @@ class ShardedOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: some ranks did not; the message names them.
         """
-        meet("optimizer.state_dict()", self._group)
+        checked_barrier("optimizer.state_dict()", self._group)
         shares: list[Any] = [None] * self._group.size()
         dist.all_gather_object(shares, _on_host(self.local_state_dict()), group=self._group)
         return merged(shares, self._params)
@@ -218,7 +218,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
         """The full optimizer state on rank `to_rank` of the group, None on the others. Collective."""
-        meet("optimizer.full_state_dict()", self._group)
+        checked_barrier("optimizer.full_state_dict()", self._group)
         shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
         dist.gather_object(_on_host(self.local_state_dict()), shares, group=self._group, group_dst=to_rank)
         return None if shares is None else merged(shares, self._params)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from atorch.distributed.local_collectives import is_alone
+from atorch.distributed.local_collectives import are_collectives_local
 from atorch.errors import ArgumentError
 from atorch.runtime.data_parallel.collective_order import (
     BACKWARD_ENDS,
@@ -85,7 +85,7 @@ class FsdpPasses:
 
     def come_to(self, step: CollectiveEvent, stand_in: Callable[[], list[Any]]) -> None:
         """Announce a collective; in backward, also queue the comparison at its end."""
-        if is_alone():
+        if are_collectives_local():
             return
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._backward):
@@ -108,7 +108,7 @@ class FsdpPasses:
 
     def before_reduction(self) -> None:
         """Before the first reduction of a backward pass, record the parameters without a gradient."""
-        if is_alone():
+        if are_collectives_local():
             return
         if self._finds_unused and not self._reduces:
             self._without = [i for i, param in enumerate(self._sharded) if param.sharded_param.grad is None]
@@ -143,7 +143,7 @@ class FsdpPasses:
         used = self._used
 
         def note(_: Tensor) -> None:  # must not refer to a parameter, which it would keep alive (`weak_method`)
-            if not is_alone():
+            if not are_collectives_local():
                 used[number] = 1
 
         gathered.register_post_accumulate_grad_hook(note)

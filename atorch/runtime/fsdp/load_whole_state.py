@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import together
+from atorch.distributed.collectives import all_or_none
 from atorch.errors import ArgumentError
 from atorch.files.access import AnyPath
 from atorch.model.meta_device import first_names, put
@@ -48,8 +48,8 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, st
             reshard()
     rows = {} if binding.layout is None else binding.layout.rows
     with ExitStack() as opened:
-        source = together(lambda: opened.enter_context(_opened(state)))
-        for target, names in together(lambda: _chosen(model, source, rows, strict)):
+        source = all_or_none(lambda: opened.enter_context(_opened(state)))
+        for target, names in all_or_none(lambda: _chosen(model, source, rows, strict)):
             value, cut = source[names[0]], rows_of(names, rows)
             part = value if cut is None else cut.take(value, binding.mesh.rank("tensor"))
             (binding.write_value or put)(target, part)

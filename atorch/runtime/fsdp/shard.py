@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import agreed
+from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import Facts, described_call
 from atorch.errors import ArgumentError
 from atorch.logs import logger
@@ -167,7 +167,7 @@ def _check_together(
         _refuse_hooks((name, param) for name, param in module.named_parameters() if param not in whole)
 
     for axis in range(mesh.ndim):  # nested: a rank that fails along one axis fails along the next, and so all fail
-        check = partial(agreed, "shard", facts, check, group=mesh.get_group(axis))
+        check = partial(call_on_all_ranks, "shard", facts, check, group=mesh.get_group(axis))
     check()
 
 

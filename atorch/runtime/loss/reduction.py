@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atorch.distributed.collectives import everyone, meeting_place
+from atorch.distributed.collectives import host_comm_device, world_group
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 
@@ -168,8 +168,8 @@ def any_processes(flags: Sequence[bool], group: dist.ProcessGroup | None = None)
     """Logical or of each of `flags` over the processes of the group, or of the job."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         return list(flags)
-    reduced = torch.tensor(flags, dtype=torch.int32, device=meeting_place())
-    dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group or everyone())
+    reduced = torch.tensor(flags, dtype=torch.int32, device=host_comm_device())
+    dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group or world_group())
     return [bool(flag) for flag in reduced.tolist()]
 
 
@@ -177,8 +177,8 @@ def sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> lis
     """Sum of each of `values` over the processes of the group, or of the job."""
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
         return list(values)
-    reduced = torch.tensor(values, dtype=torch.float64, device=meeting_place())
-    dist.all_reduce(reduced, group=group or everyone())
+    reduced = torch.tensor(values, dtype=torch.float64, device=host_comm_device())
+    dist.all_reduce(reduced, group=group or world_group())
     return [float(value) for value in reduced.tolist()]
 
 

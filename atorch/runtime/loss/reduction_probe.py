@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from atorch.distributed.collectives import everyone, gather_objects, nobody_else, together
+from atorch.distributed.collectives import all_or_none, gather_objects, is_fake_world, world_group
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.method_override import override
 from atorch.model.pytree import is_strings, leaves_of, map_leaves, map_tensors, tensors_in
-from atorch.model.state import still, untouched
+from atorch.model.state import children_in_eval, preserved_state
 from atorch.model.user_functions import LossFunc
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data.batch_split import joined, portion, shared_rows
@@ -56,7 +56,7 @@ class ForwardHistory:
     def of_model(cls, model: nn.Module) -> ForwardHistory:
         """Record the calls of `model` from now on."""
         calls = cls()
-        if not nobody_else():
+        if not is_fake_world():
             override(model, "__call__", _noting, calls)
         return calls
 
@@ -104,7 +104,7 @@ def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
         inner: Any = model.module if is_wrapped else model
         losses = []
         # Parts of a batch have new shapes; a compiled model would be compiled again for each.
-        with torch.no_grad(), untouched(model), still(model), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), preserved_state(model), children_in_eval(model), torch.compiler.set_stance("force_eager"):
             for batch, source in samples:
                 output = inner(*source[0], **source[1]) if runs_model else source
                 losses.append(float(value_of(loss_func(batch, output))))
@@ -284,7 +284,7 @@ class Look:
             return losses
 
         try:
-            first, second, whole = together(run)
+            first, second, whole = all_or_none(run)
         except Exception as error:  # a user's function may fail on a part of a batch
             raise StrategyError(f"it fails on a part of a batch ({type(error).__name__}: {error})") from error
         if not tells:
@@ -335,5 +335,5 @@ def _sent(sample: Any, rank: int, device: torch.device) -> Any:
     """Broadcast rank `rank`'s sample to every rank."""
     mine = map_tensors(Tensor.cpu, sample)
     box = [mine if dist.get_rank() == rank else None]
-    dist.broadcast_object_list(box, src=rank, group=everyone())
+    dist.broadcast_object_list(box, src=rank, group=world_group())
     return map_tensors(lambda leaf: leaf.to(device), box[0])

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import nobody_else
+from atorch.distributed.collectives import is_fake_world
 from atorch.errors import StrategyError
 from atorch.logs import OF_THIS_RANK, logger
 from atorch.model.pytree import tensors_in
@@ -100,7 +100,7 @@ class RankWeight:
         if self._constant is not None:
             constant = self._constant
             return PLAIN if constant == 1.0 else LossScaleFactor(lambda: constant)
-        if nobody_else():
+        if is_fake_world():
             return LossScaleFactor(self._pretended)
         if self.rule.rules == ("rows",):
             return LossScaleFactor(lambda: self._by_rows(rows))
@@ -125,7 +125,7 @@ class RankWeight:
     def doubt(self, look: Look) -> None:
         """Warn if the rule does not explain a later loss: a first batch of one class is no evidence for weights."""
         self._closed += 1
-        is_due = self._closed in DOUBTED and self.is_explained and not (self.rule.is_named or nobody_else())
+        is_due = self._closed in DOUBTED and self.is_explained and not (self.rule.is_named or is_fake_world())
         if is_due and not look.holds():
             self.is_explained = False
             logger.warning("%s", look.failure("a later batch shows that no rule explains it"), extra=OF_THIS_RANK)
@@ -139,14 +139,14 @@ class RankWeight:
 
     def _settle(self, batch: Any, rows: int, look: Callable[[], None]) -> None:
         """Find the rules, and the factor if one holds for all steps."""
-        if not self.rule.is_checked and not nobody_else():
+        if not self.rule.is_checked and not is_fake_world():
             try:
                 look()
             except StrategyError as error:
                 self.give_up(error)
                 return
         rules = self.rule.candidates(batch)
-        if nobody_else():
+        if is_fake_world():
             rules = likely(self.rule, batch)
         self.rule.keep(rules)
         if rules == ("sum",) and not self.rule.is_named and isinstance(look, Look):
@@ -158,7 +158,7 @@ class RankWeight:
         rules = self.rule.rules or ()
         if rules == ("sum",):
             self._constant = float(self._size)
-        elif nobody_else():
+        elif is_fake_world():
             self._constant = 1.0 if rules == ("rows",) else None
         elif "rows" in rules:
             self._without_classes(batch, rows, rules)

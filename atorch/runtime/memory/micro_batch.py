@@ -19,12 +19,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from atorch.distributed.local_collectives import alone
+from atorch.distributed.local_collectives import local_collectives
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.model.method_override import override
 from atorch.model.pytree import map_tensors
-from atorch.model.state import still, untouched
+from atorch.model.state import children_in_eval, preserved_state
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.batch_split import merge, num_rows, take
 from atorch.runtime.data_parallel.gradient_sync import Reduction
@@ -141,7 +141,7 @@ class MicroBatched:
         def pair_losses(first: int) -> tuple[float, float, float]:
             second = min(first + 1, len(pieces) - 1)
             both = take(call, bounds[first][0], bounds[second][1], bounds[-1][1])
-            with torch.no_grad(), untouched(model), still(model):
+            with torch.no_grad(), preserved_state(model), children_in_eval(model):
                 losses = [
                     float(value_of(self._loss_func(batch, model(*args, **kwargs))))
                     for batch, args, kwargs in (pieces[first], pieces[second], both)
@@ -171,7 +171,7 @@ class MicroBatched:
         fits, starts = True, range(0, rows, size)[:2]
         reused = self._reduction.reuses_gradients
         try:
-            with untouched(model), gradients_apart(self._parameters, reused=reused), self._alone():
+            with preserved_state(model), gradients_apart(self._parameters, reused=reused), self._alone():
                 for start in starts:
                     with self._reduction.trial(last=start == starts[-1]):
                         self._forward_backward(model, take(call, start, min(start + size, rows), rows), 1.0)
@@ -185,7 +185,7 @@ class MicroBatched:
         return not any_process(not fits)
 
     def _alone(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._reduction.keeps_gathered else alone()
+        return nullcontext() if self._reduction.keeps_gathered else local_collectives()
 
 
 class _Weights(NamedTuple):

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import together
+from atorch.distributed.collectives import all_or_none
 from atorch.errors import StrategyError
-from atorch.model.state import untouched
+from atorch.model.state import preserved_state
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.reduction import any_processes
 from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of, sizes_of
@@ -169,7 +169,7 @@ class Engine:
                     raise error.__cause__ from None
                 raise  # at once, also errors of backward: other ranks wait for this one
             if ends_together:
-                together(functools.partial(_raise_first, failures), self.group)
+                all_or_none(functools.partial(_raise_first, failures), self.group)
         self._schedules[key] = schedule  # only now: the state of a schedule that failed is undefined
         if len(self._schedules) > KEPT:
             del self._schedules[next(iter(self._schedules))]
@@ -229,7 +229,7 @@ class Engine:
             return list(self.understudy.run(*work.calls[0])[0])
         table: list[Sequence[TensorSpec]] = []
         for index in range(self.stages[0].num_stages):
-            box = [together(functools.partial(self._seen_by, index, work, table), self.group)]
+            box = [all_or_none(functools.partial(self._seen_by, index, work, table), self.group)]
             dist.broadcast_object_list(box, group=self.group, group_src=self.places[index])
             table += box[0]
         return table
@@ -241,7 +241,12 @@ class Engine:
             return []
         stage, part = self.stages[place], self.parts[place]
         wires = [table[value.call][value.number].stand_in(self.device).clone() for value in stage.incoming]
-        with torch.no_grad(), untouched(part), self.reductions[place].forward(), stage.visit(wires, table) as visit:
+        with (
+            torch.no_grad(),
+            preserved_state(part),
+            self.reductions[place].forward(),
+            stage.visit(wires, table) as visit,
+        ):
             work.look(part)
         return visit.made
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atorch.distributed.collectives import nobody_else
+from atorch.distributed.collectives import is_fake_world
 from atorch.model.pytree import map_leaves
 from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 
@@ -27,7 +27,7 @@ def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.de
         return _Place(shape_of(leaf))
 
     box = [map_leaves(leave_out, data)]
-    if not nobody_else():
+    if not is_fake_world():
         dist.broadcast_object_list(box, group=group, group_src=place, device=_for_objects(device, group))
     waiting = iter(tensors)
 

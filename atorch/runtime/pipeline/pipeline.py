@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from atorch.distributed.collectives import together
+from atorch.distributed.collectives import all_or_none
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import leaves_of, map_tensors
-from atorch.model.state import still
+from atorch.model.state import children_in_eval
 from atorch.model.user_functions import LossFunc
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data.batch_split import merge, num_rows, take
@@ -292,8 +292,8 @@ class PipelinedLoss:
 
         with torch.no_grad(), ExitStack() as stack:
             for part in self._engine.parts:
-                stack.enter_context(still(part))
-            together(lambda: self._engine.run([_arguments(call)], conclude, train=False))
+                stack.enter_context(children_in_eval(part))
+            all_or_none(lambda: self._engine.run([_arguments(call)], conclude, train=False))
 
     def _value(self, batch: Any, output: Any) -> float:
         return float(value_of(self._loss_func(batch, output)))

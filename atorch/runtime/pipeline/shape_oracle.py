@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch.model.state import untouched
+from atorch.model.state import preserved_state
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.pipeline.capture.shapes import TensorSpec
 from atorch.runtime.pipeline.stage import stage_of
@@ -36,6 +36,6 @@ class ShapeOracle:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservedCalls:
         part = self._part
-        with torch.no_grad(), untouched(part), self._reduction.forward(), self._stage.visit((), ()) as visit:
+        with torch.no_grad(), preserved_state(part), self._reduction.forward(), self._stage.visit((), ()) as visit:
             output = part(*args, **kwargs)
         return visit.made, output

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import everyone
+from atorch.distributed.collectives import world_group
 from atorch.logs import logger
 from atorch.model.method_override import override
 from atorch.model.user_functions import LossFunc
@@ -203,7 +203,7 @@ class ScaledOptimizer(WrappedOptimizer):
         factor = torch.full((), 1.0 / self.scale() if unscales else 1.0, device=device)
         overflow = unscale(gradients, factor, device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=everyone())
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=world_group())
         return bool(overflow.item())
 
     def state_dict(self) -> dict[str, Any]:

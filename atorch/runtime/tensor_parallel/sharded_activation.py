@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
-from atorch.distributed.collectives import meet
+from atorch.distributed.collectives import checked_barrier
 
 
 class DimSharding(Protocol):
@@ -132,7 +132,7 @@ class SplitTensor(Tensor):
         """Wait until all ranks call for a gather, before any of them sends its part."""
         name = getattr(func, "__name__", str(func))
         call = f"{name} of a tensor of {tuple(self.shape)} that is split over ranks and has to be gathered"
-        meet(call, self._layout.group, "split")
+        checked_barrier(call, self._layout.group, "split")
         if isinstance(self._part, SplitTensor):  # along another dim
             self._part._meet(func)
 

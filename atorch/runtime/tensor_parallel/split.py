@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import agreed, together
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks
 from atorch.distributed.fingerprints import described_call
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
@@ -95,10 +95,10 @@ def tensor_parallel(
     if is_agreed:
         check()
     else:
-        agreed("tensor_parallel", lambda: described_call(model, plan=plan, **options), check, group=group)
+        call_on_all_ranks("tensor_parallel", lambda: described_call(model, plan=plan, **options), check, group=group)
     make_splittable(model)
     ranks = Ranks.of(mesh)
-    watched = together(lambda: Watched(model, run), group)
+    watched = all_or_none(lambda: Watched(model, run), group)
     sums = ranks.gather(watched.sums)
     if any(other != sums[0] for other in sums):
         raise ArgumentError(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import everyone, meet, nobody_else
+from atorch.distributed.collectives import checked_barrier, is_fake_world, world_group
 from atorch.errors import ArgumentError
 from atorch.runtime.fsdp.partial_state_dict import own_state
 from atorch.runtime.tensor_parallel.layout.layout import Rows
@@ -46,9 +46,9 @@ def whole_state(
     rows = {} if layout is None else layout.rows
     local = own_state(model)
     stages = mesh.group("pipeline") if mesh is not None and mesh.size("pipeline") > 1 else None
-    all_ranks = everyone()
+    all_ranks = world_group()
     if all_ranks is not None and (rows or stages or any(hasattr(value, "full_tensor") for value in local.values())):
-        meet("whole_state", all_ranks)
+        checked_barrier("whole_state", all_ranks)
     state: dict[str, Tensor] = {}
     for name, value in local.items():
         state[name] = whole_tensor(value, rows.get(name), group)
@@ -60,7 +60,7 @@ def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist
 
     names: the first names of the result, in order.
     """
-    if nobody_else():
+    if is_fake_world():
         return dict(state)
     specs = {name: (item.shape, item.dtype, item.device.type) for name, item in state.items() if hasattr(item, "shape")}
     stage_specs: list[Any] = [None] * group.size()

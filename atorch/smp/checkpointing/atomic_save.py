@@ -4,8 +4,8 @@
     .NAME.SAVE/       written by all processes: readers prefer its entries, which then move to the parent folder
     .NAME.SAVE.old/   the replaced entries, which nothing reads
 
-Machines may share one folder or have one each. All folders complete a step (`together`) before any begins the next. So
-if one folder has `.NAME.SAVE`, the `.NAME.SAVE.part` of another is whole, and if neither exists, the entries are in
+Machines may share one folder or have one each. All folders complete a step (`all_or_none`) before any begins the next.
+So if one folder has `.NAME.SAVE`, the `.NAME.SAVE.part` of another is whole, and if neither exists, the entries are in
 place.
 """
 
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from atorch.distributed.collectives import gather_objects, together
+from atorch.distributed.collectives import all_or_none, gather_objects
 from atorch.errors import CheckpointError, shown
 
 
@@ -91,7 +91,9 @@ class Staged:
 
 def whole_saves(folder: Path, name: str) -> list[str]:
     """The saves of a name that all processes have written, but not all have moved; all processes call it."""
-    here = together(lambda: [match[1] for entry in _names(folder) if (match := _match(name, entry)) and not match[2]])
+    here = all_or_none(
+        lambda: [match[1] for entry in _names(folder) if (match := _match(name, entry)) and not match[2]]
+    )
     return sorted({save for saves in gather_objects(here) for save in saves})
 
 
@@ -132,7 +134,7 @@ def _in_order(step: Callable[[], object], keeps_order: bool) -> None:
                 f"a checkpoint cannot be put in its place: {error.strerror}: {shown(str(error.filename))}"
             ) from None
 
-    together(take)
+    all_or_none(take)
 
 
 def _match(name: str, entry: str) -> re.Match[str] | None:

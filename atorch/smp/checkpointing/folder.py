@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atorch.distributed.collectives import agreed, from_rank_zero, largest, together
+from atorch.distributed.collectives import all_or_none, all_reduce_max, call_on_all_ranks, from_rank_zero
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, CheckpointError, check_bools, shown
 from atorch.files.access import AnyPath, check_target, write
@@ -76,29 +76,29 @@ def save_checkpoint(
         check_bools("smp.save_checkpoint", partial=partial, translate_if_full=translate_if_full)
         _check_save(path, tag, partial, model, optimizer, num_kept_partial_checkpoints)
 
-    agreed("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**options, **has})}, check)
+    call_on_all_ranks("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**options, **has})}, check)
     folder = Path(path)
     staged = Staged(folder, _name(tag, partial), from_rank_zero(secrets.token_hex(8)))
-    user_content = together(lambda: _plain(user_content, "user_content"))
+    user_content = all_or_none(lambda: _plain(user_content, "user_content"))
 
     def begin() -> bool:
         _check_targets(folder, tag, partial)
         return staged.begin()
 
-    keeps_order = together(begin)
+    keeps_order = all_or_none(begin)
     is_written = False
     try:
         settle(staged, keeps_order, _is_own)
         if partial:
-            together(lambda: _write_parts(staged, tag, model, optimizer, user_content))
+            all_or_none(lambda: _write_parts(staged, tag, model, optimizer, user_content))
         else:
-            together(lambda: _write_whole(staged, tag, model, user_content))
+            all_or_none(lambda: _write_whole(staged, tag, model, user_content))
         is_written = True
     finally:
         if keeps_order and not is_written:
             remove(staged.part)
     place(staged, keeps_order, _is_own)
-    removed = together(lambda: _note(folder, tag, partial, num_kept_partial_checkpoints) if keeps_order else [])
+    removed = all_or_none(lambda: _note(folder, tag, partial, num_kept_partial_checkpoints) if keeps_order else [])
 
     def clear() -> None:  # after all machines have listed the new checkpoint
         if keeps_order:
@@ -106,7 +106,7 @@ def save_checkpoint(
         for outdated in removed:
             remove(_part_folder(folder, outdated))
 
-    together(clear)
+    all_or_none(clear)
 
 
 def resume_from_checkpoint(
@@ -153,7 +153,9 @@ def resume_from_checkpoint(
         folder = Path(_check_path(path))
         return _newest(folder, partial) if tag is None else _check_tag(tag)
 
-    local = agreed("smp.resume_from_checkpoint", lambda: {"given": described("resume_from_checkpoint", options)}, look)
+    local = call_on_all_ranks(
+        "smp.resume_from_checkpoint", lambda: {"given": described("resume_from_checkpoint", options)}, look
+    )
     # Machines with folders of their own may list different tags if a save was killed in between; rank 0 decides.
     chosen, folder = from_rank_zero(local), Path(path)
     saves = whole_saves(folder, _name(chosen, partial))
@@ -173,12 +175,12 @@ def resume_from_checkpoint(
         optimizer_state = _optimizer_state(inner, optimizer, load_optimizer, save)
         return state, optimizer_state, _content(inner / "user_content.pt"), save
 
-    state, optimizer_state, content, save = together(read)
-    (differs,) = largest([save != from_rank_zero(save)])
+    state, optimizer_state, content, save = all_or_none(read)
+    (differs,) = all_reduce_max([save != from_rank_zero(save)])
     if differs:
         raise CheckpointError(f"the checkpoint in {shown(str(path))} has files of different saves; load another one")
     if translate_function is not None and not partial:
-        state = together(lambda: translate_function(state))
+        state = all_or_none(lambda: translate_function(state))
     assert model is not None, "read has looked"
     model.load_state_dict(state, strict=strict)
     if optimizer_state is not None:

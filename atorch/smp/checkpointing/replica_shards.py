@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from atorch.distributed.collectives import meet
+from atorch.distributed.collectives import checked_barrier
 from atorch.smp.checkpointing.whole_states import PATIENCE
 from atorch.smp.session import session
 
@@ -23,7 +23,7 @@ def meet_replicas(call: str, *, states: bool = True) -> bool:
     owner = session()
     if not ((states and owner.config.shard_optimizer_state) or owner.config.sharded_data_parallel_degree > 1):
         return False
-    meet(call, owner.mesh.group("data", "zero", "pipeline", "tensor"), longest=PATIENCE)
+    checked_barrier(call, owner.mesh.group("data", "zero", "pipeline", "tensor"), longest=PATIENCE)
     return True
 
 

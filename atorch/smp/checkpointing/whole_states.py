@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import gather_objects, meet
+from atorch.distributed.collectives import checked_barrier, gather_objects
 from atorch.model.copy import duplicate
 from atorch.runtime.tensor_parallel.state import of_all_stages
 from atorch.smp.checkpointing.partial_states import MARKS, PARTIAL, merged
@@ -28,7 +28,7 @@ def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, spli
     """
     mesh = session().mesh
     if mesh.size("pipeline", "tensor") > 1:
-        meet(call, mesh.group("pipeline", "tensor"), longest=PATIENCE)
+        checked_barrier(call, mesh.group("pipeline", "tensor"), longest=PATIENCE)
     state = split.whole_state(own)
     if mesh.size("pipeline") > 1:
         state = of_all_stages(state, names, mesh.group("pipeline"))

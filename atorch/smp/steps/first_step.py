@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world
-from atorch.distributed.collectives import agreed, from_rank_zero, together
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero
 from atorch.distributed.fingerprints import Fact, Facts, described_call, described_optimizer
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger, speaking
 from atorch.model.pytree import map_tensors
-from atorch.model.state import untouched
+from atorch.model.state import preserved_state
 from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.memory.kv_cache import turn_off_caches
 from atorch.runtime.pipeline.capture.stage_capture import Reads, route_of
@@ -63,17 +63,17 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
             the model unchanged.
     """
     mesh, config, whole = owner.mesh, owner.config, model.module
-    agreed("smp.DistributedModel", lambda: _described(owner, model), lambda: None)
+    call_on_all_ranks("smp.DistributedModel", lambda: _described(owner, model), lambda: None)
     check_degrees(config)
     seed = from_rank_zero(torch.initial_seed())
     turn_off_caches(whole)
     split = _tensor_split(owner, model, function, sample)
-    units, route, division = agreed(
+    units, route, division = call_on_all_ranks(
         "smp.DistributedModel", dict, lambda: _divided(owner, model, function, sample), partial(_call_facts, config)
     )
     division = from_rank_zero(division)  # measured times differ between processes
-    values = together(lambda: delayed_values(whole))
-    blank = together(lambda: blank_copy(whole))
+    values = all_or_none(lambda: delayed_values(whole))
+    blank = all_or_none(lambda: blank_copy(whole))
     faults = Faults()
     placed = PlacedSchedule(division.places, config.active_microbatches, config.pipeline == "simple")
     if len(division.places) == 1:
@@ -107,7 +107,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     _log_division(owner, division)
     if owner.optimizer is not None:
         owner.optimizer.follow(model, unrounded)
-    together(model.settle)
+    all_or_none(model.settle)
     return runner
 
 
@@ -120,7 +120,7 @@ def _described(owner: Session, model: DistributedModel) -> Mapping[str, Facts]:
 def _tensor_split(owner: Session, model: DistributedModel, function: Function, sample: StepArguments) -> TensorSplit:
     if owner.mesh.size("tensor") == 1:
         return TensorSplit()
-    call = together(lambda: _call(model, function, sample))
+    call = all_or_none(lambda: _call(model, function, sample))
     return split_marked(model.module, lambda: model.module(*call[0], **call[1]), owner.mesh)
 
 
@@ -217,7 +217,7 @@ def _on_model_device(whole: nn.Module, sample: StepArguments) -> StepArguments:
 
 
 def _trace(model: DistributedModel, body: Body) -> None:
-    with torch.no_grad(), untouched(model.module), model.serving(body), tracing():
+    with torch.no_grad(), preserved_state(model.module), model.serving(body), tracing():
         body.run()
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atorch.distributed.collectives import agreed, from_rank_zero, largest
+from atorch.distributed.collectives import all_reduce_max, call_on_all_ranks, from_rank_zero
 from atorch.distributed.fingerprints import Fact, both_ways
 from atorch.model.pytree import leaves_of, map_tensors, tensors_in
 from atorch.runtime.pipeline.capture.shapes import sizes_of
@@ -40,11 +40,11 @@ def starts_together(owner: Session, cut: Callable[[], Sequence[StepArguments]], 
     mode = "gradients" if torch.is_grad_enabled() else "no gradients"
     count, in_mode = owner.config.microbatches, "training" if training else "evaluation"
     facts = {"step": {"the step": Fact(f"{name} with {count} micro-batches, under {mode}, in {in_mode}")}}
-    pieces = agreed("a function with @smp.step", lambda: facts, cut, is_frequent=True)
+    pieces = call_on_all_ranks("a function with @smp.step", lambda: facts, cut, is_frequent=True)
     kind = (name, count, torch.is_grad_enabled(), training, _plain(pieces[0]))
     if owner.mesh.size("pipeline") == 1:
         return Start(pieces, kind, True)
-    high, low = largest(both_ways((sizes_of(pieces[0]), kind)), owner.mesh.group("pipeline"))
+    high, low = all_reduce_max(both_ways((sizes_of(pieces[0]), kind)), owner.mesh.group("pipeline"))
     return Start(pieces, kind, high == -low)  # maximum = minimum: all are equal
 
 
@@ -57,7 +57,7 @@ def with_the_firsts_batch(owner: Session, start: Start) -> Start:
     local = [tensors_in(piece) for piece in start.pieces]
     is_first = owner.mesh.rank("pipeline") == 0
     has_some = any(tensor.numel() for piece in local for tensor in piece)
-    unfit, high, low = largest([int(is_first != has_some), *both_ways([len(piece) for piece in local])], group)
+    unfit, high, low = all_reduce_max([int(is_first != has_some), *both_ways([len(piece) for piece in local])], group)
     if unfit or high != -low:
         return start
     received = from_rank_zero([[tensor.cpu() for tensor in piece] for piece in local], group)
@@ -74,7 +74,7 @@ def _filled(arguments: StepArguments, values: Sequence[Tensor], device: torch.de
 
 def has_begun_none(owner: Session) -> bool:
     """True if no process begins a step; called by a process without a batch while others call `starts_together`."""
-    begun, _, _ = largest([NOBODY, NOBODY, 0])  # matches the exchange in `agreed`
+    begun, _, _ = all_reduce_max([NOBODY, NOBODY, 0])  # matches the exchange in `call_on_all_ranks`
     return begun == NOBODY
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from atorch.distributed.barrier_diagnostics import NoAnswerError, listed
-from atorch.distributed.collectives import several, warning_late
+from atorch.distributed.collectives import is_distributed, warn_after
 from atorch.errors import ArgumentError
 from atorch.logs import OF_THIS_RANK, logger
 
@@ -46,7 +46,7 @@ class Messages:
         self._num_sent: Counter[int] = Counter()  # by destination
         self._own: deque[Any] = deque()  # messages to this process itself
         # All processes open and close sessions together, so they agree on this number.
-        begun = _store().add(f"atorch/smp/begun/{dist.get_rank()}", 1) if several() else 0
+        begun = _store().add(f"atorch/smp/begun/{dist.get_rank()}", 1) if is_distributed() else 0
         self._place = f"atorch/smp/taken/{begun}"
 
     def send(self, obj: Any, dests: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class Messages:
             ArgumentError: some ranks did not before the group's time-out, or ended; the error lists them.
         """
         messages = self._begin(obj, dests)
-        with warning_late(lambda: self._told(messages)):
+        with warn_after(lambda: self._told(messages)):
             try:
                 for message in messages:
                     for work, _ in message.transfers:
@@ -82,7 +82,7 @@ class Messages:
             return self._own.popleft()
         size = torch.zeros(1, dtype=torch.int64)
         waiting = f"rank {_rank()} waits for an object from rank {source}, which has sent none"
-        with warning_late(lambda: f"{waiting}; call smp.send or smp.broadcast there"):
+        with warn_after(lambda: f"{waiting}; call smp.send or smp.broadcast there"):
             try:
                 dist.recv(size, source, tag=TAG)
                 content = torch.zeros(int(size), dtype=torch.uint8)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import first_told, largest, together
+from atorch.distributed.collectives import all_or_none, all_reduce_max, first_not_none
 from atorch.distributed.fingerprints import both_ways
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
@@ -143,8 +143,8 @@ class Runner:
             self._ends_together(False)
         data = self.owner.mesh.group("data", "zero")
         if data.size() > 1:
-            (most,) = largest([self.num_steps], data)
-            root = first_told(True if self.num_steps == most else None, data)
+            (most,) = all_reduce_max([self.num_steps], data)
+            root = first_not_none(True if self.num_steps == most else None, data)
             assert root is not None, "somebody has run most steps"
             broadcast([(dist.get_group_rank(data, root[0]), [tensor.detach() for tensor in parameters])], data)
 
@@ -176,7 +176,7 @@ class Runner:
 
     def _compare(self, pieces: Sequence[StepArguments], group: dist.ProcessGroup) -> None:
         """Warn if processes of a pipeline have different batches: inputs and labels would not match."""
-        high, low = largest(both_ways(beginnings(pieces)), group)
+        high, low = all_reduce_max(both_ways(beginnings(pieces)), group)
         if high != -low:
             logger.warning(
                 "processes of one pipeline were given different batches: inputs are taken of the first one's, and what "
@@ -222,9 +222,9 @@ class Runner:
 
     def _ends_together(self, is_new: bool) -> bool:
         """Exchange at the end of a step: raises if any process failed; True if any has a result of a new form."""
-        failed, some_new = largest([self.faults.first is not None, is_new])
+        failed, some_new = all_reduce_max([self.faults.first is not None, is_new])
         if failed:
-            together(partial(raise_it, self.faults.first))
+            all_or_none(partial(raise_it, self.faults.first))
         return bool(some_new)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import agree, synchronise, together
+from atorch.distributed.collectives import all_or_none, require_equal, synchronise
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError
 from atorch.logs import logger
@@ -115,7 +115,7 @@ def split_marked(
     if degree == 1:
         return TensorSplit()
     marked = marked_parameters(model, _is_distributed)
-    agree(sorted(marked), "what is marked for tensor parallelism", ArgumentError, "as name {}".format)
+    require_equal(sorted(marked), "what is marked for tensor parallelism", ArgumentError, "as name {}".format)
     fill([model], torch.device("cpu"), delayed_values(model))
     synchronise([*model.parameters(), *model.buffers()])
     share_random_state(mesh.group("tensor"), next((param.device for param in model.parameters()), torch.device("cpu")))
@@ -129,8 +129,12 @@ def split_marked(
     matrices = _Matrix.all_of(model)
     options: dict[str, Any] = {"among": marked, "as_dtensors": as_dtensors, "loss_parallel": loss_parallel}
     with without_checkpointing(model):  # the traced forward must not contain recomputed parts
-        layout = together(lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options))
-    agree(sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError)
+        layout = all_or_none(
+            lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options)
+        )
+    require_equal(
+        sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError
+    )
     split = TensorSplit(
         degree, mesh.rank("tensor"), mesh.group("tensor"), _cuts(layout, matrices), _kept(layout, matrices, marked)
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.distributed.collectives import together
+from atorch.distributed.collectives import all_or_none
 from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.fsdp.sharded_access import step_as_ordinary
@@ -104,7 +104,7 @@ def check_split(optimizer: Optimizer, split: ShardKind, key: str, group: dist.Pr
                 f"bear: {reason}. {ADVICE.format(key=key)}"
             )
 
-    together(work, group)
+    all_or_none(work, group)
 
 
 def _copy_over(optimizer: Optimizer, groups: Any) -> Optimizer:

@@ -35,7 +35,7 @@ from atorch.auto.strategy.method import Method, Phase, Simulation, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES, shard
-from atorch.distributed.collectives import largest
+from atorch.distributed.collectives import all_reduce_max
 from atorch.distributed.host_memory import is_simulated
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, StrategyError
@@ -173,7 +173,7 @@ class Chunk(Method):
         (part,), mesh = ctx.parts, ctx.need_mesh()
         axes, replicas = _axes(mesh)
         sharers = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
-        budget = -largest([-self._budget(ctx)], sharers)[0]  # of the smallest device
+        budget = -all_reduce_max([-self._budget(ctx)], sharers)[0]  # of the smallest device
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
         ctx.give_memory(_place_in_chunk)

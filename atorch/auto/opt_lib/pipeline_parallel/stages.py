@@ -17,7 +17,7 @@ from atorch.auto.opt_lib.pipeline_parallel.cut import even_cut
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy import Phase, Strategy
 from atorch.cost.kernels.gemm import peak_flops
-from atorch.distributed.collectives import nobody_else, together
+from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
@@ -50,13 +50,13 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     """Replace the context's parts by the stages of this process, and run the schedule inside the loss function."""
     mesh = ctx.need_mesh()
     size, place = mesh.size("pipeline"), mesh.rank("pipeline")
-    together(lambda: check(ctx, method))
+    all_or_none(lambda: check(ctx, method))
     batches = Batches.of(ctx, method)
     turn_off_caches(ctx.root)
     (model,) = ctx.parts
     try:
-        named, route, starts = together(lambda: _plan_cut(ctx, method, model, batches))
-        together(lambda: _check_loss_reads(method, model, held_for_loss(model, named, route, starts), route))
+        named, route, starts = all_or_none(lambda: _plan_cut(ctx, method, model, batches))
+        all_or_none(lambda: _check_loss_reads(method, model, held_for_loss(model, named, route, starts), route))
     except BaseException:
         uninstall(model)
         raise
@@ -65,7 +65,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     mine = stages_of(place, size, method.pieces)
     make_oracle = understudy_of(ctx, model, named, route)
     parts = cut(model, named, route, starts, mine, ctx.device)
-    together(lambda: _need_training(ctx, parts, mine))
+    all_or_none(lambda: _need_training(ctx, parts, mine))
     group = mesh.group("pipeline")
     tolerance = _rounding(ctx)
 
@@ -301,7 +301,7 @@ def understudy_of(
 
     The oracle is None if other processes exist. Methods that apply to stages apply to the copy as well.
     """
-    if not nobody_else():
+    if not is_fake_world():
         return lambda: None
     whole = copy_structure(model, torch.empty_like)
     named = {name: whole.get_submodule(name) for name in units}

@@ -15,7 +15,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.cost.parallelism import REPLICA_AXES
 from atorch.distributed import world
-from atorch.distributed.collectives import everyone, nobody_else, together
+from atorch.distributed.collectives import all_or_none, is_fake_world, world_group
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.profiler.trace import optimizer_state_per_param
@@ -47,7 +47,7 @@ def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
         StrategyError: names what the optimizer's step depends on; raised on all processes.
     """
     make_optimizer = ctx.make_optimizer
-    if make_optimizer is None or nobody_else():
+    if make_optimizer is None or is_fake_world():
         return
 
     def work() -> None:
@@ -55,7 +55,7 @@ def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
         if "sharded" in splits:
             world.ensure_group(ctx.device.type)
         for split in splits:
-            why = difference(make_optimizer, small_groups, split, everyone())
+            why = difference(make_optimizer, small_groups, split, world_group())
             if why is not None:
                 kind = type(made_small(make_optimizer, small_groups)).__name__
                 raise StrategyError(
@@ -63,7 +63,7 @@ def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
                     "steps every element by its own gradient (AdamW, SGD, …), or ddp, which keeps everything whole"
                 )
 
-    together(work)
+    all_or_none(work)
 
 
 def need_listed(ctx: Context, name: str, kinds: Sequence[type[Optimizer]]) -> None:
@@ -72,7 +72,7 @@ def need_listed(ctx: Context, name: str, kinds: Sequence[type[Optimizer]]) -> No
     Raises:
         StrategyError: the optimizer is of another class, subclasses included.
     """
-    if ctx.make_optimizer is None or nobody_else():
+    if ctx.make_optimizer is None or is_fake_world():
         return
     optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
     if optimizer is not None and type(optimizer) not in kinds:
@@ -91,7 +91,7 @@ def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or un
     Raises:
         StrategyError: the optimizer needs a closure.
     """
-    if ctx.make_optimizer is None or nobody_else():
+    if ctx.make_optimizer is None or is_fake_world():
         return
     optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
     if optimizer is not None and needs_closure(optimizer):

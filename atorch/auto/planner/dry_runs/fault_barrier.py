@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from atorch.distributed.collectives import from_rank_zero, gather_objects, stand_on
+from atorch.distributed.collectives import from_rank_zero, gather_objects, use_world_group
 from atorch.distributed.mesh import Mesh, current, use_mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError
@@ -120,7 +120,7 @@ class FaultBarrier:
         value, failure = None, None
         watch = self._watch()
         try:
-            with stand_on(self._group), use_mesh(self.mesh), watch or nullcontext():
+            with use_world_group(self._group), use_mesh(self.mesh), watch or nullcontext():
                 try:
                     value = work()
                 finally:
@@ -171,7 +171,7 @@ class FaultBarrier:
         self._others = frozenset()
         gc.collect()  # models that hook into themselves are cycles, and hold the group
         if mesh is not None:
-            with stand_on(group):
+            with use_world_group(group):
                 mesh.close()
         if group is not None:
             dist.destroy_process_group(group)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.distributed.collectives import first_told, largest, meeting_place
+from atorch.distributed.collectives import all_reduce_max, first_not_none, host_comm_device
 from atorch.distributed.fingerprints import both_ways
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
@@ -82,7 +82,7 @@ class Courses:
         key = self._key()
         strayed = key in self._known and self._known[key].strayed and key not in self._again
         if self._group is not None:
-            both = torch.tensor([self._numel, strayed], device=meeting_place())
+            both = torch.tensor([self._numel, strayed], device=host_comm_device())
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
             most, strayed = both.tolist()
             if most > self._largest:
@@ -107,15 +107,15 @@ class Courses:
         attempt = self._attempt()
         if self._group is None:
             return self._numel, attempt
-        fault = first_told(str(attempt) if isinstance(attempt, AtorchError) else None, self._group)
+        fault = first_not_none(str(attempt) if isinstance(attempt, AtorchError) else None, self._group)
         if fault is not None:
             return self._numel, attempt if isinstance(attempt, AtorchError) else ArgumentError(fault[1])
         assert not isinstance(attempt, AtorchError), "no process has a fault"
         ways = both_ways([sorted(access.parameters) for access in attempt.accesses])
-        most, one, other = largest([self._numel, *ways], self._group)
+        most, one, other = all_reduce_max([self._numel, *ways], self._group)
         varies = self._for_real or one != -other
         own_trace = attempt._replace(varies=varies) if self._numel == most else None
-        foreseen = first_told(own_trace, self._group)
+        foreseen = first_not_none(own_trace, self._group)
         assert foreseen is not None, "some batch is the largest"
         return most, foreseen[1]
 

@@ -17,7 +17,7 @@ from atorch.logs import logger
 from atorch.model.copy import duplicate_with
 from atorch.model.meta_device import has_meta
 from atorch.model.pytree import map_tensors
-from atorch.model.state import untouched
+from atorch.model.state import preserved_state
 from atorch.runtime.pipeline.capture.stage_dataflow import Route, observe
 
 
@@ -40,14 +40,14 @@ def route_of(
     device = next(model.parameters()).device
     batch = map_tensors(lambda leaf: leaf.to(device), batch)
     try:
-        # `untouched`: writes to real buffers take effect even in fake mode.
-        with untouched(model), FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
+        # `preserved_state`: writes to real buffers take effect even in fake mode.
+        with preserved_state(model), FakeTensorMode(allow_non_fake_inputs=True), _Fakes():  # type: ignore[no-untyped-call]
             return _observed(model, units, map_tensors(faked, batch), call_model, loss_func, is_last=False)
     except AtorchError:
         raise
     except Exception as error:  # a forward may fail on fakes in any way; a real run shows real errors
         logger.info("the model is watched in a real run, it does not run on fake tensors: %s", error)
-    with untouched(model):
+    with preserved_state(model):
         return _observed(model, units, batch, call_model, loss_func, is_last=True)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import AtorchError
-from atorch.model.state import evaluation_mode, untouched
+from atorch.model.state import evaluation_mode, preserved_state
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, record_calls, tensors_of
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE
@@ -74,7 +74,7 @@ class Watched:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients inside; the model and random states are restored afterwards."""
-    with untouched(model), evaluation_mode(model), torch.no_grad(), preserved_rng():
+    with preserved_state(model), evaluation_mode(model), torch.no_grad(), preserved_rng():
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.auto.planner.dry_runs.fault_barrier import EARLY_S, Coordinator, FaultBarrier
-from atorch.distributed.collectives import everyone
+from atorch.distributed.collectives import world_group
 from atorch.distributed.mesh import Mesh, current, set_current
 from atorch.distributed.world import World
 from tests.pool import Pool
@@ -66,7 +66,7 @@ def make_mesh() -> list[str]:
     """The names of the candidate's groups: of all, and along each axis."""
     mesh = Mesh(SLICES, None, "cuda")
     set_current(mesh)
-    found = [everyone(), mesh.group("tensor"), mesh.group("data")]
+    found = [world_group(), mesh.group("tensor"), mesh.group("data")]
     return [each.group_name for each in found if each is not None]
 
 
