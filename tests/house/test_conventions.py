@@ -39,8 +39,8 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     ),
     "atorch/cli/sources.py:_of_config.subject": "a library's model may fail in any way; the error names a remedy",
     "atorch/cli/samples.py:SampleForm._num_features": "a model may fail in any way on an image; there is a remedy",
-    "atorch/distributed/collectives.py:call_on_all_ranks": "raised again here, and told to the others, who would wait for ever",
-    "atorch/distributed/collectives.py:all_or_none": "raised again here, and told to the others, who would wait for ever",
+    "atorch/distributed/collectives.py:call_on_all_ranks": "raised again on all ranks, which would wait for ever",
+    "atorch/distributed/collectives.py:all_or_none": "raised again on all ranks, which would wait for ever",
     "atorch/distributed/fingerprints.py:described_dataset": (
         "what a user's __len__ raises is no concern of a comparison"
     ),
