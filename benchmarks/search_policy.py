@@ -88,7 +88,7 @@ class Searched:
 class Alone:
     """One process, which agrees with itself."""
 
-    def hear(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
 

@@ -174,7 +174,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     while len(found) < (4 if quick else LEAST) and (strategy := next(eager, None)) is not None:
         run(strategy)
     began = time.monotonic()
-    while not quick and crew.hear(time.monotonic() - began < COMPILING_S):
+    while not quick and crew.broadcast(time.monotonic() - began < COMPILING_S):
         if (strategy := next(compiled, None)) is None:
             break
         run(strategy)

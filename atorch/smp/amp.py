@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
     @staticmethod
     def _trusted() -> None:
         if is_initialized() and session().optimizer is not None:
-            session().optimizer.trust_gradients()
+            session().optimizer.mark_synced()
 
     def _begin(self) -> None:
         if self._enabled and self._scale is None and _is_shared():

@@ -254,7 +254,7 @@ class DistributedModel(LocalParts):
         try:
             yield
             if enable and self.runner is not None:
-                self.runner.attend_others()
+                self.runner.join_remaining()
         finally:
             self.joins = False
 
@@ -275,7 +275,7 @@ class DistributedModel(LocalParts):
 
         norm = clip(self, self.parameters(), "clip_grad_norm_", max_norm, norm_type)
         if session().optimizer is not None:
-            session().optimizer.trust_gradients()
+            session().optimizer.mark_synced()
         return norm
 
     def local_state_dict(self) -> dict[str, Any]:

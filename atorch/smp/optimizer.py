@@ -132,14 +132,14 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         norm = clip(self._model, parameters, "clip_master_grads", max_norm, norm_type)
-        self.trust_gradients()
+        self.mark_synced()
         return norm
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """`clip_master_grads`, under the name that the Trainer of transformers 4 calls."""
         return self.clip_master_grads(max_norm, norm_type)
 
-    def trust_gradients(self) -> None:
+    def mark_synced(self) -> None:
         """Take the current gradients as correct; a later change by the script is reported, once."""
         self._scaled_apart.look(self._model)
 

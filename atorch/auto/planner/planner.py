@@ -91,7 +91,7 @@ def search(
         feed = Feed(ctx)
         crew = Coordinator(ctx.world)
         try:
-            profile, start, cluster, sample = crew.led(lambda: _traced(ctx, feed))
+            profile, start, cluster, sample = crew.run_on_rank0(lambda: _traced(ctx, feed))
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
             ranking = _ranked(crew, profile, start, cluster, wanted)
             _need_one_that_fits(ranking, ctx, profile, wanted)
@@ -100,7 +100,7 @@ def search(
                 expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0])
                 unheld = ReferenceStep(why_not="verify=False was given", communicates=expected.communicates)
                 ctx = replace(ctx, plain_pass=expected if verify else unheld)
-            past = Past(job_of(start), crew.led(lambda: () if calibration is None else calibration.read()))
+            past = Past(job_of(start), crew.run_on_rank0(lambda: () if calibration is None else calibration.read()))
             with aside(ctx) as copied:
                 job = SearchJob(
                     cluster=cluster, crew=crew, candidates=ranking.fitting, clock=clock,
@@ -116,7 +116,7 @@ def search(
                 yield from kernel_notes(ctx)
                 yield from gain_of_half(taken, profile, start, cluster, wanted)
 
-            return _plan(ranking, explorer, wanted, float(crew.hear(clock.seconds)), ctx.plain_pass, more)
+            return _plan(ranking, explorer, wanted, float(crew.broadcast(clock.seconds)), ctx.plain_pass, more)
         finally:
             crew.close()
 
@@ -133,7 +133,7 @@ def _ranked(crew: Coordinator, profile: ModelProfile, start: Cost, cluster: Clus
         rankings.append(best_level(profile, start, cluster, wanted))
         return Told.of(rankings[0])
 
-    broadcast = crew.led(work)
+    broadcast = crew.run_on_rank0(work)
     methods = {} if rankings else methods_of(wanted.space(profile, cluster, wanted.levels[-1]))
     for rank, unknown in enumerate(crew.gather([] if rankings else broadcast.unknown(methods))):
         if unknown:
@@ -174,7 +174,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     with preserved_rng(), quick_collections():
         crew = Coordinator(ctx.world)
         feed = Feed(ctx)
-        ctx = replace(ctx, sample_batch=crew.led(lambda: sample_of(ctx, feed)))
+        ctx = replace(ctx, sample_batch=crew.run_on_rank0(lambda: sample_of(ctx, feed)))
         with aside(ctx) as copied:
             trial = DryRuns(copied, crew, feed).trial(strategy, math.inf)
             try:

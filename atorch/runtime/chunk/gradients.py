@@ -156,7 +156,7 @@ class SharedGradients(GradientSink):
         self._rounds.drain()
         for chunk in self._waiting:
             self._reduce(chunk)
-        self._rounds.come_to(BACKWARD_ENDS)
+        self._rounds.announce(BACKWARD_ENDS)
         has = self._anywhere([name in self._come for name in self._names])
         anywhere = {name for name, is_set in zip(self._names, has, strict=True) if is_set}
         self._chunks.reduced |= anywhere
@@ -179,7 +179,7 @@ class SharedGradients(GradientSink):
         memory = self._chunks.chunks[chunk]
         assert self._chunks.group is not None
         like = len(memory.compute), memory.spec.numel, memory.dtype, self._chunks.device, self._chunks.group
-        self._rounds.come_to(
+        self._rounds.announce(
             CollectiveEvent(REDUCES, str(memory.spec), memory.spec.numel, in_backward=True),
             partial(reduce_zeros, *like, dist.ReduceOp.AVG, self._replicas),
         )

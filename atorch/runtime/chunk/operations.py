@@ -94,7 +94,7 @@ class Operations:
             if self.chunks.group is not None and torch.is_grad_enabled():
                 self._refuse_hooks()
             self._compiled.begin()
-            self._rounds.come_to(PASS_BEGINS if torch.is_grad_enabled() else FORWARD_BEGINS)
+            self._rounds.announce(PASS_BEGINS if torch.is_grad_enabled() else FORWARD_BEGINS)
             if self.course_for is not None and torch.is_grad_enabled():
                 self._foreseeing = True
                 try:
@@ -112,7 +112,7 @@ class Operations:
         finally:
             self._passes -= 1
         if self._passes == 0 and not torch.is_grad_enabled():
-            self._rounds.come_to(FORWARD_ENDS)
+            self._rounds.announce(FORWARD_ENDS)
         elif self._passes == 0:
             self._rounds.drain()  # before the loss, which may communicate
 

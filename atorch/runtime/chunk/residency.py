@@ -184,7 +184,7 @@ class Residency:
         step = CollectiveEvent(
             action, str(memory.spec), memory.spec.numel, in_backward, is_compared=action != "gathers"
         )
-        self._rounds.come_to(step, partial(gather_zeros, *like))
+        self._rounds.announce(step, partial(gather_zeros, *like))
 
     def _wait_for_threads(self, num_bytes: int) -> None:
         """Wait for room: a communication thread releases a chunk's memory shortly after it reports completion."""

@@ -39,12 +39,12 @@ class Rounds:
         """Begin a pass, in which the paths of processes differ if it `varies`."""
         self.are_held = varies and self.order is not None
 
-    def come_to(self, step: CollectiveEvent, stand_in: IssueCollective = list) -> None:
+    def announce(self, step: CollectiveEvent, stand_in: IssueCollective = list) -> None:
         """Return when `step` is next on all processes (see `CollectiveOrder`); rounds need no such check."""
         if self.order is None or (self.are_held and not step.is_compared):
             return
         self.drain()
-        self.order.come_to(step, stand_in)
+        self.order.announce(step, stand_in)
 
     def drain(self) -> None:
         """Return when all processes are at the end of the pass; take part in rounds until then."""
@@ -54,7 +54,7 @@ class Rounds:
     def meet(self, chunk: int = -1, buffer: Tensor | None = None, *, is_over: bool = False) -> bool:
         """Run a round: fill `buffer` with a chunk, if requested. True if any process is still within a pass."""
         assert self.order is not None
-        if not self.order.come_to(MEETS, flag=not is_over):
+        if not self.order.announce(MEETS, flag=not is_over):
             return False
         group = self._chunks.group
         assert group is not None

@@ -62,7 +62,7 @@ class RankFailedError(StrategyError):
 class CollectiveOrder:
     """Records which steps follow each other; equal on all ranks of the groups.
 
-    Every rank announces its steps by `come_to`, before it issues their collectives.
+    Every rank announces its steps by `announce`, before it issues their collectives.
 
     Args:
         groups: the groups whose ranks are compared; several are compared one after the other, as axes of a mesh.
@@ -83,7 +83,7 @@ class CollectiveOrder:
         self._compared_s = time.monotonic()
         self._longest_s = 0.0  # the longest time between two comparisons
 
-    def come_to(
+    def announce(
         self, step: CollectiveEvent, stand_in: IssueCollective = list, note: str = "", flag: bool = False
     ) -> bool:
         """Return when all ranks do `step` next; True if the ranks were compared and any has set `flag`.

@@ -83,7 +83,7 @@ class FsdpPasses:
         root.register_forward_pre_hook(self._begin_forward, prepend=True)
         root.register_forward_hook(self._end_of_forward)
 
-    def come_to(self, step: CollectiveEvent, stand_in: Callable[[], list[Any]]) -> None:
+    def announce(self, step: CollectiveEvent, stand_in: Callable[[], list[Any]]) -> None:
         """Announce a collective; in backward, also queue the comparison at its end."""
         if are_collectives_local():
             return
@@ -92,11 +92,11 @@ class FsdpPasses:
             self._backward = task
             # After FSDP2's own callback, which issues the remaining reductions.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        self._order.come_to(step, stand_in)
+        self._order.announce(step, stand_in)
 
     def meet(self, step: CollectiveEvent, flag: bool = False) -> bool:
         """Announce a step between passes; True if any rank has set `flag`."""
-        return self._order.come_to(step, flag=flag)
+        return self._order.announce(step, flag=flag)
 
     def fail(self, why: str) -> None:
         """Make this rank's failed pass fail on all ranks."""
@@ -117,7 +117,7 @@ class FsdpPasses:
     def before_average(self, name: str, gradient: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         """Announce the averaging of the gradient of a parameter that is not sharded."""
         step = CollectiveEvent("average", name, gradient.numel(), _is_in_backward())
-        self.come_to(step, partial(_sum_zeros, gradient.shape, gradient.dtype, gradient.device, groups))
+        self.announce(step, partial(_sum_zeros, gradient.shape, gradient.dtype, gradient.device, groups))
 
     def _follow(self, name: str, module: Any, group: Any) -> None:
         module.set_custom_all_gather(_AllGather(self, name))
@@ -152,12 +152,12 @@ class FsdpPasses:
 
     def begin(self, what: CollectiveEvent) -> None:
         if not torch.compiler.is_compiling():
-            self._order.come_to(what._replace(in_backward=_is_in_backward()))
+            self._order.announce(what._replace(in_backward=_is_in_backward()))
 
     def end_without_gradients(self) -> None:
         """Announce the end of a pass that no backward follows."""
         if not torch.compiler.is_compiling() and not self._order.is_at_end:
-            self._order.come_to(FORWARD_ENDS)
+            self._order.announce(FORWARD_ENDS)
 
     def _begin_forward(self, *_: Any) -> None:
         self.begin(CollectiveEvent("begins a pass" if torch.is_grad_enabled() else "begins a pass without gradients"))
@@ -173,8 +173,8 @@ class FsdpPasses:
         used = bytes(self._used)
         missing = [number for number, watched in enumerate(self._watched) if watched and not used[number]]
         if not self._finds_unused:
-            self._order.come_to(BACKWARD_ENDS, note=self._told(missing))
-        elif self._order.come_to(BACKWARD_ENDS, flag=bool(missing)) and self._reduces:
+            self._order.announce(BACKWARD_ENDS, note=self._told(missing))
+        elif self._order.announce(BACKWARD_ENDS, flag=bool(missing)) and self._reduces:
             anywhere = self._order.any_of(used)
             for number in self._without:
                 if self._watched[number] and not anywhere[number]:
@@ -200,7 +200,7 @@ class _AllGather(DefaultAllGather):
     ) -> Any:
         step = CollectiveEvent("gathers", self._name, output_tensor.numel(), _is_in_backward())
         like = output_tensor.numel(), input_tensor.numel(), input_tensor.dtype, input_tensor.device
-        self._passes.come_to(step, partial(gather_zeros, *like, group))
+        self._passes.announce(step, partial(gather_zeros, *like, group))
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
@@ -218,7 +218,7 @@ class _ReduceScatter(DefaultReduceScatter):
         in_backward = _is_in_backward()
         # A pipeline reduces after its backward passes, outside of them.
         step = CollectiveEvent(REDUCES, self._name, input_tensor.numel(), in_backward, is_compared=not in_backward)
-        self._passes.come_to(step, partial(reduce_zeros, *like, group, op, with_replicas))
+        self._passes.announce(step, partial(reduce_zeros, *like, group, op, with_replicas))
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 

@@ -126,11 +126,11 @@ class Runner:
         if work.went_back:
             self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
         if work.went_back and self.owner.optimizer is not None:
-            self.owner.optimizer.trust_gradients()
+            self.owner.optimizer.mark_synced()
         is_new = self._ends_together(self._results is not None and self._results.is_new(kind, work.returned))
         return work.returned if self._results is None else self._results.give(kind, work.returned, is_new=is_new)
 
-    def attend_others(self) -> None:
+    def join_remaining(self) -> None:
         """Take part without batches in the steps of replicas that have some left; then copy their parameters."""
         parameters = [parameter for part in self.parts for parameter in part.parameters()]
         while True:

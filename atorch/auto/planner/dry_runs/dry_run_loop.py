@@ -94,7 +94,7 @@ class DryRunLoop:
     def explore(self, runs: CompositionRunner) -> None:
         """Run the most valuable candidates until none is worth its time or time is up; then compare the best."""
         while self.num_runs < MAX_RUNS:
-            index = self._crew.hear(self.next_run())
+            index = self._crew.broadcast(self.next_run())
             if index is None:
                 break
             refusal = runs.refusal(self._candidates[index].strategy)
@@ -220,7 +220,7 @@ class DryRunLoop:
 
     def _run(self, runs: CompositionRunner, index: int) -> None:
         """Run one dry run on all ranks; the result goes to `measured` or `failures`."""
-        strategy, share_s = self._candidates[index].strategy, float(self._crew.hear(self._clock.left))
+        strategy, share_s = self._candidates[index].strategy, float(self._crew.broadcast(self._clock.left))
         trial = runs.trial(strategy, share_s)
         self.num_runs += 1
         outcome = measure(trial, share_s, self._best_s())
@@ -246,7 +246,7 @@ class DryRunLoop:
 
     def _compare(self, runs: CompositionRunner) -> None:
         """Measure the candidates near the choice in turns, if the comparison is worth its time."""
-        finalists = self._crew.hear(self._finalists())
+        finalists = self._crew.broadcast(self._finalists())
         if len(finalists) < 2:
             return
         times = self._in_turns(runs, finalists)
@@ -289,7 +289,7 @@ class DryRunLoop:
             self.reject(index, failure_of(trials[index]))
 
         def goes_on(seconds: float) -> bool:
-            return bool(self._crew.hear(seconds < self._clock.left))
+            return bool(self._crew.broadcast(seconds < self._clock.left))
 
         try:
             for index in finalists:

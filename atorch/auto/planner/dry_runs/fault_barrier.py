@@ -42,11 +42,11 @@ class Coordinator:
     def gather(self, value: Any) -> list[Any]:
         return gather_objects(value, self._group)
 
-    def hear(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Broadcast rank 0's value."""
         return from_rank_zero(value, self._group)
 
-    def led(self, work: Callable[[], T]) -> T:
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and broadcast its result.
 
         Raises:
@@ -59,7 +59,7 @@ class Coordinator:
                 value = work()
             except Exception as error:  # no rank may be left waiting, whatever the error is
                 failure = error
-        report = self.hear(
+        report = self.broadcast(
             None
             if failure is None
             else (type(failure) if isinstance(failure, AtorchError) else ArgumentError, described(failure))
@@ -68,7 +68,7 @@ class Coordinator:
             raise failure
         if report is not None:
             raise report[0](f"rank 0 failed: {report[1]}")
-        result: T = self.hear(value)
+        result: T = self.broadcast(value)
         return result
 
     def close(self) -> None:
