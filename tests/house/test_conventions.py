@@ -9,6 +9,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -116,7 +117,15 @@ FOREIGN_ASSIGNMENTS: Mapping[str, str] = {}
 LONG_FILES: Mapping[str, str] = {}
 LONG_FUNCTIONS: Mapping[str, str] = {}
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HEADER_LINES = 400, 60, 30
+LARGE_FOLDERS: Mapping[str, str] = {
+    "atorch": "the packages, and the basics that all of them use",
+    "atorch/auto": "the entry points, and what they share",
+    "atorch/auto/opt_lib": "a method each",
+    "atorch/model": "small modules that depend on little",
+    "atorch/smp": "a documented module each, as in the original",
+}
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_HEADER_LINES, MAX_FOLDER_ENTRIES = 400, 60, 30, 15
 
 Finding = tuple[str, str]  # (key in a table of exceptions, the place as editors read it)
 
@@ -338,6 +347,19 @@ def test_every_file_says_what_it_is():
     assert not [path for path, header in headers.items() if not header], "a file opens with a docstring"
     long = [path for path, header in headers.items() if header and header.count("\n") >= MAX_HEADER_LINES]
     assert not long, f"a header has at most {MAX_HEADER_LINES} lines"
+
+
+def test_folders_are_small():
+    entries: dict[str, set[str]] = {}
+    for module in PACKAGE:
+        parts = Path(module.path).parts
+        for depth in range(1, len(parts)):
+            if parts[depth] != "__init__.py":
+                entries.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+    found = [(folder, f"{folder}: {len(held)}") for folder, held in entries.items() if len(held) > MAX_FOLDER_ENTRIES]
+    judge(
+        found, LARGE_FOLDERS, f"over {MAX_FOLDER_ENTRIES} entries: group them, or add a line to LARGE_FOLDERS"
+    )
 
 
 def test_a_public_class_name_means_one_thing():
