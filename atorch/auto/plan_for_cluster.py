@@ -183,7 +183,15 @@ def plan_for(
                 count=True,
             )
         optimizer_notes = () if subject.ctx is None else kernel_notes(subject.ctx)
-        return replace(plan, notes=(*_kernel_notes(subject.profile), *optimizer_notes, *plan.notes))
+        return replace(
+            plan,
+            notes=(
+                *_kernel_notes(subject.profile),
+                *_expert_notes(subject.profile, cluster),
+                *optimizer_notes,
+                *plan.notes,
+            ),
+        )
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:
@@ -303,6 +311,14 @@ def _kernel_notes(profile: ModelProfile) -> tuple[str, ...]:
         return ()
     packages = ", ".join(profile.kernels)
     return (f"the figures are those of fused kernels; training without {packages} is much slower: install them",)
+
+
+def _expert_notes(profile: ModelProfile, cluster: ClusterSpec) -> tuple[str, ...]:
+    if cluster.world_size == 1 or not any(segment.num_experts for segment in profile.segments):
+        return ()
+    return (
+        "expert parallelism, which many published runs of such models use, is not a method here; plans are without",
+    )
 
 
 def _module(made: object) -> nn.Module:

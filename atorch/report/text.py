@@ -32,7 +32,8 @@ def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableTy
     parts: list[RenderableType] = [plan_summary(plan)]
     if common:
         parts.append(Text(f"In every composition: {' + '.join(common)}"))
-    parts.append(_table(plan["rejected"], common, max_rows, is_chosen=plan["measured"] is not None))
+    if plan["rejected"]:
+        parts.append(_table(plan["rejected"], common, max_rows, is_chosen=plan["measured"] is not None))
     parts += _left_out(plan["rejected"], max_rows)
     return Group(*parts)
 

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 import atorch
 from atorch.auto.plan_for_cluster import cluster_of, plan_for, subject_of
 from atorch.cluster.spec import ClusterSpec
+from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")
@@ -50,6 +51,25 @@ class Huge(Branching):
 
 def loss_func(batch, output):
     return output.pow(2).mean()
+
+
+def test_a_plan_for_experts_says_what_it_leaves_out():
+    shape = {
+        "layers": 2,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn": 512,
+        "vocab": 512,
+        "seq_len": 128,
+        "head_dim": 64,
+    }
+    for experts, num_notes in ((None, 0), (Experts(count=4, top_k=2, ffn=512), 1)):
+        profile = transformer_profile(TransformerShape(**shape, experts=experts))
+        notes = plan_for(subject_of(profile, None, CLUSTER), CLUSTER, global_batch=8).notes
+        assert len([note for note in notes if "expert parallelism" in note]) == num_notes
+    one = ClusterSpec.load("1xH100-80GB")
+    assert not plan_for(subject_of(profile, None, one), one, global_batch=8).notes
 
 
 def test_a_function_is_called_under_the_meta_device():

@@ -357,9 +357,7 @@ def test_folders_are_small():
             if parts[depth] != "__init__.py":
                 entries.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
     found = [(folder, f"{folder}: {len(held)}") for folder, held in entries.items() if len(held) > MAX_FOLDER_ENTRIES]
-    judge(
-        found, LARGE_FOLDERS, f"over {MAX_FOLDER_ENTRIES} entries: group them, or add a line to LARGE_FOLDERS"
-    )
+    judge(found, LARGE_FOLDERS, f"over {MAX_FOLDER_ENTRIES} entries: group them, or add a line to LARGE_FOLDERS")
 
 
 def test_a_public_class_name_means_one_thing():

@@ -58,7 +58,9 @@ def test_what_is_cut_is_counted():
 
 
 def test_a_plan_that_was_not_measured():
-    assert "not measured" in plan_text({**PLAN, "measured": None, "rejected": []})
+    text = plan_text({**PLAN, "measured": None, "rejected": []})
+    assert "not measured" in text
+    assert "Why not" not in text, "there is nothing to say"
 
 
 def test_show_writes_to_a_console():
