@@ -1,1 +1,1 @@
-"""What atorch claims, measured: one file a claim."""
+"""Benchmarks of atorch's claims, one file a claim."""

@@ -1,9 +1,9 @@
-"""What the automatic mode chooses for well-known training scripts, beside plain training, and how long it searches.
+"""Automatic mode on well-known training scripts: speed of its choice against plain training, and its search time.
 
-For each script of `tests/foreign`, on one process and on two: `auto_accelerate` with a time limit, from no calibration,
-on the default space; then, where it chose something else than the baseline (plain training, or `ddp`), its loop with
-both, in turns. The ratio is that of the medians of a loop's time, with its 95 % interval; the search's is that of the
-call over the limit, less one step.
+Runs each script of `tests/foreign` on one process and on two. `auto_accelerate` searches the default space with a time
+limit and no calibration. If it chooses something else than the baseline (plain training, or `ddp`), the script's loop
+runs with both, in turns. The ratio is of median loop times, with its 95 % interval. The search's figure is the time of
+the call, less one step, over the limit.
 
     python benchmarks/automatic_models.py [--quick]
 """
@@ -31,9 +31,9 @@ SCALE = 4  # of the models' widths, so that steps take milliseconds
 
 
 def case(name: str, processes: int, limit_s: float, rounds: int) -> dict[str, Any] | None:
-    """Seconds of searching beyond a step, the methods that were chosen, and both loops' seconds, on rank 0.
+    """Search seconds less one step, the chosen methods, and both loops' seconds, on rank 0.
 
-    There are no seconds of loops where the baseline was chosen.
+    If the choice is the baseline, there are no seconds of loops.
     """
     from atorch import Strategy, auto_accelerate
     from atorch.auto.opt_lib.shared.defaults import complete
@@ -54,18 +54,18 @@ def case(name: str, processes: int, limit_s: float, rounds: int) -> dict[str, An
         searched.append(time.perf_counter() - began)
         chosen.append(strategy)
     loops = {
-        "chosen": [accelerated(each, how, verify=False) for each, how in zip(made(), chosen, strict=True)],
-        "baseline": [accelerated(each, ["ddp"] if processes > 1 else []) for each in made()],
+        "chosen": [accelerated(arguments, how, verify=False) for arguments, how in zip(made(), chosen, strict=True)],
+        "baseline": [accelerated(arguments, ["ddp"] if processes > 1 else []) for arguments in made()],
     }
     seconds: dict[str, list[float]] = {which: [] for which in loops}
-    is_baseline = all(list(each) == list(complete(Strategy(), processes)) for each in chosen)
+    is_baseline = all(list(strategy) == list(complete(Strategy(), processes)) for strategy in chosen)
     for number in range(2 + (3 if is_baseline else rounds)):
         for which in sorted(loops, reverse=bool(number % 2)):
             if dist.is_initialized():
                 dist.barrier()
             began = time.perf_counter()
             script.train(loops[which], STEPS)
-            if number >= 2:  # what compiles has done so by then
+            if number >= 2:  # compilation is over by then
                 seconds[which].append(time.perf_counter() - began)
     step_s = float(np.median(seconds["baseline"])) / STEPS
     found = {
@@ -77,7 +77,7 @@ def case(name: str, processes: int, limit_s: float, rounds: int) -> dict[str, An
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """One row a script and number of processes, then the worst of them."""
+    """One row for each script and number of processes, then the worst."""
     from tests.foreign.models import SCRIPTS
 
     names = list(SCRIPTS)[:1] if quick else list(SCRIPTS)

@@ -1,12 +1,12 @@
-"""Adam on the host: parameters a second of `ChunkOptimizer`, DeepSpeedCPUAdam and torch's own, on the same tensors.
+"""Adam on the host: parameters a second of `ChunkOptimizer`, against DeepSpeedCPUAdam and torch's Adam.
 
-The parameters of a GPT-2 of four blocks, in fp32 with fp32 gradients, are stepped in chunks and one by one, all ways in
-one process, interleaved in a shuffled order. In mixed precision chunks also widen 16-bit gradients and round masters;
-by hand that is a copy of each around the step, as frameworks do it. Where DeepSpeed is not installed its row says so.
+All ways step the same parameters, those of a GPT-2 of four blocks, in fp32 with fp32 gradients. They run in one
+process, interleaved in a shuffled order. In mixed precision, chunks also widen 16-bit gradients and round masters. The
+other ways copy each tensor around the step, as frameworks do. If DeepSpeed is not installed, its row says so.
 
     DS_ACCELERATOR=cpu python benchmarks/chunk_adam.py [--quick]
 
-DeepSpeed compiles its kernel when it is first used.
+DeepSpeed compiles its kernel at its first use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Step = Callable[[], object]
 
 
 def make_model(quick: bool) -> nn.Module:
-    """A GPT-2 of 36 million parameters; a hundredth of that to see that everything runs."""
+    """A GPT-2 of 36 million parameters, or of a hundredth of that if `quick`."""
     torch.manual_seed(0)
     width = 64 if quick else 768
     tokens = {"vocab_size": 10 * width, "bos_token_id": 0, "eos_token_id": 0}
@@ -58,7 +58,7 @@ def in_chunks(quick: bool, dtype: torch.dtype | None = None, **how: Any) -> Step
 
 
 def by_parameter(quick: bool, make: Callable[[list[Tensor]], Any], dtype: torch.dtype | None = None) -> Step:
-    """A step of an optimizer on the same parameters, one by one; with `dtype`, around 16-bit weights and gradients."""
+    """A step of an optimizer on the same parameters one by one; `dtype` adds copies of 16-bit weights and gradients."""
     masters = [nn.Parameter(value.detach()) for value in make_model(quick).parameters()]
     for master in masters:
         master.grad = gradient_of(master, torch.float32)
@@ -93,7 +93,6 @@ def fused(params: list[Tensor]) -> Any:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     count = sum(parameter.numel() for parameter in make_model(quick).parameters())
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     rounds = 3 if quick else 31
@@ -118,7 +117,7 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 def rows(title: str, samples: Samples, count: int, bar: float | None) -> list[Row]:
-    """The rates, and each way's over that of DeepSpeed or of torch."""
+    """The rate of each way, and its ratio to the rate of DeepSpeed or of torch."""
     rates = "; ".join(f"{name} {count / samples.median_ms(name) / 1e6:.3f}" for name in samples.seconds)
     made = [Row(f"{title}: 10⁹ parameters a second", rates, "")]
     if "DeepSpeedCPUAdam" in samples.seconds:

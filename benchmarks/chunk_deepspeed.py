@@ -1,14 +1,14 @@
 """A training step in chunks against DeepSpeed's ZeRO-Offload, on the same model, processes and threads.
 
-A Llama in bf16 with fp32 masters and Adam, on one process and on two. Stage 2 with its optimizer on the host keeps all
-16-bit parameters on the device: chunks get a budget of the activations and of all parameters, with states and gradients
-on the host. Stage 3 with parameters offloaded, too, fetches them as they are used: chunks get half of the parameters.
-On a CPU, device and host are one memory, so what is compared is how the work is done, not how links are used.
+The model is a Llama in bf16 with fp32 masters and Adam, on one process and on two. Stage 2 offloads the optimizer and
+keeps all 16-bit parameters on the device. Against it, chunks get room for the activations and all parameters. Stage 3
+also offloads the parameters and fetches them for use. Against it, chunks get room for half of the parameters.
+On a CPU, device and host share one memory: the ratio compares how the work is done, not how links are used.
 Steps run interleaved in a shuffled order, and both must train alike.
 
     DS_ACCELERATOR=cpu python benchmarks/chunk_deepspeed.py [--quick]
 
-Where DeepSpeed is not installed the row says so. It compiles its kernel when it is first used.
+If DeepSpeed is not installed, the row says so. DeepSpeed compiles its kernel at its first use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from small_llama import VOCAB, make_model, make_tokens
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.chunk.trace import foreseen
 
-SHARES = {2: 1.1, 3: 0.5}  # of the parameters for which chunks get room, by the stage of the peer
+SHARES = {2: 1.1, 3: 0.5}  # of the parameters that fit in chunks' budget, by DeepSpeed's stage
 LEARNING_RATE = 1e-4
 
 Step = Callable[[], float]
@@ -78,7 +78,7 @@ def in_chunks(width: int, layers: int, batch: torch.Tensor, share: float) -> Ste
 
 
 def by_deepspeed(width: int, layers: int, batch: torch.Tensor, stage: int) -> Step:
-    """The same with ZeRO-Offload."""
+    """The same step with ZeRO-Offload."""
     import deepspeed
 
     model = make_model(width, layers)
@@ -106,7 +106,7 @@ def by_deepspeed(width: int, layers: int, batch: torch.Tensor, stage: int) -> St
 
 
 def in_process(stage: int, quick: bool) -> list[tuple[Any, ...]] | None:
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
     rank = as_rank()
     width, layers, rows = (64, 2, 2) if quick else (512, 6, 4)
     batch = batch_of(rank, rows)
@@ -128,7 +128,6 @@ def in_process(stage: int, quick: bool) -> list[tuple[Any, ...]] | None:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     if importlib.util.find_spec("deepspeed") is None:
         return [Row("chunks against ZeRO-Offload", "deepspeed is not installed: skipped", "")]
     cases = [(processes, stage) for processes in (1, 2) for stage in SHARES]

@@ -1,9 +1,9 @@
-"""Host memory of training in chunks, in bytes a parameter: what the process holds between two steps.
+"""Host memory of training in chunks: bytes a parameter that the process holds between two steps.
 
-A GPT-2 of 124 million parameters in bf16 with fp32 masters and fused Adam, in a process of its own for each way. The
-figure is the growth of the process's resident memory from before the model was made to after the third step, when all
-chunks have left the device: 2 bytes each for parameters and gradients, 4 for masters, 8 for Adam's states. With
-`in_place`, gradients lie in the place of parameters: 14.
+Trains a GPT-2 of 124 million parameters in bf16 with fp32 masters and fused Adam, each way in its own process. The
+figure is the growth of resident memory from before the model is made to after the third step, with all chunks off the
+device. Parameters and gradients take 2 bytes each, masters 4, Adam's states 8. With `in_place`, gradients replace
+parameters in memory: 14 in all.
 
     python benchmarks/chunk_host_memory.py [--quick]
 """
@@ -29,7 +29,7 @@ from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 
 VOCAB, SEQ = 50257, 32
-BARS = {False: 16.5, True: 14.5}  # bytes a parameter, by whether gradients lie in the parameters' place
+BARS = {False: 16.5, True: 14.5}  # bytes a parameter, by `in_place`
 
 
 def make_model(layers: int) -> nn.Module:
@@ -45,14 +45,14 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def resident_bytes() -> int:
-    """What the process holds, with what its allocator has kept for later given back."""
+    """Resident memory of the process, after its allocator returned its free memory."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def train(layers: int, in_place: bool) -> tuple[int, nn.Module, ChunkOptimizer]:
-    """The parameters' number, and what must live while memory is counted."""
+    """Train three steps. Returns the number of parameters, and objects that must live while memory is counted."""
     model, batch = make_model(layers), torch.randint(0, VOCAB, (1, SEQ))
     count = sum(parameter.numel() for parameter in model.parameters())
     accesses = foreseen(model, batch, loss_of, device_type="cpu", dtype=torch.bfloat16)
@@ -67,14 +67,14 @@ def train(layers: int, in_place: bool) -> tuple[int, nn.Module, ChunkOptimizer]:
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    operations.residency.begin()  # the next pass begins by dropping what is on the device
+    operations.residency.begin()  # a pass starts by dropping all chunks from the device
     return count, model, optimizer
 
 
 def in_process(layers: int, in_place: bool) -> float:
-    """Bytes a parameter."""
+    """Growth of resident memory, in bytes a parameter."""
     torch.set_num_threads(1)
-    train(1, in_place)  # what libraries allocate once
+    train(1, in_place)  # so that one-time allocations of libraries are not counted
     before = resident_bytes()
     count, *alive = train(layers, in_place)
     after = resident_bytes()
@@ -83,7 +83,6 @@ def in_process(layers: int, in_place: bool) -> float:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     rows = []
     for in_place, bar in BARS.items():
         num_bytes = answer_of(__file__, 2 if quick else 12, in_place, processes=None)

@@ -1,8 +1,8 @@
-"""How much of what chunks allocate parameters take: GPT-2, BERT, Llama and ViT at two sizes each.
+"""Share of the memory of chunks that parameters take: GPT-2, BERT, Llama and ViT at two sizes each.
 
-Chunks are laid out as they are for training in bfloat16, under a budget of what activations take at their peak and half
-of the parameters' bytes, for one process and for 64 that share each chunk. Rows without a bar are of chunks that are
-all allocated whole, 64 Mi elements each (the default of PatrickStar's guide), where a larger parameter has several.
+Chunks are laid out as for training in bfloat16, for one process and for 64 that share each chunk. The budget is the
+activations' peak and half of the parameters' bytes. Rows without a bar have chunks of 64 Mi elements, all allocated
+whole (the default of PatrickStar's guide); a larger parameter takes several.
 
     python benchmarks/chunk_layout.py
 """
@@ -27,7 +27,7 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 def rows(workload: Workload) -> Iterator[Row]:
-    """Utilisation for one process and for many, and of chunks that are all equally large."""
+    """Utilisation for one process, for many, and with chunks of equal size."""
     import torch
 
     from atorch.runtime.chunk.chunked import lay_out

@@ -1,4 +1,4 @@
-"""Models of published shapes and their passes of training, foreseen: what chunks are laid out and scheduled for.
+"""Models of published shapes with their predicted training passes, for layouts and schedules of chunks.
 
 Nothing is allocated: parameters are on the meta device, and passes run on fake tensors, in bfloat16.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Workload(NamedTuple):
-    """What is trained: the parameters by name, tied ones once, and a pass on one batch."""
+    """A model's parameters by name, tied ones once, and its predicted pass on one batch."""
 
     name: str
     parameters: Mapping[str, nn.Parameter]
@@ -61,7 +61,7 @@ def vit(hidden: int, blocks: int, heads: int, patch: int) -> nn.Module:
 
 
 def tokens() -> dict[str, Any]:
-    """4 sequences of 512."""
+    """A batch of 4 sequences of 512 tokens."""
     import torch
 
     ids = torch.zeros(4, 512, dtype=torch.long)
@@ -69,7 +69,7 @@ def tokens() -> dict[str, Any]:
 
 
 def images() -> dict[str, Any]:
-    """8 of 224 × 224."""
+    """A batch of 8 images of 224 × 224."""
     import torch
 
     return {

@@ -1,15 +1,17 @@
 """A training step in chunks against a plain one: with room for everything, and with half of the parameters away.
 
-A Llama on one process, AdamW in its fused form. With room for everything, states included, chunks stay where they are,
-and what is seen is what the bookkeeping costs. With room for parameters alone they are fetched once a step and
-gradients are kept on the host, which on a CPU is copying within one memory. With a budget of all activations and half
-of the parameters, chunks come and gradients go over a link of a given speed in each direction (threads copy, and wait
-as long as the link would): forward and backward are held to the longer of computing and moving. What threads that copy
-as much take from a plain pass on this machine, whose link is its memory, is told beside it. Steps run interleaved in a
-shuffled order; the plain step runs twice, and the ratio of the two is the noise floor. A device that computes by itself
-is one that sleeps: its backward takes as long as the host's step, which then runs after it, or beside it, in the same
-kernel or in torch's loop over parameters. Freed memory stays with the
-process, as allocators of accelerators keep it; with room for everything it is also measured without that.
+Trains a Llama on one process with fused AdamW. Steps run interleaved in a shuffled order. The plain step runs twice,
+and the ratio of the two is the noise floor. Freed memory stays with the process, as allocators of accelerators keep it.
+
+- Room for everything, states included: chunks stay, so the ratio is the cost of bookkeeping. This case also runs with
+  freed memory given back to the system.
+- Room for parameters alone: chunks are fetched once a step, gradients are kept on the host. On a CPU, both are copies
+  within one memory.
+- Room for activations and half of the parameters: chunks arrive and gradients leave over a link of a given speed in
+  each direction. Threads copy, and wait as long as the link would. The bar compares forward and backward with the
+  longer of computing and moving. For information, a plain pass runs while threads copy as many bytes.
+- A device that computes by itself: it sleeps. Its backward takes as long as the host's step, which runs after backward
+  or during it, fused or in torch's loop over parameters.
 
     python benchmarks/chunk_step.py [--quick]
 """
@@ -38,7 +40,7 @@ from atorch.runtime.chunk.transfer import Transfer
 
 LINK_BYTES_PER_S = 16e9
 IDLE_BAR, MOVING_BAR = 1.03, 1.05
-PIECE = 2**20  # elements of a copy that has nothing to do with the step
+PIECE = 2**20  # elements of one copy in `beside_copies`
 
 Step = Callable[[], object]
 
@@ -62,7 +64,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
 
 
 def passes_of(model: nn.Module, batch: torch.Tensor) -> Step:
-    """Forward and backward alone: what moving has to hide behind."""
+    """Forward and backward alone, behind which transfers have to hide."""
 
     def step() -> None:
         loss_of(model, batch).backward()
@@ -73,7 +75,7 @@ def passes_of(model: nn.Module, batch: torch.Tensor) -> Step:
 
 
 def beside_copies(step: Step, link: Paced, there: int, back: int) -> Step:
-    """The step, while the link moves so many bytes each way, which have nothing to do with it."""
+    """The step, while the link moves unrelated bytes in both directions."""
     pairs = [torch.zeros(2, nbytes // 4) for nbytes in (there, back)]
     coming, going = ([tuple(piece) for piece in pair.split(PIECE, dim=1)] for pair in pairs)
 
@@ -97,7 +99,7 @@ def in_chunks(
     transfer: Transfer | None,
     state_bytes: float | None = None,
 ) -> tuple[nn.Module, ChunkOptimizer, int]:
-    """A model with room for its activations and a share of its parameters; the bytes that a pass fetches."""
+    """A model with room for activations and a share of its parameters, its optimizer, and the bytes a pass fetches."""
     model = make_model(width, layers)
     foreseen_pass = foreseen(model, batch, loss_of, device_type="cpu", lingering=transfer is not None)
     most = max(access.other_bytes for access in foreseen_pass.accesses)
@@ -117,7 +119,7 @@ def in_chunks(
 
 
 def idle(width: int, layers: int, rows: int, length: int, rounds: int) -> list[tuple[str, str, bool | None]]:
-    """With room for everything, and for parameters alone: what, the ratio, and whether it is within its bar."""
+    """Room for everything, and for parameters alone: (what, the ratio, whether it is within its bar)."""
     batch = make_tokens(rows, length)
     plain, again = make_model(width, layers), make_model(width, layers)
     model, optimizer, _ = in_chunks(width, layers, batch, 5.0, None, state_bytes=8.0)
@@ -138,7 +140,7 @@ def idle(width: int, layers: int, rows: int, length: int, rounds: int) -> list[t
 
 
 def moving(width: int, layers: int, rows: int, length: int, rounds: int) -> list[tuple[str, str, bool | None]]:
-    """With half of the parameters away, over a link."""
+    """Half of the parameters on the host, behind a link."""
     batch = make_tokens(rows, length)
     plain, again = make_model(width, layers), make_model(width, layers)
     link = Paced(LINK_BYTES_PER_S)
@@ -168,7 +170,7 @@ def moving(width: int, layers: int, rows: int, length: int, rounds: int) -> list
 
 
 class Elsewhere(torch.autograd.Function):
-    """What a device computes by itself for so many seconds, twice as long in backward: the host has nothing to do."""
+    """Stands in for a device's work: the host sleeps `seconds` in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: list[float]) -> torch.Tensor:
@@ -183,7 +185,7 @@ class Elsewhere(torch.autograd.Function):
 
 
 class OnDevice(nn.Module):
-    """Layers that a device computes."""
+    """Linear layers with a device's work after each."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -198,7 +200,7 @@ class OnDevice(nn.Module):
 
 
 def stepping(width: int, layers: int, rows: int, _: int, rounds: int) -> list[tuple[str, str, bool | None]]:
-    """The host steps everything: after backward unfused, fused, and fused beside backward."""
+    """Optimizer steps on the host: after backward unfused, after it fused, and fused during backward."""
     batch = torch.randn(rows, width)
     ways = {"loop": (False, False), "after": (True, False), "beside": (True, True)}
     steps: dict[str, Step] = {}
@@ -215,8 +217,8 @@ def stepping(width: int, layers: int, rows: int, _: int, rounds: int) -> list[tu
         passed = foreseen(model, batch, loss, device_type="cpu")
         size = sum(parameter.nbytes for parameter in model.parameters())
         operations = chunk(model, passed, 2 * size, device=torch.device("cpu"), chunk_size=width * width)
-        given = operations.gradients if early else None
-        optimizer = ChunkOptimizer(make, model.parameters(), operations.chunks, early=given)
+        early_gradients = operations.gradients if early else None
+        optimizer = ChunkOptimizer(make, model.parameters(), operations.chunks, early=early_gradients)
         models.append(model)
 
         def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
@@ -225,9 +227,9 @@ def stepping(width: int, layers: int, rows: int, _: int, rounds: int) -> list[tu
             optimizer.zero_grad()
 
         steps[name] = step
-    alone = interleave({"after": steps["after"]}, rounds, warmup=3).median_ms("after") / 1e3
+    step_s = interleave({"after": steps["after"]}, rounds, warmup=3).median_ms("after") / 1e3
     for model in models:
-        model.seconds[0] = alone / (2 * layers)
+        model.seconds[0] = step_s / (2 * layers)
     samples = interleave(steps, rounds, warmup=1)
     return [
         ("step of a device and its host, beside backward ÷ after it", f"{samples.ratio('beside', 'after'):.3f}", None),
@@ -241,19 +243,18 @@ def in_process(case: str, *sizes: int) -> list[tuple[str, str, bool | None]]:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     if quick:
         cases = [("idle", True, (64, 2, 2, 32, 3)), ("moving", True, (64, 2, 1, 16, 3))]
         cases += [("stepping", True, (64, 2, 1, 1, 3))]
     else:
         cases = [("idle", keeping, (512, 4, 4, SEQ, 25)) for keeping in (True, False)]
         sizes = [(768, 4, 1, 16, 30), (768, 4, 1, 128, 30), (1536, 4, 1, 128, 8), (1536, 4, 1, 512, 6)]
-        cases += [("moving", True, each) for each in sizes]
+        cases += [("moving", True, case_sizes) for case_sizes in sizes]
         cases += [("stepping", True, (1024, 16, 1, 1, 15))]
     rows = []
     for case, keeping, (width, layers, samples, length, rounds) in cases:
         environment = KEEPING_MEMORY if keeping else {}
-        found = answer_of(
+        results = answer_of(
             __file__, case, width, layers, samples, length, rounds, processes=None, environment=environment
         )
         title = f"chunk, width {width}, {samples} × {length} tokens"
@@ -261,7 +262,7 @@ def measure(quick: bool = False) -> list[Row]:
         title += "" if keeping else ", freed memory given back to the system"
         bar = MOVING_BAR if case == "moving" else IDLE_BAR
         rows += [
-            Row(f"{title}: {what}", ratio, "" if holds is None else f"≤ {bar}", holds) for what, ratio, holds in found
+            Row(f"{title}: {what}", ratio, "" if holds is None else f"≤ {bar}", holds) for what, ratio, holds in results
         ]
     return rows
 

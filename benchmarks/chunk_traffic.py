@@ -1,8 +1,8 @@
-"""Bytes fetched in a step of training under a budget, against the least that anything could fetch.
+"""Bytes fetched in a training step under a budget, against the minimum for any chunk manager.
 
-The budget is what activations take at their peak and 100, 50, 25 and 12 % of the parameters' bytes, in bfloat16. Chunks
-are laid out and scheduled as they are for training; the bound knows no chunks (`traffic_bound.py`). Where the largest
-operation does not fit, nothing can run: the row says what is missing.
+The budget is the activations' peak and 100, 50, 25 or 12 % of the parameters' bytes, in bfloat16. Chunks are laid out
+and scheduled as for training. The minimum (`traffic_bound.py`) knows no chunks. If the largest operation does not fit,
+nothing can run, and the row gives the reason.
 
     python benchmarks/chunk_traffic.py
 """
@@ -28,7 +28,7 @@ def measure(quick: bool = False) -> list[Row]:
 
 
 def row(workload: Workload, share: float) -> Row:
-    """What is fetched over the least, under a budget of the peak of activations and this share of the parameters."""
+    """Fetched bytes over the minimum, with a budget of the activations' peak and this share of the parameters."""
     import torch
     from traffic_bound import lower_bound
 

@@ -1,4 +1,4 @@
-"""A benchmark as a command: it prints its rows, and runs itself again in processes of its own where it needs some."""
+"""Command line of a benchmark: prints its rows, and runs the file again in separate processes where it needs some."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 from compare import Row
 
-# glibc gives the system what is freed, which takes its time to give it out again; allocators of accelerators keep it.
+# glibc returns freed memory to the system, and getting it again is slow; allocators of accelerators keep it.
 KEEPING_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(2**28)}
 
 
 def main(measure: Callable[..., list[Row]], *, in_process: Callable[..., Any] | None = None) -> None:
-    """Print the rows of `measure`, or, where `answer_of` started this process, write what `in_process` returns."""
+    """Print the rows of `measure`; in a process that `answer_of` started, write the result of `in_process` instead."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     if "quick" in inspect.signature(measure).parameters:
         parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs, not a result")
     parser.add_argument("--arguments", help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
-    given = vars(parser.parse_args())
-    arguments, path = given.pop("arguments"), given.pop("answer")
+    options = vars(parser.parse_args())
+    arguments, path = options.pop("arguments"), options.pop("answer")
     if path is None:
-        for row in measure(**given):
+        for row in measure(**options):
             print(row.claim, "|", row.measured, "|", row.bar, "|", row.holds)
         return
     assert in_process is not None
@@ -50,12 +50,12 @@ def answer_of(
     timeout_s: float = 900,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """What one of the processes answered that ran `file` with `arguments`: the one for which it was not None.
+    """Run `file` with `arguments` in other processes, and return the answer of the one whose answer is not None.
 
-    `processes` are started by torchrun; None: one, without it. Variables of `environment` are added to this process's.
+    torchrun starts `processes`; None starts one without it. `environment` is added to this process's variables.
 
     Raises:
-        subprocess.CalledProcessError: a process raised. What it printed is shown.
+        subprocess.CalledProcessError: a process raised; its errors are printed.
     """
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def answer_of(
 
 
 def as_rank() -> int:
-    """Join the gloo group of the processes that were started, with one thread; this one's rank."""
+    """Join the gloo group of the started processes, with one thread, and return this one's rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     return dist.get_rank()

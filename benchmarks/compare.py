@@ -1,4 +1,4 @@
-"""Timing variants of one thing side by side: shuffled, interleaved, medians with bootstrap intervals."""
+"""Timing of variants side by side: shuffled, interleaved, medians with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Samples:
         return self.interval(lambda picked: float(np.median(picked[variant]) / np.median(picked[against])))
 
     def difference_us(self, variant: str, against: str) -> Interval:
-        """Median over rounds of the time that `variant` takes more, in µs."""
+        """Median over rounds of the extra time of `variant`, in µs."""
         return self.interval(lambda picked: float(np.median(picked[variant] - picked[against]) * 1e6))
 
     def median_ms(self, variant: str) -> float:
@@ -53,12 +53,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what is claimed, what was measured, and the bar it is held to."""
+    """One line of the table: the claim, the measurement, and the bar."""
 
     claim: str
     measured: str
     bar: str
-    holds: bool | None = None  # None where the row only informs
+    holds: bool | None = None  # None if the row is for information
 
 
 def interleave(variants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 20, seed: int = 0) -> Samples:

@@ -1,7 +1,7 @@
-"""Cross entropy of logits that never exist together, beside torch's of all of them: seconds and the most live bytes.
+"""Cross entropy by chunks of logits against torch's cross entropy of all logits: seconds, and peak live bytes.
 
-A head of 131,072 classes, forward and backward, whose loss is taken in fp32 as transformers does. Seconds are of fp32,
-with variants interleaved in a shuffled order; bytes are of all tensors but operands and labels.
+Runs forward and backward of a head with 131,072 classes, whose loss is taken in fp32, as in transformers. Seconds are
+of fp32, with variants interleaved in a shuffled order. Bytes are of all tensors but operands and labels.
 
     python benchmarks/cross_entropy.py [--quick]
 """
@@ -26,11 +26,11 @@ from atorch.runtime.loss.lazy_logits import chunk_logits
 
 SLOWER, SHARE, APART = 1.1, 1 / 8, 1e-6
 HELD, TIMED = (8192, 256, 131_072), (2048, 256, 131_072)
-"""Tokens, features and classes."""
+"""Tokens, features and classes, for memory and for time."""
 
 
 def job(tokens: int, features: int, classes: int, *, in_chunks: bool, autocast: bool) -> Callable[[], list[Tensor]]:
-    """A step of a head and its loss: the gradients of hidden states and weight."""
+    """A step of a head and its loss, which returns the gradients of hidden states and weight."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, features, generator=generator).requires_grad_()
     labels = torch.randint(classes, (tokens,), generator=generator)
@@ -48,7 +48,7 @@ def job(tokens: int, features: int, classes: int, *, in_chunks: bool, autocast: 
 
 
 def most_bytes(*shape: int, in_chunks: bool, autocast: bool) -> float:
-    """The most live bytes of a step; the tensors are fakes, which count alike."""
+    """Peak live bytes of a step on fake tensors, which have the same sizes."""
     with FakeTensorMode():
         step = job(*shape, in_chunks=in_chunks, autocast=autocast)
         with LiveBytes() as live, live.born(OTHER):
@@ -58,12 +58,11 @@ def most_bytes(*shape: int, in_chunks: bool, autocast: bool) -> float:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     shape, timed, rounds = ((4096, 8, 8192), (1024, 16, 1024), 2) if quick else (HELD, TIMED, 5)
     title = f"loss of {shape[0]} × {shape[2]} logits, by chunks / plain"
     rows = []
     for autocast in (False, True):
-        by_chunks, plain = (most_bytes(*shape, in_chunks=each, autocast=autocast) for each in (True, False))
+        by_chunks, plain = (most_bytes(*shape, in_chunks=in_chunks, autocast=autocast) for in_chunks in (True, False))
         kind = "bf16 autocast" if autocast else "fp32"
         share = by_chunks / plain
         rows.append(Row(f"{title}: most live bytes, {kind}", f"{share:.3f}", f"≤ {SHARE:.3f}", share <= SHARE))

@@ -1,9 +1,9 @@
-"""What deriving a tensor-parallel layout takes at the sizes of real models: ≤ 20 s on two cores for Llama 3.1 8B.
+"""Time to derive a tensor-parallel layout at the sizes of real models: ≤ 20 s on two cores for Llama 3.1 8B.
 
-Llama 3.1 8B and T5 large on two processes of one thread each; for information Mixtral 8x7B, whose blocks are too large
-for two, on one process of two threads, which tries the layout as each of eight. Models have two blocks, since one of a
-kind is looked at; embeddings and heads are whole. Timed is all that `auto_accelerate` does, with the model in bf16 on
-the CPU: comparing the processes' models, two evaluations, deriving, the replay with real collectives, the cut.
+Llama 3.1 8B and T5 large run on two processes of one thread each. Mixtral 8x7B, for information, has blocks too large
+for two. It runs on one process of two threads, which tries the layout as each of eight ranks. Models have two blocks,
+since one block of a kind is examined; embeddings and heads are whole. The time covers all of `auto_accelerate`, with
+the model in bf16 on the CPU: comparing models, two evaluations, deriving, the replay with real collectives, the cut.
 
     python benchmarks/deriving_time.py [--quick]
 """
@@ -61,7 +61,7 @@ CASES = (("Llama 3.1 8B", 128), ("Llama 3.1 8B", 2048), ("T5 large", 2048), ("Mi
 
 
 def make_model(name: str) -> nn.Module:
-    """The model in bf16. Random weights would take longer than all that is timed: one million numbers, repeated."""
+    """The model in bf16. One million random numbers are repeated: drawing all weights would take too long."""
     sizes = {key: value for key, value in SHAPES[name].items() if key not in ("config", "model", "processes")}
     config = getattr(transformers, SHAPES[name]["config"])(**sizes, use_cache=False)
     with no_init_weights():
@@ -80,7 +80,7 @@ def make_batch(name: str, length: int) -> dict[str, torch.Tensor]:
 
 
 class Stopwatch:
-    """Seconds by the clock, and seconds that this process computed."""
+    """Wall-clock seconds, and CPU seconds of this process."""
 
     def __enter__(self) -> Stopwatch:
         self._start = time.perf_counter(), time.process_time()
@@ -91,7 +91,7 @@ class Stopwatch:
 
 
 def on_processes(name: str, length: int) -> Stopwatch:
-    """`auto_accelerate` on the processes that are there."""
+    """Time `auto_accelerate` on all started processes."""
     torch.set_num_threads(1)
     model, batch = make_model(name), make_batch(name, length)
     dist.init_process_group("gloo")
@@ -105,8 +105,8 @@ def on_processes(name: str, length: int) -> Stopwatch:
     return watch
 
 
-def alone(name: str, length: int) -> Stopwatch:
-    """What a plan for 8 processes that are not there derives."""
+def as_one_process(name: str, length: int) -> Stopwatch:
+    """Time the derivation in a plan for 8 processes, on this process alone."""
     torch.set_num_threads(2)
     model, batch = make_model(name), make_batch(name, length)
     world = worlds.init()
@@ -118,22 +118,21 @@ def alone(name: str, length: int) -> Stopwatch:
 
 
 def in_process(name: str, length: int) -> tuple[float, float, float] | None:
-    """Seconds, those that the first process computed, and the most GiB that it held."""
-    watch = (on_processes if SHAPES[name]["processes"] else alone)(name, length)
+    """Wall-clock seconds, CPU seconds, and peak GiB of the first process."""
+    watch = (on_processes if SHAPES[name]["processes"] else as_one_process)(name, length)
     if dist.is_initialized() and dist.get_rank() != 0:
         return None
     return watch.wall_s, watch.cpu_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     rows = []
     for name, length in CASES:
         processes = SHAPES[name]["processes"]
         runs = [
             answer_of(__file__, name, length, processes=processes, timeout_s=1800) for _ in range(1 if quick else RUNS)
         ]
-        wall_s, cpu_s, gib = (statistics.median(each) for each in zip(*runs, strict=True))
+        wall_s, cpu_s, gib = (statistics.median(figures) for figures in zip(*runs, strict=True))
         how = f"{processes} processes" if processes else "one process as 8"
         title = f"deriving the layout of {name} on {how}, from sequences of {length} tokens, seconds"
         title += f" ({cpu_s:.1f} computing in one process, which held {gib:.1f} GiB)"

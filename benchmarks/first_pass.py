@@ -1,8 +1,8 @@
-"""What holding a strategy to plain training's first pass costs, in steps of plain training on the same global batch.
+"""Cost of checking a strategy against plain training's first pass, in plain steps on the same global batch.
 
-Two calls of `auto_accelerate` with one `load_strategy`, with `verify` and without, each on a fresh model, in turns with
-plain steps on one process. What they differ by over a plain step: one plain pass and one of the strategy, one more of
-each where random numbers make passes depend on how a batch is shared out, and two forward passes for evaluation.
+Calls `auto_accelerate` with one `load_strategy`, with `verify` and without, on fresh models, in turns with plain steps.
+The cost is the difference of the calls over a plain step. It covers a plain pass, a pass of the strategy, and two
+forward passes for evaluation. If random numbers make passes depend on how a batch is divided, each pass runs twice.
 
     python benchmarks/first_pass.py [--quick]
 """
@@ -50,7 +50,7 @@ def samples() -> list[dict[str, torch.Tensor]]:
 
 
 def started(load_strategy: Any, dropout: float, verify: bool) -> float:
-    """Seconds of one start."""
+    """Seconds of one call of `auto_accelerate`."""
     model = make_model(dropout)
     began = time.perf_counter()
     auto_accelerate(
@@ -76,7 +76,7 @@ def stepped(model: nn.Module, optim: torch.optim.Optimizer, batch: dict[str, tor
 
 
 def on_rank(load_strategy: Any, dropout: float, rounds: int, processes: int) -> dict[str, list[float]] | None:
-    """Seconds of each, round by round, on rank 0."""
+    """Seconds of both calls and of a plain step, by round, on rank 0."""
     torch.set_num_threads(1)
     rank = as_rank() if processes > 1 else 0
     model = make_model(dropout)
@@ -98,7 +98,7 @@ def on_rank(load_strategy: Any, dropout: float, rounds: int, processes: int) -> 
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """One row a case."""
+    """One row for each case."""
     import numpy as np
 
     rows = []

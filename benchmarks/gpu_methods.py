@@ -1,16 +1,15 @@
-"""Absolute step times and peak memory of each method on a 1B-parameter Llama, beside torch as written by hand.
+"""Absolute step times and peak memory of each method on a 1B-parameter Llama, against torch written by hand.
 
-Needs a CUDA GPU; without one it says so and measures nothing. Each variant runs in a process of its own, so that its
-peak memory is its own, for at most eight minutes, and its row is printed at once: tokens a second, MFU, memory of the
-device and of the host, what the planner estimated, and, of what moves bytes to the host and back, the step over the
-longer one of its kernels and its copies (1.0: all of the shorter one is hidden). fp8 is measured on wide blocks.
+Needs a CUDA GPU; without one it says so and measures nothing. Each variant runs for at most eight minutes in its own
+process, so that its peak memory is its own. Its row is printed at once: tokens a second, MFU, memory of the device and
+of the host, and the planner's estimates. Methods that move bytes to the host and back also show the step over the
+longer of its kernels and its copies (1.0: the shorter one is fully hidden). fp8 is measured on wide blocks.
 
-With --search it is automatic mode, at limits of 60 and 120 s, beside what an expert would write: amp, amp with compiled
-blocks, and bf16 weights with compiled blocks, on 8 × 2,048 tokens, in about four minutes.
+--search measures automatic mode, with limits of 60 and 120 s, against what an expert would write: amp, amp with
+compiled blocks, and bf16 weights with compiled blocks. It takes 8 × 2,048 tokens, and about four minutes.
 
-With --json the rows are also added to a file, and those that it has are not measured again. --only takes variants by
-name. --tiny runs everything through with a model of a few thousand parameters, on the CPU too: that it runs, not a
-result.
+--json adds the rows to a file, and skips those that the file has. --only selects variants by name. --tiny runs
+everything with a model of a few thousand parameters, also on a CPU: its figures are not results.
 
     python benchmarks/gpu_methods.py --json runs/gpu_methods.jsonl
     python benchmarks/gpu_methods.py --only "amp + fsdp" "by hand, amp"
@@ -40,7 +39,7 @@ from compare import Row
 STEPS, WARMUP, TIMEOUT_S = 12, 4, 480.0
 FUSED = {"lr": 1e-5, "fused": True}
 BY_HAND, WIDE = "by hand", "wide"
-MOVED = ("offload", "chunk")  # what goes to the host and comes back
+MOVED = ("offload", "chunk")  # methods that move bytes to the host and back
 VARIANTS: dict[str, list[Any] | None] = {
     "by hand, fp32": None,
     "by hand, amp": None,
@@ -69,7 +68,7 @@ SEARCHES: dict[str, float | None] = {
     "8 rows, automatic in 60 s": 60.0,
     "8 rows, automatic in 120 s": 120.0,
 }
-"""The limits of searches, in seconds; None: by hand."""
+"""Time limits of searches in seconds; None for hand-written training."""
 
 
 def make_model(tiny: bool, wide: bool) -> torch.nn.Module:
@@ -90,31 +89,31 @@ def loss_func(batch: Any, output: Any) -> torch.Tensor:
 
 
 def in_process(name: str, tiny: bool) -> dict[str, float]:
-    """One variant's median step, what it held, and what was estimated."""
+    """One variant's median step, its memory, and the estimates."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with device:  # where weights are drawn a hundred times as fast
+    with device:  # a GPU draws weights a hundred times as fast
         model, seq = make_model(tiny, name.startswith(WIDE)), 16 if tiny else 2048
     rows = 2 if tiny else 8 if name in SEARCHES else 4
     tokens = torch.randint(0, model.config.vocab_size, (rows, seq), device=device)
-    batch, numel = {"input_ids": tokens, "labels": tokens}, sum(each.numel() for each in model.parameters())
+    batch, numel = {"input_ids": tokens, "labels": tokens}, sum(parameter.numel() for parameter in model.parameters())
     flops = (
         6.0 * numel * tokens.numel() + 12.0 * model.config.num_hidden_layers * model.config.hidden_size * rows * seq**2
     )
     strategy, loss, estimated = {**VARIANTS, **SEARCHES}[name], loss_func, dict[str, Any]()
     if isinstance(strategy, float):
         began = time.perf_counter()
-        data = {"dataset": [{"input_ids": each, "labels": each} for each in tokens.cpu()] * 500}
+        data = {"dataset": [{"input_ids": row_tokens, "labels": row_tokens} for row_tokens in tokens.cpu()] * 500}
         limit, batches = 3.0 if tiny else strategy, {"dataloader_args": {"batch_size": rows}}
         model, optim, loss, chosen = accelerated(model, None, None, time_limit=limit, **data, **batches)
         estimated = {"chosen": str(chosen), "search_s": time.perf_counter() - began}
     elif strategy is None:
         model, optim = by_hand(model.to(device), name, tiny)
     else:
-        strategy = [each for each in strategy if each != "compile" or not tiny]
+        strategy = [method for method in strategy if method != "compile" or not tiny]
         estimated = estimate(model, strategy, batch)
         model, optim, loss, _ = accelerated(model, strategy, batch)
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # a whole model was on the device before some of it went to the host
+            torch.cuda.reset_peak_memory_stats()  # the whole model was on the device before parts moved to the host
     amp = torch.autocast(device.type, torch.bfloat16) if f"{BY_HAND}, amp" in name else nullcontext()
 
     def step() -> None:
@@ -132,7 +131,7 @@ def in_process(name: str, tiny: bool) -> dict[str, float]:
         answer["mfu"] = flops / step_s / peak["float32" if "fp32" in name or name == "plain" else "bfloat16"]
         answer["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         answer["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-        if any(each in name for each in MOVED):
+        if any(method in name for method in MOVED):
             answer["over_longest"] = step_s / longest_s(step)
     return answer
 
@@ -154,7 +153,7 @@ def by_hand(model: Any, name: str, tiny: bool) -> tuple[torch.nn.Module, torch.o
 def accelerated(
     model: torch.nn.Module, strategy: list[Any] | None, batch: Any, **more: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """The model, the optimizer and the loss under a strategy, and the strategy; None: the one that a search finds."""
+    """The model, optimizer and loss under a strategy, and the strategy; None searches for one."""
     from atorch import auto_accelerate
 
     _, result, chosen = auto_accelerate(
@@ -174,7 +173,7 @@ def here() -> Any:
 
 
 def estimate(model: torch.nn.Module, strategy: list[Any], batch: Any) -> dict[str, float]:
-    """The step and the memory that are expected of exactly these methods."""
+    """Estimated step time and memory of exactly these methods."""
     from atorch.auto.plan_for_cluster import subject_of
     from atorch.auto.strategy import Strategy
     from atorch.cost import peak_memory, plain_cost, step_seconds
@@ -189,7 +188,7 @@ def estimate(model: torch.nn.Module, strategy: list[Any], batch: Any) -> dict[st
 
 
 def median_step_s(step: Callable[[], None], device: torch.device, counts: tuple[int, int]) -> float:
-    """Of the steps after the first few."""
+    """Median time of the steps after the first few."""
     times = []
     for _ in range(sum(counts)):
         begin = time.perf_counter()
@@ -201,84 +200,86 @@ def median_step_s(step: Callable[[], None], device: torch.device, counts: tuple[
 
 
 def longest_s(step: Callable[[], None]) -> float:
-    """What one step cannot be shorter than: its kernels, its copies to the device, or those to the host."""
+    """Lower bound of a step: the longest of its kernels, its copies to the device, and those to the host."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
-    return max(by_engine({each.key: 1e-6 * each.self_device_time_total for each in profiled.key_averages()}).values())
+    return max(
+        by_engine({event.key: 1e-6 * event.self_device_time_total for event in profiled.key_averages()}).values()
+    )
 
 
 def by_engine(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of what a GPU does at the same time, from those of each kernel or copy."""
-    found = dict.fromkeys(("kernels", "HtoD", "DtoH"), 0.0)
+    """Sum the seconds of kernels and copies by the GPU's engines, which work at the same time."""
+    totals = dict.fromkeys(("kernels", "HtoD", "DtoH"), 0.0)
     for name, spent in seconds.items():
-        engine = next((each for each in ("HtoD", "DtoH") if f"Memcpy {each}" in name), "kernels")
-        found[engine] += spent
-    return found
+        engine = next((direction for direction in ("HtoD", "DtoH") if f"Memcpy {direction}" in name), "kernels")
+        totals[engine] += spent
+    return totals
 
 
 def measured(only: Sequence[str], tiny: bool, kept: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Variants and their figures, or what was wrong, one after another; those that are in `kept` come from there."""
+    """Variants with their figures or failures, one after another; those in the file `kept` are read from it."""
     lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
-    known = {each.pop("name"): each for each in map(json.loads, lines)}
+    results = {figures.pop("name"): figures for figures in map(json.loads, lines)}
     for name in only or VARIANTS:
-        if name not in known:
+        if name not in results:
             try:
-                known[name] = answer_of(__file__, name, tiny, processes=None, timeout_s=TIMEOUT_S)
+                results[name] = answer_of(__file__, name, tiny, processes=None, timeout_s=TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                known[name] = {"failed": f"took longer than {TIMEOUT_S:.0f} s"}
+                results[name] = {"failed": f"took longer than {TIMEOUT_S:.0f} s"}
             except subprocess.CalledProcessError as error:
-                known[name] = {"failed": error.stderr.strip().splitlines()[-1]}
+                results[name] = {"failed": error.stderr.strip().splitlines()[-1]}
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 with kept.open("a") as file:
-                    file.write(json.dumps({"name": name, **known[name]}) + "\n")
-        yield name, known[name]
+                    file.write(json.dumps({"name": name, **results[name]}) + "\n")
+        yield name, results[name]
 
 
 def row(name: str, figures: dict[str, Any]) -> Row:
-    """As the table of all benchmarks has it."""
+    """A row for the table of all benchmarks."""
     if "failed" in figures:
         return Row(f"1B Llama, {name}", f"failed: {figures['failed']}", "runs", False)
-    told = [f"{figures['ms']:.1f} ms", f"{figures['tokens_per_s']:,.0f} tokens/s"]
+    parts = [f"{figures['ms']:.1f} ms", f"{figures['tokens_per_s']:,.0f} tokens/s"]
     if "mfu" in figures:
-        told += [
+        parts += [
             f"MFU {figures['mfu']:.1%}",
             f"{figures['allocated_gib']:.2f} GiB ({figures['reserved_gib']:.2f} reserved)",
         ]
     if "host_gib" in figures:
-        told.append(f"{figures['host_gib']:.1f} GiB of the host's")
+        parts.append(f"{figures['host_gib']:.1f} GiB of the host's")
     if "estimated_ms" in figures:
-        told.append(f"estimated {figures['estimated_ms']:.1f} ms and {figures['estimated_gib']:.2f} GiB")
+        parts.append(f"estimated {figures['estimated_ms']:.1f} ms and {figures['estimated_gib']:.2f} GiB")
     if "chosen" in figures:
-        told.append(f"{figures['chosen']} after {figures['search_s']:.0f} s")
+        parts.append(f"{figures['chosen']} after {figures['search_s']:.0f} s")
     if "over_longest" in figures:
-        told.append(f"{figures['over_longest']:.2f} × the longer of kernels and copies")
-    return Row(f"1B Llama, {name}", ", ".join(told), "")
+        parts.append(f"{figures['over_longest']:.2f} × the longer of kernels and copies")
+    return Row(f"1B Llama, {name}", ", ".join(parts), "")
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim; one that informs where there is no GPU."""
+    """All rows of this claim; without a GPU, one row that says so."""
     if not torch.cuda.is_available():
         return [Row("absolute step times on a GPU", "no CUDA GPU here", "")]
-    return [row(*each) for each in measured((), quick, None)]
+    return [row(*result) for result in measured((), quick, None)]
 
 
 def by_name() -> None:
-    """The command: rows as they come."""
+    """Command line: print rows as they are measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
     names = {**VARIANTS, **SEARCHES}
     parser.add_argument("--only", nargs="+", choices=names, default=(), metavar="NAME", help="these variants alone")
     parser.add_argument("--search", action="store_true", help="automatic mode beside hand-written training")
     parser.add_argument("--json", type=Path, help="a file to which rows are added, and from which they are resumed")
-    given = parser.parse_args()
-    if not (given.tiny or torch.cuda.is_available()):
+    options = parser.parse_args()
+    if not (options.tiny or torch.cuda.is_available()):
         print("no CUDA GPU here; --tiny runs on the CPU")
         return
-    for name, figures in measured(tuple(SEARCHES) if given.search else given.only, given.tiny, given.json):
-        made = row(name, figures)
-        print(made.claim, "|", made.measured, flush=True)
+    for name, figures in measured(tuple(SEARCHES) if options.search else options.only, options.tiny, options.json):
+        printed = row(name, figures)
+        print(printed.claim, "|", printed.measured, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""How what a start, a search and a plan of chunks take grows: seconds, bytes, collectives, connections.
+"""Growth of the cost of a start, a search and a plan of chunks: seconds, bytes, collectives, connections.
 
-A start is `auto_accelerate` with a strategy, as one process of n that are not there lives it: torch's fake process
-group, whose collectives are done at once. So its seconds are this process's own work; collectives, bytes and groups are
-counted as they are asked for. File descriptors are worked out, since nothing is connected: over gloo a process holds
-one for each other member of each group that it is in. A ranking is what a search's rank 0 works out on a cluster that
-is described, and what it tells the others. Chunks are laid out and scheduled for a pass of linear layers one after the
-other, foreseen without running it; a pass is traced on fake tensors on its own. Both are this process's work alone, and
-told in seconds of a CPU.
+- A start is `auto_accelerate` with a strategy on one process of n. The others do not exist: torch's fake process group
+  completes collectives at once. Seconds are this process's own work. Collectives, bytes and groups are counted by
+  request. File descriptors are calculated: over gloo, one for each other member of each group of this process.
+- A ranking is the work of a search's rank 0 on a described cluster, with the message that it broadcasts.
+- Chunks are laid out and scheduled for a predicted pass through consecutive linear layers. Tracing a pass on fake
+  tensors is measured separately. Both are CPU seconds of this process.
 
     python benchmarks/growth.py
 """
@@ -67,7 +66,7 @@ LAY_OUT_S, BLOCKS_S, TRACE_S = 10.0, 20.0, 0.01  # the last for each parameter
 
 
 def strategies(size: int) -> dict[str, list[Any]]:
-    """What is started, by name."""
+    """Strategies that are started, by name."""
 
     def over(*axes: tuple[str, int]) -> tuple[str, Any]:
         rest = size // math.prod(degree for _, degree in axes)
@@ -94,63 +93,62 @@ class Block(torch.nn.Module):
         self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As wide as `x`."""
         return x + self.down(torch.relu(self.up(x)))
 
 
 def a_model() -> torch.nn.Module:
-    """Blocks one after the other, as tensors and stages are split."""
+    """Consecutive blocks, which tensor and pipeline parallelism can split."""
     return torch.nn.Sequential(*(Block() for _ in range(LAYERS)))
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows; `quick` leaves out what is largest."""
+    """All rows; `quick` leaves out the largest sizes."""
     rows = []
     sizes = SIZES[:3] if quick else SIZES
     for name in strategies(NODE):
-        found = [answer_of(__file__, "start", name, size, processes=None) for size in sizes]
-        for size, each in zip(sizes, found, strict=True):
-            told = (
-                f"{each['seconds']:.2f} s; {each['collectives']} collectives of {each['bytes']:,} bytes; "
-                f"{each['gathers']} object gathers; {each['groups']} calls for groups; "
-                f"{each['descriptors']:,} file descriptors"
+        starts = [answer_of(__file__, "start", name, size, processes=None) for size in sizes]
+        for size, start in zip(sizes, starts, strict=True):
+            figures = (
+                f"{start['seconds']:.2f} s; {start['collectives']} collectives of {start['bytes']:,} bytes; "
+                f"{start['gathers']} object gathers; {start['groups']} calls for groups; "
+                f"{start['descriptors']:,} file descriptors"
             )
-            rows.append(Row(f"start of {name} on {size:,}", told, f"≤ {START_S:g} s", each["seconds"] <= START_S))
-        _, few, *_, many = found  # on one node there may be no replicas
-        beside = f"{sizes[-1]:,} / {sizes[1]}"
+            rows.append(Row(f"start of {name} on {size:,}", figures, f"≤ {START_S:g} s", start["seconds"] <= START_S))
+        _, few, *_, many = starts  # the first size is one node, which may have no replicas
+        sizes_compared = f"{sizes[-1]:,} / {sizes[1]}"
         grown = many["collectives"] / few["collectives"]
-        rows.append(Row(f"collectives of {name}, {beside}", f"{grown:.2f}", "≤ 1", grown <= 1))
+        rows.append(Row(f"collectives of {name}, {sizes_compared}", f"{grown:.2f}", "≤ 1", grown <= 1))
         grown = many["bytes"] / few["bytes"] / _n_log_n(sizes[-1], sizes[1])
-        rows.append(Row(f"bytes of {name} beside n log n, {beside}", f"{grown:.2g}", "≤ 1", grown <= 1))
-    for title, given in list(CLUSTERS.items())[: 2 if quick else None]:
-        each = answer_of(__file__, "ranking", *given, processes=None)
-        told = (
-            f"{each['seconds']:.2f} s; {each['mib']:.0f} MiB; {each['kept']} kept, told in {each['told'] / 1e3:.0f} "
-            f"kB; the others {each['others']:.2f} s"
+        rows.append(Row(f"bytes of {name} beside n log n, {sizes_compared}", f"{grown:.2g}", "≤ 1", grown <= 1))
+    for title, job in list(CLUSTERS.items())[: 2 if quick else None]:
+        ranking = answer_of(__file__, "ranking", *job, processes=None)
+        figures = (
+            f"{ranking['seconds']:.2f} s; {ranking['mib']:.0f} MiB; {ranking['kept']} kept, told in "
+            f"{ranking['told'] / 1e3:.0f} kB; the others {ranking['others']:.2f} s"
         )
-        holds = each["seconds"] <= RANKING_S and each["mib"] <= RANKING_MIB
-        rows.append(Row(f"ranking of {title}", told, f"≤ {RANKING_S:g} s, {RANKING_MIB:g} MiB", holds))
+        holds = ranking["seconds"] <= RANKING_S and ranking["mib"] <= RANKING_MIB
+        rows.append(Row(f"ranking of {title}", figures, f"≤ {RANKING_S:g} s, {RANKING_MIB:g} MiB", holds))
     return [*rows, *measure_chunks(quick)]
 
 
 def measure_chunks(quick: bool = False) -> list[Row]:
-    """How planning chunks grows with the number of parameters."""
+    """Rows of planning chunks, by the number of parameters."""
     rows = []
     for name in CHUNKED:
         for num in PARAMETERS[:2] if quick else PARAMETERS:
-            each = answer_of(__file__, "chunks", name, num, processes=None)
-            told = (
-                f"layout {each['layout']:.2f} s, {each['chunks']:,} chunks; pinned {each['pinned']:.2f} s; schedule "
-                f"{each['schedule']:.2f} s"
+            plan = answer_of(__file__, "chunks", name, num, processes=None)
+            figures = (
+                f"layout {plan['layout']:.2f} s, {plan['chunks']:,} chunks; pinned {plan['pinned']:.2f} s; schedule "
+                f"{plan['schedule']:.2f} s"
             )
-            seconds = each["layout"] + each["pinned"] + each["schedule"]
-            rows.append(Row(f"chunks of {name}, {num:,}", told, f"≤ {LAY_OUT_S:g} s", seconds <= LAY_OUT_S))
+            seconds = plan["layout"] + plan["pinned"] + plan["schedule"]
+            rows.append(Row(f"chunks of {name}, {num:,}", figures, f"≤ {LAY_OUT_S:g} s", seconds <= LAY_OUT_S))
     for name, sizes in TRACED.items():
         for num in sizes[:2] if quick else sizes:
             seconds = answer_of(__file__, "trace", name, num, processes=None)["seconds"]
-            told = f"{seconds:.1f} s, {1e3 * seconds / num:.2f} ms a parameter"
+            figures = f"{seconds:.1f} s, {1e3 * seconds / num:.2f} ms a parameter"
             bound = BLOCKS_S if name == "equal blocks" else num * TRACE_S
-            rows.append(Row(f"pass of {name} traced, {num:,} parameters", told, f"≤ {bound:g} s", seconds <= bound))
+            rows.append(Row(f"pass of {name} traced, {num:,} parameters", figures, f"≤ {bound:g} s", seconds <= bound))
     return rows
 
 
@@ -158,15 +156,15 @@ def _n_log_n(large: int, small: int) -> float:
     return large * math.log2(large) / (small * math.log2(small))
 
 
-def in_process(what: str, *given: Any) -> dict[str, float]:
+def in_process(what: str, *arguments: Any) -> dict[str, float]:
     """One start, ranking, plan of chunks or trace."""
     torch.set_num_threads(1)
     measured = {"start": _start, "ranking": _ranking, "chunks": _chunks, "trace": _trace}
-    return measured[what](*given)
+    return measured[what](*arguments)
 
 
 class Counted(TorchDispatchMode):
-    """Counts what a process asks others for."""
+    """Counts the collectives that this process requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,20 +178,20 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, name: str, num_bytes: int) -> None:
-        """One collective, in which this process gets so much."""
+        """Count one collective, in which this process receives `num_bytes`."""
         self.calls[name] += 1
         self.num_bytes += num_bytes
 
 
-def _bytes(given: Any) -> int:
-    if isinstance(given, torch.Tensor):
-        return given.numel() * given.element_size()
-    return sum(map(_bytes, given)) if isinstance(given, (list, tuple)) else 0
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 @contextmanager
 def counting(size: int) -> Iterator[Counted]:
-    """Inside, collectives are counted, and with them atorch's exchanges, which it spares where nobody else is there."""
+    """Count collectives inside, and atorch's exchanges, which atorch skips if there is no other process."""
     from atorch.distributed import collectives
 
     counted = Counted()
@@ -233,9 +231,9 @@ def _start(name: str, size: int) -> dict[str, float]:
 
     model = a_model()
     data = torch.utils.data.TensorDataset(torch.zeros(4 * size * NODE, WIDTH))
-    first_of_a_node = size // 2 // NODE * NODE  # and a first stage, which is sent no shapes: nothing is received here
+    first_of_a_node = size // 2 // NODE * NODE  # and of a first stage: the fake group delivers no shapes
     with fake_world(size, rank=first_of_a_node), counting(size) as counted:
-        from atorch import auto_accelerate  # what imports from `collectives` by name imports what counts
+        from atorch import auto_accelerate  # imported here, so that names from `collectives` are the counting ones
         from atorch.auto import session  # noqa: F401
         from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, written
         from atorch.auto.strategy import Strategy
@@ -276,18 +274,18 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
     profile = transformer_profile(TransformerShape(**SHAPES[shape], head_dim=128), 1, Implementation(itemsize=4.0))
     start = plain_cost(profile, 4 * cluster.world_size, cluster.device.memory_bytes)
     before, began = _peak_mib(), time.perf_counter()
-    found = best_level(profile, start, cluster, Wanted())
+    ranking = best_level(profile, start, cluster, Wanted())
     seconds, mib = time.perf_counter() - began, _peak_mib() - before
-    told = Told.of(found)
+    message = Told.of(ranking)
     began = time.perf_counter()
-    heard = told.ranking(methods_of(Wanted().space(profile, cluster, Wanted().levels[-1])))
+    rebuilt = message.ranking(methods_of(Wanted().space(profile, cluster, Wanted().levels[-1])))
     others = time.perf_counter() - began
-    assert heard == found
+    assert rebuilt == ranking
     return {
         "seconds": seconds,
         "mib": mib,
-        "kept": len(found.fitting),
-        "told": len(pickle.dumps(told)),
+        "kept": len(ranking.fitting),
+        "told": len(pickle.dumps(message)),
         "others": others,
     }
 
@@ -310,7 +308,7 @@ def _chunks(name: str, num: int) -> dict[str, float]:
         accesses.append(Access("backward", frozenset((f"{layer}.weight",)), KEPT * (layer + 1)))
         gradients += [(len(accesses), f"{layer}.bias"), (len(accesses), f"{layer}.weight")]
     foreseen = AccessTrace(accesses, gradients)
-    total = sum(4 * each.numel() for each in parameters.values())
+    total = sum(4 * parameter.numel() for parameter in parameters.values())
     budget = int(share * total) + KEPT * num // 2
     marks = [time.process_time()]
     layout = lay_out(parameters, foreseen, budget)
@@ -335,7 +333,7 @@ def _trace(name: str, num: int) -> dict[str, float]:
     def trace(model: torch.nn.Module) -> None:
         foreseen(model, torch.zeros(4, 8, WIDTH), lambda model, batch: model(batch).sum(), device_type="cpu")
 
-    trace(model(24))  # imports
+    trace(model(24))  # imports what it needs, before the clock starts
     large = model(num)
     began = time.process_time()
     trace(large)

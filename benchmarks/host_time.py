@@ -1,8 +1,8 @@
-"""What the host takes for a block, beside what the planner says: calls traced × 3 × what `launch_seconds` measures.
+"""Host time of a block, estimated against measured: calls traced × 3 × the result of `launch_seconds`.
 
-Forward and backward of blocks so small that nothing but the host counts, on a CPU with one thread: what models with ten
-blocks take more than with two. On a GPU each call that starts a kernel takes the host some microseconds more, in the
-blocks as in `launch_seconds`.
+Runs forward and backward of blocks so small that only the host's time counts, on a CPU with one thread. The measured
+time is the difference between models of ten blocks and of two. On a GPU, each call that starts a kernel takes the host
+some microseconds more, in the blocks as in `launch_seconds`.
 
     python benchmarks/host_time.py [--quick]
 """
@@ -27,7 +27,7 @@ from compare import Row, interleave
 from atorch.cluster.microbenchmark import launch_seconds
 from atorch.profiler.trace import trace
 
-LOW, HIGH = 0.75, 1.25  # of what a block takes
+LOW, HIGH = 0.75, 1.25  # of the measured time of a block
 FEW, MANY = 2, 10  # blocks
 TOKENS = torch.arange(8).view(1, 8)
 IMAGE = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ SMALL = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_att
 
 
 class Encoder(nn.Module):
-    """torch's own blocks, under a loss."""
+    """torch's own blocks, with a mean as loss."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -85,23 +85,25 @@ def _step(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """One row a model."""
+    """One row for each model."""
     torch.set_num_threads(1)
     rows = []
     for name, (make, batch) in MODELS.items():
         few, many = make(FEW), make(MANY)
         profile = trace(many, batch, _call, _loss)
-        calls = sum(each.count * each.num_ops for each in profile.segments if each.is_block) / MANY
+        calls = sum(segment.count * segment.num_ops for segment in profile.segments if segment.is_block) / MANY
         work = {"few": partial(_step, few, batch), "many": partial(_step, many, batch)}
         probes = []
 
-        def probe(found: list[float] = probes) -> None:
-            found.append(launch_seconds(torch.device("cpu")))
+        def probe(results: list[float] = probes) -> None:
+            results.append(launch_seconds(torch.device("cpu")))
 
         samples = interleave({**work, "probe": probe}, 5 if quick else 100, warmup=5)
-        said = 3.0 * calls * float(np.median(probes)) * (MANY - FEW)
-        ratio = samples.interval(lambda picked, said=said: said / float(np.median(picked["many"] - picked["few"])))
-        block_us = 1e6 * said / ratio.value / (MANY - FEW)
+        estimated_s = 3.0 * calls * float(np.median(probes)) * (MANY - FEW)
+        ratio = samples.interval(
+            lambda picked, estimated_s=estimated_s: estimated_s / float(np.median(picked["many"] - picked["few"]))
+        )
+        block_us = 1e6 * estimated_s / ratio.value / (MANY - FEW)
         rows.append(
             Row(
                 f"a block of {name}: host time said, of measured ({calls:.0f} calls, {block_us:.0f} µs)",

@@ -1,6 +1,6 @@
-"""How long importing takes against `import torch`, and how soon the command line answers.
+"""Time to import atorch against `import torch`, and time until the command line answers.
 
-Fresh interpreters, interleaved in a shuffled order; medians.
+Runs fresh interpreters, interleaved in a shuffled order, and takes medians.
 
     python benchmarks/import_time.py
 """
@@ -18,12 +18,11 @@ from compare import Row, interleave
 
 
 def python(*arguments: str) -> Callable[[], object]:
-    """A run of a fresh interpreter."""
+    """A function that runs a fresh interpreter."""
     return lambda: subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     samples = interleave(
         {
             "torch": python("-c", "import torch"),

@@ -1,11 +1,11 @@
-"""Jobs whose good answer is published: what the planner says of that answer, and what it would choose instead.
+"""Jobs whose good answer is published: the planner's estimate of that answer, and the planner's own choice.
 
     python benchmarks/known_jobs.py [--json FILE] [--only WORD] [--without-plans]
 
-The jobs are the rows of `published/known_runs.csv` that name one, each with its source. The speed at the published
-layout is estimated as its framework works, and held to ±15 % of what was measured. Then the planner chooses for the
-same model, devices, batch and precision, and its choice is estimated beside the published layout in atorch's own
-methods: it must be no slower than that, but for what the planner calls a tie, which goes to what is simpler.
+The jobs are the rows of `published/known_runs.csv` that name one, each with its source. The estimated speed at the
+published layout, in its framework's way of working, must be within ±15 % of the measurement. Then the planner chooses
+for the same model, devices, batch and precision. One estimate compares its choice with the published layout in atorch's
+own methods. The choice must be no slower, except within the planner's tie margin, where it prefers the simpler one.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from benchmarks.published.table import Row, read_rows
 from benchmarks.published.words import precision_of
 
 TABLE = Path(__file__).parent / "published" / "known_runs.csv"
-SPEED = 0.15  # of the published speed, how far an estimate may be off
+SPEED = 0.15  # allowed error of an estimated speed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A published answer, what is estimated of it, and what is chosen in its place."""
+    """A published answer, its estimates, and the planner's choice."""
 
     name: str
     source: str
     measured_s: float | None = None
-    estimated_s: float | None = None  # at the published layout, as its framework works
+    estimated_s: float | None = None  # at the published layout, under its framework
     published: str = ""  # the layout in atorch's methods
     published_s: float | None = None
     published_fits: bool = False
     chosen: str = ""
     chosen_s: float | None = None
-    seconds: float = 0.0  # that the plan took
+    seconds: float = 0.0  # of planning
     refused: str = ""
 
     @property
     def error(self) -> float:
-        """Of the estimate at the published layout, signed; a refused job is off by all of it."""
+        """Signed relative error of the estimate at the published layout; -1 for a refused job."""
         return self.estimated_s / self.measured_s - 1 if self.estimated_s and self.measured_s else -1.0
 
     @property
     def gain(self) -> float:
-        """What the choice takes less than the published layout, by one estimate; no number where either is missing."""
+        """Time that the choice saves against the published layout, by one estimate; NaN if either is missing."""
         return 1 - self.chosen_s / self.published_s if self.chosen_s and self.published_s else math.nan
 
     @property
     def holds(self) -> tuple[bool, bool]:
-        """Whether the speed is right, and whether the choice is no slower than what was published."""
+        """True for a speed within the bar, and true for a choice no slower than the published layout."""
         return abs(self.error) <= SPEED, self.gain >= -TIE or (self.chosen_s is not None and not self.published_fits)
 
 
@@ -82,32 +82,32 @@ def main() -> None:
         if arguments.only.lower() in row.name.lower():
             jobs.append(judged(row, plans=not arguments.without_plans))
             print(shown(jobs[-1]), flush=True)
-    right, taken = (sum(each.holds[place] for each in jobs) for place in (0, 1))
+    right, taken = (sum(job.holds[place] for job in jobs) for place in (0, 1))
     print(f"\nspeed within {SPEED:.0%}: {right} of {len(jobs)} jobs")
     if not arguments.without_plans:
         print(f"the choice no slower than what was published: {taken} of {len(jobs)} jobs")
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(each) for each in jobs], indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps([asdict(job) for job in jobs], indent=2) + "\n", encoding="utf-8")
 
 
 def known_jobs() -> Iterator[Row]:
-    """The rows of the table that are jobs."""
+    """Rows of the table that name a job."""
     return (row for row in read_rows(TABLE) if row.name)
 
 
 def judged(row: Row, *, plans: bool) -> Job:
-    """A job with its estimates, and with its plan where `plans`."""
+    """A job with its estimates, and with its plan if `plans`."""
     case = Case.of(row)
     job = Job(name=row.name, source=row.source, measured_s=case.measured_s, refused=case.refused)
     if case.cost is None or case.cluster is None:
         return job
-    job = _but(job, estimated_s=step_seconds(case.cost, case.cluster))
+    job = _with(job, estimated_s=step_seconds(case.cost, case.cluster))
     if not plans:
         return job
     try:
         return _planned(job, row, case)
     except AtorchError as error:
-        return _but(job, refused=str(error))
+        return _with(job, refused=str(error))
 
 
 def _planned(job: Job, row: Row, case: Case) -> Job:
@@ -115,21 +115,21 @@ def _planned(job: Job, row: Row, case: Case) -> Job:
     profile, batch = _profile(row), int(layout_of(row).global_batch)
     published, began = strategy_of(row), time.monotonic()
     start = plain_cost(profile, batch, case.cluster.device.memory_bytes)
-    known = estimate_of(published.cost(start), case.cluster)
-    job = _but(
+    estimate = estimate_of(published.cost(start), case.cluster)
+    job = _with(
         job,
         published=str(published),
-        published_s=known.step_s,
-        published_fits=known.needed_bytes <= usable_bytes(case.cluster),
+        published_s=estimate.step_s,
+        published_fits=estimate.needed_bytes <= usable_bytes(case.cluster),
     )
     precision = "fp8" if precision_of(row).dtype == "float8" else "half"
     plan = answer(profile, case.cluster, global_batch=batch, precision=precision, advise=False)
     assert plan.estimate is not None
-    return _but(job, chosen=str(plan.strategy), chosen_s=plan.estimate.step_s, seconds=time.monotonic() - began)
+    return _with(job, chosen=str(plan.strategy), chosen_s=plan.estimate.step_s, seconds=time.monotonic() - began)
 
 
 def _profile(row: Row) -> ModelProfile:
-    """The model as a plan takes it, operation by operation: in fp32, or as what is frozen beside adapters."""
+    """The model operation by operation, as a plan reads it: in fp32, or in the frozen type with adapters."""
     shape, adapters = shape_of(row), adapters_of(row, framework_for(row))
     eager = Implementation(itemsize=4.0, fused_norm=False, fused_activation=False)
     if adapters is None:
@@ -137,7 +137,7 @@ def _profile(row: Row) -> ModelProfile:
     return adapted_profile(shape, adapters, 1, replace(eager, itemsize=adapters.base_itemsize))
 
 
-def _but(job: Job, **changes: object) -> Job:
+def _with(job: Job, **changes: object) -> Job:
     return Job(**{**asdict(job), **changes})  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""A link between host and device of a given speed, for a machine that has none."""
+"""A link between host and device with a given speed, for machines without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atorch.runtime.chunk.transfer import Wait, put
 
 
 class Paced:
-    """Copies in threads, over a link of so many bytes a second in each direction: a machine that is not here."""
+    """Copies in threads over a simulated link with a fixed number of bytes a second in each direction."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
@@ -21,32 +21,32 @@ class Paced:
         self._kept: list[Future[None]] = []
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
-        """Copy, not sooner than the link could, and after what was started before."""
+        """Copy after all earlier copies, no faster than the link."""
         copying: Future[None] = self._there.submit(self._copy, target, source)
         return copying.result
 
     def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
-        """Copy, and wait for it: what a process sends to others it has to have."""
+        """Copy and wait, since a process must hold what it sends to others."""
         self.start(target, source)()
         return nullcontext()
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
-        """Copy or add, not sooner than the link could."""
+        """Copy or add, no faster than the link."""
         self._kept.append(self._back.submit(self._copy, target, source, add))
         return self._kept[-1].result
 
     def kept(self) -> Wait:
-        """A function that waits for what was to be kept up to now."""
+        """A function that waits for all `keep` calls up to now."""
         until_now = list(self._kept)
 
         def wait() -> None:
-            for each in until_now:
-                each.result()
+            for copying in until_now:
+                copying.result()
 
         return wait
 
     def settle(self) -> None:
-        """Wait for all that was to be kept."""
+        """Wait for all `keep` calls."""
         while self._kept:
             self._kept.pop().result()
 

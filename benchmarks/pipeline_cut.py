@@ -1,9 +1,9 @@
-"""How evenly models are cut into pipeline stages, by traced cost: GPT-2, Llama and T5 on 2, 4 and 8 stages.
+"""Balance of automatic pipeline cuts, by traced cost: GPT-2, Llama and T5 on 2, 4 and 8 stages.
 
-Models of published shapes on the meta device, traced with 4 sequences in bfloat16, each unit's seconds as the planner
-expects them of an H100. The cut is held to the best of all cuts, found by trying every one, and to what no cut can be
-below: the mean stage, and the largest unit. How near to that a cut between blocks can come at all depends on how many
-blocks there are to a stage: the rows without a bar are of a model for which even the best of all cuts does not on 8.
+Traces models of published shapes on the meta device, with 4 sequences in bfloat16; the planner estimates each unit's
+seconds on an H100. The cut is compared with the best of all cuts, found by trying every one. It is also compared with
+two lower bounds: the mean stage, and the largest unit. With few blocks a stage, no cut between blocks comes near these
+bounds. Rows without a bar are of a model whose best cut on 8 stages misses the bar.
 
     python benchmarks/pipeline_cut.py
 """
@@ -64,7 +64,7 @@ FEW_BLOCKS: dict[str, Callable[[], tuple[nn.Module, int]]] = {
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim; `quick` leaves out what only informs."""
+    """All rows of this claim; `quick` leaves out the rows for information."""
     rows: list[Row] = []
     for name, make in MODELS.items():
         costs = traced_costs(make)
@@ -96,7 +96,7 @@ def traced_costs(make: Callable[[], tuple[nn.Module, int]]) -> list[float]:
         model, tokens = make()
     ids = torch.zeros(SEQUENCES, tokens, dtype=torch.long)
     device = ClusterSpec.load("8xH100-80GB").device
-    found = unit_costs(
+    units = unit_costs(
         model,
         {"input_ids": ids, "labels": ids},
         lambda model, batch: model(**batch),
@@ -104,7 +104,7 @@ def traced_costs(make: Callable[[], tuple[nn.Module, int]]) -> list[float]:
         device,
         fold=lambda cost: cost.but(dtype="bfloat16"),
     )
-    return [each.seconds for each in found]
+    return [unit.seconds for unit in units]
 
 
 def timed_cut(costs: Sequence[float], stages: int) -> tuple[float, float]:
@@ -118,7 +118,7 @@ def timed_cut(costs: Sequence[float], stages: int) -> tuple[float, float]:
 
 
 def best_of_all(costs: Sequence[float], stages: int) -> float:
-    """The least slowest stage over every cut, by brute force."""
+    """The slowest stage of the best of all cuts, by brute force."""
     before: Any = [0.0, *itertools.accumulate(costs)]
     return min(
         max(before[b] - before[a] for a, b in itertools.pairwise((0, *starts, len(costs))))

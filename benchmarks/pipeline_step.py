@@ -1,10 +1,10 @@
 """A training step under `pipeline_parallel` against the same pipeline written by hand with torch's `PipelineStage`.
 
-A Llama over two processes, cut in the middle of its blocks, four micro-batches. By hand the stages are modules written
-for this model, which call the blocks and nothing else, and the loss stays with the last one; ours run the model's own
-forward, and every process gets the loss. What the model's own forward takes is told by a second pipeline by hand, whose
-stages are the model with the other stage's blocks taken out. A step ends when both processes have ended it. Steps run
-interleaved in a shuffled order; the hand-written one runs twice, and the ratio of the two is the noise floor.
+A Llama runs on two processes, cut in the middle of its blocks, with four micro-batches. The hand-written stages are
+modules for this model that call only its blocks; the loss stays on the last process. atorch's stages run the model's
+own forward, and every process gets the loss. A second hand-written pipeline shows the cost of that forward: its stages
+are the model without the other stage's blocks. A step ends when both processes have ended it. Steps run interleaved in
+a shuffled order; the hand-written one runs twice, and the ratio of the two is the noise floor.
 
     python benchmarks/pipeline_step.py [--quick]
 """
@@ -44,12 +44,12 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """The model's own loss, which the other has in its output."""
+    """The model's own loss, which under atorch is in the model's output."""
     return ForCausalLMLoss(logits, labels, VOCAB)
 
 
 class First(nn.Module):
-    """Embedding and the first blocks; attention is causal where it is given no mask."""
+    """Embedding and the first blocks; without a mask, attention is causal."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def by_hand(width: int, schedule: str, stages: tuple[type[nn.Module], ...] = (Fi
 
 
 def by_atorch(width: int, schedule: str) -> Step:
-    """The documented loop's step, with the cut of the other."""
+    """The documented loop's step, with the same cut as by hand."""
     _, result, _ = auto_accelerate(
         make_model(width, LAYERS),
         torch.optim.AdamW,
@@ -156,7 +156,7 @@ def by_atorch(width: int, schedule: str) -> Step:
 
 
 def ended(step: Step) -> Step:
-    """The step, until all processes have ended it."""
+    """The step, followed by a barrier."""
 
     def run() -> Tensor | None:
         loss = step()
@@ -167,7 +167,7 @@ def ended(step: Step) -> Step:
 
 
 def sends(step: Step) -> int:
-    """How many tensors this process sends to a neighbour in a step, and gets from one."""
+    """Number of tensors that this process sends to and receives from its neighbour in a step."""
     with CommCounter() as sent:
         step()
     return sum(calls for (kind, _), (calls, _) in sent.counts.items() if kind in ("send", "receive"))
@@ -201,7 +201,6 @@ def in_process(width: int, schedule: str, rounds: int) -> list[tuple[Any, ...]] 
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     cases = [(width, schedule) for width in (64, 256) for schedule in SCHEDULES]
     rounds = 20 if quick else 80
     return [Row(*row) for case in cases for row in answer_of(__file__, *case, rounds)]

@@ -1,15 +1,15 @@
-"""How right the planner is about published runs: memory, what fits, step time, and the order of strategies.
+"""Accuracy of the planner on published runs: memory, what fits, step time, and the order of strategies.
 
     python benchmarks/planner_accuracy.py TABLE.csv … --leave-one-out [--residuals time|memory] [--json FILE]
     python benchmarks/planner_accuracy.py TABLE.csv … [--calibrate none|shipped|5] [--json FILE]
 
-A table has the columns that `benchmarks/published/table.py` names. With `--leave-one-out` each source's runs are
-estimated by what the other sources tell, as `published/leave_out.py` says. Beside the planner stand a rule of thumb and
-a short formula (`published/rules.py`), and the planner without the runs that stalled (`published/stalls.py`).
+`benchmarks/published/table.py` names a table's columns. `--leave-one-out` estimates each source's runs from the other
+sources (`published/leave_out.py`). The output compares the planner with a rule of thumb and a short formula
+(`published/rules.py`). It also shows the planner without the runs that stalled (`published/stalls.py`).
 
-Without it: `none` takes speeds from data sheets alone, with one set of typical efficiencies for every device; `shipped`
-takes the constants of atorch/cluster/known, some of which were fitted on rows of these tables; `5` refits those of each
-cluster on five rows, chosen by a hash of their names, which are then left out.
+`--calibrate none` takes speeds from data sheets alone, with one set of typical efficiencies for every device. `shipped`
+takes the constants of atorch/cluster/known, some of which were fitted on rows of these tables. `5` refits those of each
+cluster on five rows, chosen by a hash of their names, and leaves these rows out.
 """
 
 from __future__ import annotations
@@ -85,25 +85,25 @@ def main() -> None:
 
 
 def tables_of(paths: Sequence[Path], calibration: Calibration) -> dict[str, Source]:
-    """The results of every table, by the file's name, or its path where two have one name."""
+    """The results of every table, by the file's name, or by its path if two files share a name."""
     stems = [path.stem for path in paths]
     names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in paths]
-    found = {}
+    results = {}
     for name, path in zip(names, paths, strict=True):
         rows = read_rows(path)
         cases = calibrated(rows, calibration)
-        found[name] = list(zip(cases, results_of(cases, rows), strict=True))
-    return found
+        results[name] = list(zip(cases, results_of(cases, rows), strict=True))
+    return results
 
 
 def report(sources: Mapping[str, Source], typical: Mapping[str, Source] | None) -> dict[str, object]:
-    """Print the table, nvidia-smi's figures, and what was refused; what the JSON has.
+    """Print the table, nvidia-smi's figures, and refused rows; return the contents of the JSON file.
 
-    `typical` is what is estimated with constants that are fitted to nothing, where sources are left out.
+    `typical` has the estimates with constants that are fitted to nothing, if sources are left out.
     """
     planner = {name: [result for _, result in source] for name, source in sources.items()}
-    together = _together(sources)
-    flowing = [each for each in together if not each.stalled]
+    together = _all_results(sources)
+    flowing = [result for result in together if not result.stalled]
     lines = {
         **{name: summary(results) for name, results in planner.items()},
         "all": summary(together),
@@ -111,10 +111,12 @@ def report(sources: Mapping[str, Source], typical: Mapping[str, Source] | None) 
         "mean of sources": _mean_of([summary(results) for results in planner.values()]),
     }
     if typical is None:
-        lines["models not fitted on"] = summary([each for each in together if not each.fitted_model])
+        lines["models not fitted on"] = summary([result for result in together if not result.fitted_model])
     else:
-        lines["all, nothing fitted"] = summary(_together(typical))
-        lines["all but stalled, nothing fitted"] = summary([each for each in _together(typical) if not each.stalled])
+        lines["all, nothing fitted"] = summary(_all_results(typical))
+        lines["all but stalled, nothing fitted"] = summary(
+            [result for result in _all_results(typical) if not result.stalled]
+        )
     rules = {"rule of thumb": rule_of_thumb, "short formula": short_formula}
     beside = {rule: {name: rank(source) for name, source in sources.items()} for rule, rank in rules.items()}
     for rule, by_name in beside.items():
@@ -123,44 +125,46 @@ def report(sources: Mapping[str, Source], typical: Mapping[str, Source] | None) 
     width = max(map(len, lines))
     print(" " * width, *(f"{title:>9}" for title in COLUMNS.values()))
     for name, figures in lines.items():
-        print(f"{name:<{width}}", *(f"{_shown(key, figures[key]):>9}" for key in COLUMNS))
+        print(f"{name:<{width}}", *(f"{_formatted(key, figures[key]):>9}" for key in COLUMNS))
     _report_rest(together)
     return {"tables": {name: lines[name] for name in sources}, "all": lines["all"], "lines": lines}
 
 
-def _together(sources: Mapping[str, Source]) -> list[Result]:
+def _all_results(sources: Mapping[str, Source]) -> list[Result]:
     return [result for source in sources.values() for _, result in source]
 
 
 def _mean_of(summaries: Sequence[Figures]) -> Figures:
-    known = {key: [float(value) for each in summaries if (value := each[key]) is not None] for key in summaries[0]}
-    return {key: int(sum(values)) if key in COUNTS else mean(values) for key, values in known.items()}
+    columns = {
+        key: [float(value) for figures in summaries if (value := figures[key]) is not None] for key in summaries[0]
+    }
+    return {key: int(sum(values)) if key in COUNTS else mean(values) for key, values in columns.items()}
 
 
 def _report_rest(together: Iterable[Result]) -> None:
-    driver = quantile([each.memory_error for each in together if each.memory_kind == "driver"], 0.5)
+    driver = quantile([result.memory_error for result in together if result.memory_kind == "driver"], 0.5)
     if driver is not None:
         print(f"memory beside nvidia-smi's figures: median error {driver:.1%}")
-    print(f"{sum(each.stalled for each in together)} runs stalled")
-    for each in together:
-        if each.refused:
-            print(f"refused {each.row_id}: {each.refused}")
+    print(f"{sum(result.stalled for result in together)} runs stalled")
+    for result in together:
+        if result.refused:
+            print(f"refused {result.row_id}: {result.refused}")
 
 
 def report_transfer(paths: Sequence[Path]) -> None:
-    """Print what constants from few devices and the small model are worth, for every table that can tell."""
+    """Print the loss from fitting on few devices and the small model, for every table that has both sizes."""
     for path in paths:
-        found = transfer(read_rows(path))
-        if found is not None:
+        outcome = transfer(read_rows(path))
+        if outcome is not None:
             print(
-                f"{path.stem}: {found.ordered} runs of {found.large_model} on {LARGE} and more devices, Spearman "
-                f"{found.by_small:.3f} by {found.fitted_on} of {found.small_model} on up to {SMALL}, "
-                f"{found.by_large:.3f} by as many of their own: loses {found.loss:.3f}"
-                + ("" if found.among_small is None else f" (small ones among themselves {found.among_small:.3f})")
+                f"{path.stem}: {outcome.ordered} runs of {outcome.large_model} on {LARGE} and more devices, Spearman "
+                f"{outcome.by_small:.3f} by {outcome.fitted_on} of {outcome.small_model} on up to {SMALL}, "
+                f"{outcome.by_large:.3f} by as many of their own: loses {outcome.loss:.3f}"
+                + ("" if outcome.among_small is None else f" (small ones among themselves {outcome.among_small:.3f})")
             )
 
 
-def _shown(key: str, value: float | int | None) -> str:
+def _formatted(key: str, value: float | int | None) -> str:
     if value is None:
         return "–"
     if key in COUNTS:

@@ -1,8 +1,8 @@
-"""How fast a plan for a cluster is found and proven, on one process without a GPU: seconds without imports.
+"""Time to find and prove a plan for a cluster, on one process without a GPU: seconds without imports.
 
-Llama-3.1-405B on 1,024 H100s, a step of one sequence a device of 8,192 tokens and of 131,072, and on 16,384;
-Llama-3.1-8B on 8 with eight sequences a device. A plan is proven where no composition is faster by the estimate: its
-gap is 0.
+Plans Llama-3.1-405B on 1,024 H100s, with one sequence a device of 8,192 and of 131,072 tokens, and on 16,384 H100s.
+Plans Llama-3.1-8B on 8 H100s, with eight sequences a device. A plan is proven if no composition is faster by the
+estimate: its gap is 0.
 
     python benchmarks/planning_speed.py
 """

@@ -1,7 +1,7 @@
-"""What planning a 1B-parameter Llama costs before the first real step, and tracing alone up to 405B.
+"""Cost of planning a 1B-parameter Llama before the first real step, and of tracing alone up to 405B.
 
-A fresh process traces the model, scores every legal composition and ranks them; seconds without imports, and the
-most memory the process held beyond what it had before. Tracing alone is timed with making the model.
+A fresh process traces the model, scores every legal composition and ranks them. Rows are seconds without imports, and
+peak memory above that at the start. Tracing alone includes making the model.
 
     python benchmarks/planning_time.py
 """
@@ -71,7 +71,6 @@ TRACE_S = {8: 1, 405: 3}
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     return [*_planning(1 if quick else 5), *_tracing(1 if quick else 5)]
 
 

@@ -1,8 +1,8 @@
 """Ring attention of a long causal sequence on two processes against whole attention on each.
 
-Seconds of a rank's forward and backward, its most live bytes, what load balance gives, and what it gives that keys are
-under way while others are computed with: *waiting* is the same ring that waits for each hop first. Variants run
-interleaved in a shuffled order; a variant's time is that of the slower rank, since they wait for each other.
+Measures seconds of a rank's forward and backward, its peak live bytes, and two gains: from load balance, and from
+sending keys during computation. *waiting* is the same ring that waits for each hop first. Variants run interleaved in a
+shuffled order. A variant's time is that of the slower rank, since ranks wait for each other.
 
     python benchmarks/ring_attention.py [--quick]
 """
@@ -33,7 +33,7 @@ Step = Callable[[], object]
 
 
 class WaitingRing(Ring):
-    """A ring on which nothing is computed while keys are under way."""
+    """A ring that computes nothing during transfers of keys."""
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Send and wait."""
@@ -45,8 +45,8 @@ def inputs(length: int) -> list[Tensor]:
     """Queries, keys, values, and the gradient of the result."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     heads = (HEADS, GROUPS, GROUPS, HEADS)
-    tensors = [torch.randn(1, each, length, DIM, generator=generator) for each in heads]
-    return [each.requires_grad_() for each in tensors[:3]] + tensors[3:]
+    tensors = [torch.randn(1, count, length, DIM, generator=generator) for count in heads]
+    return [tensor.requires_grad_() for tensor in tensors[:3]] + tensors[3:]
 
 
 def backward(forward: Callable[[], Tensor], given: list[Tensor], grad: Tensor) -> Step:
@@ -54,7 +54,7 @@ def backward(forward: Callable[[], Tensor], given: list[Tensor], grad: Tensor) -
 
 
 def whole(length: int) -> tuple[Callable[[], Tensor], list[Tensor], Tensor]:
-    """Attention to the whole sequence, by torch; its inputs, and the gradient of its result."""
+    """torch's attention to the whole sequence, its inputs, and the gradient of its result."""
     *given, grad = inputs(length)
     return lambda: scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True), given, grad
 
@@ -62,17 +62,17 @@ def whole(length: int) -> tuple[Callable[[], Tensor], list[Tensor], Tensor]:
 def ring(
     length: int, *, balanced: bool = True, kind: type[Ring] = Ring
 ) -> tuple[Callable[[], Tensor], list[Tensor], Tensor]:
-    """Attention of this rank's part; the same."""
-    around = kind(dist.group.WORLD)  # type: ignore[arg-type]  # there is one
-    each = length // around.size
-    *given, grad = inputs(each)
-    meetings = schedule(Deal(around.size, balanced), around.rank, each, each, is_causal=True)
+    """Ring attention of this rank's part, its inputs, and the gradient of its result."""
+    around = kind(dist.group.WORLD)  # type: ignore[arg-type]  # a group exists
+    part_length = length // around.size
+    *given, grad = inputs(part_length)
+    meetings = schedule(Deal(around.size, balanced), around.rank, part_length, part_length, is_causal=True)
     plan = plan_of(around, meetings, given[0], None, None, 0.0)
     return lambda: attend_around(*given, plan), given, grad
 
 
 def live_mib(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor], Tensor]]) -> tuple[float, float]:
-    """Bytes of live tensors, inputs and the result's gradient included: after forward, and at most."""
+    """MiB of live tensors after forward, and at the peak, including inputs and the result's gradient."""
     with LiveBytes() as live, live.born(OTHER):
         forward, given, grad = make()
         out = forward()
@@ -118,7 +118,6 @@ def in_process(length: int, rounds: int) -> list[tuple[Any, ...]] | None:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     lengths, rounds = ((1024,), 3) if quick else ((1024, 4096), 10)
     return [Row(*row) for length in lengths for row in answer_of(__file__, length, rounds)]
 

@@ -40,19 +40,19 @@ CLAIMS = (
 
 
 def main() -> int:
-    """Print the table; 1 where a row misses its bar."""
+    """Print the table; returns 1 if a row misses its bar."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--only", default=",".join(CLAIMS), help="comma-separated names of the files")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows: list[Row] = []
-    for name in given.only.split(","):
-        measured = importlib.import_module(name).measure(quick=given.quick)
+    for name in options.only.split(","):
+        measured = importlib.import_module(name).measure(quick=options.quick)
         rows += measured
         for row in measured:
             print(f"{name}: {row.claim}: {row.measured} {verdict(row)}", file=sys.stderr, flush=True)
-    print_markdown(rows) if given.markdown else print_table(rows)
+    print_markdown(rows) if options.markdown else print_table(rows)
     return int(any(row.holds is False for row in rows))
 
 

@@ -1,17 +1,17 @@
-"""Regret of searches on drawn machines: the real explorer, drawn truths, a clock that is arithmetic.
+"""Regret of searches on drawn machines: the real explorer, random true times, a simulated clock.
 
     python benchmarks/search_policy.py [--jobs FILE] [--seeds A:B] [--limits 30,60,none] [--wide 2] [--json OUT]
 
-Candidates and estimates are the planner's for each job. A machine is drawn around them: how far estimates are off, by
-kind of work (`cost.uncertainty`; a kind that is quicker saves no more than it took, and nothing where it was hidden),
-by method and by composition; how long starts take, within a factor of 2; how much memory is needed, which is off by
-10 %, and on one method by a factor of 1.9; and one method always fails. The explorer then searches as on a device. What
-it chooses is applied, where that fails what stands behind it. Regret is its step over the least of all that run, - 1.
+Candidates and estimates are the planner's for each job. A random machine differs from them by kind of work
+(`cost.uncertainty`), by method and by composition. A quicker kind saves no more than it took, and nothing where it was
+hidden. Starts vary within a factor of 2. The memory that is needed is off by 10 %, and on one method by a factor of
+1.9; one method always fails. The explorer then searches as on a device. Its choice is applied, or, if that fails, its
+next one. Regret is the step of the result over the fastest step of all that run, - 1.
 
 `--jobs` takes a list of {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "batch", "cluster"}, the batch
 on all devices together. `--json` writes a list of {job, limit, seed, regret, runs, seconds, chosen,
-first_by_estimate_regret}; the last is what the first by estimate loses of those that run. A row `replay` is a machine
-that answers what an H200 answered.
+first_by_estimate_regret}; the last is the regret of the first by estimate that runs. A row `replay` is a machine that
+replays the measurements of an H200.
 """
 
 from __future__ import annotations
@@ -49,51 +49,51 @@ from atorch.cost import ModelProfile, plain_cost
 from atorch.cost.uncertainty import KINDS, OWN, SIGMA, SLOWER, Uncertainty
 
 SEEDS, LIMITS = range(100), (15.0, 30.0, 60.0, 120.0, None, 600.0)
-# Of the error of one composition alone, what follows from each of its methods, and the rest: together as far apart as
-# `OWN` puts two compositions that differ in three methods.
+# Parts of a composition's own error: by method, and the rest. Two compositions that differ in three methods then differ
+# as much as `OWN` says.
 METHOD, REST = OWN * 2 / 3, OWN / 2
 NOISE, MEMORY, MUCH_MEMORY, START = 0.01, 0.1, 1.9, 2.0
 LEAST_STEP = 0.1  # of the estimate
-BEFORE_S = 3.0  # that tracing, ranking and plain training's first pass take
+BEFORE_S = 3.0  # of tracing, ranking and plain training's first pass
 MAX_ATTEMPTS = 24
 
 
 @dataclass(frozen=True)
 class Searched:
-    """A job whose candidates are known: what is worked out once for all drawn machines."""
+    """A job with its candidates and estimates, computed once for all drawn machines."""
 
     name: str
     cluster: ClusterSpec
     candidates: Sequence[Scored]
-    shares: np.ndarray[Any, Any]  # of each kind of work in each candidate's step, where it is slower, and quicker
+    shares: np.ndarray[Any, Any]  # of each kind of work in each candidate's step, for slower and for quicker kinds
     num_ops: float
     param_bytes: float
     epoch: int = 2_000
 
     @classmethod
     def of(cls, name: str, profile: ModelProfile, batch: int, cluster: ClusterSpec) -> Searched:
-        """From a traced model, and the batch of all devices."""
+        """The job of a traced model, with the batch of all devices."""
         start = plain_cost(profile, batch, cluster.device.memory_bytes)
         candidates = best_level(profile, start, cluster, Wanted()).fitting
-        costs = [each.strategy.cost(start) for each in candidates]
+        costs = [scored.strategy.cost(start) for scored in candidates]
         both = Uncertainty(cluster), Uncertainty(cluster, slower=1 / SLOWER)
         shares = np.array([[uncertainty.shares(cost) for cost in costs] for uncertainty in both])
         return cls(name, cluster, candidates, shares, compiled_ops(profile), float(profile.param_bytes))
 
     def starts(self) -> Starts:
-        """The starts that the explorer is told of."""
+        """The start times that the explorer assumes."""
         return Starts(self.cluster.device.type, self.num_ops, self.param_bytes)
 
 
 class Alone:
-    """One process, which agrees with itself."""
+    """The process group of a single process."""
 
     def broadcast(self, value: Any) -> Any:
         return value
 
 
 class Hand:
-    """The time of a clock."""
+    """A clock whose time is set by hand."""
 
     time_s = 0.0
 
@@ -102,55 +102,55 @@ class Hand:
 
 
 class Machine:
-    """The true times of a job's compositions: what runs them on a drawn machine, or one that answers as another did."""
+    """The true times of a job's compositions, on a drawn machine or on one that replays measurements."""
 
     def __init__(self, job: Searched, step_s: Sequence[float], start_s: Sequence[float], failures: Mapping[int, str]):
         self.job, self.step_s, self.start_s, self.failures = job, step_s, start_s, failures
         self.now = Hand()
         self.noise: Callable[[], float] = lambda: 0.0
-        self._places = {each.strategy: index for index, each in enumerate(job.candidates)}
+        self._places = {scored.strategy: index for index, scored in enumerate(job.candidates)}
 
     @classmethod
     def drawn(cls, job: Searched, seed: int, wide: float = 1.0) -> Machine:
-        """The machine of a seed, on which estimates are off `wide` times as far as is known."""
+        """The machine of a seed, with errors of estimates `wide` times as large as measured ones."""
         chance = np.random.default_rng(seed)
-        tokens = [tokens_of(each.strategy) for each in job.candidates]
+        tokens = [tokens_of(scored.strategy) for scored in job.candidates]
         sigmas = np.array([SIGMA[kind] for kind in KINDS])
         off = wide * sigmas * chance.normal(size=len(KINDS))
         slower, quicker = (np.where(sign * off > 0, np.expm1(off), 0.0) for sign in (1, -1))
-        # What is hidden, or takes a third of a step, gains no more than that by being quicker.
+        # A quicker kind of work saves no more than its share of the step, and nothing if it was hidden.
         by_kind = np.log(np.maximum(1 + job.shares[0] @ slower + job.shares[1] @ quicker, LEAST_STEP))
-        named = sorted(set().union(*tokens))
-        effects = dict(zip(named, METHOD * chance.normal(size=len(named)), strict=True))
-        own = np.array([sum(effects[each] for each in held) for held in tokens])
-        errors = by_kind + wide * (own + REST * chance.normal(size=len(tokens)))
-        estimates = np.array([each.estimate.step_s for each in job.candidates])
+        method_names = sorted(set().union(*tokens))
+        effects = dict(zip(method_names, METHOD * chance.normal(size=len(method_names)), strict=True))
+        own_errors = np.array([sum(effects[token] for token in held) for held in tokens])
+        errors = by_kind + wide * (own_errors + REST * chance.normal(size=len(tokens)))
+        estimates = np.array([scored.estimate.step_s for scored in job.candidates])
         step_s = estimates * np.exp(errors)
         failures = _failures(job, chance)
         factors = {kind: START ** chance.uniform(-1, 1) for kind in (False, True)}
         starts = job.starts()
         start_s = [
-            starts.expected_s(each.strategy, 0.0) * factors[compiles(each.strategy)] * math.exp(chance.normal(0, 0.1))
-            for each in job.candidates
+            starts.expected_s(item.strategy, 0.0) * factors[compiles(item.strategy)] * math.exp(chance.normal(0, 0.1))
+            for item in job.candidates
         ]
         machine = cls(job, step_s.tolist(), start_s, failures)
         machine.noise = lambda: float(chance.normal(0, NOISE))
         return machine
 
     def refusal(self, strategy: Strategy) -> None:
-        """Nothing is known to be refused."""
+        """No strategy is refused."""
 
     def trial(self, strategy: Strategy, limit_s: float) -> Trial:
-        """A composition on this machine."""
+        """A trial of a composition on this machine."""
         return Trial(self, self._places[strategy], limit_s)
 
     @property
     def running(self) -> list[int]:
-        """Candidates that run, the first by estimate first."""
+        """Indices of candidates that run, in the order of estimates."""
         return [index for index in range(len(self.step_s)) if index not in self.failures]
 
     def searched(self, limit: float | None, seed: int) -> dict[str, Any]:
-        """The choice of a search in so many seconds."""
+        """Search within `limit` seconds, and report the choice."""
         job, clock = self.job, TimeBudget(limit, now=self.now, began=0.0)
         self.now.time_s = BEFORE_S
         explorer = DryRunLoop(
@@ -179,22 +179,22 @@ class Machine:
 
 
 def _failures(job: Searched, chance: np.random.Generator) -> dict[int, str]:
-    """Candidates that do not run, and why: memory is short, or it has the method that always fails."""
-    names = [set(each.strategy.names()) for each in job.candidates]
+    """Candidates that fail, and why: memory is short, or they have the method that always fails."""
+    names = [set(scored.strategy.names()) for scored in job.candidates]
     optional = sorted(set().union(*names) - set.intersection(*names))
     fails, much = (str(chance.choice(optional)) if optional else "" for _ in range(2))
-    found = {}
-    for index, each in enumerate(job.candidates):
-        needed = each.estimate.needed_bytes * math.exp(chance.normal(0, MEMORY))
+    failures = {}
+    for index, scored in enumerate(job.candidates):
+        needed = scored.estimate.needed_bytes * math.exp(chance.normal(0, MEMORY))
         if fails in names[index]:
-            found[index] = f"RuntimeError: {fails} fails here"
+            failures[index] = f"RuntimeError: {fails} fails here"
         elif needed * (MUCH_MEMORY if much in names[index] else 1.0) > job.cluster.device.memory_bytes:
-            found[index] = "OutOfMemoryError: out of memory"
-    return found if len(found) < len(names) else {}
+            failures[index] = "OutOfMemoryError: out of memory"
+    return failures if len(failures) < len(names) else {}
 
 
 class Trial:
-    """A composition on a machine: takes its time by the machine's clock."""
+    """A composition on a machine; it advances the machine's clock."""
 
     memory_kind = "allocated"
     is_overdue = False
@@ -223,7 +223,7 @@ class Trial:
         return self._machine.job.candidates[self._index].estimate.peak_bytes
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a trial holds no resources."""
 
     def _spend(self, seconds: float) -> None:
         self._machine.now.time_s += seconds
@@ -238,19 +238,19 @@ SHAPES = {
 }
 
 
-def llama(given: Mapping[str, Any], name: str | None = None) -> Searched:
+def llama(shape: Mapping[str, Any], name: str | None = None) -> Searched:
     """The job of one entry of `--jobs`."""
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=given["vocab"], hidden_size=given["hidden"], intermediate_size=given["ffn"],
-        num_hidden_layers=given["layers"], num_attention_heads=given["heads"],
-        num_key_value_heads=given["kv_heads"], max_position_embeddings=given["seq"], use_cache=False,
+        vocab_size=shape["vocab"], hidden_size=shape["hidden"], intermediate_size=shape["ffn"],
+        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"], max_position_embeddings=shape["seq"], use_cache=False,
     )  # fmt: skip
-    tokens = torch.zeros((given["batch"], given["seq"]), dtype=torch.long)
-    name = name or f"{given['layers']} × {given['hidden']}, {given['batch']} × {given['seq']} on {given['cluster']}"
+    tokens = torch.zeros((shape["batch"], shape["seq"]), dtype=torch.long)
+    name = name or f"{shape['layers']} × {shape['hidden']}, {shape['batch']} × {shape['seq']} on {shape['cluster']}"
     return _searched(
-        name, lambda: transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}, given["cluster"]
+        name, lambda: transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}, shape["cluster"]
     )
 
 
@@ -297,7 +297,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down to an eighth and up again, with what was passed on the way beside."""
+    """Down to an eighth of the resolution and up again, with skip connections."""
 
     def __init__(self, channels: int = 64) -> None:
         super().__init__()
@@ -359,41 +359,41 @@ ANSWERED: Mapping[str, float | None] = {
     "module_replace + amp_native(bf16) + checkpoint + chunk(hybrid=False) + activations offloaded": 0.758,
     "module_replace + amp_native(bf16) + chunk + micro_batch(size=1)": 0.756,
 }
-"""Seconds of steps on an H200, commit bb36607; None ran out of memory. What was compiled never ran there."""
+"""Seconds of steps on an H200, commit bb36607; None ran out of memory. Nothing compiled ever ran there."""
 
 
 def replay(limits: Sequence[float | None]) -> Iterator[dict[str, Any]]:
-    """Searches on a machine that answers what an H200 answered, and knows of nothing else."""
+    """Searches on a machine that replays an H200's measurements, with only the measured candidates."""
     job = of_shape("1.1B", 8, 2048, "1xH200-141GB")
     ran = {name or "plain": seconds for name, seconds in ANSWERED.items()}
-    kept = [index for index, each in enumerate(job.candidates) if str(each.strategy) in ran]
+    kept = [index for index, scored in enumerate(job.candidates) if str(scored.strategy) in ran]
     job = replace(
         job, name="replay of an H200", candidates=[job.candidates[i] for i in kept], shares=job.shares[:, kept]
     )
-    answers = [ran[str(each.strategy)] for each in job.candidates]
-    failures = {index: "OutOfMemoryError: out of memory" for index, each in enumerate(answers) if each is None}
+    answers = [ran[str(scored.strategy)] for scored in job.candidates]
+    failures = {index: "OutOfMemoryError: out of memory" for index, step_s in enumerate(answers) if step_s is None}
     for limit in limits:
-        machine = Machine(job, [each or 3.0 for each in answers], [6.5] * len(answers), failures)
+        machine = Machine(job, [step_s or 3.0 for step_s in answers], [6.5] * len(answers), failures)
         yield machine.searched(limit, 0)
 
 
 def summary(found: Sequence[Mapping[str, Any]], limits: Sequence[float | None]) -> Iterator[str]:
-    """A line a limit."""
+    """One line for each limit."""
     for limit in limits:
-        rows = [each for each in found if each["limit"] == limit]
-        regrets = sorted(each["regret"] for each in rows)
-        first = statistics.mean(each["first_by_estimate_regret"] for each in rows)
-        by_job = {each["job"]: [] for each in rows}
-        for each in rows:
-            by_job[each["job"]].append(each["regret"] - each["first_by_estimate_regret"])
-        behind = max(statistics.mean(each) for each in by_job.values())
+        rows = [row for row in found if row["limit"] == limit]
+        regrets = sorted(row["regret"] for row in rows)
+        first = statistics.mean(row["first_by_estimate_regret"] for row in rows)
+        by_job = {row["job"]: [] for row in rows}
+        for row in rows:
+            by_job[row["job"]].append(row["regret"] - row["first_by_estimate_regret"])
+        behind = max(statistics.mean(differences) for differences in by_job.values())
         yield (
             f"{'none' if limit is None else f'{limit:.0f} s':6} regret mean {statistics.mean(regrets):6.1%}, "
             f"median {statistics.median(regrets):6.1%}, p95 {regrets[int(0.95 * len(regrets))]:6.1%}, "
             f"worst {regrets[-1]:6.1%}; first by estimate {first:6.1%} (behind it at most {behind:.1%}); "
-            f"{statistics.mean(each['runs'] for each in rows):4.1f} runs, "
-            f"{statistics.mean(each['seconds'] for each in rows):4.0f} s, "
-            f"at most {max(each['seconds'] for each in rows):4.0f}"
+            f"{statistics.mean(row['runs'] for row in rows):4.1f} runs, "
+            f"{statistics.mean(row['seconds'] for row in rows):4.0f} s, "
+            f"at most {max(row['seconds'] for row in rows):4.0f}"
         )
 
 
@@ -405,28 +405,28 @@ def main() -> None:
     parser.add_argument("--wide", type=float, default=1.0, help="how many times as far off estimates are")
     parser.add_argument("--only", default="", metavar="WORD", help="built-in jobs whose name has it")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    given = parser.parse_args()
-    limits = [None if each == "none" else float(each) for each in given.limits.split(",")]
-    seeds = range(*(int(each) for each in given.seeds.split(":")))
-    jobs = JOBS if given.jobs is None else [partial(llama, each) for each in json.loads(given.jobs.read_text())]
-    found: list[dict[str, Any]] = []
+    options = parser.parse_args()
+    limits = [None if limit == "none" else float(limit) for limit in options.limits.split(",")]
+    seeds = range(*(int(bound) for bound in options.seeds.split(":")))
+    jobs = JOBS if options.jobs is None else [partial(llama, entry) for entry in json.loads(options.jobs.read_text())]
+    results: list[dict[str, Any]] = []
     for make in jobs:
         job = make()
-        if given.only not in job.name:
+        if options.only not in job.name:
             continue
-        rows = [Machine.drawn(job, seed, given.wide).searched(limit, seed) for limit in limits for seed in seeds]
+        rows = [Machine.drawn(job, seed, options.wide).searched(limit, seed) for limit in limits for seed in seeds]
         print(f"{job.name}: {len(job.candidates)} candidates", flush=True)
         for line in summary(rows, limits):
             print(f"  {line}", flush=True)
-        found += rows
-    if given.jobs is None and given.only in "replay":
+        results += rows
+    if options.jobs is None and options.only in "replay":
         rows = list(replay(limits))
-        print("\n".join(["replay of an H200", *(f"  {each}" for each in rows)]))
+        print("\n".join(["replay of an H200", *(f"  {row}" for row in rows)]))
     print("all jobs")
-    for line in summary(found, limits):
+    for line in summary(results, limits):
         print(f"  {line}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

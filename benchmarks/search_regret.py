@@ -1,9 +1,8 @@
-"""What the fully automatic mode loses against the best of what it could have chosen, on two CPU processes.
+"""Regret of automatic mode: its choice against the best of what it could have chosen, on two CPU processes.
 
-For each model, the demo's among them, the mode chooses as users have it: on the default space, with nothing excluded,
-from no calibration, in the time limit that it sets itself. Then the most promising by estimate are measured, at least
-60 of them, compiled ones as far as there is time; and the choice and what came out best once more, step by step in
-turns.
+For each model, including the demo's, the mode chooses as for users: on the default space, from no calibration, in its
+default time limit. Then at least 60 strategies are measured, the most promising by estimate first, and compiled ones as
+far as time allows. At the end the choice and the best strategies run once more, step by step in turns.
 Regret is the time of the choice over that of the best, − 1.
 
     python benchmarks/search_regret.py [--quick]
@@ -29,8 +28,8 @@ from command import answer_of, main
 from compare import Row
 
 TURNS = 40
-LEAST = 60  # compositions that are measured, of those that need no compiler
-COMPILING_S = 120.0  # of a model, for those that do
+LEAST = 60  # compositions without a compiler that are measured
+COMPILING_S = 120.0  # for each model's compiled compositions
 
 
 def gpt() -> tuple[nn.Module, list[Any], int]:
@@ -69,7 +68,7 @@ class Residual(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Scores of the input by `body`, with the loss computed beside them, as transformers' models do."""
+    """Scores of the input by `body`, together with the loss, as in transformers' models."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, list[Any], int]]] = {
 
 
 def make_context(name: str) -> Any:
-    """The job of one model, as the front door makes it."""
+    """The job of one model, as `auto_accelerate` makes it."""
     from atorch.auto import job
     from atorch.cluster.spec import ClusterSpec
     from atorch.distributed import world as worlds
@@ -137,7 +136,7 @@ def make_context(name: str) -> Any:
 
 
 def in_process(name: str, quick: bool) -> dict[str, Any] | None:
-    """On each of two processes: choose, measure what promises most, measure choice and best in turns."""
+    """Choose, measure the most promising strategies, then the choice and the best in turns, on two processes."""
     from atorch.auto.planner import search
     from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
     from atorch.auto.planner.dry_runs.step_timing import measure as measure_trial
@@ -153,12 +152,12 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     plan = search(ctx, time_limit=10.0 if quick else None)
     search_s = time.monotonic() - began
     crew, feed = Coordinator(ctx.world), Feed(ctx)
-    ctx = replace(ctx, sample_batch=sample_of(ctx, feed))  # for what watches the model at work before it splits it
-    others = [each for each in plan.rejected if each.estimate is not None and each.why not in ("hardware", "memory")]
-    others.sort(key=lambda each: each.estimate.step_s if each.estimate else math.inf)
-    by_estimate = [plan.strategy, *(each.strategy for each in others)]
-    eager = (each for each in by_estimate if "compile" not in each)
-    compiled = (each for each in by_estimate if "compile" in each)
+    ctx = replace(ctx, sample_batch=sample_of(ctx, feed))  # some methods watch a pass before they split the model
+    others = [item for item in plan.rejected if item.estimate is not None and item.why not in ("hardware", "memory")]
+    others.sort(key=lambda other: other.estimate.step_s if other.estimate else math.inf)
+    by_estimate = [plan.strategy, *(other.strategy for other in others)]
+    eager = (strategy for strategy in by_estimate if "compile" not in strategy)
+    compiled = (strategy for strategy in by_estimate if "compile" in strategy)
     found: dict[Any, float] = {}
     failed: list[str] = []
 
@@ -178,7 +177,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
         if (strategy := next(compiled, None)) is None:
             break
         run(strategy)
-    # The few that came out best, and the choice, in turns: a single measurement's luck must not name the best.
+    # The best few and the choice run in turns, so that no single lucky measurement decides the best.
     contenders = list(dict.fromkeys([plan.strategy, *sorted(found, key=found.__getitem__)[:3]]))
     trials = [Trial(ctx, strategy, crew, feed, 120.0) for strategy in contenders]
     for trial in trials:
@@ -190,7 +189,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
             assert seconds is not None, trial.failure
             if turn >= 3:
                 times[place].append(seconds)
-    medians = [statistics.median(each) for each in times]
+    medians = [statistics.median(seconds) for seconds in times]
     for trial in trials:
         trial.close()
     crew.close()
@@ -210,7 +209,6 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     rows, regrets = [], []
     for name in ["gpt"] if quick else MODELS:
         report = answer_of(__file__, name, quick, timeout_s=3600)

@@ -1,4 +1,4 @@
-"""A Llama with grouped keys and values, small enough that what is done around it can be seen."""
+"""A Llama with grouped keys and values, small enough to make the cost of the code around it visible."""
 
 from __future__ import annotations
 

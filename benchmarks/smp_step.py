@@ -1,8 +1,9 @@
 """A training step under `atorch.smp` against the same step under `auto_accelerate`, with the same degrees.
 
-A Llama over a pipeline of two, cut in the middle of its blocks, four micro-batches, 1F1B; on two processes, and on four
-with two replicas. Both give the loss to every process. A step ends when all processes have ended it. Steps run
-interleaved in a shuffled order; the one of auto_accelerate runs twice, and the ratio of the two is the noise floor.
+A Llama runs in a pipeline of two, cut in the middle of its blocks, with four micro-batches under 1F1B: on two
+processes, and on four with two replicas. Both give the loss to every process. A step ends when all processes have ended
+it. Steps run interleaved in a shuffled order; the one of auto_accelerate runs twice, and the ratio of the two is the
+noise floor.
 
     python benchmarks/smp_step.py [--quick]
 """
@@ -79,7 +80,7 @@ def train(model: Any, input_ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def by_smp(width: int) -> Step:
-    """The step of a script for SageMaker model parallel, with the cut of the other."""
+    """The step of a script for SageMaker model parallel, with the same cut."""
     smp.init({"pipeline_parallel_degree": STAGES, "microbatches": MICRO_BATCHES, "auto_partition": False, "ddp": True})
     whole = make_model(width, LAYERS)
     for module in (*whole.model.layers[CUT:], whole.model.norm, whole.lm_head):
@@ -98,7 +99,7 @@ def by_smp(width: int) -> Step:
 
 
 def ended(step: Step) -> Step:
-    """The step, until all processes have ended it."""
+    """The step, followed by a barrier."""
 
     def run() -> Tensor:
         loss = step()
@@ -132,7 +133,6 @@ def in_process(width: int, rounds: int) -> list[tuple[Any, ...]] | None:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     rounds = 20 if quick else 80
     cases = [(processes, width) for processes in (2, 4) for width in (64, 256)]
     return [Row(*row) for processes, width in cases for row in answer_of(__file__, width, rounds, processes=processes)]

@@ -1,8 +1,8 @@
 """A training step under `load_strategy` against the same step written by hand in torch.
 
-The step is zero_grad, forward, loss, backward, optimizer, on a batch that is there already. All variants run in one
-process (or one pair of processes), interleaved in a shuffled order; the hand-written step runs twice, and the ratio of
-the two is the noise floor. Accelerate and Lightning Fabric run in the same rounds.
+A step is zero_grad, forward, loss, backward, optimizer, on a batch in memory. All variants run in one process (or one
+pair of processes), interleaved in a shuffled order; the hand-written step runs twice, and the ratio of the two is the
+noise floor. Accelerate and Lightning Fabric run in the same rounds.
 
     python benchmarks/step_overhead.py [--quick]
 """
@@ -29,7 +29,7 @@ OTHERS = ("hand again", "accelerate", "fabric")
 
 
 def make_model(width: int) -> nn.Module:
-    """A residual MLP; of two blocks where a step shall take less than a millisecond, else of four."""
+    """A residual MLP, with two blocks at small widths, where a step takes about a millisecond, else with four."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(width, width), *(Block(width) for _ in range(2 if width <= 32 else 4)), nn.Linear(width, width)
@@ -110,11 +110,11 @@ def by_atorch(width: int, kind: str) -> Step:
 
 
 def by_accelerate(width: int, kind: str) -> Step:
-    """The same with Hugging Face Accelerate."""
+    """The same step with Hugging Face Accelerate."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process may hold one precision only
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process can have only one precision at a time
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if kind == "amp" else "no")
     model = make_model(width)
     prepared, optim = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
@@ -131,7 +131,7 @@ def by_accelerate(width: int, kind: str) -> Step:
 
 
 def by_fabric(width: int, kind: str) -> Step:
-    """The same with Lightning Fabric."""
+    """The same step with Lightning Fabric."""
     from lightning_fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if kind == "amp" else "32-true")
@@ -148,7 +148,7 @@ def by_fabric(width: int, kind: str) -> Step:
     return step
 
 
-def alone(kind: str, width: int, rounds: int) -> list[Row]:
+def in_one_process(kind: str, width: int, rounds: int) -> list[Row]:
     """One process: ours, by hand twice, and the peers."""
     samples = interleave(
         {
@@ -195,11 +195,10 @@ def in_process(kind: str, width: int, rounds: int) -> list[tuple[Any, ...]] | No
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     torch.set_num_threads(1)
     few, many = (60, 200) if quick else (400, 1600)
-    rows = [row for kind in ("plain", "amp") for row in alone(kind, 32, many)]
-    rows += [row for kind in ("plain", "amp") for row in alone(kind, 256, few)]
+    rows = [row for kind in ("plain", "amp") for row in in_one_process(kind, 32, many)]
+    rows += [row for kind in ("plain", "amp") for row in in_one_process(kind, 256, few)]
     rows += [Row(*row) for kind in ("ddp", "fsdp") for row in answer_of(__file__, kind, 256, few)]
     return rows
 

@@ -1,6 +1,6 @@
-"""A training step that StragglerDetector measures against the same step alone, and the step in which it reports.
+"""A training step under StragglerDetector against the same step alone, and the cost of the step that reports.
 
-Both run interleaved, on one process and under `ddp` on two, in a shuffled order that both processes share; "alone
+Variants run interleaved, on one process and under `ddp` on two, in a shuffled order that both processes share. "alone
 again" is the noise floor.
 
     python benchmarks/straggler_detector.py [--quick]
@@ -25,7 +25,7 @@ from atorch import StragglerDetector, auto_accelerate
 EVERY = 50
 
 
-def made(width: int, strategy: list[str], *, is_measured: bool) -> Step:
+def make_step(width: int, strategy: list[str], *, is_measured: bool) -> Step:
     """The documented loop's step."""
     _, result, _ = auto_accelerate(make_model(width), torch.optim.AdamW, loss_func=loss_func, load_strategy=strategy)
     assert result is not None
@@ -42,10 +42,10 @@ def made(width: int, strategy: list[str], *, is_measured: bool) -> Step:
     return step
 
 
-def told(where: str, strategy: list[str], width: int, rounds: int) -> list[tuple[Any, ...]]:
+def rows_of(where: str, strategy: list[str], width: int, rounds: int) -> list[tuple[Any, ...]]:
     """The rows of one width."""
-    variants = {name: made(width, strategy, is_measured=False) for name in ("alone", "alone again")}
-    variants["measured"] = made(width, strategy, is_measured=True)
+    variants = {name: make_step(width, strategy, is_measured=False) for name in ("alone", "alone again")}
+    variants["measured"] = make_step(width, strategy, is_measured=True)
     samples = interleave(variants, rounds, warmup=EVERY)
     title = f"{where}, width {width} ({samples.median_ms('alone'):.2f} ms a step)"
     ratio, difference = samples.ratio("measured", "alone"), samples.difference_us("measured", "alone")
@@ -64,15 +64,14 @@ def told(where: str, strategy: list[str], width: int, rounds: int) -> list[tuple
 def in_process(width: int, rounds: int) -> list[tuple[Any, ...]] | None:
     """Two processes in one group."""
     rank = as_rank()
-    rows = told("ddp on 2 processes", ["parallel_mode", "ddp"], width, rounds)
+    rows = rows_of("ddp on 2 processes", ["parallel_mode", "ddp"], width, rounds)
     return rows if rank == 0 else None
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     torch.set_num_threads(1)
     few, many = (100, 200) if quick else (400, 1000)
-    rows = [row for width, rounds in ((32, many), (256, few)) for row in told("one process", [], width, rounds)]
+    rows = [row for width, rounds in ((32, many), (256, few)) for row in rows_of("one process", [], width, rounds)]
     return [Row(*row) for row in (*rows, *answer_of(__file__, 256, few))]
 
 

@@ -1,8 +1,9 @@
 """A training step under `tensor_parallel` against the same split written by hand with torch's `parallelize_module`.
 
-A Llama over two processes, split as one writes it for this model: inputs of attention and MLP converted once, so that
-backward has one all-reduce for each; embedding by rows, head by columns. Both send the same, which is counted. Steps
-run interleaved in a shuffled order; the hand-written step runs twice, and the ratio of the two is the noise floor.
+A Llama runs on two processes. The hand-written split is made for this model: inputs of attention and MLP are converted
+once, so that backward has one all-reduce for each; the embedding is split by rows, the head by columns. The collectives
+of both are counted. Steps run interleaved in a shuffled order; the hand-written step runs twice, and the ratio of the
+two is the noise floor.
 
     python benchmarks/tensor_parallel_step.py [--quick]
 """
@@ -100,7 +101,7 @@ def by_atorch(width: int) -> Step:
 
 
 def collectives(step: Step) -> int:
-    """How many collectives a step has."""
+    """Number of collectives in a step."""
     with CommCounter() as sent:
         step()
     return sum(calls for calls, _ in sent.counts.values())
@@ -123,7 +124,6 @@ def in_process(width: int, rounds: int) -> list[tuple[Any, ...]] | None:
 
 
 def measure(quick: bool = False) -> list[Row]:
-    """All rows of this claim."""
     rounds = 20 if quick else 100
     return [Row(*row) for width in (64, 256) for row in answer_of(__file__, width, rounds)]
 

@@ -1,6 +1,6 @@
-"""What zero1 sends after a step, over gloo: slices gathered by all, as it does, against sent by each of their owners.
+"""Exchange of zero1's slices after a step, over gloo: an all-gather, as in zero1, against a broadcast by each owner.
 
-Both run in one set of processes, interleaved; ratios are of neighbours, so what else the machine does falls on both.
+Both run in one set of processes, interleaved. Ratios are of neighbouring runs, so that other load affects both.
 
     torchrun --nproc-per-node 2 benchmarks/zero1_exchange.py
 """
@@ -25,7 +25,7 @@ SHAPES = {
 
 
 def by_owners(buckets: list[SlicedBucket], group: dist.ProcessGroup) -> None:
-    """The same values on all ranks as `gather` brings, each slice by a broadcast of its own."""
+    """Exchange the same values as `gather`, with one broadcast for each slice."""
     under_way = []
     for bucket in buckets:
         first, numel = bucket.params[0], bucket.share * group.size()
@@ -63,12 +63,16 @@ def main() -> None:
                 exchange(buckets, group)
                 dist.barrier()
                 seconds[exchange].append(time.perf_counter() - began)
-        of_gather, of_owners = (each[WARM_UP:] for each in seconds.values())
+        of_gather, of_owners = (exchange_s[WARM_UP:] for exchange_s in seconds.values())
         ratio = statistics.median(b / a for a, b in zip(of_gather, of_owners, strict=True))
         if group.rank() == 0:
-            size = sum(each.nbytes for each in params) / 2**20
-            told = " ms, ".join(f"{1e3 * statistics.median(each):.1f}" for each in (of_gather, of_owners))
-            print(f"{group.size()} processes, {name}, {size:.0f} MiB: gathered, by owners {told} ms, ratio {ratio:.2f}")
+            size = sum(param.nbytes for param in params) / 2**20
+            medians = " ms, ".join(
+                f"{1e3 * statistics.median(exchange_s):.1f}" for exchange_s in (of_gather, of_owners)
+            )
+            print(
+                f"{group.size()} processes, {name}, {size:.0f} MiB: gathered, by owners {medians} ms, ratio {ratio:.2f}"
+            )
     dist.destroy_process_group()
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/chunk_offload.py
     torchrun --nproc-per-node 2 examples/chunk_offload.py --budget-mib 40
 
-On a GPU the budget is of its memory. On a CPU, where all memory is one, it is of what the model computes with.
+On a GPU the budget limits its memory. On a CPU, where device and host share one memory, it limits the model's buffers.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def make_model(seq: int, layers: int, width: int) -> nn.Module:
 
 
 def loss_func(batch: dict[str, torch.Tensor], output: Any) -> torch.Tensor:
-    """Mean cross-entropy of each byte given those before it, in nats."""
+    """Mean cross-entropy of the next byte, in nats."""
     logits, targets = output.logits[:, :-1], batch["input_ids"][:, 1:]
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()
 def evaluate(result: Any, data: stdlib_code.Windows, device: torch.device, num: int = 16) -> float:
-    """The mean loss on `num` windows spread over `data`; all processes see all of them."""
+    """The mean loss on `num` windows spread over `data`; every process reads all of them."""
     result.model.eval()
     spread = Subset(data, range(0, len(data), max(1, len(data) // num)))
     losses = []
@@ -62,7 +62,7 @@ def evaluate(result: Any, data: stdlib_code.Windows, device: torch.device, num: 
 
 
 def main() -> None:
-    """Train under a budget, and say what moved."""
+    """Train under a budget, and print the traffic of chunks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=4, help="of all processes together")

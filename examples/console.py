@@ -1,4 +1,4 @@
-"""What the examples show while they train: a progress bar on a terminal, plain lines elsewhere, on one process only."""
+"""Output of the examples while they train: a progress bar on a terminal, plain lines elsewhere, on one process only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from typing_extensions import Self
 
-# What other packages say that is not for the reader of an example: transformers imports torchao where it is installed,
-# which misses CUDA libraries on machines without CUDA, and peft uses a name that transformers has renamed.
+# Warnings that do not help the reader of an example. transformers imports torchao if it is installed, and that misses
+# CUDA libraries on machines without CUDA; peft uses a name that transformers has renamed.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def console_of(rank: int) -> Console:
-    """Where to print: the terminal on rank 0, nowhere on the others."""
+    """A console that prints on rank 0 only."""
     return Console(quiet=rank != 0, highlight=False)
 
 
@@ -29,7 +29,7 @@ class Progress:
     """Steps done, the loss, `tokens` a second and the time left: a bar on a terminal, about ten lines elsewhere.
 
     The loss is averaged over the last ten steps or so. It is read every tenth step only, because reading it waits for
-    the device; the pace is that of the steps since.
+    the device. The pace is that of the steps since the last reading.
     """
 
     def __init__(self, console: Console, num_steps: int, tokens_per_step: int, tokens: str = "tokens") -> None:
@@ -39,7 +39,7 @@ class Progress:
         self.task = self.bar.add_task("", total=num_steps)
         self.every = max(1, num_steps // 10) if self.bar.disable else 10
         self.done, self.loss = 0, torch.tensor(0.0)
-        self.shown, self.shown_s = 0, 0.0  # how many steps were done at the last showing, and when that was
+        self.shown, self.shown_s = 0, 0.0  # steps done at the last display, and its time
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -50,7 +50,7 @@ class Progress:
         self.bar.stop()
 
     def advance(self, loss: torch.Tensor) -> None:
-        """One more step is done, with this loss."""
+        """Count one more step, with this loss."""
         self.done += 1
         self.loss = loss.detach() if self.done == 1 else self.loss + (loss.detach() - self.loss) / min(self.done, 10)
         if self.done % self.every == 0 or self.done == self.num_steps:

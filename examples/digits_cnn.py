@@ -67,7 +67,7 @@ def loss_func(batch: Sample, output: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def accuracy(result: Any, data: Digits, device: torch.device) -> float:
-    """The share of samples whose label the model finds."""
+    """The share of samples with a correct label."""
     result.model.eval()
     batch = result.prepare_input(data[:], device)
     correct = result.model(batch).argmax(1) == batch["label"]
@@ -76,7 +76,7 @@ def accuracy(result: Any, data: Digits, device: torch.device) -> float:
 
 
 def main() -> None:
-    """Plan, train, and say how many held-out digits are read correctly."""
+    """Plan, train, and print the accuracy on held-out digits."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32, help="of all processes together")

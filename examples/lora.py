@@ -3,8 +3,8 @@
     python examples/lora.py
     torchrun --nproc-per-node 2 examples/lora.py
 
-The base model learns some Python here first, because nothing is downloaded; yours comes from `from_pretrained`. The
-adapter then teaches it the prose of Python's reference manual, which is in the standard library too.
+Nothing is downloaded, so the base model first learns some Python here; yours comes from `from_pretrained`. The adapter
+then teaches it the prose of Python's reference manual, which is in the standard library too.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def make_base() -> LlamaForCausalLM:
 
 
 def loss_func(batch: dict[str, torch.Tensor], output: Any) -> torch.Tensor:
-    """Mean cross-entropy of each byte given those before it, in nats."""
+    """Mean cross-entropy of the next byte, in nats."""
     logits, targets = output.logits[:, :-1], batch["input_ids"][:, 1:]
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def pretrain(model: nn.Module, steps: int) -> None:
-    """A short training on source code in plain PyTorch, the same on every process; it stands for a download."""
+    """Train shortly on source code in plain PyTorch, the same on every process, in place of a download."""
     code, _ = stdlib_code.load(SEQ)
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(code, batch_size=8, shuffle=True)
@@ -74,7 +74,7 @@ def evaluate(model: nn.Module, data: stdlib_code.Windows, device: torch.device) 
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter on the host, gathered from all processes where it is sharded."""
+    """A parameter on the host, gathered from all processes if it is sharded."""
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu()
 
 

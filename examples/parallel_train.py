@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/parallel_train.py --models llama --methods tensor pipeline
     torchrun --nproc-per-node 4 examples/parallel_train.py                   # all of them
 
-The models have random weights and are small. What would be needed to split them is worked out from the model itself:
-there is no plan for any of them here, and none in atorch.
+The models have random weights and are small. atorch derives each split from the model itself: neither this file nor
+atorch has a plan for any of them.
 """
 
 from __future__ import annotations
@@ -97,18 +97,18 @@ class Digits(Dataset[dict[str, torch.Tensor]]):
 
 
 def next_byte(batch: dict[str, torch.Tensor], output: Any) -> torch.Tensor:
-    """Cross-entropy of each byte given those before it."""
+    """Cross-entropy of the next byte."""
     return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
 def labelled(batch: dict[str, torch.Tensor], output: Any) -> torch.Tensor:
-    """Cross-entropy of what `labels` holds."""
+    """Cross-entropy of the labelled positions."""
     logits = output.logits
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].flatten())
 
 
 def make(name: str) -> tuple[nn.Module, Callable[[stdlib_code.Windows], Dataset[Any]], Callable[..., torch.Tensor]]:
-    """A model of `transformers`, the data that it is made for, and its loss."""
+    """A model of `transformers`, a function that makes its data, and its loss."""
     t, text = transformers, {"vocab_size": VOCAB}
     if name == "gpt2":
         config = t.GPT2Config(**text, n_embd=64, n_layer=4, n_head=4, n_positions=SEQ, use_cache=False)
@@ -165,7 +165,7 @@ def inputs_of(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str,
 
 
 def main() -> None:
-    """Train every model asked for under every method asked for."""
+    """Train every requested model under every requested method."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--methods", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))

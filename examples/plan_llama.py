@@ -3,15 +3,15 @@
     atorch plan examples/plan_llama.py:job --cluster 16x8xH100-80GB --batch 1024
     atorch plan examples/plan_llama.py:llama_405b --cluster 128x8xH100-80GB --batch 1024 --html plan.html
 
-A job is a function that returns the arguments of `atorch.plan`. The model is given as what makes it, so that it is made
-on the meta device and takes no memory. Nothing is downloaded and nothing is trained.
+A job is a function that returns the arguments of `atorch.plan`. The model is given as a function that makes it. That
+runs on the meta device and takes no memory. Nothing is downloaded and nothing is trained.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import console  # noqa: F401  silences what importing transformers says of machines without CUDA
+import console  # noqa: F401  silences transformers' import warnings on machines without CUDA
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 

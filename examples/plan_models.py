@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import console  # noqa: F401  silences what importing transformers says of machines without CUDA
+import console  # noqa: F401  silences transformers' import warnings on machines without CUDA
 import torch
 from torch import nn
 from transformers import (
@@ -69,12 +69,12 @@ def vit() -> dict[str, Any]:
 
 
 def resnet() -> dict[str, Any]:
-    """ResNet-50, He et al. 2016, arXiv 1512.03385, table 1; it sees the samples of a process together."""
+    """ResNet-50, He et al. 2016, arXiv 1512.03385, table 1; batch norm uses all samples of a process."""
     return job_of(lambda: ResNetForImageClassification(ResNetConfig(num_labels=1000)), images(8))
 
 
 def images(count: int) -> dict[str, torch.Tensor]:
-    """Samples as ImageNet's are."""
+    """Samples of ImageNet's size."""
     return {"pixel_values": torch.zeros(count, 3, 224, 224), "labels": torch.zeros(count, dtype=torch.long)}
 
 

@@ -25,7 +25,7 @@ import atorch.smp as smp  # was: import smdistributed.modelparallel.torch as smp
 
 @smp.step
 def train_step(model: Any, input_ids: Tensor) -> Tensor:
-    """Runs once for every micro-batch: the parts of the model are on several processes."""
+    """Forward and backward of one micro-batch, on a model that is split over processes."""
     loss = model(input_ids, labels=input_ids).loss
     model.backward(loss)
     return loss
@@ -33,12 +33,12 @@ def train_step(model: Any, input_ids: Tensor) -> Tensor:
 
 @smp.step
 def eval_step(model: Any, input_ids: Tensor) -> Tensor:
-    """The same without backward."""
+    """Forward of one micro-batch."""
     return model(input_ids, labels=input_ids).loss
 
 
 def held_out_loss(model: Any, loader: Any) -> float:
-    """The mean over some batches that no process trains on."""
+    """The mean loss over some batches that no process trains on."""
     model.eval()
     with torch.no_grad():
         losses = [eval_step(model, batch["input_ids"]).reduce_mean() for batch in islice(loader, 4)]
@@ -73,7 +73,7 @@ def main() -> None:
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     first = smp.resume_from_checkpoint(args.folder)["steps"] if args.resume else 0
 
-    before = held_out_loss(model, evaluation)  # the first step: the model is cut, and what was saved is loaded
+    before = held_out_loss(model, evaluation)  # the first step cuts the model and loads the checkpoint
     console.print(f"{smp.size()} processes, {smp.dp_size()} replicas in {smp.pp_size()} stages, from step {first}:")
     console.print(str(model.division))
     for step, batch in enumerate(islice(loader, first, args.steps), first):

@@ -32,7 +32,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 def load(seq: int) -> tuple[Windows, Windows]:
-    """All files' windows for training, and those of every twentieth file, held out."""
+    """Windows for training, and held-out windows of about every twentieth file."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
     paths = [path for path in paths if not LEFT_OUT.intersection(path.split("/"))]

@@ -43,7 +43,7 @@ def make_model(seq: int) -> nn.Module:
 
 
 def loss_func(batch: dict[str, torch.Tensor], output: Any) -> torch.Tensor:
-    """Mean cross-entropy of each byte given those before it, in nats."""
+    """Mean cross-entropy of the next byte, in nats."""
     logits, targets = output.logits[:, :-1], batch["input_ids"][:, 1:]
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -69,7 +69,7 @@ def batches(loader: Any, num: int) -> Iterator[Any]:
 
 @torch.no_grad()
 def evaluate(result: Any, data: stdlib_code.Windows, device: torch.device, num: int = 64) -> float:
-    """The mean loss on `num` windows spread over `data`; every process sees all, so it works under any strategy."""
+    """The mean loss on `num` windows spread over `data`; every process reads all, which works under any strategy."""
     result.model.eval()
     spread = Subset(data, range(0, len(data), max(1, len(data) // num)))
     losses = []
@@ -82,7 +82,7 @@ def evaluate(result: Any, data: stdlib_code.Windows, device: torch.device, num: 
 
 @torch.no_grad()
 def sample(model: nn.Module, prompt: bytes, length: int, seq: int, device: torch.device) -> str:
-    """`prompt` and what the model makes of it, `length` bytes in all; all processes call this together."""
+    """`prompt` continued by the model to `length` bytes in all; all processes call this together."""
     model.eval()
     generator = torch.Generator().manual_seed(0)
     text = torch.zeros(1, seq, dtype=torch.long, device=device)
@@ -95,7 +95,7 @@ def sample(model: nn.Module, prompt: bytes, length: int, seq: int, device: torch
 
 
 def search_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """A strategy file as it is, or a search and where to keep what it finds."""
+    """Arguments to load a strategy file, or to search and save the strategy."""
     if args.strategy:
         return {"load_strategy": args.strategy}
     return {"save_strategy_to_file": args.out, "time_limit": args.time_limit}

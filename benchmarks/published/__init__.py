@@ -1,1 +1,1 @@
-"""Runs that others measured and published, and what the planner says of them."""
+"""Runs that others measured and published, and the planner's estimates of them."""

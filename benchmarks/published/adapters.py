@@ -1,4 +1,4 @@
-"""What a recipe trains in place of a model's parameters, as the planner's adapters."""
+"""Adapters that a recipe trains in place of a model's parameters, in the planner's terms."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _EVERYWHERE = re.compile(r"all[-_ ]?linear|all layers|qkv ?o?\W*mlp|q,k,v,o")
 
 
 def adapters_of(row: Row, framework: Framework) -> Adapters | None:
-    """The recipe's adapters, by the words of its columns; None where all parameters train.
+    """The recipe's adapters, from the words of its columns; None if all parameters train.
 
-    Where it says no more than the name, rank and targets are the usual ones: queries and values in peft, every linear
-    layer in QLoRA. peft casts what it gives an adapter to the adapter's fp32 (`_cast_input_dtype`,
+    By default rank and targets are the usual ones: queries and values in peft, every linear layer in QLoRA. peft casts
+    inputs of an adapter to the adapter's fp32 (`_cast_input_dtype`,
     src/peft/tuners/tuners_utils.py), so that each keeps its own copy.
 
     Raises:
-        ArgumentError: another way to train a part of a model, of which nothing is known.
+        ArgumentError: the recipe trains a part of the model in an unknown way.
     """
     kind = adapter_of(row)
     if not kind:

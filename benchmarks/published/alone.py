@@ -1,4 +1,4 @@
-"""What a device's products reach by themselves, as others measured it: a constant that no training run tells."""
+"""Rates of a device's products outside of training, as others measured them: no training run shows this constant."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from atorch.cluster.spec import DeviceSpec
 
 IN_TRAINING = 0.85
-"""Of it, what products of a training step reach as a rule: their shapes are not the best, and other work keeps devices
-warm, so that clocks fall."""
+"""Usual share of this rate in a training step: its shapes are not the best, and other work keeps devices warm, so that
+clocks fall."""
 
 _LARGEST: Mapping[str, float] = {
-    # A part of a device's name → the largest 16-bit product's rate over the data sheet's; the first that fits counts.
+    # A part of a device's name → rate of the largest 16-bit product over the data sheet's; the first match counts.
     # stas00/ml-engineering, compute/accelerator/README.md, table of mamf-finder; L40S, H100 PCIe: mag-/gpu_benchmark.
     "500 W": 0.803 * (500 / 700) ** 0.4,  # as other H100s, by its power limit: atorch/cluster/known/h100_96g.json
     "A100-PCIE": 0.811,
@@ -34,6 +34,6 @@ _LARGEST: Mapping[str, float] = {
 
 
 def matmul_share(device: DeviceSpec, otherwise: float) -> float:
-    """Of a device's peak in 16 bits, what large products of a training step typically reach."""
-    found = next((share for part, share in _LARGEST.items() if part in device.name), None)
-    return otherwise if found is None else IN_TRAINING * found
+    """Typical share of a device's 16-bit peak that large products of a training step reach."""
+    measured = next((share for part, share in _LARGEST.items() if part in device.name), None)
+    return otherwise if measured is None else IN_TRAINING * measured

@@ -1,4 +1,4 @@
-"""Every row of a table beside what the planner estimates of it."""
+"""Evaluation of a table: every row with the planner's estimates of it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Calibration = Literal["none", "shipped", "5"]
 CALIBRATIONS: tuple[Calibration, ...] = ("none", "shipped", "5")
 
 TYPICAL = Efficiency(matmul=0.72, attention=0.4, traffic=0.7)
-"""What training reaches of a data sheet's figures, as a rule, and where nobody measured products alone."""
-TYPICAL_OF_KERNELS = 0.95  # of what attention kernels reach by themselves, where a cluster tells
+"""Usual share of a data sheet's figures in training, if nobody measured products by themselves."""
+TYPICAL_OF_KERNELS = 0.95  # of the rate of attention kernels by themselves, if a cluster has it
 FEW = 5  # rows that a cluster's constants are refitted on
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A row as the planner understands it, or the reason why it does not."""
+    """A row as the planner reads it, or the reason for which it refuses the row."""
 
     row: Row
     cost: Cost | None = None
@@ -40,7 +40,7 @@ class Case:
 
     @classmethod
     def of(cls, row: Row) -> Case:
-        """The row's cost and cluster, with the constants that are shipped."""
+        """The row's cost and cluster, with shipped constants."""
         try:
             return cls(row, cost_of(row), cluster_of(row))
         except AtorchError as error:
@@ -48,21 +48,21 @@ class Case:
 
     @property
     def tokens(self) -> float:
-        """Of a step; one per device where the row cannot be understood."""
+        """Tokens of a step; without a cost, from the row's numbers, with 1 for a missing one."""
         global_batch, seq_len = self.row.told("global_batch"), self.row.told("seq_len")
         if self.cost is not None:
             global_batch = self.cost.batch_size * self.cost.size("data", "zero")
-            seq_len = seq_len or max(each.sequence_length for each in self.cost.segments)
+            seq_len = seq_len or max(segment.sequence_length for segment in self.cost.segments)
         return (global_batch or 1.0) * (seq_len or 1.0)
 
     @property
     def devices(self) -> float:
-        """Of the run; one where the row does not tell."""
+        """Devices of the run; 1 if unknown."""
         return self.row.told("n_gpus") or (math.prod(self.cost.axes.values()) if self.cost is not None else 1.0)
 
     @property
     def measured_s(self) -> float | None:
-        """The step's seconds, from tokens a second where they were not published; None where neither was."""
+        """Seconds of the step, else from tokens a second; None if neither was published."""
         seconds, rate = self.row.result("step_time_s"), self.row.result("tok_s_gpu")
         if seconds is None and rate:
             return self.tokens / (rate * self.devices)
@@ -70,19 +70,19 @@ class Case:
 
     @property
     def run(self) -> TimedRun | None:
-        """What constants can be fitted on: a row that is understood and was timed."""
+        """The timed run to fit constants on; None if the row was refused or not timed."""
         if self.cost is None or self.cluster is None or self.measured_s is None or self.row.status != "ok":
             return None
         return TimedRun(self.row.row_id, self.cost, self.cluster, self.measured_s)
 
 
 def evaluate(rows: Sequence[Row], calibration: Calibration = "shipped") -> list[Result]:
-    """The results of a table's rows, in order, without those that constants were refitted on."""
+    """The results of a table's rows in order, without rows that constants were refitted on."""
     return results_of(calibrated(rows, calibration), rows)
 
 
 def calibrated(rows: Sequence[Row], calibration: Calibration) -> list[Case]:
-    """The rows' cases with such constants, without those that constants were refitted on."""
+    """The rows' cases with the constants of `calibration`, without rows that these were refitted on."""
     cases = [Case.of(row) for row in rows]
     if calibration == "none":
         return [by_data_sheet(case) for case in cases]
@@ -90,7 +90,7 @@ def calibrated(rows: Sequence[Row], calibration: Calibration) -> list[Case]:
 
 
 def results_of(cases: Sequence[Case], rows: Sequence[Row]) -> list[Result]:
-    """The cases' results, labelled by what else ran of the table's rows."""
+    """The cases' results, labelled with the help of the table's other runs."""
     ran = _by_all_but_size(rows)
     timed = {case.row.row_id: seconds for case in cases if (seconds := case.measured_s) and case.row.status == "ok"}
     slow = stalled([case.row for case in cases], timed)
@@ -98,23 +98,23 @@ def results_of(cases: Sequence[Case], rows: Sequence[Row]) -> list[Result]:
 
 
 def by_data_sheet(case: Case) -> Case:
-    """The case on a device of which its data sheet is all that is known."""
+    """The case with a device of which only the data sheet is known."""
     if case.cluster is None:
         return case
     device = case.cluster.device
-    matmul, half = matmul_share(device, TYPICAL.matmul), device.efficiency.matmul_half_flops  # told from the peak alone
-    # Of attention, a share of what its kernels reach by themselves.
+    matmul, half = matmul_share(device, TYPICAL.matmul), device.efficiency.matmul_half_flops  # from the peak alone
+    # A share of the rate of attention kernels by themselves.
     attention = TYPICAL_OF_KERNELS if device.attention else TYPICAL.attention
     typical = replace(TYPICAL, matmul=matmul, matmul_half_flops=half, attention=attention)
     return replace(case, cluster=replace(case.cluster, device=replace(device, efficiency=typical)))
 
 
 def _refitted(cases: Sequence[Case]) -> list[Case]:
-    """Each cluster's cases but the few that were drawn, with the constants that these make most probable."""
+    """Each cluster's cases without the few drawn ones, with constants fitted to the drawn ones."""
     by_cluster: dict[str, list[int]] = defaultdict(list)
     for place, case in enumerate(cases):
         by_cluster[case.row.text("hardware")].append(place)
-    found: dict[int, Case] = {}
+    refitted: dict[int, Case] = {}
     for places in by_cluster.values():
         runs = drawn([run for place in places if (run := cases[place].run) is not None], FEW)
         used, constants = {run.name for run in runs}, fitted(runs)
@@ -122,21 +122,21 @@ def _refitted(cases: Sequence[Case]) -> list[Case]:
             cluster = cases[place].cluster
             if cases[place].row.row_id not in used:
                 moved = None if cluster is None else with_constants(cluster, constants)
-                found[place] = replace(cases[place], cluster=moved)
-    return [found[place] for place in sorted(found)]
+                refitted[place] = replace(cases[place], cluster=moved)
+    return [refitted[place] for place in sorted(refitted)]
 
 
 Sizes = Mapping[tuple[str, ...], Sequence[tuple[float, float]]]
 
 
 def _by_all_but_size(rows: Sequence[Row]) -> Sizes:
-    """(micro-batch, bytes) of the runs that ended well, by everything else that was given."""
-    found: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    """(micro-batch, bytes) of successful runs, by all other columns."""
+    sizes: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         size, held = row.told("micro_batch"), row.result("peak_mem_gib")
         if row.status == "ok" and size is not None and held is not None:
-            found[_but_size(row)].append((size, held * GiB))
-    return found
+            sizes[_but_size(row)].append((size, held * GiB))
+    return sizes
 
 
 def _but_size(row: Row) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def _but_size(row: Row) -> tuple[str, ...]:
 
 
 def label_of(row: Row, ran: Sizes) -> Literal["fits", "oom"] | None:
-    """Whether the run fitted; None where it ended for a reason that memory does not explain."""
+    """Label of a run as fitting or not; None if memory does not explain its end."""
     status = row.status
     if status in ("ok", "oom"):
         return "fits" if status == "ok" else "oom"

@@ -4,9 +4,9 @@ The fit is that of `atorch calibrate --runs`.
 
     python benchmarks/published/fit.py TABLE.csv …
 
-prints the constants that the repository ships: fitted on at most 5 % of the rows of a hardware family, drawn by a hash
-of their names from `FITTED_MODELS` alone: first runs on one node, then runs without pipelines on several, for what the
-network reaches. All other models are for testing.
+prints the constants that the repository ships. They are fitted on at most 5 % of the rows of a hardware family, drawn
+by a hash of their names from `FITTED_MODELS` alone. Runs on one node come first, then, for the network's efficiency,
+runs without pipelines on several. All other models are for testing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BETWEEN_NODES: Mapping[str, float] = {"inter_node.efficiency": 1.0, "inter_node.
 
 
 def drawn(runs: Sequence[TimedRun], count: int) -> list[TimedRun]:
-    """`count` of the runs, by a hash of their names: the same ones for everybody, and none in particular."""
+    """Draw `count` of the runs by a hash of their names: always the same ones, without a preference."""
     return sorted(runs, key=lambda run: hashlib.sha256(run.name.encode()).hexdigest())[:count]
 
 
@@ -52,12 +52,12 @@ def main() -> None:
     for device, cases in families.items():
         runs = [case.run for case in cases if case.run and is_fitted(case.row.text("model"))]
         most = _most(cases)
-        alone = drawn([run for run in runs if run.cluster.num_nodes == 1] or runs, most)
-        factors = fitted(alone)
+        first = drawn([run for run in runs if run.cluster.num_nodes == 1] or runs, most)
+        factors = fitted(first)
         moved = [run._replace(cluster=with_constants(run.cluster, factors)) for run in runs]
-        apart = drawn([run for run in moved if run.cluster.num_nodes > 1 and run.cost.stages == 1], most - len(alone))
-        print(f"{device}: {len(alone)} rows of one node, then {len(apart)} of several, of {len(cases)}")
-        for name, factor in {**factors, **fitted(apart, BETWEEN_NODES)}.items():
+        further = drawn([run for run in moved if run.cluster.num_nodes > 1 and run.cost.stages == 1], most - len(first))
+        print(f"{device}: {len(first)} rows of one node, then {len(further)} of several, of {len(cases)}")
+        for name, factor in {**factors, **fitted(further, BETWEEN_NODES)}.items():
             print(f"    {name}: {_figure(runs[0].cluster, name):.4g} × {factor:.3f}")
 
 
@@ -66,7 +66,7 @@ def _most(cases: Sequence[Any]) -> int:
 
 
 def is_fitted(model: str) -> bool:
-    """Whether shipped constants were fitted on rows of a model."""
+    """True if shipped constants were fitted on rows of this model."""
     return model.lower() in FITTED_MODELS
 
 

@@ -1,6 +1,6 @@
-"""What frameworks do differently, in the words of the planner's state: how they mix precisions and what they keep.
+"""Differences between frameworks, in the terms of the planner's state: mixed precision, buffers, overlap.
 
-A framework that is not known is taken to work as most do now: 16-bit parameters with fp32 masters and fused kernels.
+An unknown framework gets the traits of most: 16-bit parameters with fp32 masters and fused kernels.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ from atorch.units import MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """How a framework trains in mixed precision."""
+    """Traits of a framework in mixed precision."""
 
     implementation: Implementation = Implementation()
     keeps_masters: bool = True  # 16-bit parameters beside fp32 masters; else fp32 parameters that are cast for use
     grad_itemsize: float = 4.0
-    grads_persist: bool = True  # gradients keep their place between steps
-    half_grads: bool = False  # in fp16 they stay as autograd makes them, and nothing is left of them after a step
-    fresh_itemsize: float = 0.0  # of gradients that wait until backward is through before they are added
-    buffer_bytes: float = 0.0  # of communication, whatever the model
-    bucket_itemsize: float = 0.0  # of communication buffers for all gradients, where several replicas share them
+    grads_persist: bool = True  # gradients keep their memory between steps
+    half_grads: bool = False  # fp16 gradients stay as autograd makes them, and are freed after a step
+    fresh_itemsize: float = 0.0  # of gradients that are added only after backward
+    buffer_bytes: float = 0.0  # of communication, for any model
+    bucket_itemsize: float = 0.0  # of communication buffers for all gradients, with several replicas
     placeholder_itemsize: float = 0.0
     split_loss_bytes: float = 0.0  # as loss_bytes, where logits are split over tensor ranks
     compiles_loss: bool = False  # with the model: logits in 16 bits are kept, and their gradient is made from them
     held_at_most: float = 0.0  # inputs of a block that are kept gathered by some versions: what fits has room for it
     held_without_pipelines: float = 0.0  # by most runs
-    gathers_flat: bool = False  # into what parameters are views of, as FSDP1 does
-    search_tokens: int = 0  # of a sample in its search's example, whose rows say so by its words for a strategy
+    gathers_flat: bool = False  # into flat buffers with parameters as views, as FSDP1 does
+    search_tokens: int = 0  # of a sample in the example of its search, whose rows have its method names
     step_itemsize: float = 0.0
-    zero_when_split: int = 0  # level of ZeRO under tensor or pipeline parallelism where none is named
-    split_by: str = ""  # the framework that it leaves tensor and pipeline parallelism to
-    reduced_itemsize: float = 4.0  # of gradients of sharded parameters as they are sent, in mixed precision
-    frozen_itemsize: float = 2.0  # of parameters beside which adapters train
-    reports_first: bool = False  # the memory it logs is that of the first device
-    balances_flops: bool = False  # stages of a pipeline
+    zero_when_split: int = 0  # default level of ZeRO under tensor or pipeline parallelism
+    split_by: str = ""  # the framework that does its tensor and pipeline parallelism
+    reduced_itemsize: float = 4.0  # of sent gradients of sharded parameters, in mixed precision
+    frozen_itemsize: float = 2.0  # of frozen parameters, with adapters
+    reports_first: bool = False  # logs the memory of the first device
+    balances_flops: bool = False  # of pipeline stages
     overlaps: bool = True  # reductions run behind backward
     bucket_bytes: float = 25 * MiB  # of gradients that are reduced together
-    optimizer_group: int = 0  # neighbours that share the optimizer's state out under ZeRO-1; 0 for all
-    gathers: Gathers = "all_gather"  # what ranks stepped
+    optimizer_group: int = 0  # neighbours that shard the optimizer's state under ZeRO-1; 0 for all
+    gathers: Gathers = "all_gather"  # of stepped parameters
     hop_wait_s: float = 0.0  # of a collective in a pipeline over nodes, while sends and receives keep the device busy
     send_wait_s: float = 0.0  # of every send and receipt of a stage, on 64 nodes and where tensor ranks are on four
     scatters_sends: bool = False  # every tensor rank sends its share to the next stage, where they are gathered
-    cuts_by_stages: bool = False  # a batch is cut into as many micro-batches as a pipeline has stages unless told
+    cuts_by_stages: bool = False  # by default, as many micro-batches as pipeline stages
     gathers_once_in_pipelines: bool = False  # sharded parameters, for all micro-batches; gradients are reduced once
     tensor_beside: Beside = "nothing"
     overlaps_sends: bool = False  # of interleaved pipelines
-    overlaps_gathers: bool = False  # of what ranks stepped, behind the next forward pass
+    overlaps_gathers: bool = False  # of stepped parameters, behind the next forward pass
     adds_in_products: bool = False
     keeps_fp8: bool = False  # weights in 8 bits are kept over a step's micro-batches
-    gathers_fp8: bool = False  # what 8-bit products take, under tensor parallelism
-    splits_norms: bool = False  # along the sequence, beside tensor parallelism, where nothing is said of it
+    gathers_fp8: bool = False  # inputs of 8-bit products, under tensor parallelism
+    splits_norms: bool = False  # default of sequence parallelism with tensor parallelism
     vocab_multiple: int = 1  # of tensor ranks, to which vocabularies are padded
-    recomputes: bool = True  # what its table says that it does
+    recomputes: bool = True  # as its table says
     delays_scales: bool = False  # those of 8-bit products, as transformer-engine's first recipe does
-    copies_by_rank: bool = False  # ZeRO's pieces, one parameter and one rank after the other; computing waits for them
-    split_launches: float = 0.0  # as `launches`, at least, under tensor parallelism
-    launches: float = 2.0  # operators called, against transformers' blocks: modules around layers, functions of its own
+    copies_by_rank: bool = False  # ZeRO's pieces, by parameter and rank; computing waits for them
+    split_launches: float = 0.0  # minimum of `launches` under tensor parallelism
+    launches: float = 2.0  # operators called, relative to transformers' blocks
 
 
 # Probabilities in fp32; the logits, then their gradient, in 16 bits.
@@ -73,7 +73,7 @@ _NANOTRON = Implementation(loss_bytes=4.0, fused_activation=False, copied=6.8)
 # A cross entropy that writes its gradient over the logits.
 _FUSED_LOSS = Implementation(logit_bytes=2.0, loss_bytes=2.0)
 _UNFUSED = Implementation(fused_norm=False, fused_activation=False)
-# Beside the probabilities: logits in fp32, which are returned, their shifted copy, and those of the step before; or two
+# Besides the probabilities: logits in fp32, returned, their shifted copy, and those of the step before; or two
 # gradients. Autocast leaves embeddings, norms and sums in the fp32 of their parameters, and so the stream, unless
 # parameters are gathered in 16 bits.
 _HUGGING_FACE = Implementation(fused_norm=False, fused_activation=False, loss_bytes=12.0, stream_itemsize=4.0)
@@ -94,8 +94,8 @@ _TORCHTITAN = Framework(
 # Megatron-Core. Gradients are added to in the products that make them, unless `--no-gradient-accumulation-fusion`, and
 # what tensor ranks sum in backward runs beside these (megatron/core/tensor_parallel/layers.py; Transformer Engine's
 # linear layers do both, too, and gather their inputs in 8 bits). Layers cast weights to 8 bits in a step's first
-# micro-batch (`is_first_microbatch`, megatron/core/extensions/transformer_engine.py). Interleaved pipelines send beside
-# computing, unless `--no-overlap-p2p-communication`.
+# micro-batch (`is_first_microbatch`, megatron/core/extensions/transformer_engine.py). Interleaved pipelines send during
+# computation, unless `--no-overlap-p2p-communication`.
 _MEGATRON_CORE = Framework(
     implementation=_MEGATRON,
     delays_scales=True,
@@ -136,7 +136,7 @@ _MEGATRON_DEEPSPEED = Framework(
 )
 
 _KNOWN: Mapping[str, Framework] = {
-    # A part of the name in lower case; the first that is found counts.
+    # A part of the name in lower case; the first match counts.
     "nanotron": Framework(
         implementation=_NANOTRON,
         fresh_itemsize=2.0,
@@ -218,8 +218,8 @@ _KNOWN: Mapping[str, Framework] = {
 
 
 READ_OFF: Mapping[str, Mapping[str, float | bool]] = {
-    # Traits that were read off published runs, and what they are by sources alone, with which a held-out source is
-    # estimated.
+    # Traits that were read off published runs, with their values by the framework's source alone, for estimates of a
+    # held-out source.
     "nanotron": {
         "hop_wait_s": 0.0, "send_wait_s": 0.0, "launches": 2.0, "held_without_pipelines": 0.0, "bucket_bytes": 50 * MiB
     },
@@ -227,9 +227,9 @@ READ_OFF: Mapping[str, Mapping[str, float | bool]] = {
 
 
 def framework_of(name: str, *, is_split: bool = False, knows_runs: bool = True) -> Framework:
-    """The framework that a table names, or what does its work where the model `is_split` over devices.
+    """The framework that a table names, or the one it delegates to if the model `is_split` over devices.
 
-    Unless it `knows_runs`, what was read off published runs of it is as sources have it.
+    Without `knows_runs`, traits that were read off published runs have the values of the framework's source.
     """
     found = next((part for part in _KNOWN if part in name.lower()), "")
     if is_split and found and _KNOWN[found].split_by:

@@ -1,8 +1,8 @@
-"""The cluster that a table's text of a hardware describes: its devices, and how they are joined.
+"""The cluster that a table's hardware text describes: its devices, and their network.
 
-Devices without a file of their own are the nearest one that has, with the figures of their data sheets. Where there is
-no text, what has as much memory stands for it; a text that names no device that is known is refused. "4x100Gb
-RoCE/node" is a network of four ports of 100 Gbit/s.
+A device without a file of its own takes the nearest device's file, with the figures of its own data sheet. A blank text
+means a device with as much memory. A text that names no known device is refused. "4x100Gb RoCE/node" is a network of
+four ports of 100 Gbit/s.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.errors import ArgumentError
 from benchmarks.published.table import UNKNOWN
 
-NODE = 8  # devices of a node that says nothing
+NODE = 8  # devices of a node by default
 
 
 class _Device(NamedTuple):
-    """A device by what a text says of it: its file, and what its data sheet says otherwise."""
+    """A device by the pattern of its text: its file, and figures of its data sheet that differ."""
 
     pattern: str
     file: str
@@ -85,7 +85,7 @@ _NETWORKS: Mapping[str, Mapping[str, float]] = {
 
 
 def cluster_described(hardware: str, memory_gb: float | None, num_devices: int, per_node: int | None) -> ClusterSpec:
-    """The cluster of so many devices, by a table's text, a device's memory and the devices of a node.
+    """The cluster of `num_devices` devices, from a table's text, a device's memory and the devices of a node.
 
     Raises:
         ArgumentError: the text names no device that is known.
@@ -93,7 +93,7 @@ def cluster_described(hardware: str, memory_gb: float | None, num_devices: int, 
     words = hardware.lower()
     joined = 72 if re.search(r"nvl72|gb[23]00", words) else 0  # by NVLink, over trays of four
     per_node = min(max(joined, per_node or NODE), num_devices)
-    device = next((each for each in _DEVICES if re.search(each.pattern, words)), None)
+    device = next((known for known in _DEVICES if re.search(known.pattern, words)), None)
     if device is None and words.strip() not in UNKNOWN:
         raise ArgumentError(f"hardware is {hardware!r}, which names no device that is known; such as 'H100-80GB'")
     if device is None:
@@ -124,9 +124,9 @@ def _figures(device: _Device) -> dict[str, float]:
 
 
 def network_of(words: str, per_node: int) -> dict[str, float]:
-    """Figures of `inter_node`, by their place in a cluster, that a hardware's text tells; none of others.
+    """Figures of `inter_node` in a hardware's text, by their place in a cluster.
 
-    Where a rate is written it is of a node, of which a rank has its share, unless it says "per GPU".
+    A rate is that of a node, and a rank has its share of it, unless the text says "per GPU".
     """
     figures = {place: value for word, known in _NETWORKS.items() if word in words for place, value in known.items()}
     ports = _PORTS.search(words) or _OMNI_PATH.search(words)

@@ -1,4 +1,4 @@
-"""How a published run is spread: its degrees of parallelism, what is sharded over whom, and its batch."""
+"""The layout of a published run: its degrees of parallelism, its sharding, and its batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.published.table import BLANK, Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a run is spread over its devices, and its batch over them and over time."""
+    """Layout of a run over its devices, and of its batch over devices and time."""
 
     devices: int
     data: int
@@ -26,7 +26,7 @@ class Layout:
     splits_norms: bool
     zero: int  # level, 0 to 3
     keeps_gathered: bool
-    shared_by: int  # neighbours among the data-parallel ranks that share out what `zero` says; `data` for all
+    shared_by: int  # neighbouring data-parallel ranks that shard as `zero` says; `data` for all
     micro_batch: float
     num_micro_batches: float
 
@@ -37,10 +37,10 @@ class Layout:
 
 
 def layout_of(row: Row) -> Layout:
-    """How the run is spread.
+    """The layout of a run.
 
     Raises:
-        ArgumentError: degrees do not multiply to the devices, or the batch cannot be told.
+        ArgumentError: degrees do not multiply to the devices, or the batch is unknown.
     """
     tensor, pipeline, context = (_count(row, name) for name in ("tp", "pp", "cp"))
     devices, data = _devices(row, tensor * pipeline * context)
@@ -68,7 +68,7 @@ def layout_of(row: Row) -> Layout:
 
 
 def framework_for(row: Row) -> Framework:
-    """What trains the run."""
+    """The framework that trains the run."""
     is_split = _count(row, "tp") > 1 or _count(row, "pp") > 1
     return framework_of(row.text("framework"), is_split=is_split, knows_runs=row.knows_runs)
 
@@ -85,7 +85,7 @@ def _devices(row: Row, split: int) -> tuple[int, int]:
             raise ArgumentError("neither n_gpus nor dp is given; one of them is needed")
         devices = data * split
     if not data or data * split != devices:
-        # Some count ranks of a context group among the data-parallel ones, and not all publish dp.
+        # Some tables count ranks of a context group as data-parallel, and some leave dp out.
         data = devices / split
     if data < 1 or data != int(data):
         tensor, pipeline, context = (_count(row, name) for name in ("tp", "pp", "cp"))
@@ -115,7 +115,7 @@ def _batch(row: Row, data: int, pipeline: int, framework: Framework) -> tuple[fl
 
 
 def _sharding(row: Row) -> tuple[int, bool]:
-    """ZeRO's level, and whether gathered parameters are kept for backward: what `fsdp` says, else `zero`."""
+    """ZeRO's level, and true if gathered parameters are kept for backward: from `fsdp`, else from `zero`."""
     name = row.text("fsdp")
     if name in BLANK:
         return _level(row.text("zero")), False
@@ -144,9 +144,9 @@ def _level(words: str) -> int:
 
 
 def _shared_by(row: Row, level: int, data: int, neighbours: int) -> int:
-    """Ranks that share out what is sharded, where they are fewer than all: those of a node, or as many as `fsdp` says.
+    """Ranks of a sharding group that is smaller than all ranks: those of a node, or as many as `fsdp` says; else 0.
 
-    Hybrid sharding keeps what is gathered inside of a node: Zhao et al. 2023, arXiv 2304.11277, section 3.2.2.
+    Hybrid sharding gathers inside of a node: Zhao et al. 2023, arXiv 2304.11277, section 3.2.2.
     """
     words = row.text("fsdp")
     if level == 3 and words.isdecimal():
@@ -154,8 +154,8 @@ def _shared_by(row: Row, level: int, data: int, neighbours: int) -> int:
     if level == 3 and ("hybrid" in words or "hsdp" in words):
         per_node = int(row.number("gpus_per_node") or NODE)
         return math.gcd(data, max(1, per_node // neighbours))
-    told = row.text("zero_group")
-    if level == 1 and told == "all":
+    words_of_group = row.text("zero_group")
+    if level == 1 and words_of_group == "all":
         return 0
-    group = int(told) if told.isdecimal() else framework_for(row).optimizer_group
+    group = int(words_of_group) if words_of_group.isdecimal() else framework_for(row).optimizer_group
     return math.gcd(data, group) if level == 1 and group else 0

@@ -1,10 +1,10 @@
-"""Each source of published runs estimated without anything that was learnt from it.
+"""Estimates of each source of published runs, without anything that was learnt from that source.
 
-A source is a publisher: a repository, or a paper. For the runs of one, a device's constants are typical of any GPU's,
-and then fitted to runs of all other sources on that device, at most `PER_SOURCE` of each, drawn by a hash of their
-names; where no other source has the device they stay typical. What a source does differently it does in all of its
-runs, so that many of its runs say little more than few: `OF_A_SOURCE`. Between nodes nothing is fitted: networks
-differ from site to site. Traits of frameworks that were read off published runs are left out.
+A source is a publisher: a repository, or a paper. For its runs, a device's constants start as typical of any GPU. They
+are then fitted to runs of all other sources on that device, at most `PER_SOURCE` of each, drawn by a hash of their
+names. If no other source has the device, they stay typical. Peculiarities of a source affect all of its runs, so many
+of its runs say little more than few: `OF_A_SOURCE`. Nothing is fitted between nodes, since networks differ from site to
+site. Traits of frameworks that were read off published runs are left out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from benchmarks.published.fit import NOISE, TimedRun, drawn, fitted, with_consta
 from benchmarks.published.metrics import Result
 from benchmarks.published.table import Row
 
-PER_SOURCE = 20  # runs of a device that one source has a say with
-OF_A_SOURCE = 0.15  # of a run's logarithm, alike for all runs of a source
+PER_SOURCE = 20  # runs of a device that one source contributes
+OF_A_SOURCE = 0.15  # error of a run's logarithm that all runs of a source share
 CARRIED = ("device.", "intra_node.")  # constants that hold at another site
 
 Source = list[tuple[Case, Result]]
@@ -28,27 +28,27 @@ Source = list[tuple[Case, Result]]
 
 def by_source(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """The rows of each publisher."""
-    found: dict[str, list[Row]] = defaultdict(list)
+    by_publisher: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row.publisher].append(row)
-    return found
+        by_publisher[row.publisher].append(row)
+    return by_publisher
 
 
 def leave_one_out(sources: Mapping[str, Sequence[Row]], *, fits: bool = True) -> dict[str, Source]:
-    """Every row of every source beside what is estimated of it by the other sources; by none unless it `fits`."""
+    """Every row of every source with estimates by constants fitted to the other sources, or to none without `fits`."""
     learnt_from = {name: _runs(rows) for name, rows in sources.items()} if fits else {}
-    found = {}
+    results = {}
     for name, rows in sources.items():
         cases = [by_data_sheet(Case.of(replace(row, knows_runs=False))) for row in rows]
         devices = sorted({case.cluster.device.name for case in cases if case.cluster is not None})
         factors = {device: _fitted_to_others(learnt_from, name, device) for device in devices}
         moved = [case if case.cluster is None else _moved(case, factors[case.cluster.device.name]) for case in cases]
-        found[name] = list(zip(moved, results_of(moved, rows), strict=True))
-    return found
+        results[name] = list(zip(moved, results_of(moved, rows), strict=True))
+    return results
 
 
 def _runs(rows: Sequence[Row]) -> dict[str, list[TimedRun]]:
-    """Few runs of each device that did not stall, with constants that are typical of any."""
+    """A few runs of each device that did not stall, with typical constants."""
     cases = [by_data_sheet(Case.of(row)) for row in rows]
     by_device: dict[str, list[TimedRun]] = defaultdict(list)
     for case, result in zip(cases, results_of(cases, rows), strict=True):

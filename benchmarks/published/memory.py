@@ -1,4 +1,4 @@
-"""What the planner says of a run's memory: the bytes that its table measured, and whether it fits."""
+"""Estimated memory of a run: the bytes that its table measured, and whether the run fits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.published.rows import cost_of
 from benchmarks.published.table import Row
 
 CONTEXT = 1.5 * GiB
-"""What the driver's figure has beside the allocator's: CUDA's context, kernels, and buffers of NCCL."""
+"""Bytes in the driver's figure but not in the allocator's: CUDA's context, kernels, and buffers of NCCL."""
 
 
 def metric_of(row: Row) -> Metric:
-    """What the row's figure is. Where a table names none, or two, it is taken to be what the allocator reserved."""
+    """Metric of the row's figure. If a table names none, or two, it is what the allocator reserved."""
     words = row.measured["mem_metric"].lower()
     if "smi" in words:
         return "driver"
@@ -26,18 +26,18 @@ def metric_of(row: Row) -> Metric:
 
 
 def predicted_memory(row: Row) -> Memory:
-    """The stage that the row's figure is of: the one that needs the most, or the first where a framework logs that.
+    """Memory of the stage that the row's figure is of: the largest, or the first if the framework logs that one.
 
     Raises:
-        ArgumentError: the row cannot be understood.
+        ArgumentError: the row is refused.
     """
     return memory_of(row, cost_of(row))
 
 
 def memory_of(row: Row, cost: Cost) -> Memory:
-    """`predicted_memory` where the row's cost is known."""
+    """`predicted_memory` for a given cost."""
     framework = framework_for(row)
-    if cost.held_gathers:  # of what some versions keep, what most runs did
+    if cost.held_gathers:  # versions differ in this; as most runs did
         cost = replace(cost, held_gathers=framework.held_without_pipelines if cost.stages == 1 else 0.0)
     if framework.reports_first:
         return stage_memory(cost, stages_of(cost)[0])
@@ -45,7 +45,7 @@ def memory_of(row: Row, cost: Cost) -> Memory:
 
 
 def comparable_bytes(row: Row, cost: Cost) -> float:
-    """What the row's figure should be."""
+    """Estimate of the row's figure, in its metric."""
     memory, metric = memory_of(row, cost), metric_of(row)
     if metric == "allocated":
         return memory.total
@@ -53,5 +53,5 @@ def comparable_bytes(row: Row, cost: Cost) -> float:
 
 
 def fits(cost: Cost, device_bytes: float) -> bool:
-    """Whether the stage that needs the most has room on a device, by the planner's own rule."""
+    """True if the largest stage fits on a device, by the planner's own rule."""
     return peak_memory(cost).needed <= (1.0 - RESERVE) * device_bytes

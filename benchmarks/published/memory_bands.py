@@ -1,8 +1,8 @@
-"""How far off estimates of memory are by kinds of bytes, fitted to sources that were left out, and what bands hold.
+"""Errors of memory estimates by kind of bytes, fitted without the source in question, and the coverage of their bands.
 
-It fits the bands of `atorch/cost/memory_interval.py` as `bands.py` does. The driver's figures are left out: what they
-count beside is in no category. Where a framework keeps by its version what tensor ranks gathered, or not, no
-column tells which it was. Such runs are not fitted; they do count in what is told of bands.
+Fits the bands of `atorch/cost/memory_interval.py` as `bands.py` does. The driver's figures are left out, since they
+include bytes of no category. Some versions of a framework keep what tensor ranks gathered, others do not, and no column
+names the version. Such runs are not fitted, but figures on bands include them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ BEFORE: Mapping[str, float] = {"states": 0.02, "activations": 0.1, "working": 0.
 
 
 class Run(NamedTuple):
-    """A run whose bytes torch counted, with the shares of kinds of bytes."""
+    """A run whose bytes torch counted, with its shares of kinds of bytes."""
 
     error: float  # the logarithm of measured over estimated
     shares: tuple[float, ...]
-    is_told: bool = True  # whether its columns tell what it keeps
+    is_told: bool = True  # its columns determine what it keeps
 
 
 @dataclass(frozen=True)
 class Bands:
-    """Sigmas by kind of bytes, and quantiles of errors over the sigma that these come to."""
+    """Sigmas by kind of bytes, and quantiles of errors over a run's sigma."""
 
     sigma: Mapping[str, float]
     low: float
@@ -47,7 +47,7 @@ class Bands:
 
 
 def runs_of(source: Source) -> list[Run]:
-    """What of a source was measured by torch and estimated."""
+    """Runs of a source that torch measured and the planner estimated."""
     found = []
     for case, result in source:
         if case.cost is None or not result.measured_bytes or result.memory_kind == "driver":
@@ -73,28 +73,28 @@ def fitted(sources: Sequence[Sequence[Run]]) -> Bands:
 
 
 def report(sources: Mapping[str, Source]) -> dict[str, object]:
-    """Print what bands hold of each source that was left out, what fits narrowly, and the sigmas of all sources."""
+    """Print the coverage of each left-out source, the runs that fit narrowly, and the sigmas of all sources."""
     runs = {name: found for name, source in sources.items() if (found := runs_of(source))}
     if sum(any(run.is_told for run in found) for found in runs.values()) < 2:
         return {}  # nothing is left to fit
-    of_others = {name: fitted([found for each, found in runs.items() if each != name]) for name in runs}
+    of_others = {name: fitted([found for other, found in runs.items() if other != name]) for name in runs}
     bands = fitted(list(runs.values()))
     lines = {name: _line([(mine, of_others[name])]) for name, mine in runs.items()}
     known = list(lines.values())
     together = _line([(mine, of_others[name]) for name, mine in runs.items()])
     lines |= {
         "all": together,
-        "mean of sources": {key: sum(each[key] for each in known) / len(known) for key in together},
+        "mean of sources": {key: sum(line[key] for line in known) / len(known) for key in together},
     }
     width = max(map(len, lines))
     print(f"\n{'80 % bands of memory':<{width}} {'runs':>6} {'hold':>7} {'told':>6} {'hold':>7} {'from':>6} {'to':>6}")
     for name, line in lines.items():
         held = f"{100 * line['held']:5.1f} % {line['told']:6.0f} {100 * line['held_of_told']:5.1f} %"
         print(f"{name:<{width}} {line['runs']:6.0f} {held} {line['from']:6.2f} {line['to']:6.2f}")
-    rooms = [each for name, source in sources.items() for each in _rooms(source, of_others.get(name, bands))]
+    rooms = [room for name, source in sources.items() for room in _rooms(source, of_others.get(name, bands))]
     fits = {}
     for words, is_narrow in (("narrowly", True), ("with room", False)):
-        found = [each.fits for each in rooms if each.is_narrow == is_narrow]
+        found = [room.fits for room in rooms if room.is_narrow == is_narrow]
         fits[words] = {"said": len(found), "do": sum(found)}
         print(f"said to fit {words}: {sum(found)} of {len(found)} do")
     print("atorch/cost/memory_interval.py, as these tables have it:")
@@ -104,7 +104,7 @@ def report(sources: Mapping[str, Source]) -> dict[str, object]:
 
 
 def _line(parts: Sequence[tuple[Sequence[Run], Bands]]) -> dict[str, float]:
-    """What bands hold of some runs, each with the bands of others."""
+    """Coverage of some runs by the bands of other sources."""
     spreads = [bands.spread([run.shares for run in runs]) for runs, bands in parts]
     low = np.concatenate([bands.low * spread for (_, bands), spread in zip(parts, spreads, strict=True)])
     high = np.concatenate([bands.high * spread for (_, bands), spread in zip(parts, spreads, strict=True)])
@@ -127,7 +127,7 @@ class _Room(NamedTuple):
 
 
 def _rooms(source: Source, bands: Bands) -> list[_Room]:
-    """Of runs that were said to fit and are known to or not to: whether by less than the estimate may be off."""
+    """Labelled runs that were predicted to fit, and whether the margin is less than the estimate's error."""
     return [
         _Room(_most(case, bands) > (1 - RESERVE) * case.cluster.device.memory_bytes, result.label == "fits")
         for case, result in source
@@ -136,7 +136,7 @@ def _rooms(source: Source, bands: Bands) -> list[_Room]:
 
 
 def _most(case: Case, bands: Bands) -> float:
-    """What an allocator needs at most in nine of ten runs."""
+    """Bytes that suffice for an allocator in nine of ten runs."""
     assert case.cost is not None
     memory = peak_memory(case.cost).by_category()
     memory["slack"] = STUCK * memory.get("slack", 0.0)

@@ -1,11 +1,10 @@
-"""How right estimates are: of memory, of what fits, of time, and of the order of a cell's runs.
+"""Accuracy of estimates: of memory, of what fits, of time, and of the order of a cell's runs.
 
-A refused row is a miss wherever the row has a measurement: an error of 100 %, said not to fit. Errors are
-|estimate / measured - 1|. Within a cell runs are ranked by seconds per token; what is refused, or said not to fit, is
-not ranked, for nobody would be told to run it. Of runs that are ranked alike, one at random comes first: figures are
-expected values over their orders, worked out and not drawn. Regret is what the choice loses against the best run of the
-cell that was measured; where nothing of a cell is ranked, it is that of its slowest run. Figures without a row to stand
-on are None.
+Errors are |estimate / measured - 1|. A refused row is a miss wherever the row has a measurement: an error of 100 %,
+predicted not to fit. Within a cell, runs are ranked by seconds per token. Runs that are refused or predicted not to fit
+are not ranked, since nobody would be advised to run them. Runs that are ranked alike come in random order: figures are
+exact expected values over these orders. Regret is the loss of the choice against the best measured run of the cell. If
+nothing of a cell is ranked, it is the regret of the slowest run. A figure without rows is None.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import Literal
 
 import numpy as np
 
-LEAST_IN_CELL = 5  # runs; an order of fewer says little
-DIGITS = 9  # of an estimate; two that agree in them are a tie
+LEAST_IN_CELL = 5  # runs; fewer give no meaningful order
+DIGITS = 9  # significant digits of an estimate; equal ones are a tie
 
 Metric = Literal["allocated", "reserved", "driver"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A published run beside what was estimated of it. What was not published, or was refused, is None."""
+    """A published run with its estimates. A value that was not published, or was refused, is None."""
 
     row_id: str
     cell: tuple[str, ...]  # framework, model, devices, sequence length
@@ -40,24 +39,24 @@ class Result:
     memory_kind: Metric = "reserved"  # "driver" is nvidia-smi's: the context of CUDA and other processes' too
     label: Literal["fits", "oom"] | None = None
     said_to_fit: bool = False
-    fitted_model: bool = False  # constants that are shipped were fitted on rows of this model
+    fitted_model: bool = False  # shipped constants were fitted on rows of this model
     refused: str = ""  # the reason
-    stalled: bool = False  # it lost time that nothing in its columns explains: stalls.py
-    place: float | None = None  # in the order of a rule that estimates nothing: the least comes first
+    stalled: bool = False  # lost time that no column explains: stalls.py
+    place: float | None = None  # in the order of a rule without estimates; the least is first
 
     @property
     def time_error(self) -> float | None:
-        """Signed and relative; None where no time was published, or none is estimated."""
+        """Signed and relative; None without a published time, -1 without an estimate."""
         return None if self.place is not None else _error(self.estimated_s, self.measured_s)
 
     @property
     def memory_error(self) -> float | None:
-        """Signed and relative; None where no memory was published, or none is estimated."""
+        """Signed and relative; None without published memory, -1 without an estimate."""
         return None if self.place is not None else _error(self.estimated_bytes, self.measured_bytes)
 
     @property
     def is_ranked(self) -> bool:
-        """Whether anyone would be told to run it."""
+        """True if the planner would propose this run."""
         return self.said_to_fit and (self.place is not None or self.estimated_s is not None)
 
 
@@ -69,20 +68,20 @@ def _error(estimated: float | None, measured: float | None) -> float | None:
 
 def summary(results: Sequence[Result]) -> dict[str, float | int | None]:
     """Every figure of a table's results, as fractions."""
-    by_torch = [each.memory_error for each in results if each.memory_kind != "driver"]
-    allocated = [each.memory_error for each in results if each.memory_kind == "allocated"]
-    times = [each.time_error for each in results]
-    judged = [each for each in results if each.label and each.place is None]
+    by_torch = [result.memory_error for result in results if result.memory_kind != "driver"]
+    allocated = [result.memory_error for result in results if result.memory_kind == "allocated"]
+    times = [result.time_error for result in results]
+    labelled = [result for result in results if result.label and result.place is None]
     ranked = [cell for cell in cells(results) if len(cell) >= LEAST_IN_CELL]
     first = [regret(cell, 1) for cell in ranked]
     doomed, proposed = doomed_in_first(results)
     return {
         "rows": len(results),
-        "refused": sum(bool(each.refused) for each in results) / len(results) if results else None,
+        "refused": sum(bool(result.refused) for result in results) / len(results) if results else None,
         "memory_median_err": quantile(by_torch, 0.5),
         "memory_p95_err": quantile(by_torch, 0.95),
-        "fits_precision": _share([each.label == "fits" for each in judged if each.said_to_fit]),
-        "fits_recall": _share([each.said_to_fit for each in judged if each.label == "fits"]),
+        "fits_precision": _share([result.label == "fits" for result in labelled if result.said_to_fit]),
+        "fits_recall": _share([result.said_to_fit for result in labelled if result.label == "fits"]),
         "time_mape": mean([abs(error) for error in times if error is not None]),
         "time_median_err": quantile(times, 0.5),
         "spearman_median": quantile([_order(cell) for cell in ranked], 0.5, signed=True),
@@ -98,21 +97,21 @@ def summary(results: Sequence[Result]) -> dict[str, float | int | None]:
 
 
 def cells(results: Iterable[Result]) -> list[list[Result]]:
-    """The runs that are ranked against each other: of one cell, and of one global batch where enough have it."""
+    """Groups of runs that are ranked together: of one cell, and of one global batch if enough runs have it."""
     by_cell: dict[tuple[str, ...], dict[float, list[Result]]] = defaultdict(lambda: defaultdict(list))
-    for each in results:
-        if each.measured_s is not None:
-            by_cell[each.cell][each.global_batch].append(each)
-    found = []
+    for result in results:
+        if result.measured_s is not None:
+            by_cell[result.cell][result.global_batch].append(result)
+    groups = []
     for by_batch in by_cell.values():
         large = [runs for runs in by_batch.values() if len(runs) >= LEAST_IN_CELL]
         rest = [run for runs in by_batch.values() if len(runs) < LEAST_IN_CELL for run in runs]
-        found += [*large, rest] if rest else large
-    return found
+        groups += [*large, rest] if rest else large
+    return groups
 
 
 def regret(cell: Sequence[Result], tries: int) -> float:
-    """What the best of the `tries` runs ranked first takes over the best of all, - 1: expected over orders of ties."""
+    """Time of the best of the `tries` runs ranked first over the best of all, - 1, expected over orders of ties."""
     best = min(map(_measured, cell))
     found, left = math.inf, tries
     for tied in in_order(cell):
@@ -126,7 +125,7 @@ def regret(cell: Sequence[Result], tries: int) -> float:
 
 
 def in_order(runs: Iterable[Result]) -> list[list[Result]]:
-    """The runs that are ranked, best first, those ranked alike together."""
+    """The ranked runs, best first, with ties in one list."""
     ranked = sorted((run for run in runs if run.is_ranked), key=_place)
     return [list(tied) for _, tied in groupby(ranked, _place)]
 
@@ -134,7 +133,7 @@ def in_order(runs: Iterable[Result]) -> list[list[Result]]:
 def _least_of_drawn(values: Sequence[float], count: int) -> float:
     """The expected least of `count` > 0 of the values, drawn at random.
 
-    The i-th smallest is the least drawn where all others drawn are among those behind it.
+    The i-th smallest is the least drawn if all other drawn values come after it.
     """
     ways = math.comb(len(values), count)
     behind = range(len(values) - 1, -1, -1)
@@ -160,11 +159,11 @@ def _order(cell: Sequence[Result]) -> float | None:
     ranked = [run for run in cell if run.is_ranked]
     if len(ranked) < LEAST_IN_CELL:
         return None
-    return spearman([_place(each) for each in ranked], [_measured(each) for each in ranked])
+    return spearman([_place(run) for run in ranked], [_measured(run) for run in ranked])
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, ties sharing their mean rank; None where one side is all one value."""
+    """Spearman's rank correlation, with mean ranks for ties; None if one side is constant."""
     x, y = ranks(left), ranks(right)
     x, y = x - x.mean(), y - y.mean()
     spread = math.sqrt(float((x * x).sum() * (y * y).sum()))
@@ -172,7 +171,7 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 
 def ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """1 for the smallest; equal values share the mean of their ranks."""
+    """Ranks from 1 for the smallest; equal values share the mean of their ranks."""
     array = np.asarray(values, dtype=np.float64)
     below = (array[None, :] < array[:, None]).sum(axis=1)
     equal = (array[None, :] == array[:, None]).sum(axis=1)
@@ -180,14 +179,14 @@ def ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64
 
 
 def doomed_in_first(results: Sequence[Result], tries: int = 3) -> tuple[float, int]:
-    """In how many cells one of the `tries` runs ranked first is labelled out of memory, and of how many cells.
+    """Number of cells in which one of the `tries` runs ranked first is labelled out of memory, and of all cells.
 
-    Ranked are the runs that were timed and those labelled. Ties count by the share of their orders that has one.
+    Only labelled runs are ranked. Ties count by the share of their orders that has such a run.
     """
     candidates: dict[tuple[tuple[str, ...], float], list[Result]] = defaultdict(list)
-    for each in results:
-        if each.label is not None and each.is_ranked:
-            candidates[each.cell, each.global_batch].append(each)
+    for result in results:
+        if result.label is not None and result.is_ranked:
+            candidates[result.cell, result.global_batch].append(result)
     return sum(_chance_of_doom(cell, tries) for cell in candidates.values()), len(candidates)
 
 
@@ -203,13 +202,13 @@ def _chance_of_doom(cell: Sequence[Result], tries: int) -> float:
 
 
 def quantile(values: Sequence[float | None], share: float, *, signed: bool = False) -> float | None:
-    """A quantile by linear interpolation, of sizes unless `signed`; None stands for nothing measured."""
-    known = [value if signed else abs(value) for value in values if value is not None]
-    return float(np.quantile(known, share)) if known else None
+    """A quantile by linear interpolation, of absolute values unless `signed`; None without values."""
+    sizes = [value if signed else abs(value) for value in values if value is not None]
+    return float(np.quantile(sizes, share)) if sizes else None
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """The mean, None of nothing."""
+    """The mean; None without values."""
     return sum(values) / len(values) if values else None
 
 
@@ -218,9 +217,9 @@ def _share(hits: Sequence[bool]) -> float | None:
 
 
 def runs_out_of_memory(micro_batch: float, ran: Sequence[tuple[float, float]], device_bytes: float) -> bool:
-    """Whether a crash is explained by memory: a line through runs that differ only in micro-batch passes the device.
+    """True if memory explains a crash: a line through runs that differ only in micro-batch exceeds the device.
 
-    `ran` is (micro-batch, bytes) of the runs that ended well; the line is of least squares, and needs two sizes.
+    `ran` has (micro-batch, bytes) of successful runs. The least-squares line needs two sizes.
     """
     sizes = np.asarray([size for size, _ in ran])
     if len(set(sizes.tolist())) < 2:

@@ -1,4 +1,4 @@
-"""Dimensions of public models, by name: what a table leaves blank. From the models' published `config.json`."""
+"""Dimensions of public models by name, for blank columns of tables, from the models' published `config.json`."""
 
 from __future__ import annotations
 
@@ -172,6 +172,6 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def known_dimensions(model: str) -> Mapping[str, Any]:
-    """What is known of a model with this name, by the fields of `TransformerShape`; nothing of others."""
+    """Dimensions of the model with this name, by the fields of `TransformerShape`; empty if unknown."""
     name = re.sub(r"[\s_/()-]+", "-", model.lower()).strip("-")
     return next((found for pattern, found in _MODELS.items() if re.search(pattern, name)), {})

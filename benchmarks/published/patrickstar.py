@@ -1,13 +1,13 @@
-"""PatrickStar's published runs beside what is estimated of `chunk` on the same machines: `python -m` this module.
+"""PatrickStar's published runs against estimates of `chunk` on the same machines: `python -m` this module.
 
-The repository's README tells TFLOPS of all GPUs together for models of 1B to 18B on eight V100 with 32 GB and 240 GB of
-host memory, and of 6B to 68B on eight A100 with 80 GB and 1 TB (v0.4.6); 175B's is read off a chart, to some percent.
+The repository's README (v0.4.6) gives TFLOPS of all GPUs together: for 1B to 18B on eight V100 with 32 GB and 240 GB of
+host memory, and for 6B to 68B on eight A100 with 80 GB and 1 TB. 175B's figure is read off a chart, to some percent.
 Shapes are those of its examples: BERT's encoder with sequences of 1,024, every layer recomputed, fp16 with masters in
-fp32, Adam; a step counts as 8 × parameters × tokens (`examples/model_builder.py`, `pretrain_demo.py`). The batch of a
-run is not told. The scripts sweep 4 to 32 samples a GPU: the estimate is told for the fastest of these that fits.
+fp32, Adam. A step counts as 8 × parameters × tokens (`examples/model_builder.py`, `pretrain_demo.py`). The batch of a
+run is not published. The scripts sweep 4 to 32 samples a GPU: the estimate is of the fastest of these that fits.
 
-The runtime that was measured does not fetch ahead and synchronises at every collective; the estimate is of one that
-does, on our assumptions of links and of the host's memory.
+The measured runtime does not prefetch, and it synchronises at every collective. The estimate is of a runtime that
+prefetches, with our assumptions on links and on host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPES: Mapping[str, tuple[int, int, int]] = {  # layers, width, heads
 
 @dataclass(frozen=True)
 class Machine:
-    """Where runs were measured, and what they reached: TFLOPS of all GPUs, by model."""
+    """A machine with its measured TFLOPS of all GPUs, by model."""
 
     name: str
     cluster: ClusterSpec
@@ -70,31 +70,31 @@ def profile_of(model: str) -> ModelProfile:
 
 
 def strategy_on(cluster: ClusterSpec) -> Strategy:
-    """What PatrickStar does, in our words."""
+    """PatrickStar's methods as a strategy of atorch."""
     return Strategy.of([("parallel_mode", [("data", cluster.world_size)]), ("half", "fp16"), "checkpoint", "chunk"])
 
 
 def estimate(model: str, cluster: ClusterSpec, batch: int) -> Estimate:
-    """Of `chunk` with so many samples on each device."""
+    """Estimate of `chunk` with `batch` samples on each device."""
     start = plain_cost(profile_of(model), batch * cluster.world_size, cluster.device.memory_bytes)
     return estimate_of(strategy_on(cluster).cost(start), cluster)
 
 
 def fits(found: Estimate, cluster: ClusterSpec) -> bool:
-    """Whether device and host have room for it, with what the planner leaves free."""
+    """True if device and host have room for it, with the planner's reserve."""
     return found.peak_bytes <= usable_bytes(cluster) and found.on_host_bytes <= usable_host_bytes(cluster)
 
 
 def tflops(model: str, cluster: ClusterSpec, batch: int, seconds: float) -> float:
-    """Of all devices, as PatrickStar's examples count them."""
+    """TFLOPS of all devices, as PatrickStar's examples count them."""
     return 8.0 * profile_of(model).num_params * batch * cluster.world_size * SEQUENCE / seconds / 1e12
 
 
 def best(model: str, cluster: ClusterSpec) -> tuple[int, float] | None:
     """The fastest batch of a device that fits, and its TFLOPS on all devices."""
-    found = [(batch, estimate(model, cluster, batch)) for batch in BATCHES]
-    rates = [(batch, tflops(model, cluster, batch, each.step_s)) for batch, each in found if fits(each, cluster)]
-    return max(rates, key=lambda each: each[1], default=None)
+    estimates = [(batch, estimate(model, cluster, batch)) for batch in BATCHES]
+    rates = [(batch, tflops(model, cluster, batch, one.step_s)) for batch, one in estimates if fits(one, cluster)]
+    return max(rates, key=lambda rate: rate[1], default=None)
 
 
 def main() -> None:

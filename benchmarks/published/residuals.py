@@ -1,6 +1,6 @@
-"""Where estimates are off: signed errors of runs by what differs between them, and run by run.
+"""Signed errors of estimates by the columns in which runs differ, and run by run.
 
-An error's average is that of logarithms, so that half and twice as long cancel.
+Errors are averaged as logarithms, so that half and twice as long cancel.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from benchmarks.published.metrics import Result
 from benchmarks.published.table import GIVEN
 
 Of = Literal["time", "memory"]
-_FEW = 12  # values of a column that are told one by one; of more, numbers by powers of two
-_TOLD = tuple(name for name in GIVEN if name not in ("row_id", "params_b", "framework"))
+_FEW = 12  # values of a column that are listed one by one; more are grouped by powers of two
+_COLUMNS = tuple(name for name in GIVEN if name not in ("row_id", "params_b", "framework"))
 
 Error = tuple[Case, float]  # and the logarithm of estimate over measured
 
@@ -28,33 +28,35 @@ def residuals(pairs: Iterable[tuple[Case, Result]], of: Of, rows: int) -> Iterat
         error = result.time_error if of == "time" else result.memory_error
         if case.cluster is not None and error is not None and error > -1.0:
             groups[case.row.text("framework"), case.cluster.device.name].append((case, math.log1p(error)))
-    for (framework, device), errors in sorted(groups.items(), key=lambda each: -_size(each[1])):
-        yield f"\n{framework} on {device}: {_shown(errors)}"
+    for (framework, device), errors in sorted(groups.items(), key=lambda group: -_size(group[1])):
+        yield f"\n{framework} on {device}: {_summary(errors)}"
         yield from _by_column(errors)
-        same = {name for name in _TOLD if len({case.row.text(name) for case, _ in errors}) == 1}
-        furthest = sorted(errors, key=lambda each: -abs(each[1]))[:rows]
-        for case, error in sorted(furthest, key=lambda each: each[1]):
-            told = (f"{name} {case.row.given[name]}" for name in _TOLD if name not in same and case.row.given[name])
-            yield f"    {_percent(error):>8} {case.row.row_id}: {', '.join(told)}"
+        same = {name for name in _COLUMNS if len({case.row.text(name) for case, _ in errors}) == 1}
+        furthest = sorted(errors, key=lambda pair: -abs(pair[1]))[:rows]
+        for case, error in sorted(furthest, key=lambda pair: pair[1]):
+            differing = (
+                f"{name} {case.row.given[name]}" for name in _COLUMNS if name not in same and case.row.given[name]
+            )
+            yield f"    {_percent(error):>8} {case.row.row_id}: {', '.join(differing)}"
 
 
 def _by_column(errors: Sequence[Error]) -> Iterator[str]:
-    for name in _TOLD:
+    for name in _COLUMNS:
         values = {case.row.text(name) for case, _ in errors}
         if len(values) < 2:
             continue
         class_of = _classes(values)
         classes: dict[str, list[Error]] = defaultdict(list)
-        for each in errors:
-            classes[class_of(each[0].row.text(name))].append(each)
+        for error in errors:
+            classes[class_of(error[0].row.text(name))].append(error)
         if len(classes) > 1:
             yield f"  by {name}"
-            for value, inside in sorted(classes.items(), key=lambda each: _number(each[0])):
-                yield f"    {value or '(blank)':<28} {_shown(inside)}"
+            for value, inside in sorted(classes.items(), key=lambda item: _number(item[0])):
+                yield f"    {value or '(blank)':<28} {_summary(inside)}"
 
 
 def _classes(values: set[str]) -> Callable[[str], str]:
-    """What stands for a value: itself, or of many numbers the power of two below it."""
+    """A function from a value to its class: itself, or with many values the power of two below it."""
     if len(values) <= _FEW:
         return lambda value: value
     return lambda value: f"{2 ** math.floor(math.log2(number)):g}+" if (number := _number(value)[0]) > 0 else value
@@ -67,7 +69,7 @@ def _number(text: str) -> tuple[float, str]:
         return -1.0, text
 
 
-def _shown(errors: Sequence[Error]) -> str:
+def _summary(errors: Sequence[Error]) -> str:
     logs = [error for _, error in errors]
     return f"{_percent(sum(logs) / len(logs)):>8} on average, {100 * _size(errors):5.1f} % off, {len(logs):4} runs"
 

@@ -1,4 +1,4 @@
-"""What the planner makes of a row of a table of published runs: a shape, a profile, a cost, a cluster."""
+"""The planner's view of a row of a table of published runs: a shape, a profile, a cost, a cluster."""
 
 from __future__ import annotations
 
@@ -56,41 +56,43 @@ def _profile(shape: TransformerShape, implementation: Implementation, adapters: 
 
 
 def _implementation(row: Row, framework: Framework) -> Implementation:
-    """The framework's, with the attention that the row names and the width of what is computed in."""
-    found = replace(
+    """The framework's implementation, with the row's attention kernel and number format."""
+    implementation = replace(
         framework.implementation,
         flash_attention=attention_of(row) not in WRITES_SCORES,
         fused_softmax=attention_of(row) != "eager",
         itemsize=2.0 if precision_of(row).is_mixed else 4.0,
     )
     if any(word in f"{row.text('arch')} {row.text('model')}" for word in ("bert", "vit", "bidirectional")):
-        found = replace(found, causal=False)
+        implementation = replace(implementation, causal=False)
     if layout_of(row).zero == 3:
-        found = replace(found, stream_itemsize=0.0)  # embeddings are gathered in 16 bits, and so is what they give
+        implementation = replace(
+            implementation, stream_itemsize=0.0
+        )  # embeddings are gathered in 16 bits, and their results are 16-bit too
     is_split = (row.number("tp") or 1) > 1
     if is_split and framework.split_loss_bytes:
-        found = replace(found, loss_bytes=framework.split_loss_bytes)
+        implementation = replace(implementation, loss_bytes=framework.split_loss_bytes)
     if not is_compiled(row):
-        return found
+        return implementation
     if framework.compiles_loss and not is_split:
-        found = replace(found, logit_bytes=2.0, loss_bytes=2.0)
-    return replace(found, fused_norm=True, fused_activation=True)
+        implementation = replace(implementation, logit_bytes=2.0, loss_bytes=2.0)
+    return replace(implementation, fused_norm=True, fused_activation=True)
 
 
 def is_compiled(row: Row) -> bool:
-    """Whether a compiler fuses what lies between products."""
+    """True if a compiler fuses the operations between products."""
     return row.text("compile") not in (*BLANK, "eager")
 
 
 COPY_S = 5e-6  # from one launch to the next: `launch_s` of atorch/cluster/known
-COMPILED = 0.6  # operators called, against transformers' blocks, where Python's modules are compiled away
+COMPILED = 0.6  # operators called, relative to transformers' blocks, in compiled models
 
 
 def cost_of(row: Row) -> Cost:
-    """The run as the planner's state.
+    """The run as a `Cost` of the planner.
 
     Raises:
-        ArgumentError: the row cannot be understood; its text is the reason.
+        ArgumentError: the row is refused; its text is the reason.
     """
     layout, framework, shape = layout_of(row), framework_for(row), shape_of(row)
     _agree(layout, shape)
@@ -127,13 +129,13 @@ def cost_of(row: Row) -> Cost:
 
 
 def _expert_capacity(row: Row) -> float:
-    """The capacity factor that `arch` says, such as "8 experts top-2, capacity factor 1.25"; 0 where nothing is cut."""
+    """The capacity factor that `arch` says, such as "8 experts top-2, capacity factor 1.25"; 0 without one."""
     found = re.search(r"capacity(?:[- _]factor)?[ =:]*(\d+(?:\.\d+)?)", row.text("arch"))
     return float(found[1]) if found else 0.0
 
 
 def _agree(layout: Layout, shape: TransformerShape) -> None:
-    """Whether the layout is one that the model can have."""
+    """Refuse a layout that the model cannot have."""
     experts = shape.experts.count if shape.experts else 1
     if experts % layout.expert or layout.expert > layout.devices:
         raise ArgumentError(f"ep {layout.expert} does not divide {experts} experts on {layout.devices} devices")
@@ -143,7 +145,7 @@ def _agree(layout: Layout, shape: TransformerShape) -> None:
 
 
 def _axes(layout: Layout) -> dict[str, int]:
-    """Ranks that see different samples are divided where neighbours alone share out what is sharded."""
+    """Sizes of the mesh axes; data-parallel ranks are divided if only neighbours shard together."""
     zero = layout.shared_by if layout.shared_by < layout.data or layout.zero == 1 else 1
     return {
         "tensor": layout.tensor,
@@ -155,7 +157,7 @@ def _axes(layout: Layout) -> dict[str, int]:
 
 
 def _waiting_seconds(layout: Layout, framework: Framework) -> float:
-    """What a step loses where every send and receipt waits: an inner stage has four of each micro-batch, an outer two.
+    """Seconds of waiting for sends and receives in a step: four a micro-batch on an inner stage, two on an outer.
 
     The first micro-batch passes the inner stages before the last stage has it, and its gradient passes them again.
     """
@@ -166,9 +168,9 @@ def _waiting_seconds(layout: Layout, framework: Framework) -> float:
 
 
 def _copying_seconds(cost: Cost, layout: Layout, framework: Framework) -> float:
-    """What a host needs to launch copies of every rank's piece of every bucket and, once stepped, parameter of a stage.
+    """Host seconds to launch copies: every rank's piece of every bucket and, after the step, of every parameter.
 
-    A bucket's pieces are laid side by side, rank by rank, those of all parameters as well, and then copied one by one.
+    The pieces of a bucket, and of all parameters, are laid side by side by rank, and then copied one by one.
     """
     if not framework.copies_by_rank or layout.zero != 1:
         return 0.0
@@ -182,7 +184,7 @@ def _mix(cost: Cost, framework: Framework, precision: Precision) -> Cost:
     """Bytes an element, as the framework mixes precisions; in fp32 nothing is mixed."""
     cost = replace(
         cost,
-        dtype="bfloat16" if precision.dtype == "float8" else precision.dtype,  # of what is not in 8 bits
+        dtype="bfloat16" if precision.dtype == "float8" else precision.dtype,  # of everything but 8-bit products
         grads_persist=framework.grads_persist,
         fresh_itemsize=framework.fresh_itemsize,
         placeholder_itemsize=framework.placeholder_itemsize,
@@ -200,7 +202,7 @@ def _mix(cost: Cost, framework: Framework, precision: Precision) -> Cost:
 
 
 def _fp8_scaling(framework: Framework, precision: Precision) -> Fp8Scaling | None:
-    """How products come to 8 bits; the head and attention never do."""
+    """Scaling of 8-bit products; the head and attention are never in 8 bits."""
     if precision.dtype != "float8":
         return None
     if precision.scaling in ("", "tensorwise"):
@@ -209,7 +211,7 @@ def _fp8_scaling(framework: Framework, precision: Precision) -> Fp8Scaling | Non
 
 
 def _recompute(cost: Cost, recomputation: Recomputation) -> Cost:
-    """Checkpointing: of whole blocks, of a share of them, or only of what is cheap to compute again."""
+    """Checkpointing: of whole blocks, of a share of them, or only of operations that are cheap to recompute."""
     if recomputation.what == "nothing":
         return cost
     if recomputation.what == "blocks":

@@ -1,14 +1,14 @@
-"""What people do without a planner, as estimates of published runs: a rule of thumb, and a short formula.
+"""Estimates that people make without a planner, for published runs: a rule of thumb, and a short formula.
 
-The rule of thumb takes the smallest tensor × pipeline that runs. It is told which runs fit, as someone is who tries
-them from the smallest on. The formula is what fits on the back of an envelope:
+The rule of thumb takes the smallest tensor × pipeline that runs. It knows which runs fit, like someone who tries them
+from the smallest on. The formula fits on the back of an envelope:
 
     seconds = 6 · parameters · tokens · (4/3 if all is recomputed) · (1 + (p - 1) / micro-batches)
             / (devices · MFU · peak)
     bytes = 18 · parameters / (t · p), of which 12 over what shares the optimizer, and all over what shares everything,
             + layers / p · micro-batches in flight · s · b · h · (34 / t; 2 if all is recomputed)
 
-Activations are those of Korthikanti et al. 2022, arXiv 2205.05198, equation 2 and section 5, scores left out.
+Activations are those of Korthikanti et al. 2022, arXiv 2205.05198, equation 2 and section 5, without scores.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks.published.layout import layout_of
 from benchmarks.published.metrics import Result
 from benchmarks.published.shapes import shape_of
 
-MFU = 0.4  # what well-tuned runs reach of a device's peak in 16 bits
-ROOM = 0.9  # of a device's memory that is planned with
+MFU = 0.4  # share of a device's 16-bit peak in well-tuned runs
+ROOM = 0.9  # usable share of a device's memory
 
 
 def rule_of_thumb(pairs: Iterable[tuple[Case, Result]]) -> list[Result]:
@@ -35,7 +35,7 @@ def rule_of_thumb(pairs: Iterable[tuple[Case, Result]]) -> list[Result]:
 
 
 def short_formula(pairs: Iterable[tuple[Case, Result]]) -> list[Result]:
-    """The runs as the formula sees them."""
+    """The runs with the formula's estimates."""
     return [_by_formula(case, result) for case, result in pairs]
 
 
@@ -44,9 +44,9 @@ def _by_formula(case: Case, result: Result) -> Result:
         return result
     layout, shape = layout_of(case.row), shape_of(case.row)
     recomputes = case.cost.recompute == 1.0 and case.cost.recompute_keeps == "inputs"
-    num_params = float(sum(each.count * each.num_params for each in case.cost.segments))
+    num_params = float(sum(segment.count * segment.num_params for segment in case.cost.segments))
     chosen = shape.experts.top_k / shape.experts.count if shape.experts else 1.0
-    experts = float(sum(each.count * each.expert_params for each in case.cost.segments))
+    experts = float(sum(segment.count * segment.expert_params for segment in case.cost.segments))
     active = num_params - (1.0 - chosen) * experts
     flops = 6.0 * active * case.tokens * (4 / 3 if recomputes else 1.0)
     filling = 1.0 + (layout.pipeline - 1) / layout.num_micro_batches / layout.interleave

@@ -1,4 +1,4 @@
-"""The shape of a run's model: what its row says, then what is known of the model it names, then what is usual."""
+"""The shape of a run's model: from its row, then from the named model's dimensions, then from the usual ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.published.models import known_dimensions
 from benchmarks.published.table import Row
 
 _DIMENSIONS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len")
-_HEAD = 128  # features of a head where their number is not told
+_HEAD = 128  # default features of a head
 _MIXTURE = re.compile(
     r"moe|mixture of experts|\ba\d+(\.\d+)?b\b|dbrx|grok|kimi|maverick|scout|gpt-?oss|jamba|minimax|arctic"
 )
@@ -24,7 +24,7 @@ def shape_of(row: Row) -> TransformerShape:
     """The model's shape.
 
     Raises:
-        ArgumentError: a dimension is missing that neither the name nor the number of parameters tells.
+        ArgumentError: a dimension is missing, and neither the name nor the number of parameters determines it.
     """
     known = dict(known_dimensions(row.given["model"]))
     _reduce(known, row.number("layers"))
@@ -53,18 +53,18 @@ def shape_of(row: Row) -> TransformerShape:
 
 
 def _searched_with(row: Row) -> int:
-    """Tokens of a sample in a framework's own search, whose rows have its words where others name a precision."""
+    """Tokens of a sample in a framework's own search, whose rows have its method names as precision; else 0."""
     by_search = row.text("precision") in ("amp_native", "amp_apex", "half", "notchosen")
     return framework_for(row).search_tokens if by_search else 0
 
 
 def _heads_of(hidden: int) -> int:
-    """Heads whose features are nearest to the usual number, where they divide what there is."""
+    """Number of heads that divides `hidden`, with features a head nearest to the default."""
     return min((heads for heads in range(1, hidden + 1) if hidden % heads == 0), key=lambda n: abs(hidden / n - _HEAD))
 
 
 def _reduce(known: dict[str, Any], layers: float | None) -> None:
-    """A model that is run with fewer layers keeps the share of those without experts, at least one."""
+    """Scale the number of dense layers if a run has fewer layers; at least one stays."""
     experts = known.get("experts")
     if layers and experts is not None and experts.dense_layers and layers < known["layers"]:
         dense = max(1, round(experts.dense_layers * layers / known["layers"]))
@@ -72,7 +72,7 @@ def _reduce(known: dict[str, Any], layers: float | None) -> None:
 
 
 def _experts(row: Row, ffn: int) -> Experts | None:
-    """A mixture in words, such as "8 experts top-2" or "8x7B", whose feed-forward width is an expert's."""
+    """Experts from words such as "8 experts top-2" or "8x7B", each with feed-forward width `ffn`."""
     words = f"{row.text('arch')} {row.text('model')}"
     count = re.search(r"\b(\d+)[ -]*experts?\b|\b(\d+)x\d+(?:\.\d+)?b\b", words)
     if count is None:
@@ -89,7 +89,7 @@ def _experts(row: Row, ffn: int) -> Experts | None:
 
 
 def _style(row: Row) -> dict[str, Any]:
-    """What kind of block the architecture's words describe."""
+    """Kind of block from the architecture's words."""
     words = f"{row.text('arch')} {row.text('model')}"
     is_gpt = any(word in words for word in _GPT)
     gated = any(word in words for word in ("swiglu", "geglu", "gated")) or not is_gpt
@@ -104,7 +104,7 @@ def _style(row: Row) -> dict[str, Any]:
 
 
 def _vocab(row: Row, without: TransformerShape) -> int:
-    """What the number of parameters leaves for the embedding."""
+    """Vocabulary from the parameters that are left for the embedding."""
     total = row.number("params_b")
     if total is None:
         raise ArgumentError(f"vocab of model {row.given['model']!r} is not given, nor are params_b to tell it from")

@@ -1,19 +1,17 @@
-"""Runs that lost time which nothing that is told of them explains.
+"""Runs that lost time for a reason that no column explains.
 
-One rule tells them, and it reads no estimate: measured runs are held to measured runs. Two runs are compared that are
-alike in everything but micro-batches, stages, data-parallel ranks and ZeRO's level; one of them, the other, has as many
-stages or more. Between filling and draining a pipeline takes as long as its micro-batches and other stages together. So
-for each of these the other run takes at most
+The rule compares measured runs with measured runs and reads no estimate. It takes two runs that agree in everything but
+micro-batches, stages, data-parallel ranks and ZeRO's level; the second has as many stages or more. A pipeline takes as
+many slots as it has micro-batches and other stages together. For each slot the second run takes at most
 
-- as long, where its micro-batches are as large or smaller; f times as long where they are f times as large;
-- of that, where it has more stages, what the longest of them has of the model: its part of the blocks, one more, and
-  the head, as nobody cuts worse;
-- f times that, where it has f times the data-parallel ranks, which no sum over them takes longer by: a ring has f times
-  as many hops.
+- the first run's time, if its micro-batches are as large or smaller; f times that, if they are f times as large;
+- with more stages, the share of the model of its longest stage: its part of the blocks, one more block, and the head,
+  since nobody cuts worse;
+- with f times the data-parallel ranks, f times that: a ring has f times as many hops, so no sum takes longer.
 
-With fewer micro-batches it takes at most as long in all, as these share out a step's end.
+With fewer micro-batches it takes at most as long in all, since micro-batches share the end of a step.
 
-What takes more than `MARGIN` times that has stalled.
+A run that takes more than `MARGIN` times this bound has stalled.
 """
 
 from __future__ import annotations
@@ -28,31 +26,31 @@ from benchmarks.published.layout import Layout, layout_of
 from benchmarks.published.shapes import shape_of
 from benchmarks.published.table import GIVEN, Row
 
-MARGIN = 1.5  # noise, what stages send, and what a step's end takes longer on fewer ranks
+MARGIN = 1.5  # for noise, stages' sends, and the longer end of a step on fewer ranks
 _FREE = ("row_id", "n_gpus", "dp", "zero", "pp", "micro_batch", "grad_accum", "global_batch")
 
 
 class _Run(NamedTuple):
-    """A run that was timed, and what the rule needs of it."""
+    """A timed run, with what the rule reads of it."""
 
     name: str
     seconds: float
     layout: Layout
     layers: float
-    head: float  # its products' size over a block's
+    head: float  # size of its products over that of a block's
 
     @property
     def slots(self) -> float:
-        """Micro-batches that a stage computes, or could while it waits for the first and the last."""
+        """Micro-batches of a stage, and those that would fit in its idle time at both ends."""
         return self.layout.num_micro_batches + self.layout.pipeline - 1
 
     def longest(self, pieces: float) -> float:
-        """Of the model, what a stage has at most if it has so many pieces."""
+        """Largest share of the model in one of `pieces` stages."""
         return 1.0 if pieces == 1 else min(1.0, (self.layers / pieces + 1 + self.head) / (self.layers + self.head))
 
 
 def stalled(rows: Sequence[Row], seconds: Mapping[str, float]) -> Collection[str]:
-    """The names of those runs that stalled; `seconds` a step were measured, by a run's name."""
+    """Names of the runs that stalled; `seconds` has the measured step times by name."""
     alike: dict[tuple[str, ...], list[_Run]] = defaultdict(list)
     for row in rows:
         if row.row_id in seconds and row.told("micro_batch") and (run := _run(row, seconds[row.row_id])):

@@ -1,4 +1,4 @@
-"""A published layout in atorch's own methods, so that a plan can be compared with it by one and the same estimate."""
+"""A published layout in atorch's own methods, so that one and the same estimate can compare it with a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Item = tuple[str, Any]
 def strategy_of(row: Row) -> Strategy:
     """The row's layout, in 16-bit parameters with fp32 masters.
 
-    Of torchtitan's selective recomputation atorch has the nearest: results of all products are kept.
+    torchtitan's selective recomputation becomes the nearest of atorch: results of all products are kept.
     """
     layout, precision = layout_of(row), precision_of(row)
     half = {"dtype": "fp16" if precision.dtype == "float16" else "bf16"}
@@ -48,17 +48,17 @@ def _axes(layout: Layout) -> list[tuple[str, int]]:
 
 
 def _splits(layout: Layout) -> list[Item]:
-    found: list[Item] = []
+    items: list[Item] = []
     if layout.tensor > 1:
-        found.append(("tensor_parallel", None))
+        items.append(("tensor_parallel", None))
     if layout.splits_norms:
-        found.append(("sequence_parallel", {"mode": "megatron"}))
+        items.append(("sequence_parallel", {"mode": "megatron"}))
     if layout.context > 1:
-        found.append(("context_parallel", None))
+        items.append(("context_parallel", None))
     if layout.pipeline > 1:
         pieces = {"schedule": "interleaved", "interleave": layout.interleave} if layout.interleave > 1 else {}
-        found.append(("pipeline_parallel", pieces or None))
-    return found
+        items.append(("pipeline_parallel", pieces or None))
+    return items
 
 
 def _recomputation(recomputation: Recomputation, layout: Layout) -> list[Item]:

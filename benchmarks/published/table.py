@@ -1,9 +1,9 @@
-"""A table of published runs: what each row says of a run, and what was measured of it, as text until it is asked for.
+"""A table of published runs: the description of each run and its measurements, as text until a caller reads them.
 
-What a run was is read from the columns up to `attn`, from `framework` and those behind it; what was measured is kept
-apart. Of notes nothing is read but whether they say "LoRA=Yes", "AsyncTP", "shard group=8" or "torchtitan version:
-0.0.2", where no columns do. Tables are written by people: a number may say "8k" or "1,024", a column may be missing.
-What cannot be read, or cannot be believed, is no number, and the error says so.
+Columns up to `attn`, and from `framework` on, describe a run; measurements are kept apart. Of notes, only "LoRA=Yes",
+"AsyncTP", "shard group=8" and "torchtitan version: 0.0.2" are read, where no columns give these. People write tables: a
+number may be "8k" or "1,024", a column may be missing. An unreadable or implausible value is no number, and the error
+says so.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ GIVEN = (
     *("row_id", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "arch"),
     *("hardware", "gpu_mem_gb", "gpus_per_node", "n_gpus", "dp", "fsdp", "zero", "tp", "sp", "pp", "vpp", "cp", "ep"),
     *("micro_batch", "grad_accum", "global_batch", "precision", "ckpt", "compile", "attn", "framework", "adapters"),
-    "tp_overlap",  # whether what tensor ranks send runs beside the products that take and give it
-    "zero_group",  # neighbours that share out what ZeRO says, or all
+    "tp_overlap",  # tensor ranks communicate during the products that use or produce the data
+    "zero_group",  # neighbours that ZeRO shards over, or all
 )
 MEASURED = ("step_time_s", "tok_s_gpu", "peak_mem_gib", "mem_metric", "status")
 _BESIDE = ("source", "source_file", "notes", "job")
@@ -32,13 +32,13 @@ _SHARD_GROUP = re.compile(r"\bshard group\s*=\s*(all|\d+)\b", re.IGNORECASE)
 
 UNKNOWN = ("", "none", "n/a", "na", "nan", "null", "-", "–", "—", "?", "unknown", "not stated")
 BLANK = (*UNKNOWN, "no", "false", "off", "0", "0.0", "notchosen")
-"""What says that something was not used, or says nothing."""
+"""Words for an unused or unknown feature."""
 
 _NUMBER = re.compile(
     r"[~≈]?\s*(?P<value>[\d,]*\d\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<kilo>k)?\s*(?:b|gb|gib|tokens|layers|gpus)?", re.ASCII
 )
 _MOST: Mapping[str, float] = {
-    # Of what is counted, far beyond all that was built, so that a slip is told from a run.
+    # Limits of counts, far beyond any real run, to catch typing errors.
     "layers": 4096, "hidden": 2**18, "heads": 4096, "kv_heads": 4096, "ffn": 2**20, "vocab": 2**23, "seq_len": 2**26,
     "gpus_per_node": 1024, "n_gpus": 2**20, "dp": 2**20, "tp": 4096, "pp": 4096, "vpp": 4096, "cp": 4096, "ep": 4096,
 }  # fmt: skip
@@ -47,14 +47,14 @@ _MOST_ELSE = 1e9
 
 @dataclass(frozen=True)
 class Row:
-    """A run as it was published: texts, blank where nothing was."""
+    """A run as published: texts, blank where nothing was published."""
 
     given: Mapping[str, str]
     measured: Mapping[str, str]
-    publisher: str = ""  # whose runs they are
+    publisher: str = ""  # source of the run
     source: str = ""
-    name: str = ""  # of the job that it is a good answer to, if it is one
-    knows_runs: bool = True  # what was read off published runs of its framework may be used for it
+    name: str = ""  # of the job, if the run is a good answer to one
+    knows_runs: bool = True  # traits of its framework that were read off published runs may be used
 
     @property
     def row_id(self) -> str:
@@ -62,26 +62,26 @@ class Row:
         return self.given["row_id"]
 
     def text(self, column: str) -> str:
-        """What a column of the run says, in lower case."""
+        """The text of a column in lower case."""
         return self.given.get(column, "").strip().lower()
 
     def number(self, column: str) -> float | None:
-        """What a column of the run says, None where it is blank.
+        """The number in a column; None if it is blank.
 
         Raises:
-            ArgumentError: it is no number, or none that can be believed.
+            ArgumentError: it is no number, or an implausible one.
         """
         return _number(self.given.get(column, ""), column)
 
     def told(self, column: str) -> float | None:
-        """`number`, None too where it is none."""
+        """`number`, but None in place of an error."""
         try:
             return self.number(column)
         except ArgumentError:
             return None
 
     def result(self, column: str) -> float | None:
-        """What was measured; None where nothing was, or what stands there is no number above 0."""
+        """A measured number; None unless it is a number above 0."""
         try:
             return _number(self.measured.get(column, ""), column) or None
         except ArgumentError:
@@ -89,7 +89,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """How the run ended: "ok", "oom", "crash_or_oom", or as it is told; where nothing is, a timed run is ok."""
+        """End of the run: "ok", "oom", "crash_or_oom", or the table's word; without one, a timed run is ok."""
         words = self.measured.get("status", "").strip().lower()
         if words in UNKNOWN:
             return "ok" if self.result("step_time_s") or self.result("tok_s_gpu") else ""
@@ -99,7 +99,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a table; columns beyond those above are left out. A row without a name is called by its place.
+    """The rows of a table; unknown columns are ignored. A row without a name is named by its place.
 
     Raises:
         ArgumentError: the file cannot be read, or has none of the columns.
@@ -109,7 +109,7 @@ def read_rows(path: Path) -> list[Row]:
             reader = csv.DictReader(file)
             reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
             lines = [
-                {name: (each.get(name) or "").strip() for name in (*GIVEN, *MEASURED, *_BESIDE)} for each in reader
+                {name: (line.get(name) or "").strip() for name in (*GIVEN, *MEASURED, *_BESIDE)} for line in reader
             ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ArgumentError(f"{path} is not read: {error}; give a table in CSV") from error
@@ -136,7 +136,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _publisher(line: Mapping[str, str]) -> str:
-    """The repository that `source_file` begins with, or what `source` says before a comma."""
+    """The repository at the start of `source_file`, or the part of `source` before a comma."""
     repository, colon, _ = line["source_file"].partition(":")
     return repository if colon else line["source"].partition(",")[0]
 

@@ -1,8 +1,8 @@
-"""What constants that were fitted on a small model and few devices are worth for a large model on many.
+"""Accuracy for a large model on many devices of constants that were fitted on a small model and few devices.
 
-Of a table with both, constants are fitted on runs of its smallest model on at most 8 devices, and order the runs of its
-largest one on at least 128. What the order loses is against constants that were fitted on as many of those runs; beside
-it stands how well the same constants order the small runs, most of which they were not fitted on.
+In a table with both, constants are fitted on runs of its smallest model on at most 8 devices. They rank the runs of its
+largest model on at least 128. The loss is against constants that were fitted on as many of those runs. A further figure
+shows how well the same constants rank the small runs, most of which they were not fitted on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGE = 128  # devices at least
 
 
 class Transfer(NamedTuple):
-    """The median Spearman of the large model's cells by where the constants come from."""
+    """Median Spearman of the large model's cells, by the source of the constants."""
 
     small_model: str
     large_model: str
@@ -29,16 +29,16 @@ class Transfer(NamedTuple):
     ordered: int  # runs
     by_small: float
     by_large: float
-    among_small: float | None  # of the small model's cells on few devices, by the constants from there
+    among_small: float | None  # of the small model's cells on few devices, with the same constants
 
     @property
     def loss(self) -> float:
-        """Of Spearman, by not having fitted on the large model and many devices."""
+        """Spearman lost by not fitting on the large model and many devices."""
         return self.by_large - self.by_small
 
 
 def transfer(rows: Sequence[Row]) -> Transfer | None:
-    """How well a table's large runs are ordered by constants from its small ones; None where it has not both."""
+    """Order of a table's large runs with constants from its small ones; None without both."""
     timed = [case for case in map(Case.of, rows) if case.run is not None]
     models = sorted({case.row.text("model") for case in timed}, key=lambda name: _params(timed, name))
     if len(models) < 2:
@@ -56,12 +56,12 @@ def transfer(rows: Sequence[Row]) -> Transfer | None:
 
 
 def _params(cases: Sequence[Case], model: str) -> float:
-    found = (case.cost for case in cases if case.row.text("model") == model)
-    return max(sum(each.count * each.num_params for each in cost.segments) for cost in found if cost is not None)
+    costs = (case.cost for case in cases if case.row.text("model") == model)
+    return max(sum(part.count * part.num_params for part in cost.segments) for cost in costs if cost is not None)
 
 
 def _order(cases: Sequence[Case], source: Sequence[Case], count: int, rows: Sequence[Row]) -> float | None:
-    """Spearman's correlation within the cases' cells by constants that are fitted on runs of the source."""
+    """Median Spearman within the cases' cells, with constants fitted on runs of `source`."""
     runs = [run for case in source if (run := by_data_sheet(case).run) is not None]
     constants = fitted(drawn(runs, count))
     sheets = [by_data_sheet(case) for case in cases]

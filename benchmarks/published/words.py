@@ -1,7 +1,7 @@
-"""A recipe's words: which kernel attention runs, what is recomputed, in which numbers it computes, what is trained.
+"""Words of a recipe: the attention kernel, the recomputation, the number formats, and the trained parameters.
 
-What is not known is refused with its word, never taken for what is usual: a recipe that does something else than is
-estimated says nothing about the estimate.
+An unknown word is refused, never replaced by the usual choice: a recipe that does something else than is estimated says
+nothing about the estimate.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from atorch.errors import ArgumentError
 from benchmarks.published.table import BLANK, UNKNOWN, Row
 
 Kernel = Literal["flash1", "flash2", "flash3", "triton", "cudnn", "efficient", "fused_softmax", "eager"]
-"""What computes attention: the last two write their scores to memory, all others do not."""
+"""Kernels of attention; only the last two write their scores to memory."""
 WRITES_SCORES = ("fused_softmax", "eager")
 
 _KERNELS: Mapping[str, Kernel] = {
-    # A pattern of the words; the first that is found counts.
+    # Patterns of the words; the first match counts.
     r"(flash\w*[-_ ]*(att\w*)?|\bfa)[-_ ]*v?3": "flash3",
     r"(flash\w*[-_ ]*(att\w*)?|\bfa)[-_ ]*v?2": "flash2",
     r"(flash\w*[-_ ]*(att\w*)?|\bfa)[-_ ]*v?1": "flash1",
@@ -38,13 +38,13 @@ _WITHOUT_FLASH = re.compile(r"v100|p100|\bt4\b")
 
 
 def attention_of(row: Row) -> Kernel:
-    """The kernel of attention; of a recipe that names none, FlashAttention-2 where the device can.
+    """The kernel of attention; by default FlashAttention-2 if the device supports it.
 
     Transformer Engine takes cuDNN's kernel on Hopper and later, FlashAttention-2 before (`get_attention_backend` in its
     `pytorch/attention`).
 
     Raises:
-        ArgumentError: the words name no kernel that is known.
+        ArgumentError: the words name no known kernel.
     """
     words = row.text("attn")
     if words in UNKNOWN:
@@ -59,7 +59,7 @@ def attention_of(row: Row) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """What runs forward again in backward.
+    """Parts of the forward pass that run again in backward.
 
     `blocks` are recomputed whole, `share` of them; `attention` is Megatron's selective recomputation, of attention's
     core (arXiv 2205.05198, section 5); `products` is torchtitan's: all of a block but every second product and
@@ -71,10 +71,10 @@ class Recomputation:
 
 
 def recomputation_of(row: Row) -> Recomputation:
-    """What the recipe recomputes.
+    """The recomputation of the recipe.
 
     Raises:
-        ArgumentError: the words name nothing that is known.
+        ArgumentError: the words are unknown.
     """
     whole = row.text("ckpt")
     if whole in BLANK:
@@ -100,13 +100,13 @@ def recomputation_of(row: Row) -> Recomputation:
 
 
 Scaling = Literal["", "delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mx"]
-"""What of an fp8 tensor shares a scale; "delayed" ones are of earlier steps, "gw_hp" leaves weights' gradients in 16
-bits, and "mx" is 32 neighbours, by the OCP's microscaling formats."""
+"""The part of an fp8 tensor that shares a scale. "delayed" scales are of earlier steps, "gw_hp" leaves weights'
+gradients in 16 bits, and "mx" is 32 neighbours, by the OCP's microscaling formats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What matrices are multiplied in, and how it is mixed with others."""
+    """The number format of matrix products, and its mix with others."""
 
     dtype: Literal["float32", "tfloat32", "float16", "bfloat16", "float8"]
     scaling: Scaling = ""
@@ -115,7 +115,7 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether anything is computed in less than 32 bits."""
+        """True if anything is computed in less than 32 bits."""
         return self.dtype not in ("float32", "tfloat32")
 
 
@@ -138,13 +138,13 @@ _NO_FORMAT = ("amp", "mixed", "see scripts", "native", "o1", "o2", "auto", *UNKN
 
 
 def precision_of(row: Row) -> Precision:
-    """What the recipe computes in; a mix that is not named is of 16 bits, of bf16 where the device has it.
+    """The precision of the recipe; an unnamed mix is bf16, or fp16 on devices without bf16.
 
     Raises:
-        ArgumentError: a number format is not known, or none is named.
+        ArgumentError: a number format is unknown, or none is named.
     """
     words = row.text("precision")
-    if adapter_of(row):  # which are computed in 16 bits, whatever frozen weights wait in
+    if adapter_of(row):  # adapters compute in 16 bits, whatever the format of frozen weights
         words = re.sub(r"nf4|int4|4-?bit", "", words).strip(" +,/")
     written = re.findall(r"[a-z0-9]+", words.replace("-bit", "bit"))
     formats = [found[0] for word in written if (found := _FORMAT.match(word))]
@@ -177,7 +177,7 @@ _SCALINGS: Mapping[str, Scaling] = {
 
 
 def _scaling(words: str) -> Scaling:
-    """One scale for a tensor is what recipes mean that name none."""
+    """The scaling in a recipe's words; tensorwise by default."""
     for pattern, found in _SCALINGS.items():
         if re.search(pattern, words):
             return found
@@ -188,7 +188,7 @@ _ADAPTERS = re.compile(r"\b(q?lora|dora|qalora|loftq|ia3|adapters?|peft|frozen|p
 
 
 def adapter_of(row: Row) -> str:
-    """What is trained in place of the model's parameters, in the recipe's word; "" where they all are."""
+    """The recipe's word for its adapters; "" if all parameters train."""
     if row.text("adapters") not in BLANK:
         return row.text("adapters")
     columns = ("model", "arch", "framework", "precision", "fsdp", "ckpt")

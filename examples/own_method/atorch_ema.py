@@ -24,14 +24,14 @@ class Ema(Method):
     """Average the weights over the last `1 / (1 - decay)` steps or so."""
 
     decay: float = Field(default=0.99, gt=0, lt=1)
-    """How much of the average stays at each step."""
+    """The share of the average that stays at each step."""
 
     def cost(self, cost: Cost) -> Cost:
         """One more fp32 number for each element of the optimizer's parameters, sharded as the gradients are."""
         return replace(cost, optim_itemsize=cost.optim_itemsize + 4.0 * cost.optim_shards / cost.grad_shards)
 
     def apply(self, ctx: Context) -> Context:
-        """Follow the optimizer once it is there; the average is the model's attribute `average`."""
+        """Update the average after each optimizer step; it becomes the model's attribute `average`."""
 
         def follow(built: Built) -> Built:
             average = Average([p for p in built.model.parameters() if p.requires_grad], self.decay)
@@ -51,7 +51,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take one step towards the parameters; the first steps are larger, so that the start is soon forgotten."""
+        """Move towards the parameters; the first steps are larger, so that the start soon loses its weight."""
         self.num_updates += 1
         decay = min(self.decay, self.num_updates / (self.num_updates + 10))
         for value, parameter in zip(self.values, self.parameters, strict=True):
@@ -59,7 +59,7 @@ class Average:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, the model has the average for its weights."""
+        """Use the average as the model's weights inside the `with` block."""
         kept = [p.detach().clone() for p in self.parameters]
         self._write(self.values)
         try:

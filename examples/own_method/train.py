@@ -24,7 +24,7 @@ def loss_func(batch: list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Any) -> float:
-    """The share of samples whose label the model finds."""
+    """The share of samples with a correct label."""
     images, labels = data[:]
     return (model(images).argmax(1) == labels).float().mean().item()
 
@@ -41,7 +41,7 @@ def main() -> None:
     images, labels = torch.tensor(images / 16, dtype=torch.float32)[order], torch.tensor(labels)[order]
     training, held_out = TensorDataset(images[:1200], labels[:1200]), TensorDataset(images[1200:], labels[1200:])
 
-    atorch.load_methods("ema")  # now the name means something; until here nothing of that package has run
+    atorch.load_methods("ema")  # imports the package and registers its method
     _, result, strategy = atorch.auto_accelerate(
         nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
         torch.optim.SGD,
