@@ -213,7 +213,7 @@ def counting(size: int) -> Iterator[Counted]:
         return made
 
     exchanges = {
-        "largest": lambda values: 8 * len(values),
+        "all_reduce_max": lambda values: 8 * len(values),
         "from_rank_zero": lambda value: len(pickle.dumps(value)),
         "gather_objects": lambda value: size * len(pickle.dumps(value)),
     }

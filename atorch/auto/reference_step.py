@@ -231,6 +231,8 @@ def _first_batch(ctx: Context, shares: int, read: Callable[[], Any]) -> tuple[An
         return batch, rows
 
     batch, rows = _on_every_process(first)
+    if batch is None:  # in a simulated world, where no rank 0 sends one
+        raise _Incomparable("rank 0 gave no batch")
     if shares > MOST_SHARES:
         return take(batch, 0, rows // shares, rows), True
     return batch, False
@@ -250,8 +252,6 @@ def _need_room(ctx: Context) -> None:
 
 class _Contradiction(str):
     """The message of a ContradictionError, which no strategy can mend."""
-
-    __slots__ = ()
 
 
 def _error(failed: str) -> Exception:

@@ -144,7 +144,7 @@ def test_processes_of_one_node_stand_for_links_between_nodes(monkeypatch):
     link = LinkSpec(bandwidth=1e9, latency_s=1e-5)
     device = DeviceSpec(type="cpu", name="cpu", memory_bytes=1e9)
     cluster = ClusterSpec(device=device, devices_per_node=2, intra_node=link, inter_node=link)
-    monkeypatch.setattr(calibration, "several", lambda: True)
+    monkeypatch.setattr(calibration, "is_distributed", lambda: True)
     monkeypatch.setattr(calibration.dist, "new_subgroups_by_enumeration", lambda members: (members, []))
     monkeypatch.setattr(calibration.dist, "destroy_process_group", lambda group: None)
     # An all-reduce of two takes 2 hops and carries its bytes once; an all-gather half of both.
