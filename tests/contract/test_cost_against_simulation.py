@@ -105,7 +105,7 @@ KNOWN: tuple[tuple[frozenset[str], float, float, str], ...] = (
         (
             frozenset(methods),
             -0.1,
-            0.19,
+            0.2,
             "the estimate has the most that any operation works with at the peak; what runs then works with less",
         )
         for methods in (
