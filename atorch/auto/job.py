@@ -247,12 +247,15 @@ def scalar_loss(loss_func: LossFunc) -> LossFunc:
         ContradictionError: the loss is no scalar, or the function takes (output, batch).
     """
 
+    has_worked = False
+
     @functools.wraps(loss_func)
     def checked(batch: Any, output: Any) -> Any:
+        nonlocal has_worked
         try:
             loss = loss_func(batch, output)
         except _OF_WRONG_TYPES as error:
-            if _is_swapped(loss_func, batch, output):
+            if not has_worked and _is_swapped(loss_func, batch, output):
                 raise ContradictionError(
                     f"loss_func(batch, output) raised {type(error).__name__}: {error}. With its arguments swapped it "
                     "returns a loss: let it take (batch, output)"
@@ -265,12 +268,14 @@ def scalar_loss(loss_func: LossFunc) -> LossFunc:
                 f"loss_func returned {shown}; it returns a scalar tensor, or a list or tuple with one first. "
                 "Reduce it, e.g. with .mean()"
             )
+        has_worked = True
         return loss
 
     return checked
 
 
-_OF_WRONG_TYPES = (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError)
+# Not RuntimeError: memory may have run out, or a collective failed, and another call would issue more of them.
+_OF_WRONG_TYPES = (TypeError, AttributeError, KeyError, IndexError)
 
 
 def _first(loss: Any) -> Any:
@@ -287,7 +292,7 @@ def _is_swapped(loss_func: LossFunc, batch: Any, output: Any) -> bool:
     try:
         with torch.no_grad():
             return _is_scalar(loss_func(output, batch))
-    except _OF_WRONG_TYPES:
+    except (*_OF_WRONG_TYPES, ValueError, RuntimeError):
         return False
 
 

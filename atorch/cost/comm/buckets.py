@@ -15,7 +15,7 @@ from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
 FLAT_BYTES = 32 * 2**20
-"""Size of buckets of parameters to broadcast or gather (runtime/buckets.py, sliced_buckets.py)."""
+"""Size of buckets of parameters to broadcast or gather (runtime/data_parallel/buckets.py, shard_buckets.py)."""
 MOST_VECTORS = 1024
 """Limit of vectors in a copy of a segment: more elements would belong to weights without a product, not to vectors."""
 
@@ -36,7 +36,7 @@ def reductions(cost: Cost, itemsize: float, bucket_bytes: float) -> Reductions:
 
 
 def deal_out(cost: Cost, shards: int) -> tuple[int, float]:
-    """Assign whole parameters to `shards` owners, the largest first, each to the least loaded (runtime/zero.py).
+    """Assign whole parameters to `shards` owners, the largest first, each to the least loaded (`ShardedOptimizer`).
 
     Returns the number of buckets that owners send, and the most loaded owner's share of all elements.
     """

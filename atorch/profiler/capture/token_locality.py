@@ -1,7 +1,7 @@
 """Detects modules outside of blocks that do not work token by token: ranks must give them all tokens.
 
-The check of a real split (`runtime/sequence_parallel/outside.py`) is repeated here on fake tensors: a module runs again
-on half of the tokens. Its output must be half as long, and tensors that it makes by itself must not change.
+`token_local_modules` checks a real split. Here the same is checked on fake tensors: a module runs again on half of the
+tokens. Its output must be half as long, and tensors that it makes by itself must not change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A warning with the first state dict that holds only this rank's part of a model.
+"""A warning with the first state dict that holds only this rank's part of a model, and an error in `save_pretrained`.
 
-A script in which only rank 0 saves `model.state_dict()` would lose the rest of the model.
+A script in which only rank 0 saves such a part would lose the rest of the model.
 """
 
 from __future__ import annotations
