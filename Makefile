@@ -1,8 +1,10 @@
 # Every target makes .venv itself when it is missing or out of date.
 #
 #   make demo       train a small language model, fully automatic, on two processes
-#   make test       the tests, with a fixed sample of the large matrices
-#   make test-all   the tests, with every matrix complete
+#   make test       the tests of every change: ten minutes on two cores
+#   make test-all   those and the slow ones: 40 minutes
+#   make test-nightly
+#                   all of them, with every matrix complete: hours
 #   make test-torch VERSION=2.15.0
 #                   the tests on another version of torch, in an environment of its own; ARGS chooses some of them
 #   make gpu        the tests that need a CUDA GPU, then a table of methods on it, in steps of at most nine minutes; run
@@ -30,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 # Two tests at a time, and a file's tests one after another, as they share what is made once for a file.
 TESTS := -m pytest -n 2 --dist loadfile
 
-.PHONY: .venv demo test test-all test-torch gpu wheels check bench format
+.PHONY: .venv demo test test-all test-nightly test-torch gpu wheels check bench format
 .DELETE_ON_ERROR:
 
 .venv: .venv/installed
@@ -56,14 +58,17 @@ demo: .venv/installed
 	$(BIN)/torchrun --nproc-per-node 2 examples/train_lm.py
 
 test: .venv/installed
-	$(BIN)/python $(TESTS) -m 'not matrix'
+	$(BIN)/python $(TESTS) -m 'not slow and not nightly'
 
 test-all: .venv/installed
+	$(BIN)/python $(TESTS) -m 'not nightly'
+
+test-nightly: .venv/installed
 	$(BIN)/python $(TESTS)
 
 # What a torch warns of is an error on the pinned one alone: another may deprecate what that one has no other name for.
 test-torch: .venv-torch-$(VERSION)/installed
-	$(<D)/bin/python $(TESTS) -m 'not matrix' $(if $(filter $(PINNED),$(VERSION)),,-o filterwarnings=default) $(ARGS)
+	$(<D)/bin/python $(TESTS) -m 'not slow and not nightly' $(if $(filter $(PINNED),$(VERSION)),,-o filterwarnings=default) $(ARGS)
 
 # The probes come first: what they show is what no other machine can.
 STEPS ?= probes $(filter-out probes,$(patsubst tests/gpu/test_%.py,%,$(wildcard tests/gpu/test_*.py))) table

@@ -391,7 +391,7 @@ def test_wrong_rules_are_refused(wrong):
         auto_accelerate(Net(), load_strategy=[], loss_weight=wrong)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("method", SPLIT_BY_DATA)
 def test_on_four_ranks(pool, method, name):

@@ -216,7 +216,7 @@ SAMPLE = {("decoder", "fsdp"), ("decoder", "tensor + fsdp"), ("llama", "pipeline
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param(kind, name, marks=[] if (kind, name) in SAMPLE else pytest.mark.matrix)
+        pytest.param(kind, name, marks=[] if (kind, name) in SAMPLE else pytest.mark.nightly)
         for kind in KINDS
         for name in STRATEGIES
     ],
@@ -246,10 +246,10 @@ def started_by_search(rank: int, size: int, among: tuple[str, ...]) -> tuple[lis
     ("among", "least"),
     [
         (("ddp",), 1),
-        pytest.param(("ddp", "fsdp"), 2, marks=pytest.mark.matrix),
-        pytest.param(("chunk", "ddp"), 1, marks=pytest.mark.matrix),
-        pytest.param(("ddp", "zero1", "zero2", "tensor_parallel"), 3, marks=pytest.mark.matrix),
-        pytest.param(("ddp", "pipeline_parallel", "micro_batch", "offload"), 3, marks=pytest.mark.matrix),
+        pytest.param(("ddp", "fsdp"), 2, marks=pytest.mark.nightly),
+        pytest.param(("chunk", "ddp"), 1, marks=pytest.mark.nightly),
+        pytest.param(("ddp", "zero1", "zero2", "tensor_parallel"), 3, marks=pytest.mark.nightly),
+        pytest.param(("ddp", "pipeline_parallel", "micro_batch", "offload"), 3, marks=pytest.mark.nightly),
     ],
 )
 def test_a_search_gives_each_candidate_its_values(pool: Pool, among: tuple[str, ...], least: int) -> None:
@@ -436,7 +436,7 @@ def loaded(rank: int, size: int, strategy: Any, path: str | None) -> tuple[str, 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n in ("tensor + fsdp", "interleaved") else pytest.mark.matrix) for n in STRATEGIES],
+    [pytest.param(n, marks=[] if n in ("tensor + fsdp", "interleaved") else pytest.mark.nightly) for n in STRATEGIES],
 )
 def test_a_checkpoint_fills_it(pool: Pool, name: str) -> None:
     ranks, strategy = STRATEGIES[name]
@@ -520,7 +520,7 @@ def _resident(name: str) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 @pytest.mark.parametrize(
-    "name", ["fsdp", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("tensor", "pipeline"))]
+    "name", ["fsdp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensor", "pipeline"))]
 )
 def test_no_process_ever_has_much_more_than_its_part(pool: Pool, name: str) -> None:
     """Of 680 MB, of which each of 4 processes gets a quarter."""

@@ -36,8 +36,8 @@ def differing(rank: int, size: int, axes: list[Any], method: str | None) -> list
     [
         (None, 2),
         ("zero1", 4),
-        pytest.param("fsdp", 4, marks=pytest.mark.matrix),
-        pytest.param("zero2", 4, marks=pytest.mark.matrix),
+        pytest.param("fsdp", 4, marks=pytest.mark.nightly),
+        pytest.param("zero2", 4, marks=pytest.mark.nightly),
     ],
 )
 def test_the_state_is_whole_beside_tensor_parallel(pool: Pool, method: str | None, ranks: int) -> None:

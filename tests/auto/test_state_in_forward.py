@@ -201,7 +201,7 @@ def test_on_two_processes(pool: Pool) -> None:
         assert means == pytest.approx(expected, rel=1e-6), first[0]
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_search_takes_ddp_for_a_model_that_leaves_parameters_unused(pool: Pool) -> None:
     first, second = pool.run(search)
     means = [(one + other) / 2 for one, other in zip(first, second, strict=True)]

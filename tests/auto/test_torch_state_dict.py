@@ -105,7 +105,7 @@ MORE = [(strategy, options) for strategy in (["ddp"], ["zero1"], ["zero2"]) for 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MORE)]
+    ("strategy", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)]
 )
 def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, strategy: list[Any], options: dict[str, bool]) -> None:
     for expected, got in pool.run(resumed, strategy, options):

@@ -206,7 +206,7 @@ def halve_all(ctx: Context) -> None:
 FP16 = ("amp_native", {"dtype": "fp16", "init_scale": 256.0})  # the usual scale overflows at first
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", [("amp_native", "bf16"), ("half", "bf16"), FP16], ids=str)
 def test_a_very_deep_model_may_round_and_lose_nothing(precision: Any) -> None:
     more = {"dataset": images(ROWS), "dataloader_args": {"batch_size": ROWS}}

@@ -36,7 +36,7 @@ def make_gpu(folder: Path, *more: str) -> list[str]:
     return [*steps, f"SITE={folder}/site", *more]
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_of_it_runs_through(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_all_of_it_runs_through(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.passed")} == {*steps, "table"}
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_runs_through_and_is_resumed(tmp_path: Path) -> None:
     kept, known = tmp_path / "methods.jsonl", "amp + chunk"

@@ -28,7 +28,7 @@ MODELS = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_takes_little_memory(name, tmp_path):

@@ -281,7 +281,7 @@ def _same_messages(expected: Mapping[tuple[str, frozenset[str]], tuple[float, fl
         assert size == pytest.approx(sent[key][1], rel=0.1), key
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", [[], ["checkpoint"]], ids=str)
 @pytest.mark.parametrize("stage", range(4))
 def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int, others: list[Any]) -> None:
@@ -300,7 +300,7 @@ def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int,
     "composition",
     [
         ("zero1",),
-        *(pytest.param(each, marks=pytest.mark.matrix) for each in (("fsdp",), ("ddp", ("amp_native", "fp16")))),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in (("fsdp",), ("ddp", ("amp_native", "fp16")))),
         ("fsdp", ON_HOST),
         ("ddp", "cross_entropy"),
     ],
@@ -310,13 +310,13 @@ def test_what_a_composition_costs_is_what_it_does(composition: Composition) -> N
     check(llama, composition, ranks=8, layers=4)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("composition", [("zero1",), ("zero2",), ("fsdp", "checkpoint")], ids=named)
 def test_adapters_beside_frozen_weights_cost_what_they_do(composition: Composition) -> None:
     check(adapted_llama, composition, ranks=8, layers=4)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", [SEQUENCE, CONTEXT])
 def test_what_needs_all_tokens_outside_of_blocks_is_given_them(axis: str) -> None:
     check(bert, (axis, "ddp"), ranks=8, layers=4)
@@ -324,7 +324,7 @@ def test_what_needs_all_tokens_outside_of_blocks_is_given_them(axis: str) -> Non
 
 @pytest.mark.parametrize(
     "composition",
-    [pytest.param(each, marks=[] if each in (("zero2",), ("fsdp",)) else pytest.mark.matrix) for each in ALONE],
+    [pytest.param(each, marks=[] if each in (("zero2",), ("fsdp",)) else pytest.mark.nightly) for each in ALONE],
     ids=named,
 )
 def test_one_process_holds_what_is_said(composition: Composition) -> None:
@@ -332,7 +332,7 @@ def test_one_process_holds_what_is_said(composition: Composition) -> None:
     check(llama, composition, ranks=1, layers=4)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("make", [llama, gpt2])
 @pytest.mark.parametrize("composition", [*ALONE, *TOGETHER], ids=named)

@@ -32,9 +32,9 @@ def strategy_of(beside: tuple[Any, ...], data: int, **knobs: Any) -> Strategy:
 @pytest.mark.parametrize(
     ("beside", "data"),
     [
-        pytest.param((), 1, marks=pytest.mark.matrix, id="alone"),
-        pytest.param((("half", "bf16"),), 1, marks=pytest.mark.matrix, id="half"),
-        pytest.param(("ddp",), 2, marks=pytest.mark.matrix, id="ddp"),
+        pytest.param((), 1, marks=pytest.mark.nightly, id="alone"),
+        pytest.param((("half", "bf16"),), 1, marks=pytest.mark.nightly, id="half"),
+        pytest.param(("ddp",), 2, marks=pytest.mark.nightly, id="ddp"),
     ],
 )
 def test_what_a_stage_costs_is_what_it_does(beside: tuple[Any, ...], data: int) -> None:

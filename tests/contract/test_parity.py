@@ -115,7 +115,7 @@ def test_each_method_alone(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize(
     "beside",
-    [(), ("fsdp", "amp_native"), pytest.param(("compile", "micro_batch"), marks=pytest.mark.matrix)],
+    [(), ("fsdp", "amp_native"), pytest.param(("compile", "micro_batch"), marks=pytest.mark.nightly)],
     ids="+".join,
 )
 def test_selective_recomputation(pool: Pool, beside: tuple[str, ...]) -> None:
@@ -128,7 +128,7 @@ def test_selective_recomputation(pool: Pool, beside: tuple[str, ...]) -> None:
     ("names", "shares"),
     [
         (("fsdp",), {"parameters": 0.5}),
-        pytest.param(("fsdp", "half", "checkpoint"), {"parameters": 1.0, "activations": 1.0}, marks=pytest.mark.matrix),
+        pytest.param(("fsdp", "half", "checkpoint"), {"parameters": 1.0, "activations": 1.0}, marks=pytest.mark.nightly),
         (("chunk",), {"optimizer": 0.0, "activations": 1.0}),
     ],
 )
@@ -143,7 +143,7 @@ SAMPLE = 9
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [pytest.param(*pair, marks=[] if i % SAMPLE == 0 else pytest.mark.matrix) for i, pair in enumerate(pairs())],
+    [pytest.param(*pair, marks=[] if i % SAMPLE == 0 else pytest.mark.nightly) for i, pair in enumerate(pairs())],
 )
 def test_every_pair_composes_or_is_refused(pool: Pool, first: str, second: str) -> None:
     job, ranks = (strategy_of(first, second), attention_of(first, second)), ranks_of(first, second)
@@ -166,7 +166,7 @@ TRIPLES = list(
 
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(names, marks=[] if i % SAMPLE == 1 else pytest.mark.matrix) for i, names in enumerate(TRIPLES)],
+    [pytest.param(names, marks=[] if i % SAMPLE == 1 else pytest.mark.nightly) for i, names in enumerate(TRIPLES)],
     ids="+".join,
 )
 def test_precision_sharding_and_memory_methods_compose(pool: Pool, names: tuple[str, ...]) -> None:
@@ -179,7 +179,7 @@ MANY = tuple(
 )
 
 
-@pytest.mark.parametrize("names", [pytest.param(MANY[0], marks=pytest.mark.matrix), *MANY[1:]], ids="+".join)
+@pytest.mark.parametrize("names", [pytest.param(MANY[0], marks=pytest.mark.nightly), *MANY[1:]], ids="+".join)
 def test_many_at_once(pool: Pool, names: tuple[str, ...]) -> None:
     for update_error, _ in pool.run(deviation, strategy_of(*names), ranks=2):
         assert update_error <= band(*names)
@@ -188,7 +188,7 @@ def test_many_at_once(pool: Pool, names: tuple[str, ...]) -> None:
 THREE = ("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "beside",
     [

@@ -49,10 +49,10 @@ def real(rank: int, size: int, name: str, strategy: list[Any], rows: int) -> Obs
 @pytest.mark.parametrize(
     ("name", "strategy", "ranks"),
     [
-        pytest.param("llama", stages(micro_batches=4), 2, marks=pytest.mark.matrix, id="llama"),
+        pytest.param("llama", stages(micro_batches=4), 2, marks=pytest.mark.nightly, id="llama"),
         pytest.param("gpt2", INTERLEAVED, 2, id="gpt2 interleaved"),
         *(
-            pytest.param(*case, marks=pytest.mark.matrix)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
                 ("llama", GPIPE, 2),
                 ("llama", ZERO_BUBBLE, 2),

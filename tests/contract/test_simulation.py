@@ -82,13 +82,13 @@ def simulated(composition: tuple[Any, ...], size: int, rank: int = 0) -> Simulat
 
 
 SAMPLE = 9
-"""`make test` runs every SAMPLE-th composition, `make test-all` all of them."""
+"""`make test` runs every SAMPLE-th composition, `make test-nightly` all of them."""
 
 
 @pytest.mark.parametrize(
     "composition",
     [
-        pytest.param(each, id=named(each), marks=[] if i % SAMPLE == 0 else pytest.mark.matrix)
+        pytest.param(each, id=named(each), marks=[] if i % SAMPLE == 0 else pytest.mark.nightly)
         for i, each in enumerate(COMPOSITIONS)
     ],
 )
@@ -105,7 +105,7 @@ COUNTED = 3 * 8.0
 @pytest.mark.parametrize(
     "composition",
     [
-        pytest.param(each, id=named(each), marks=[] if each == ("zero1",) else pytest.mark.matrix)
+        pytest.param(each, id=named(each), marks=[] if each == ("zero1",) else pytest.mark.nightly)
         for each in (("fsdp", "half"), (HYBRID, "fsdp"), ("zero1",))
     ],
 )

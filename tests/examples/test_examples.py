@@ -42,7 +42,7 @@ def before_and_after(printed: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
-@pytest.mark.matrix  # `make demo` is its search
+@pytest.mark.nightly  # `make demo` is its search
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_train_lm_searches_once_and_then_reuses_what_it_found(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_demo_gives_arguments_that_go_together(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_chunk_offload_learns_within_a_quarter_of_its_states(processes: int) -> None:
     sizes = ("--steps", "20", "--seq", "32", "--layers", "2", "--width", "256")
     printed = run("chunk_offload.py", *sizes, "--batch-size", str(2 * processes), processes=processes)
@@ -90,7 +90,7 @@ def test_chunk_offload_learns_within_a_quarter_of_its_states(processes: int) -> 
     assert float(peak[1]) <= float(budget[1])
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_patrickstar_gpt2_learns_and_records_where_its_memory_goes(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     sizes = ("--steps", "6", "--layers", "2", "--width", "128", "--budget-mib", "8")
@@ -102,7 +102,7 @@ def test_patrickstar_gpt2_learns_and_records_where_its_memory_goes(tmp_path: Pat
     assert max(total for _, _, tier, total, _ in recorded["memory"] if tier == "GPU") <= 8 * 2**20
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_smp_gpt2_learns_and_goes_on_at_another_degree(tmp_path: Path) -> None:
     sizes = ("--layers", "2", "--width", "64", "--seq", "32", "--folder", str(tmp_path))
     printed = run("smp_gpt2.py", "--steps", "20", *sizes, processes=4)
@@ -115,7 +115,7 @@ def test_smp_gpt2_learns_and_goes_on_at_another_degree(tmp_path: Path) -> None:
     assert before_and_after(again)[1] < after
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_digits_cnn_reads_digits() -> None:
     printed = run("digits_cnn.py", "--epochs", "3", "--time-limit", "5")
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)%", printed)]
@@ -123,7 +123,7 @@ def test_digits_cnn_reads_digits() -> None:
     assert accuracies[-1] > 95
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_lora_saves_an_adapter_that_peft_loads(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     printed = run("lora.py", "--base-steps", "20", "--steps", "20", "--out", str(adapter), processes=2)
@@ -151,7 +151,7 @@ def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> Non
     assert averaged > last
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_gradients_in_chunks_add_up_over_calls_of_micro_batches(pool: Pool) -> N
     assert [sum(each) / 2 for each in zip(*pool.run(accumulated), strict=True)] == pytest.approx(expected, rel=EXACT)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "processes"), [(name, processes) for name, each in STRATEGIES.items() for processes in each]
 )

@@ -47,7 +47,7 @@ REFUSED: Mapping[tuple[str, str], tuple[type[Exception], str, str]] = {}
 """(model, strategy) to the error, what it says, and the reason: at most five, each reviewed."""
 
 SAMPLE = [("mingpt", "plain"), ("nanogpt", "chunk"), ("resnet", "bf16 + fsdp")]
-"""What `make test` runs, on two processes; the rest is a matrix."""
+"""What `make test` runs, on two processes; `make test-all` runs the rest."""
 
 
 def losses(rank: int, size: int, name: str, strategy: str) -> tuple[list[Step], tuple[str, ...]]:
@@ -119,7 +119,7 @@ def test_sample_trains_as_plainly(pool: Pool, name: str, strategy: str) -> None:
     check(pool, name, strategy, 2)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", SCRIPTS)

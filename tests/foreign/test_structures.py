@@ -155,7 +155,7 @@ def test_sample_trains_as_plainly(pool: Pool, name: str, strategy: str) -> None:
     check(pool, name, strategy, 2)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy", "processes"), CASES)
 def test_structures_train_as_plainly(pool: Pool, name: str, strategy: str, processes: int) -> None:
     check(pool, name, strategy, processes)

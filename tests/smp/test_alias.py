@@ -62,7 +62,7 @@ def test_a_module_runs_as_it_is(tmp_path: Path) -> None:
     assert done.stdout == "0 1 ['--lr', '1', '-m'] train.py\n"
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_script_runs_as_it_is_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atorch.smp.alias")
     done = run(tmp_path, *launcher, "../train.py", "--lr", "1", cwd="elsewhere")

@@ -232,7 +232,7 @@ def saved_and_loaded(rank: int, size: int, folder: str, partial: bool, before: b
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the first step", "after it"])
 @pytest.mark.parametrize("partial", [True, False], ids=["partial", "full"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_training_goes_on_from_what_was_saved(
     pool: Pool, tmp_path: Path, partial: bool, before: bool, ranks: int
 ) -> None:

@@ -121,9 +121,9 @@ def accelerated(rank: int, size: int, config: dict[str, Any]) -> tuple[list[floa
     [
         (2, {"partitions": 2}),
         (2, {}),
-        pytest.param(4, {"partitions": 2, "pipeline": "simple"}, marks=pytest.mark.matrix),
-        pytest.param(2, {"shard_optimizer_state": True}, marks=pytest.mark.matrix),
-        pytest.param(2, {"tensor_parallel_degree": 2, "prescaled_batch": True}, marks=pytest.mark.matrix),
+        pytest.param(4, {"partitions": 2, "pipeline": "simple"}, marks=pytest.mark.nightly),
+        pytest.param(2, {"shard_optimizer_state": True}, marks=pytest.mark.nightly),
+        pytest.param(2, {"tensor_parallel_degree": 2, "prescaled_batch": True}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_model_trains_alike_both_ways(pool: Pool, ranks: int, config: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def plainly(replicas: int, how: float) -> tuple[dict[str, Tensor], list[float]]:
     return model.state_dict(), norms
 
 
-MATRIX = pytest.mark.matrix
+MATRIX = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ SAMPLE = {
     ("llama", "tensor 2 pipeline 2", "simple", "mean"),
 }
 CASES = [
-    pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.matrix, id=" ".join(case))
+    pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.nightly, id=" ".join(case))
     for case in product(["gpt2", "llama", "cnn"], DEGREES, ["interleaved", "simple"], ["mean", "sum"])
 ]
 

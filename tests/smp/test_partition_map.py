@@ -89,7 +89,7 @@ def trained(rank: int, size: int, strategy: str | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["contiguous", *(pytest.param(each, marks=pytest.mark.matrix) for each in (None, "each", "group_2"))]
+    "strategy", ["contiguous", *(pytest.param(each, marks=pytest.mark.nightly) for each in (None, "each", "group_2"))]
 )
 def test_stages_train_as_the_whole(pool: Pool, strategy: str | None) -> None:
     results = pool.run(trained, strategy)

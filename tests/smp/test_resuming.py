@@ -104,7 +104,7 @@ def test_training_goes_on_as_if_it_had_not_ended(pool: Pool, tmp_path: Path, bef
     check(pool, str(tmp_path), before, after, way)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(("before", "after", "way"), MATRIX)
 def test_training_goes_on_from_every_degree_at_every_other(
     pool: Pool, tmp_path: Path, before: str, after: str, way: str

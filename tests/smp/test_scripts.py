@@ -68,12 +68,12 @@ PIPELINE_2 = {"partitions": 2, "microbatches": 4, "ddp": True}
 DATA_2 = {"microbatches": 2, "ddp": True}
 DEGREES = [
     pytest.param(2, PIPELINE_2, id="pipeline 2"),
-    pytest.param(2, DATA_2, id="data 2", marks=pytest.mark.matrix),
+    pytest.param(2, DATA_2, id="data 2", marks=pytest.mark.nightly),
     pytest.param(4, PIPELINE_2, id="pipeline 2 data 2"),
 ]
 
 
-@pytest.mark.parametrize("amp", ["0", pytest.param("1", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("amp", ["0", pytest.param("1", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("ranks", "parameters"), DEGREES)
 def test_mnist(pool: Pool, tmp_path: Path, ranks: int, parameters: Parameters, amp: str) -> None:
     folders = [str(tmp_path / name) for name in ("plain", "smp")]
@@ -122,7 +122,7 @@ SAMPLED = ("by hand", "pipeline 2 data 2")
 
 
 @pytest.mark.parametrize(
-    "degrees", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.matrix) for name in GPT]
+    "degrees", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.nightly) for name in GPT]
 )
 def test_gpt(pool: Pool, tmp_path: Path, degrees: str) -> None:
     """Eight steps, plainly, and four, a checkpoint, and four more."""
@@ -149,7 +149,7 @@ def test_gpt(pool: Pool, tmp_path: Path, degrees: str) -> None:
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_script_is_started_by_torchrun_as_it_is(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "atorch.smp.alias"]
     done = subprocess.run(

@@ -80,7 +80,7 @@ def test_training_goes_on_from_a_file_as_hugging_faces_trainer_has_it(pool: Pool
     assert [path.name for path in tmp_path.iterdir()] == ["optimizer.pt_0"]
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
 @pytest.mark.parametrize("half", [{}, {"bf16": True}, {"fp16": True}], ids=str)
 def test_in_every_precision_and_beside_a_pipeline(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:

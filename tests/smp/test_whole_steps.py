@@ -56,7 +56,7 @@ TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
         (lamb, 2, {"partitions": 2}),
         (trusting_lamb, 2, TENSOR),
         *(
-            pytest.param(*case, marks=pytest.mark.matrix)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
                 (lamb, 2, TENSOR),
                 (novograd, 2, {"partitions": 2}),

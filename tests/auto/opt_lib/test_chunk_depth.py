@@ -249,8 +249,8 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def some(kinds: Iterable[str], number: int = 3) -> list[Any]:
-    """The first few kinds; the others belong to the matrix."""
-    return [pytest.param(kind, marks=[] if at < number else pytest.mark.matrix) for at, kind in enumerate(kinds)]
+    """The first few kinds; the others are `nightly`."""
+    return [pytest.param(kind, marks=[] if at < number else pytest.mark.nightly) for at, kind in enumerate(kinds)]
 
 
 @pytest.mark.parametrize("kind", some(OTHERS))
@@ -346,7 +346,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[int] | None]] = {  # dep
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[] if kind == "transformer encoder" else pytest.mark.matrix) for kind in FAMILIES],
+    [pytest.param(kind, marks=[] if kind == "transformer encoder" else pytest.mark.nightly) for kind in FAMILIES],
 )
 def test_families(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, depths = FAMILIES[kind]

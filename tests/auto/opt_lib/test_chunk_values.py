@@ -21,8 +21,8 @@ BUDGET = 130_000
 MASKS = (
     "mask",
     "mask and padding",
-    pytest.param("is_causal", marks=pytest.mark.matrix),  # these two run on fake tensors, too
-    pytest.param("src_key_padding_mask", marks=pytest.mark.matrix),
+    pytest.param("is_causal", marks=pytest.mark.nightly),  # these two run on fake tensors, too
+    pytest.param("src_key_padding_mask", marks=pytest.mark.nightly),
 )
 
 

@@ -80,7 +80,7 @@ EXACT, ROUNDED = 1e-4, 3e-2
 
 
 def matrix(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.matrix)
+    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_it_trains_as_one_process_does(pool: Pool, name: str, strategy: list[Any
 
 
 @pytest.mark.parametrize(
-    "beside", [("checkpoint",), pytest.param((MICRO, ("half", "bf16")), marks=pytest.mark.matrix)], ids=str
+    "beside", [("checkpoint",), pytest.param((MICRO, ("half", "bf16")), marks=pytest.mark.nightly)], ids=str
 )
 def test_its_cost_is_what_a_simulation_sends(beside: tuple[Any, ...]) -> None:
     ctx, profile = contract.job(contract.llama, 4)

@@ -80,9 +80,9 @@ def deviation(rank: int, size: int, slices: Any) -> tuple[float, float]:
     "slices",
     [
         [("pipeline", 2)],
-        pytest.param([("data", 2), ("pipeline", 2)], marks=pytest.mark.matrix),
-        pytest.param([("tensor", 2), ("pipeline", 2)], marks=pytest.mark.matrix),
-        pytest.param([("tensor", 2), ("data", 2), ("pipeline", 2)], marks=pytest.mark.matrix),
+        pytest.param([("data", 2), ("pipeline", 2)], marks=pytest.mark.nightly),
+        pytest.param([("tensor", 2), ("pipeline", 2)], marks=pytest.mark.nightly),
+        pytest.param([("tensor", 2), ("data", 2), ("pipeline", 2)], marks=pytest.mark.nightly),
     ],
 )
 def test_trains_as_one_process_does(processes: Pool, slices: Any) -> None:
@@ -113,7 +113,7 @@ def in_the_wrong_order(rank: int, size: int) -> None:
     auto_accelerate(make_model(), load_strategy=strategy, **arguments())
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_refuses_a_mesh_in_another_order(processes: Pool) -> None:
     with pytest.raises(RankFailure, match="DeepSpeed arranges its processes as tensor, data, pipeline"):
         processes.run(launched, in_the_wrong_order, ranks=4)

@@ -150,9 +150,9 @@ def test_trains_as_one_process_and_ddp_is_added(pool: Pool) -> None:
     "methods",
     [
         ("fsdp", "checkpoint"),
-        pytest.param(("ddp",), marks=pytest.mark.matrix),
-        pytest.param(("zero1", "micro_batch"), marks=pytest.mark.matrix),
-        pytest.param(("zero2", "compile"), marks=pytest.mark.matrix),
+        pytest.param(("ddp",), marks=pytest.mark.nightly),
+        pytest.param(("zero1", "micro_batch"), marks=pytest.mark.nightly),
+        pytest.param(("zero2", "compile"), marks=pytest.mark.nightly),
     ],
     ids="+".join,
 )
@@ -177,7 +177,7 @@ def test_beside_tensor_heads_are_shared_out_over_both(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     "methods",
-    [("fsdp", "checkpoint"), pytest.param(("ddp",), marks=pytest.mark.matrix)],
+    [("fsdp", "checkpoint"), pytest.param(("ddp",), marks=pytest.mark.nightly)],
     ids="+".join,
 )
 def test_megatron_beside_data(pool: Pool, methods: tuple[str, ...]) -> None:
@@ -216,7 +216,7 @@ def test_megatron_refuses_tokens_that_cannot_be_cut_before_anything_is(pool: Poo
         assert is_as_it_was
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_shards_beside_replicas(pool: Pool) -> None:
     strategy = [sequence(2, zero=2, data=2), "sequence_parallel", "fsdp"]
     for seen in pool.run(trained, strategy, 0.05, ranks=8):

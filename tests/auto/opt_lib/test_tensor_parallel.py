@@ -280,7 +280,7 @@ FAMILIES = ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        pytest.param(name, method, marks=[] if (name, method) == ("mixtral", "ddp") else pytest.mark.matrix)
+        pytest.param(name, method, marks=[] if (name, method) == ("mixtral", "ddp") else pytest.mark.nightly)
         for name in FAMILIES
         for method in ("ddp", "fsdp")
     ],
@@ -323,7 +323,7 @@ HELD: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 """Models, and parts of the names of what their layouts keep whole."""
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", HELD)
 def test_each_of_64_ranks_holds_its_part(name: str, method: str) -> None:

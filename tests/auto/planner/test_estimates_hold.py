@@ -1,6 +1,6 @@
 """What arithmetic demands of every estimate: of random models, clusters and legal strategies, and of searches.
 
-The ordinary run looks at a fixed few thousand, the matrix at 100,000.
+The ordinary run looks at a fixed few thousand, `make test-nightly` at 100,000.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_estimates(number: int) -> None:
     check_estimates(number)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(7_200)
 @complete
 @given(numbers)
@@ -323,7 +323,7 @@ def test_searches(number: int) -> None:
     check_search(number, FEW)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(7_200)
 @many_searches
 @given(numbers)

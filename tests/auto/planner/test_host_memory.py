@@ -38,7 +38,7 @@ def planned(model, cluster, excluded=()):
     [
         ("18B", YARD.cluster),
         ("68B", SUPERPOD.cluster),
-        pytest.param("175B", FOUR_NODES.cluster, marks=pytest.mark.matrix),
+        pytest.param("175B", FOUR_NODES.cluster, marks=pytest.mark.nightly),
     ],
     ids=["18B", "68B", "175B"],
 )

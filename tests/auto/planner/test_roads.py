@@ -61,7 +61,7 @@ def searched(rank: int, size: int, road: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "road", [*SAMPLE, *(pytest.param(r, marks=pytest.mark.matrix) for r in ROADS if r not in SAMPLE)]
+    "road", [*SAMPLE, *(pytest.param(r, marks=pytest.mark.nightly) for r in ROADS if r not in SAMPLE)]
 )
 def test_dry_runs_leave_the_model_as_it_was(road: str) -> None:
     assert tried(0, 1, [road]) == {}
@@ -71,7 +71,7 @@ def test_dry_runs_of_two_processes_leave_the_model_as_it_was(pool: Pool) -> None
     assert pool.run(tried, SAMPLE[:1]) == [{}, {}]
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_dry_runs_of_two_processes_by_all_roads(pool: Pool) -> None:
     for failed in pool.run(tried, list(ROADS)):
         ((what, why),) = failed.items()
@@ -86,7 +86,7 @@ def test_a_search_leaves_the_model_as_it_was() -> None:
     assert failed == []
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_search_of_two_processes_leaves_the_model_as_it_was(pool: Pool) -> None:
     for runs, failed in pool.run(searched, "ByHook"):
         assert runs > 1

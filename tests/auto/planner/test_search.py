@@ -79,7 +79,7 @@ def test_a_search_chooses_what_ran_fastest_and_leaves_all_as_it_was():
     assert seen[-1].best_s is not None
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_included_and_fixed_are_honoured():
     assert "checkpoint" in find(context(), included=["checkpoint"]).strategy.names()
     fixed = Strategy.of([("checkpoint", {"selective": False}), ("amp_native", "bf16")])
@@ -135,7 +135,7 @@ def test_nothing_fits():
     assert any(each["why"] == "memory" for each in none.value.rejected)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_everything_fails():
     class Broken(nn.Linear):
         def forward(self, x):
@@ -244,10 +244,10 @@ def test_a_candidate_over_its_share_takes_as_few_steps_as_tell_its_time():
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        pytest.param("apply", "ValueError: cannot be applied here", marks=pytest.mark.matrix),
-        pytest.param("step", "RuntimeError: broke in the third step", marks=pytest.mark.matrix),
-        pytest.param("memory", "MemoryError: a terabyte", marks=pytest.mark.matrix),
-        pytest.param("nan", "its first pass has loss nan", marks=pytest.mark.matrix),
+        pytest.param("apply", "ValueError: cannot be applied here", marks=pytest.mark.nightly),
+        pytest.param("step", "RuntimeError: broke in the third step", marks=pytest.mark.nightly),
+        pytest.param("memory", "MemoryError: a terabyte", marks=pytest.mark.nightly),
+        pytest.param("nan", "its first pass has loss nan", marks=pytest.mark.nightly),
         ("wrong", "does not compute what plain training does"),
     ],
 )
@@ -304,10 +304,10 @@ def searched(rank, size, how, where):
 @pytest.mark.parametrize(
     ("how", "where", "reason"),
     [
-        pytest.param("none", 0, None, marks=pytest.mark.matrix),
+        pytest.param("none", 0, None, marks=pytest.mark.nightly),
         ("step", 1, "broke in the third step (on rank 1)"),
-        pytest.param("apply", 1, "cannot be applied here (on rank 1)", marks=pytest.mark.matrix),
-        pytest.param("memory", 0, "MemoryError: a terabyte is not here (on rank 0)", marks=pytest.mark.matrix),
+        pytest.param("apply", 1, "cannot be applied here (on rank 1)", marks=pytest.mark.nightly),
+        pytest.param("memory", 0, "MemoryError: a terabyte is not here (on rank 0)", marks=pytest.mark.nightly),
     ],
 )
 def test_two_processes_decide_the_same_whatever_happens_to_one(pool, how, where, reason):

@@ -67,7 +67,7 @@ def test_5_000_files(tmp_path: Path) -> None:
     fuzz(5_000, tmp_path)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(1_800)
 def test_100_000_files(tmp_path: Path) -> None:
     fuzz(100_000, tmp_path)

@@ -36,7 +36,7 @@ def profile(model, size, of_length=None):
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [mamba, jamba])
 def test_short_samples_tell_all_of_a_long_one(make, monkeypatch):
     monkeypatch.setattr(importlib.import_module("atorch.profiler.trace"), "MAX_CALLS", 300)

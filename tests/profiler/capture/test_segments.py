@@ -231,7 +231,7 @@ def test_what_can_be_split(make, place, expected):
         (resnet, (0, 0)),
     ],
 )
-@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.nightly)])
 def test_heads(make, heads, device_type):
     segment = traced(make(), device_type=device_type).segments[1]
     assert (segment.num_heads, segment.num_kv_heads) == heads

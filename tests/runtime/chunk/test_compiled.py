@@ -74,7 +74,7 @@ def assert_trains_alike(family: str, model: nn.Module, operations: Operations, o
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize(
     "family",
-    ["llama", "awkward", pytest.param("bert", marks=pytest.mark.matrix), pytest.param("vit", marks=pytest.mark.matrix)],
+    ["llama", "awkward", pytest.param("bert", marks=pytest.mark.nightly), pytest.param("vit", marks=pytest.mark.nightly)],
 )
 def test_compiled_blocks_train_as_without_chunks_and_as_foreseen(family: str, checkpoints: bool) -> None:
     model, operations, optimizer, budget = compiled(*FAMILIES[family], 0.6, checkpoints=checkpoints)
@@ -87,7 +87,7 @@ def test_compiled_blocks_train_as_without_chunks_and_as_foreseen(family: str, ch
     assert len(course.seen) < 40, "a block is one operation forward and one backward"
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_the_code_of_an_optimizing_compiler_trains_as_without_chunks() -> None:
     model, operations, optimizer, _ = compiled(*FAMILIES["llama"], 0.6, backend="inductor")
     assert_trains_alike("llama", model, operations, optimizer)

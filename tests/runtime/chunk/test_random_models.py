@@ -126,7 +126,7 @@ def test_some_random_models(made: dict[str, Any], share: float, stays: bool) -> 
     check(made, share, stays)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(made=MODELS, share=SHARES, stays=st.booleans())

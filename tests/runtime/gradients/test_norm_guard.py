@@ -179,7 +179,7 @@ def plainly(optim: Any, optim_args: Any, own: bool) -> list[Tensor]:
     ("optim", "optim_args"),
     [
         pytest.param(torch.optim.SGD, {"momentum": 0.9}, id="SGD"),
-        pytest.param(torch.optim.AdamW, {"foreach": True}, id="AdamW", marks=pytest.mark.matrix),
+        pytest.param(torch.optim.AdamW, {"foreach": True}, id="AdamW", marks=pytest.mark.nightly),
     ],
 )
 def test_elements_are_edited_as_ever(pool: Pool, strategy: str, optim: Any, optim_args: dict[str, Any]) -> None:

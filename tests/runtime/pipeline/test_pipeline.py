@@ -55,7 +55,7 @@ def test_other_schedules(pool: Pool, name: str, schedule: str) -> None:
     check(pool, name, stages(schedule=schedule, micro_batches=4), steps=2)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_under_every_schedule(pool: Pool, name: str, schedule: str) -> None:
@@ -69,7 +69,7 @@ def test_beside_data_parallelism(pool: Pool, name: str, beside: list[Any]) -> No
     check(pool, name, [*stages(data=2, micro_batches=2), *beside], ranks=4, steps=2, accumulate=2, even=True)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "beside", [["fsdp"], ["zero1"], ["zero2"], ["fsdp", "checkpoint"], ["ddp", ("compile", {"backend": "aot_eager"})]],
     ids=str,
@@ -86,7 +86,7 @@ def test_every_kind_beside_data_parallelism(pool: Pool, name: str, knobs: dict[s
     check(pool, name, strategy, ranks=4, steps=2, even=True)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_in_three_dimensions(pool: Pool, name: str) -> None:
     mesh = ("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))
@@ -175,7 +175,7 @@ def test_a_loss_that_reads_all_parameters(pool: Pool, schedule: str, verify: boo
     assert len(first["names"]) < len(last["names"]), "the last stage takes the loss"
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("beside", [["ddp"], ["zero1"], ["ddp", "checkpoint"]], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "twice"])
 def test_a_loss_that_reads_all_parameters_beside(pool: Pool, name: str, beside: list[Any]) -> None:

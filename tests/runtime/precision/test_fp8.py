@@ -327,7 +327,7 @@ def losses(model: nn.Module, text: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_torchao")
 def test_200_steps_on_real_text_follow_bf16() -> None:
     """The mean loss of the last 50 steps is within 2 % of bf16's.

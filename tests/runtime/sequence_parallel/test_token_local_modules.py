@@ -141,11 +141,11 @@ def parity(rank: int, size: int, name: str, ring: bool) -> dict[str, Any]:
         ("gpt2", True, 2),
         ("plain", True, 4),
         ("plain", False, 4),
-        pytest.param("llama", True, 4, marks=pytest.mark.matrix),
-        pytest.param("gpt2", False, 4, marks=pytest.mark.matrix),
-        pytest.param("mixtral", True, 2, marks=pytest.mark.matrix),
-        pytest.param("phi3", False, 4, marks=pytest.mark.matrix),
-        pytest.param("qwen3", True, 2, marks=pytest.mark.matrix),
+        pytest.param("llama", True, 4, marks=pytest.mark.nightly),
+        pytest.param("gpt2", False, 4, marks=pytest.mark.nightly),
+        pytest.param("mixtral", True, 2, marks=pytest.mark.nightly),
+        pytest.param("phi3", False, 4, marks=pytest.mark.nightly),
+        pytest.param("qwen3", True, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_logits_and_losses_are_of_a_ranks_own_tokens(pool: Pool, name: str, ring: bool, ranks: int) -> None:

@@ -33,7 +33,7 @@ def test_trains_as_the_whole_model(pool: Pool, name: str) -> None:
         assert seen["tokens"] == [5 if name == "vit" else TOKENS // 2]
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])
 def test_others_do_as_well(pool: Pool, name: str) -> None:
     for seen in pool.run(parity, name, {}):

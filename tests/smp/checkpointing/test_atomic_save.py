@@ -150,7 +150,7 @@ def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(pool: Pool, tmp_path: P
     assert survives(pool, tmp_path / "base", tmp_path / "killed", True, True, 1, dies)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("is_apart", [False, True], ids=["shared", "apart"])
 @pytest.mark.parametrize("is_partial", [False, True], ids=["full", "partial"])

@@ -218,9 +218,9 @@ def _back(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state if module is None else getattr(module, f"translate_state_dict_to_hf_{name}")(state)
 
 
-@pytest.mark.parametrize("degrees", [{}, pytest.param({"partitions": 2}, marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("degrees", [{}, pytest.param({"partitions": 2}, marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("gptj", "gptneo") else pytest.mark.matrix) for name in SPLIT]
+    "name", [pytest.param(name, marks=() if name in ("gptj", "gptneo") else pytest.mark.nightly) for name in SPLIT]
 )
 def test_models_that_keep_their_names_are_split_with_a_loaded_state(
     pool: Pool, name: str, degrees: dict[str, Any]
@@ -260,7 +260,7 @@ def in_our_layers(rank: int, size: int) -> tuple[float, float]:
         return float((logits - expected.logits).detach().abs().max()), far
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_gpt2_in_our_layers_is_split(pool: Pool) -> None:
     for differences in pool.run(in_our_layers):
         assert max(differences) < 1e-4

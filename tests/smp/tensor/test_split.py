@@ -220,7 +220,7 @@ HELD = {
     "bert": 0.54, "odd heads": 0.54,
 }  # fmt: skip
 ON_FOUR = [
-    pytest.param(name, 4, marks=() if name in ("hand-written", "language model", "llama") else pytest.mark.matrix)
+    pytest.param(name, 4, marks=() if name in ("hand-written", "language model", "llama") else pytest.mark.nightly)
     for name in MODELS
 ]
 

@@ -100,7 +100,7 @@ def deviation(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tenso
     [
         *SAMPLE,
         *(
-            pytest.param(*case, marks=pytest.mark.matrix)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in itertools.product(("bf16", "fp16"), DEGREES)
             if case not in SAMPLE
         ),
@@ -121,7 +121,7 @@ def _halves(rank: int, size: int, kind: str, config: Any, scaling: Any, *how: An
     return in_halves(rank, size, kind, config, *how, **scaling)
 
 
-@pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("tensor 2 pipeline 2", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("tensor 2 pipeline 2", marks=pytest.mark.nightly)])
 def test_lamb_takes_the_norms_of_the_whole_masters(pool: Pool, degrees: str) -> None:
     ranks, config = DEGREES[degrees]
     expected, _ = plainly("gpt2", 1, 0.0, lamb)
@@ -130,7 +130,7 @@ def test_lamb_takes_the_norms_of_the_whole_masters(pool: Pool, degrees: str) -> 
         assert deviation("gpt2", masters, expected) < BAND
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("degrees", ["pipeline 2", "pipeline 2 data 2"])
 def test_gradients_are_clipped_by_the_norm_that_plain_training_sees(pool: Pool, degrees: str) -> None:
     ranks, config = DEGREES[degrees]
@@ -201,7 +201,7 @@ def test_all_processes_skip_a_step_together(pool: Pool, ranks: int, partitions: 
 
 @pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
 @pytest.mark.parametrize(
-    "config", [{"fp16": True}, pytest.param({"bf16": True, "partitions": 2}, marks=pytest.mark.matrix)], ids=str
+    "config", [{"fp16": True}, pytest.param({"bf16": True, "partitions": 2}, marks=pytest.mark.nightly)], ids=str
 )
 def test_training_goes_on_from_a_saved_state(pool: Pool, config: dict[str, Any], is_partial: bool) -> None:
     assert pool.run(resumed, config, is_partial) == [0.0, 0.0]

@@ -67,7 +67,7 @@ def test_training_is_plain_training(pool: Pool, kind: str, ranks: int, config: d
         assert 0.4 < share < 0.6
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.matrix), "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
 def test_in_16_bits(pool: Pool, dtype: str) -> None:
     expected = plainly_trained("gpt2", 2, 1, 0.0)
     for state, _ in pool.run(trained, "gpt2", {dtype: True, "sdp_gradient_clipping": 0.0}, 1):
@@ -79,7 +79,7 @@ def test_in_16_bits(pool: Pool, dtype: str) -> None:
     ("half", "is_partial"),
     [
         ({"fp16": True}, True),
-        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (({"fp16": True}, False), ({}, False), ({}, True))),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (({"fp16": True}, False), ({}, False), ({}, True))),
     ],
 )
 def test_training_goes_on_from_a_saved_state(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:
@@ -161,7 +161,7 @@ def failing_inside(rank: int, size: int, place: str, bad: Collection[int]) -> tu
 
 @pytest.mark.parametrize(
     ("place", "bad"),
-    [("forward", {0, 3}), ("backward", {2, 3}), pytest.param("backward", {0}, marks=pytest.mark.matrix)],
+    [("forward", {0, 3}), ("backward", {2, 3}), pytest.param("backward", {0}, marks=pytest.mark.nightly)],
 )
 def test_where_one_fails_inside_of_the_model_all_do_and_may_go_on(pool: Pool, place: str, bad: Collection[int]) -> None:
     model = made("cnn")

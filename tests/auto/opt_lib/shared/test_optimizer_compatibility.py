@@ -66,7 +66,7 @@ def test_optimizers_do_as_documented(pool: Pool, method: str) -> None:
     check(pool, ["Adafactor", "LBFGS", "Muon", "Rprop", "AdamW", "SparseAdam"], [method])
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_every_optimizer_does_as_documented(pool: Pool, method: str) -> None:
     check(pool, KINDS, [method])

@@ -156,7 +156,7 @@ def searches(rank, size, path):
     return [(plan.num_dry_runs, str(plan.strategy), plan.num_compositions) for plan in plans]
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_second_search_runs_less_and_all_ranks_agree(pool, tmp_path):
     path = str(tmp_path / "kept.json")
     one, two = pool.run(searches, path)

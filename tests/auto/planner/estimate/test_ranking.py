@@ -72,10 +72,10 @@ def counted() -> Iterator[Counter[str]]:
     ("shape", "devices", "is_whole"),
     [
         (SMALL, "1xH100-80GB", True),
-        pytest.param(SMALL, "8xH100-80GB", True, marks=pytest.mark.matrix),
-        pytest.param(LARGE, "8x8xH100-80GB", True, marks=pytest.mark.matrix),
+        pytest.param(SMALL, "8xH100-80GB", True, marks=pytest.mark.nightly),
+        pytest.param(LARGE, "8x8xH100-80GB", True, marks=pytest.mark.nightly),
         (LARGE, "64x8xH100-80GB", False),
-        pytest.param(LARGE, "64x8xH100-80GB", True, marks=pytest.mark.matrix),
+        pytest.param(LARGE, "64x8xH100-80GB", True, marks=pytest.mark.nightly),
     ],
     ids=["1", "8", "64", "512, a part", "512"],
 )
@@ -100,7 +100,7 @@ def test_some_hundreds_are_kept_whatever_the_cluster(
     assert told.ranking(methods_of(Wanted().space(profile, there, "half"))) == found
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_ranking_of_512_devices_holds_a_small_part_of_a_gibibyte() -> None:
     there = ClusterSpec.load("64x8xH100-80GB")
     profile = transformer_profile(LARGE, 1, Implementation(itemsize=4.0))

@@ -49,7 +49,7 @@ def test_a_full_pipeline_is_looked_at_twice_more(strategy: Strategy, samples: in
     assert with_fewer_micro_batches(fewer.strategy, fewer.samples).left_out == 0
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_few_micro_batches_tell_what_all_do(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     strategy = pipeline(2, micro_batches=8, split_points=["model.layers.1"])

@@ -90,12 +90,12 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Any]] = {
 
 
 SAMPLE = ("fsdp",)
-"""`make test` runs these, `make test-all` every case."""
+"""`make test` runs these, `make test-nightly` every case."""
 
 
 @pytest.mark.parametrize(
     ("make", "strategy"),
-    [pytest.param(*case, id=name, marks=[] if name in SAMPLE else pytest.mark.matrix) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=[] if name in SAMPLE else pytest.mark.nightly) for name, case in CASES.items()],
 )
 def test_few_blocks_tell_what_all_do(monkeypatch: pytest.MonkeyPatch, make: Any, strategy: Any) -> None:
     """Six blocks, carried there from few and simulated whole: every moment, byte and message."""
@@ -120,7 +120,7 @@ def test_the_model_is_left_alone_and_may_be_on_meta() -> None:
     assert on_meta == simulated(job(llama(2)), ["fsdp"])
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_shards_shrink_with_the_world() -> None:
     ctx = job(llama(2))
     few, many = (simulated(ctx, ["fsdp"], size, global_batch=size).moments[-1].memory for size in (2, 16))
@@ -134,7 +134,7 @@ def test_zero1_gives_each_rank_its_own_share_of_the_optimizer() -> None:
     assert sum(shares) == pytest.approx(2 * 4 * parameters, rel=0.01)  # Adam keeps two numbers a parameter
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_different_kinds_of_blocks_are_simulated_whole() -> None:
     tokens = batch()["input_ids"]
     given = {"input_ids": tokens, "labels": tokens.clone()}
@@ -164,7 +164,7 @@ def test_a_step_needs_an_optimizer_and_a_loss() -> None:
         simulated(job(llama(2), optim_func=None, loss_func=None), ["fsdp"])
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_real_group_is_not_disturbed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -25,7 +25,7 @@ def test_trains_as_on_one_process(pool: Pool, name: str) -> None:
     assert all(len(each["names"]) < len(each["all"]) for each in found), "a stage has its own parameters alone"
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "strategy", "ranks", "band"),
     [
