@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from torch import nn
+from torch._functorch import config as functorch_config
 from typing_extensions import Self
 
 from atorch.auto.context import Context
@@ -74,6 +75,9 @@ class Compile(Method):
             self.chosen(part)
 
     def apply(self, ctx: Context) -> Context:
+        # Else torch's compiler reuses saved tensors' memory and forbids backward(retain_graph=True), which plain training
+        # allows. It reads this flag when it compiles and in each backward pass, so nothing narrower than the process does.
+        functorch_config.donated_buffer = False
         for part in ctx.parts:
             for module in self.chosen(part).values():
                 module.compile(backend=self.backend, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)

@@ -73,3 +73,18 @@ def test_two_ranks_train_as_one(pool: Pool, sharding: str) -> None:
     for update_error, loss_error in pool.run(deviation, [sharding, ("compile", {"backend": "aot_eager"})]):
         assert update_error < 1e-4
         assert loss_error < 1e-5
+
+
+def test_a_loop_may_run_backward_twice_through_one_forward() -> None:
+    def gradients(strategy: list[Any]) -> list[torch.Tensor]:
+        model = make_model()
+        auto_accelerate(model, load_strategy=strategy)
+        tokens = torch.arange(8)[None]
+        model(tokens, labels=tokens).loss.backward()  # compiles a backward pass for one use
+        loss = model(tokens, labels=tokens).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    plain, compiled = gradients([]), gradients([("compile", {"backend": "aot_eager"})])
+    torch.testing.assert_close(compiled, plain)
