@@ -82,13 +82,13 @@ def simulated(composition: tuple[Any, ...], size: int, rank: int = 0) -> Simulat
 
 
 SAMPLE = 9
-"""`make test` runs every SAMPLE-th composition, `make test-nightly` all of them."""
+"""`make test` runs every SAMPLE-th composition, `make test-all` all of them."""
 
 
 @pytest.mark.parametrize(
     "composition",
     [
-        pytest.param(each, id=named(each), marks=[] if i % SAMPLE == 0 else pytest.mark.nightly)
+        pytest.param(each, id=named(each), marks=[] if i % SAMPLE == 0 else pytest.mark.slow)
         for i, each in enumerate(COMPOSITIONS)
     ],
 )

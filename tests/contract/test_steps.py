@@ -56,7 +56,7 @@ def held_after_steps(rank: int, size: int, load_strategy: Any, attention: str) -
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.nightly) for name in APPLIED]
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in APPLIED]
 )
 def test_no_method_holds_more_after_more_steps(pool: Pool, name: str) -> None:
     for early, late in pool.run(held_after_steps, strategy_of(name), attention_of(name), ranks=ranks_of(name)):
@@ -93,7 +93,7 @@ def left_of_a_job(rank: int, size: int, load_strategy: Any, attention: str) -> l
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in {"fsdp", "chunk"} else pytest.mark.nightly) for name in APPLIED]
+    "name", [pytest.param(name, marks=() if name in {"fsdp", "chunk"} else pytest.mark.slow) for name in APPLIED]
 )
 def test_a_job_that_has_ended_holds_no_tensor_of_a_model(pool: Pool, name: str) -> None:
     """A search would otherwise hold every candidate that it has run."""
