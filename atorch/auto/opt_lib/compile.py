@@ -75,8 +75,8 @@ class Compile(Method):
             self.chosen(part)
 
     def apply(self, ctx: Context) -> Context:
-        # Else torch's compiler reuses saved tensors' memory and forbids backward(retain_graph=True), which plain training
-        # allows. It reads this flag when it compiles and in each backward pass, so nothing narrower than the process does.
+        # Else torch's compiler reuses the memory of saved tensors, and forbids backward(retain_graph=True), which plain
+        # training allows. It reads this flag whenever it compiles and in every backward pass: it is the process's.
         functorch_config.donated_buffer = False
         for part in ctx.parts:
             for module in self.chosen(part).values():
