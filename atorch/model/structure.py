@@ -7,6 +7,7 @@ other modules with parameters.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from atorch.errors import StrategyError, near_miss, shown
+from atorch.model.method_override import is_override
 
 _NAMES_OF_DEPTH = ("layer", "depth", "block")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -28,7 +30,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     only if there are none, so a model's encoder and decoder are not two blocks.
     """
     for parents in (_CONTAINERS, (nn.Module,)):
-        repeated = {type(block) for _, block in _outermost(model, "", parents, frozenset())}
+        repeated = {written_class(block) for _, block in _outermost(model, "", parents, frozenset())}
         if repeated:
             return dict(_outermost(model, "", parents, repeated))
     return {}
@@ -39,14 +41,21 @@ def _outermost(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The outermost blocks below `module`: children of `parents` whose class is in `repeated` or that of a sibling."""
     children = list(module.named_children())
-    classes = Counter(type(child) for _, child in children if _is_composite(child))
+    classes = Counter(written_class(child) for _, child in children if _is_composite(child))
     for name, child in children:
         path = f"{prefix}{name}"
-        is_repeated = type(child) in repeated or classes[type(child)] > 1
+        is_repeated = written_class(child) in repeated or classes[written_class(child)] > 1
         if isinstance(module, parents) and _can_be_block(child) and is_repeated:
             yield path, child
         else:
             yield from _outermost(child, f"{path}.", parents, repeated)
+
+
+def written_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module without the subclasses that overrides and FSDP2 give to some of its siblings."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded: Any = () if fsdp is None else fsdp.FSDPModule
+    return next(cls for cls in type(module).__mro__ if not is_override(cls) and not issubclass(cls, sharded))
 
 
 def num_repeats(model: nn.Module) -> int | None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from atorch.errors import StrategyError
+from atorch.model.method_override import override
 from atorch.model.structure import find_modules, module_names, repeated_blocks, units
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -143,6 +145,21 @@ def test_blocks_do_not_overlap() -> None:
     for make in (llama, mixtral, t5, clip, ResNet):
         blocks = [id(module) for block in repeated_blocks(make()).values() for module in block.modules()]
         assert len(blocks) == len(set(blocks))
+
+
+def forwards(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: forward(self, *args, **kwargs)
+
+
+def test_the_only_block_of_a_stage_is_found_under_subclasses_that_methods_gave_it() -> None:
+    model: Any = llama()
+    only, *others = model.model.layers
+    for parameter_owner in (module for other in others for module in other.modules()):
+        parameter_owner._parameters.clear()
+    override(only, "forward", forwards)
+    assert list(repeated_blocks(model)) == ["model.layers.0"]
+    only.__class__ = type("FSDPLlamaDecoderLayer", (FSDPModule, type(only)), {})
+    assert list(repeated_blocks(model)) == ["model.layers.0"]
 
 
 class Patched(nn.Module):
