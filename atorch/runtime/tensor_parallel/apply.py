@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from atorch.runtime.tensor_parallel.collectives import fork, reduce, share
 from atorch.runtime.tensor_parallel.derive.block_sandbox import map_arguments
@@ -46,8 +47,6 @@ class ShardingContext:
         return self._new[id(parameter)][1]
 
     def _spread(self, local: Tensor, whole: Tensor, dim: int) -> Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
         stride = torch.empty(whole.shape, device="meta").stride()
         dtensor: Tensor = DTensor.from_local(
             local, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=stride
@@ -105,8 +104,8 @@ def _holders(block: nn.Module, parameter: Any) -> list[tuple[nn.Module, str]]:
 
 def this_part(parameter: Any) -> Tensor:
     """This rank's rows of a DTensor. A copy for a trial may hold plain rows already."""
-    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local
+    # By class: compiled code does not see the method of a parameter that FSDP2 has gathered.
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @dataclass(frozen=True)
