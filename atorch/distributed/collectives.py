@@ -69,7 +69,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     if is_fake_world():
         return [value] * size
     values: list[Any] = [None] * size
-    group = _present(group)
+    group = present_group(group)
     answered(lambda: dist.all_gather_object(values, value, group=group), group)
     return values
 
@@ -88,12 +88,13 @@ def all_reduce_max(values: Sequence[int], group: dist.ProcessGroup | None = None
     if not is_distributed() or is_fake_world() or dist.get_world_size(group) == 1:
         return list(values)
     maxima = torch.tensor(values, dtype=torch.int64, device=host_comm_device())
-    group = _present(group)
+    group = present_group(group)
     answered(lambda: dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group), group)
     return [int(value) for value in maxima.tolist()]
 
 
-def _present(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def present_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """`group`, by default that of all ranks, which must exist."""
     present = group or world_group()
     assert present is not None, "several processes have a group"
     return present

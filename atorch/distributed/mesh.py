@@ -19,49 +19,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from atorch.cost.parallelism import AXES as AXES
+from atorch.cost.parallelism import BATCH_AXES as BATCH_AXES
 from atorch.distributed import world
-from atorch.distributed.collectives import is_fake_world, world_group
+from atorch.distributed.collectives import is_fake_world, present_group, world_group
 from atorch.errors import StrategyError, near_miss, shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("data", "zero", "tensor", "sequence", "context", "pipeline")
 AXIS_ALIASES: Mapping[str, str] = {"pipe": "pipeline"}
-BATCH_AXES = ("data", "zero")
-"""Axes whose ranks see different samples, in the order that hybrid sharding needs: replicas, then shards."""
-_OUTERMOST_FIRST = ("pipeline", *BATCH_AXES, "context", "sequence", "tensor")
+_OUTERMOST_FIRST = AXES[::-1]
 
 Slices = Sequence[tuple[str, int]]
 
 
 def rank_table(
-    slices: Slices, world_size: int, rank_order: Sequence[int] | None = None, *, instances: bool = False
+    slices: Slices, world_size: int, rank_order: Sequence[int] | None = None
 ) -> dict[str, list[list[int]]]:
     """The rank groups along every axis: `{name: [[ranks of one group], …]}`.
 
     Args:
         slices: `(name, size)` pairs, the fastest-varying first. Their product must be `world_size`.
         rank_order: a permutation of the ranks, `None` for 0, 1, 2, …; position i of the mesh holds `rank_order[i]`.
-        instances: where the product divides `world_size`, every run of that many ranks is a mesh of its own.
 
     Raises:
         StrategyError: `slices` holds no pairs, the sizes do not multiply to `world_size`, or `rank_order` is no
             permutation of the ranks.
     """
     _need_slices(slices)
-    size = math.prod(size for _, size in slices if type(size) is int)
-    if instances and 0 < size < world_size and world_size % size == 0:
-        order = range(world_size) if rank_order is None else rank_order
-        _check((*slices, ("", world_size // size)), world_size, rank_order)
-        meshes = [order[start : start + size] for start in range(0, world_size, size)]
-        tables = [rank_table(slices, size) for _ in meshes]
-        return {
-            name: [
-                [mesh[i] for i in group] for mesh, table in zip(meshes, tables, strict=True) for group in table[name]
-            ]
-            for name, _ in slices
-        }
     _check(slices, world_size, rank_order)
     return {name: groups_along(slices, world_size, rank_order, (name,)) for name, _ in slices}
 
@@ -205,7 +191,7 @@ class Mesh:
                 "resize its axes so that they multiply to that"
             )
         if self.size(*key) == self.num_ranks:
-            return _default_group()
+            return present_group()
         if not key:  # local synchronization: else every rank would have to create the groups of all ranks
             single = dist.new_group([_my_rank()], timeout=self.timeout, use_local_synchronization=True)
             assert isinstance(single, dist.ProcessGroup)
@@ -304,12 +290,6 @@ def forget_shardings() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = world_group()
-    assert isinstance(group, dist.ProcessGroup), "made by ensure_group"
-    return group
 
 
 def _my_rank() -> int:

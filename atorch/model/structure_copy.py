@@ -16,7 +16,7 @@ from torch import nn
 
 from atorch.errors import ArgumentError
 from atorch.model.copy import UNCOPYABLE, Convert, Copier, lazy_clone
-from atorch.model.tensors import local_part
+from atorch.model.pytree import local_part
 
 
 def copy_structure(model: nn.Module, convert: Convert, equal: Sequence[Sequence[nn.Module]] = ()) -> nn.Module:

@@ -128,7 +128,9 @@ def test_selective_recomputation(pool: Pool, beside: tuple[str, ...]) -> None:
     ("names", "shares"),
     [
         (("fsdp",), {"parameters": 0.5}),
-        pytest.param(("fsdp", "half", "checkpoint"), {"parameters": 1.0, "activations": 1.0}, marks=pytest.mark.nightly),
+        pytest.param(
+            ("fsdp", "half", "checkpoint"), {"parameters": 1.0, "activations": 1.0}, marks=pytest.mark.nightly
+        ),
         (("chunk",), {"optimizer": 0.0, "activations": 1.0}),
     ],
 )
