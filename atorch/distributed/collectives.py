@@ -269,9 +269,9 @@ def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
 
 
 def _first_differences(own: Facts, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
-    """As `differences`, of the facts of all ranks, but gathers only those that the message names.
+    """The first MAX_DIFFERENCES places where the facts of ranks differ, with the value of each rank, as text.
 
-    The facts of a model take megabytes, and there may be thousands of ranks.
+    Gathers only the facts that it names: those of a model take megabytes, and there may be thousands of ranks.
     """
     first = from_rank_zero(own, group)
     places = [place for place in {**first, **own} if first.get(place) != own.get(place)]
@@ -280,23 +280,9 @@ def _first_differences(own: Facts, group: dist.ProcessGroup | None, ranks: Seque
     differing = dict.fromkeys(place for few, _ in reports for place in few)
     named = sorted(differing, key=lambda place: order.get(place, len(order)))[:MAX_DIFFERENCES]
     facts = gather_objects({place: own[place] for place in named if place in own}, group)
+    texts = [_difference(place, [of_rank.get(place, Fact("not given")) for of_rank in facts], ranks) for place in named]
     more = max(count for _, count in reports) - len(named)
-    return differences(facts, ranks) + (f"; and {more} more" if more > 0 else "")
-
-
-def differences(facts: Sequence[Facts], ranks: Sequence[int] | None = None) -> str:
-    """The first MAX_DIFFERENCES places where the facts of ranks differ, with the value of each rank, as text.
-
-    ranks: the ranks that the facts belong to; None for 0, 1, ….
-    """
-    places = dict.fromkeys(place for of_rank in facts for place in of_rank)
-    texts = [
-        _difference(place, [of_rank.get(place, Fact("not given")) for of_rank in facts], ranks or range(len(facts)))
-        for place in places
-        if len({of_rank.get(place) for of_rank in facts}) > 1
-    ]
-    more = len(texts) - MAX_DIFFERENCES
-    return "; ".join(texts[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    return "; ".join(texts) + (f"; and {more} more" if more > 0 else "")
 
 
 def _difference(place: str, facts: Sequence[Fact], ranks: Sequence[int]) -> str:

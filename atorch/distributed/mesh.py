@@ -6,7 +6,6 @@ tensor group, 0 and 4 one pipeline group, 0 and 8 one data group.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,9 +34,7 @@ _OUTERMOST_FIRST = AXES[::-1]
 Slices = Sequence[tuple[str, int]]
 
 
-def rank_table(
-    slices: Slices, world_size: int, rank_order: Sequence[int] | None = None
-) -> dict[str, list[list[int]]]:
+def rank_table(slices: Slices, world_size: int, rank_order: Sequence[int] | None = None) -> dict[str, list[list[int]]]:
     """The rank groups along every axis: `{name: [[ranks of one group], …]}`.
 
     Args:
@@ -57,15 +55,18 @@ def groups_along(
 ) -> list[list[int]]:
     """The rank groups along the product of several axes, e.g. all ranks that see different samples."""
     _check(slices, world_size, rank_order)
-    order = list(rank_order) if rank_order is not None else list(range(world_size))
-    strides, stride = {}, 1
-    for name, size in slices:
-        strides[name], stride = (stride, size), stride * size
-    along = [strides[name] for name, _ in reversed(slices) if name in names]
-    across = [strides[name] for name, _ in reversed(slices) if name not in names]
-    inner = [sum(i * s for i, (s, _) in zip(at, along, strict=True)) for at in _grid(along)]
-    outer = [sum(i * s for i, (s, _) in zip(at, across, strict=True)) for at in _grid(across)]
-    return [[order[base + offset] for offset in inner] for base in outer]
+    axes = [name for name, _ in reversed(slices)]
+    across, along = [axis for axis in axes if axis not in names], [axis for axis in axes if axis in names]
+    size = math.prod(size for name, size in slices if name in names)
+    groups: list[list[int]] = _arranged(slices, rank_order, [*across, *along]).reshape(-1, size).tolist()
+    return groups
+
+
+def _arranged(slices: Slices, rank_order: Sequence[int] | None, axes: Sequence[str]) -> Any:
+    """The ranks as an array of numpy with these axes, all of those of `slices`."""
+    sizes = dict(reversed(slices))
+    order = range(math.prod(sizes.values())) if rank_order is None else rank_order
+    return np.array(order).reshape(list(sizes.values())).transpose([list(sizes).index(axis) for axis in axes])
 
 
 def own_group(rank: int, slices: Slices, order: Sequence[int], names: Sequence[str]) -> list[int]:
@@ -78,10 +79,6 @@ def own_group(rank: int, slices: Slices, order: Sequence[int], names: Sequence[s
             first += place // stride % size * stride
         stride *= size
     return sorted(order[first + offset] for offset in offsets)
-
-
-def _grid(axes: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(size) for _, size in axes))
 
 
 def _need_slices(slices: Any) -> None:
@@ -273,12 +270,9 @@ class Mesh:
 
     def _grid(self) -> torch.Tensor:
         """The ranks as a tensor with a dim for every axis, the outermost first."""
-        names = [name for name, _ in self.slices]
-        order = self.rank_order if self.rank_order is not None else range(self.num_ranks)
-        grid = torch.tensor(list(order)).reshape([size for _, size in reversed(self.slices)])
-        present = [name for name in _OUTERMOST_FIRST if name in names]
-        grid = grid.permute([len(names) - 1 - names.index(name) for name in present])
-        return grid.reshape([self.size(name) for name in _OUTERMOST_FIRST])
+        present = [name for name in _OUTERMOST_FIRST if name in dict(self.slices)]
+        sizes = [self.size(name) for name in _OUTERMOST_FIRST]
+        return torch.tensor(_arranged(self.slices, self.rank_order, present).reshape(sizes))
 
 
 def forget_shardings() -> None:

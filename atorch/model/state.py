@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.distributed.rng import preserved_rng
 from atorch.distributed.tensor_components import same_values
 from atorch.model.copy import lazy_clone
 from atorch.model.pytree import written_tensors
@@ -38,10 +39,10 @@ def children_in_eval(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set eval mode; restores each module's mode afterwards."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set eval mode, without gradients; restores each module's mode and the random states afterwards."""
     was_training = model.training
-    with preserved_modes(model):
+    with preserved_modes(model), torch.no_grad(), preserved_rng():
         model.eval()
         try:
             yield

@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from atorch.distributed.rng import preserved_rng
 from atorch.model.state import preserved_modes
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
-from atorch.runtime.sequence_parallel.block_calls import by_place, changed, copied
+from atorch.runtime.sequence_parallel.block_calls import changed, copied
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
 from atorch.runtime.tensor_parallel.random_numbers import random_state
 
 CLOSE = 1e-4  # of a tensor's norm; wrong results are off by much more, and fp32 rounding by less
