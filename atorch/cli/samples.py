@@ -157,8 +157,8 @@ class SampleForm:
         Raises:
             ArgumentError: the model does not take the image.
         """
+        from atorch.model.copy import copy_with
         from atorch.model.pytree import tensors_in
-        from atorch.model.structure_copy import copy_with
         from atorch.profiler.capture.fakes import Fakes
 
         fakes = Fakes()

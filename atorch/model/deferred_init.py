@@ -91,7 +91,7 @@ class InitialValues:
             for number, step in enumerate(self._steps):
                 for key in step.touched:
                     self._places[key].give(device)
-                with _NaNs():
+                with _NaNs():  # type: ignore[no-untyped-call]  # torch's
                     step.fill()
                 for key in step.touched:
                     if last[key] == number:
@@ -176,7 +176,6 @@ class _Place:
             held[name] = tensor
 
     def give(self, device: torch.device) -> None:
-        """Give it unfilled memory."""
         if not self.is_replaced:
             self.put(like(self.meta, unfilled(self.meta, device)))
 
@@ -215,9 +214,6 @@ class _Seen(TorchDispatchMode):
 
 class _NaNs(TorchDispatchMode):
     """Fills memory that is allocated inside with NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -87,7 +87,6 @@ def unfilled(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{', '.join(names[:MAX_NAMED])}{more}"
 

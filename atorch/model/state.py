@@ -176,7 +176,6 @@ class ParameterWrite:
 
     @classmethod
     def of(cls, before: Tensor, after: Tensor) -> ParameterWrite:
-        """The change between a full parameter before and after."""
         before, after = before.detach().reshape(-1).float(), after.detach().reshape(-1).float()
         places = (after - before).abs().topk(min(PLACES, len(before))).indices
         return cls(places.cpu(), before[places].cpu(), after[places].cpu())

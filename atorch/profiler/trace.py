@@ -25,10 +25,10 @@ from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.logs import logger, muted
 from atorch.model.alias_guard import OriginalReachedError, Originals
+from atorch.model.copy import copy_with, lazy_copy_with
 from atorch.model.elementwise_optimizers import is_elementwise
 from atorch.model.pytree import batch_size, map_tensors, tensor_bytes, tensors_in
 from atorch.model.structure import repeated_blocks
-from atorch.model.structure_copy import copy_with, lazy_copy_with
 from atorch.model.user_functions import LossFunc, MakeOptimizer
 from atorch.profiler.capture.block_equality import groups_of_alike
 from atorch.profiler.capture.block_reuse import Blocks

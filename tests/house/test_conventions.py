@@ -121,7 +121,6 @@ LARGE_FOLDERS: Mapping[str, str] = {
     "atorch": "the packages, and the basics that all of them use",
     "atorch/auto": "the entry points, and what they share",
     "atorch/auto/opt_lib": "a method each",
-    "atorch/model": "small modules that depend on little",
     "atorch/smp": "a documented module each, as in the original",
 }
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.model.copy import sharing_parts
 from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.structure import repeated_blocks, tell_depth
-from atorch.model.structure_copy import sharing_parts
 from atorch.profiler.capture.block_equality import are_alike, groups_of_alike
 from atorch.profiler.capture.block_reuse import described, like
 from atorch.runtime.chunk.schedule.depth_extrapolation import ENDS, FEWEST

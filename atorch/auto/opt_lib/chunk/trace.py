@@ -18,8 +18,8 @@ from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger
 from atorch.model.alias_guard import OriginalReachedError, Originals
+from atorch.model.copy import copy_with
 from atorch.model.pytree import local_part, map_tensors, tensors_in
-from atorch.model.structure_copy import copy_with
 from atorch.profiler.capture.devices import as_on
 from atorch.profiler.capture.fakes import Fakes
 from atorch.profiler.memory_tracker import BUFFERS, HOST, PARAMETERS, LiveBytes

@@ -37,9 +37,9 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, CapabilityError
 from atorch.logs import logger
 from atorch.model.alias_guard import Originals
+from atorch.model.copy import copy_structure
 from atorch.model.pytree import batch_size, map_tensors, tensors_in
 from atorch.model.structure import num_repeats, repeated_blocks, shorten
-from atorch.model.structure_copy import copy_structure
 from atorch.profiler.comm_counter import CommCounter, Counts
 from atorch.profiler.memory_tracker import (
     BUFFERS,
