@@ -64,7 +64,7 @@ def _method(base: type, name: str, make: Make, *settings: Any) -> Mapping[str, A
     return {name: functools.wraps(theirs)(make(theirs, *settings))}
 
 
-def _subclass(base: type, members: Members, settings: tuple[Any, ...]) -> type:
+def _subclass(base: Any, members: Members, settings: tuple[Any, ...]) -> type:
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         rebuild, args, *state = base.__reduce_ex__(self, protocol)
         if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]

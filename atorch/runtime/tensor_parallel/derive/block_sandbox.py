@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_o
 
 from atorch.model.copy import duplicate
 
+T = TypeVar("T")
 PERIOD = 1_000_003
 """Random weights repeat after so many numbers, in a sixth of the time. A prime: no two rows are equal."""
 
@@ -105,9 +106,10 @@ def by_place(data: Any) -> dict[str, Tensor]:
     return {_keystr(path): leaf for path, leaf in tree_flatten_with_path(data)[0] if isinstance(leaf, Tensor)}
 
 
-def map_by_place(change: Callable[[str, Tensor], Any], data: Any) -> Any:
+def map_by_place(change: Callable[[str, Tensor], Any], data: T) -> T:
     """`data` with `change(place, tensor)` in place of each tensor."""
-    return tree_map_with_path(lambda path, x: change(_keystr(path), x) if isinstance(x, Tensor) else x, data)
+    mapped: T = tree_map_with_path(lambda path, x: change(_keystr(path), x) if isinstance(x, Tensor) else x, data)
+    return mapped
 
 
 def tensors_of(output: Any) -> list[Tensor]:
