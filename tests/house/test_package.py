@@ -31,7 +31,8 @@ def test_the_installed_package_is_whole(kind: str, tree: Path, tmp_path: Path) -
     build = f"from setuptools import build_meta; build_meta.build_{kind}({str(tmp_path)!r})"
     run(sys.executable, "-c", build, cwd=tree)
     (built,) = (path for path in tmp_path.iterdir() if path.suffix in (".whl", ".gz"))
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    options = ["--quiet", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--no-index"]
+    install = [sys.executable, "-m", "pip", "install", *options]
     run(*install, "--target", str(target), str(built), cwd=tmp_path)
 
     shipped = {path.relative_to(tree) for path in (tree / "atorch").rglob("*") if path.is_file()}
