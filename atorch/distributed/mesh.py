@@ -34,18 +34,33 @@ _OUTERMOST_FIRST = AXES[::-1]
 Slices = Sequence[tuple[str, int]]
 
 
-def rank_table(slices: Slices, world_size: int, rank_order: Sequence[int] | None = None) -> dict[str, list[list[int]]]:
+def rank_table(
+    slices: Slices, world_size: int, rank_order: Sequence[int] | None = None, *, instances: bool = False
+) -> dict[str, list[list[int]]]:
     """The rank groups along every axis: `{name: [[ranks of one group], …]}`.
 
     Args:
         slices: `(name, size)` pairs, the fastest-varying first. Their product must be `world_size`.
         rank_order: a permutation of the ranks, `None` for 0, 1, 2, …; position i of the mesh holds `rank_order[i]`.
+        instances: where the product divides `world_size`, every run of that many ranks is a mesh of its own.
 
     Raises:
         StrategyError: `slices` holds no pairs, the sizes do not multiply to `world_size`, or `rank_order` is no
             permutation of the ranks.
     """
     _need_slices(slices)
+    size = math.prod(size for _, size in slices if type(size) is int)
+    if instances and 0 < size < world_size and world_size % size == 0:
+        order = range(world_size) if rank_order is None else rank_order
+        _check((*slices, ("", world_size // size)), world_size, rank_order)
+        meshes = [order[start : start + size] for start in range(0, world_size, size)]
+        tables = [rank_table(slices, size) for _ in meshes]
+        return {
+            name: [
+                [mesh[i] for i in group] for mesh, table in zip(meshes, tables, strict=True) for group in table[name]
+            ]
+            for name, _ in slices
+        }
     _check(slices, world_size, rank_order)
     return {name: groups_along(slices, world_size, rank_order, (name,)) for name, _ in slices}
 

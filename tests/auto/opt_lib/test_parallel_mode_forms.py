@@ -45,6 +45,19 @@ def test_triples() -> None:
         Strategy.of(("amp_native", {"dtype": "bf16"}, False))
 
 
+def test_several_instances_of_a_mesh() -> None:
+    slices = [("tensor", 2), ("data", 2)]
+    assert rank_table(slices, 8, instances=True) == {
+        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    }
+    assert rank_table(slices, 4, instances=True) == rank_table(slices, 4)
+    with pytest.raises(StrategyError, match="multiply to that"):
+        rank_table(slices, 8)
+    with pytest.raises(StrategyError, match="multiply to that"):
+        rank_table(slices, 6, instances=True)
+
+
 @pytest.mark.parametrize("given", [None, "data", [("data", 2), "pipe"], (SLICES, None), [("data",)]])
 def test_what_is_no_mesh_is_told(given: Any) -> None:
     with pytest.raises(StrategyError, match=r"takes \[\(name, size\), …\]"):
