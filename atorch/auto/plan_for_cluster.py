@@ -31,7 +31,7 @@ from atorch.cost.memory import RESERVE
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, shown
 from atorch.logs import logger
-from atorch.model.tensors import tensor_bytes
+from atorch.model.pytree import tensor_bytes
 from atorch.profiler.trace import OfLength, trace
 from atorch.units import format_bytes
 

@@ -32,7 +32,7 @@ from atorch.distributed.local_collectives import local_collectives
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.tensor_components import same_values
 from atorch.errors import ContradictionError
-from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluation_mode, restored_state
+from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluating, restored_state
 from atorch.runtime.data.batch_split import joined, num_rows, take
 from atorch.runtime.gradients.backward_targets import muted
 from atorch.runtime.gradients.clip import norm_of_grads
@@ -356,7 +356,7 @@ def _norm(model: nn.Module) -> float | None:
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:
     """True if the plain model runs in evaluation mode, and a prompt from which it generates, or None."""
     model = ctx.root
-    with restored_state(model, ctx.device) as writes, writes, preserved_rng(), evaluation_mode(model), torch.no_grad():
+    with restored_state(model, ctx.device) as writes, writes, evaluating(model):
         inputs = ctx.prepare_input(batch, ctx.device)
         _, failure = tried(lambda: _inside(within, lambda: ctx.call_model(model, inputs)))
         tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None

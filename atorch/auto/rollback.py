@@ -15,7 +15,7 @@ from atorch.auto.context import Context
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, FaultBarrier, forget_compiled
 from atorch.distributed.mesh import set_current
 from atorch.distributed.rng import RandomState
-from atorch.model.snapshot import Snapshot
+from atorch.model.state import Snapshot
 from atorch.units import format_bytes
 
 T = TypeVar("T")

@@ -43,9 +43,8 @@ from atorch.auto.reference_step import (
 from atorch.auto.strategy import Strategy
 from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import BATCH_AXES
-from atorch.distributed.rng import preserved_rng
 from atorch.errors import AtorchError, StrategyError
-from atorch.model.state import Attributes, children_in_eval, evaluation_mode, preserved_state
+from atorch.model.state import Attributes, children_in_eval, evaluating, preserved_state
 from atorch.runtime.data.batch_split import num_rows, take
 from atorch.runtime.fsdp.partial_state_dict import own_state
 from atorch.runtime.gradients.backward_targets import muted
@@ -135,7 +134,7 @@ def cannot_evaluate(applied: Context, result: AccelerateResult, expected: Refere
         return None
     model = result.model
     as_it_was, eagerly = _untouched(model, expected.changes), torch.compiler.set_stance("force_eager")
-    with preserved_rng(), as_it_was, evaluation_mode(model), torch.no_grad(), eagerly:
+    with as_it_was, evaluating(model), eagerly:
         share = result.prepare_input(_share(applied, expected), applied.device)
         _, failed = tried(lambda: applied.call_model(model, share)) if expected.evaluates else (None, None)
         if failed is not None:

@@ -157,8 +157,8 @@ class SampleForm:
         Raises:
             ArgumentError: the model does not take the image.
         """
-        from atorch.model.structure_copy import copy_with
-        from atorch.model.tensors import tensors_of
+        from atorch.model.copy import copy_with
+        from atorch.model.pytree import tensors_in
         from atorch.profiler.capture.fakes import Fakes
 
         fakes = Fakes()
@@ -170,7 +170,7 @@ class SampleForm:
         except Exception as error:  # a model may fail in any way on an image that it does not take
             raise self._unmade("images of a form of its own") from error
         features = getattr(output, "pooler_output", output)
-        return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors_of(features))
+        return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors_in(features))
 
     def _unmade(self, inputs: str) -> ArgumentError:
         from atorch.errors import ArgumentError

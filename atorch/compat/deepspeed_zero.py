@@ -12,20 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atorch.errors import CapabilityError
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.gradients.clip import ClipsItself
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
-
-
-def need_deepspeed() -> None:
-    """Raise CapabilityError, which names the extra, if deepspeed is missing."""
-    try:
-        import deepspeed  # noqa: F401
-    except ImportError as error:
-        raise CapabilityError(
-            "deepspeed is not installed: pip install deepspeed, or leave the backend to torch"
-        ) from error
 
 
 class DeepSpeedModel(ClipsItself, Wrapper):

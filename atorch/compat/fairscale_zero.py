@@ -13,20 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atorch.errors import CapabilityError
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.gradients.backward_targets import expects_none
 from atorch.runtime.gradients.clip import ClipsItself, clip_grads
-
-
-def need_fairscale() -> None:
-    """Raise CapabilityError, which names the extra, if fairscale is missing."""
-    try:
-        import fairscale  # noqa: F401
-    except ImportError as error:
-        raise CapabilityError(
-            "fairscale is not installed: pip install fairscale, or leave the backend to torch"
-        ) from error
 
 
 def shard_states(groups: Any, make_optimizer: Callable[[Any], Optimizer], group: dist.ProcessGroup) -> Optimizer:

@@ -124,7 +124,12 @@ def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | 
         wrapped = policy._run_policy(root, left_out, {})
     else:
         parameters = {p for item in ignored for p in (item.parameters() if isinstance(item, nn.Module) else (item,))}
-        _recursive_wrap(root, _checked(policy), _recorder(wrapped), left_out, parameters)  # type: ignore[arg-type]
+
+        def record(module: nn.Module, **_: Any) -> nn.Module:
+            wrapped[module] = None
+            return module  # unchanged: only the choice is recorded
+
+        _recursive_wrap(root, _checked(policy), record, left_out, parameters)  # type: ignore[arg-type]
     if arguments := next(filter(None, wrapped.values()), None):
         raise StrategyError(
             f"fsdp.auto_wrap_policy gives a module arguments of its own, {shown(arguments)}; all modules have those of "
@@ -135,14 +140,6 @@ def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | 
         for name, module in root.named_modules()
         if name and module in wrapped and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     )
-
-
-def _recorder(wrapped: dict[nn.Module, Any]) -> Callable[..., nn.Module]:
-    def note(module: nn.Module, **_: Any) -> nn.Module:
-        wrapped[module] = None
-        return module  # unchanged: only the choice is recorded
-
-    return note
 
 
 def _checked(policy: Callable[..., Any]) -> Callable[..., bool]:

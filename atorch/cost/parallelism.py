@@ -17,8 +17,8 @@ from atorch.units import MiB
 
 AXES = ("tensor", "sequence", "context", "zero", "data", "pipeline")
 """The usual order of ranks, the fastest-varying first."""
-SAMPLE_AXES = ("data", "zero")
-"""Axes whose ranks see different samples."""
+BATCH_AXES = ("data", "zero")
+"""Axes whose ranks see different samples, in the order that hybrid sharding needs: replicas, then shards."""
 REPLICA_AXES = ("data", "zero", "sequence", "context")
 """Axes whose ranks hold the same parameters and see different tokens: gradients are summed over them."""
 
@@ -26,7 +26,7 @@ REPLICA_AXES = ("data", "zero", "sequence", "context")
 def arrange(cost: Cost, sizes: Mapping[str, int]) -> Cost:
     """Arrange ranks along `AXES` in their usual order; the axes of different samples divide the batch."""
     cost = cost.but(axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
-    return cost.but(batch_size=cost.batch_size / cost.size(*SAMPLE_AXES))
+    return cost.but(batch_size=cost.batch_size / cost.size(*BATCH_AXES))
 
 
 def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:

@@ -69,7 +69,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     if is_fake_world():
         return [value] * size
     values: list[Any] = [None] * size
-    group = _present(group)
+    group = present_group(group)
     answered(lambda: dist.all_gather_object(values, value, group=group), group)
     return values
 
@@ -88,12 +88,13 @@ def all_reduce_max(values: Sequence[int], group: dist.ProcessGroup | None = None
     if not is_distributed() or is_fake_world() or dist.get_world_size(group) == 1:
         return list(values)
     maxima = torch.tensor(values, dtype=torch.int64, device=host_comm_device())
-    group = _present(group)
+    group = present_group(group)
     answered(lambda: dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group), group)
     return [int(value) for value in maxima.tolist()]
 
 
-def _present(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def present_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """`group`, by default that of all ranks, which must exist."""
     present = group or world_group()
     assert present is not None, "several processes have a group"
     return present
@@ -268,9 +269,9 @@ def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
 
 
 def _first_differences(own: Facts, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
-    """As `differences`, of the facts of all ranks, but gathers only those that the message names.
+    """The first MAX_DIFFERENCES places where the facts of ranks differ, with the value of each rank, as text.
 
-    The facts of a model take megabytes, and there may be thousands of ranks.
+    Gathers only the facts that it names: those of a model take megabytes, and there may be thousands of ranks.
     """
     first = from_rank_zero(own, group)
     places = [place for place in {**first, **own} if first.get(place) != own.get(place)]
@@ -279,23 +280,9 @@ def _first_differences(own: Facts, group: dist.ProcessGroup | None, ranks: Seque
     differing = dict.fromkeys(place for few, _ in reports for place in few)
     named = sorted(differing, key=lambda place: order.get(place, len(order)))[:MAX_DIFFERENCES]
     facts = gather_objects({place: own[place] for place in named if place in own}, group)
+    texts = [_difference(place, [of_rank.get(place, Fact("not given")) for of_rank in facts], ranks) for place in named]
     more = max(count for _, count in reports) - len(named)
-    return differences(facts, ranks) + (f"; and {more} more" if more > 0 else "")
-
-
-def differences(facts: Sequence[Facts], ranks: Sequence[int] | None = None) -> str:
-    """The first MAX_DIFFERENCES places where the facts of ranks differ, with the value of each rank, as text.
-
-    ranks: the ranks that the facts belong to; None for 0, 1, ….
-    """
-    places = dict.fromkeys(place for of_rank in facts for place in of_rank)
-    texts = [
-        _difference(place, [of_rank.get(place, Fact("not given")) for of_rank in facts], ranks or range(len(facts)))
-        for place in places
-        if len({of_rank.get(place) for of_rank in facts}) > 1
-    ]
-    more = len(texts) - MAX_DIFFERENCES
-    return "; ".join(texts[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    return "; ".join(texts) + (f"; and {more} more" if more > 0 else "")
 
 
 def _difference(place: str, facts: Sequence[Fact], ranks: Sequence[int]) -> str:

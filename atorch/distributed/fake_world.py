@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.distributed.local_collectives import tensors_of
+from atorch.distributed.local_collectives import completed_work
 from atorch.distributed.mesh import forget_shardings, use_mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, CapabilityError
+from atorch.model.pytree import tensors_in
 
 _META = torch.device("meta")
 _FEW = 2**20  # the largest number of elements of an integer tensor that stays real
@@ -99,7 +100,7 @@ class Pretending(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # called so often that dispatch through all modes would cost time
         kwargs = kwargs or {}
-        inputs = tensors_of((*args, *kwargs.values()))
+        inputs = tensors_in((*args, *kwargs.values()))
         if any(isinstance(tensor, FakeTensor) for tensor in inputs):
             return self._on_fakes(func, args, kwargs, inputs)
         if self._is_real(func, args, kwargs, inputs):
@@ -154,9 +155,5 @@ def _num_elements(tensors: list[torch.Tensor]) -> int:
 
 def _done(func: Any, args: Any) -> Any:
     """The result of a collective: its tensors where it returns any, and a completed work handle."""
-    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in its stubs
-
-    future: Any = torch.futures.Future()
-    future.set_result(tensors_of(args[0]))
-    work = _create_work_from_future(future).boxed()
+    work = completed_work(tensors_in(args[0]))
     return (args[0], work) if len(func._schema.returns) == 2 else work

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from atorch.distributed.collectives import is_distributed, is_fake_world
+from atorch.model.pytree import tensors_in
 
 _OUTPUTS_FIRST = ("allgather", "_allgather", "reduce_scatter", "_reduce_scatter", "alltoall", "gather", "scatter")
 
@@ -55,20 +56,21 @@ class _Alone(TorchDispatchMode):
 def _in_place(func: Any, args: Any) -> Any:
     name = func._opname
     if name.startswith(_OUTPUTS_FIRST):
-        _fill(tensors_of(args[0]), tensors_of(args[1]))
+        _fill(tensors_in(args[0]), tensors_in(args[1]))
     elif name.startswith("recv"):
-        _fill(tensors_of(args[0]), [])
+        _fill(tensors_in(args[0]), [])
     num_returned = len(func._schema.returns)
     if num_returned == 0:
         return None
-    return (args[0], _done()) if num_returned == 2 else _done()
+    return (args[0], completed_work([])) if num_returned == 2 else completed_work([])
 
 
-def _done() -> Any:
+def completed_work(result: list[Tensor]) -> Any:
+    """The handle of a collective that is over."""
     from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in its stubs
 
     future: Any = torch.futures.Future()
-    future.set_result([])
+    future.set_result(result)
     return _create_work_from_future(future).boxed()
 
 
@@ -78,7 +80,7 @@ def _functional(func: Any, args: Any, kwargs: Any) -> Any:
         return args[3]
     if name == "wait_tensor" or name.endswith("_") or name in ("isend", "irecv"):
         return data
-    inputs = tensors_of(data)
+    inputs = tensors_in(data)
     if "out" in kwargs:
         outputs = [kwargs["out"]]
     elif name.startswith("all_gather_into_tensor"):
@@ -104,10 +106,3 @@ def _fill(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         values = source.detach().reshape(-1)
         for part in output.detach().view(-1).split(values.numel()):
             part.copy_(values[: part.numel()])
-
-
-def tensors_of(data: Any) -> list[Tensor]:
-    """The tensors in lists and tuples of any depth."""
-    if isinstance(data, Tensor):
-        return [data]
-    return [tensor for item in data for tensor in tensors_of(item)] if isinstance(data, (list, tuple)) else []

@@ -6,7 +6,6 @@ tensor group, 0 and 4 one pipeline group, 0 and 8 one data group.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,21 +15,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from atorch.cost.parallelism import AXES as AXES
+from atorch.cost.parallelism import BATCH_AXES as BATCH_AXES
 from atorch.distributed import world
-from atorch.distributed.collectives import is_fake_world, world_group
+from atorch.distributed.collectives import is_fake_world, present_group, world_group
 from atorch.errors import StrategyError, near_miss, shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("data", "zero", "tensor", "sequence", "context", "pipeline")
 AXIS_ALIASES: Mapping[str, str] = {"pipe": "pipeline"}
-BATCH_AXES = ("data", "zero")
-"""Axes whose ranks see different samples, in the order that hybrid sharding needs: replicas, then shards."""
-_OUTERMOST_FIRST = ("pipeline", *BATCH_AXES, "context", "sequence", "tensor")
+_OUTERMOST_FIRST = AXES[::-1]
 
 Slices = Sequence[tuple[str, int]]
 
@@ -71,15 +70,18 @@ def groups_along(
 ) -> list[list[int]]:
     """The rank groups along the product of several axes, e.g. all ranks that see different samples."""
     _check(slices, world_size, rank_order)
-    order = list(rank_order) if rank_order is not None else list(range(world_size))
-    strides, stride = {}, 1
-    for name, size in slices:
-        strides[name], stride = (stride, size), stride * size
-    along = [strides[name] for name, _ in reversed(slices) if name in names]
-    across = [strides[name] for name, _ in reversed(slices) if name not in names]
-    inner = [sum(i * s for i, (s, _) in zip(at, along, strict=True)) for at in _grid(along)]
-    outer = [sum(i * s for i, (s, _) in zip(at, across, strict=True)) for at in _grid(across)]
-    return [[order[base + offset] for offset in inner] for base in outer]
+    axes = [name for name, _ in reversed(slices)]
+    across, along = [axis for axis in axes if axis not in names], [axis for axis in axes if axis in names]
+    size = math.prod(size for name, size in slices if name in names)
+    groups: list[list[int]] = _arranged(slices, rank_order, [*across, *along]).reshape(-1, size).tolist()
+    return groups
+
+
+def _arranged(slices: Slices, rank_order: Sequence[int] | None, axes: Sequence[str]) -> Any:
+    """The ranks as an array of numpy with these axes, all of those of `slices`."""
+    sizes = dict(reversed(slices))
+    order = range(math.prod(sizes.values())) if rank_order is None else rank_order
+    return np.array(order).reshape(list(sizes.values())).transpose([list(sizes).index(axis) for axis in axes])
 
 
 def own_group(rank: int, slices: Slices, order: Sequence[int], names: Sequence[str]) -> list[int]:
@@ -92,10 +94,6 @@ def own_group(rank: int, slices: Slices, order: Sequence[int], names: Sequence[s
             first += place // stride % size * stride
         stride *= size
     return sorted(order[first + offset] for offset in offsets)
-
-
-def _grid(axes: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(size) for _, size in axes))
 
 
 def _need_slices(slices: Any) -> None:
@@ -205,7 +203,7 @@ class Mesh:
                 "resize its axes so that they multiply to that"
             )
         if self.size(*key) == self.num_ranks:
-            return _default_group()
+            return present_group()
         if not key:  # local synchronization: else every rank would have to create the groups of all ranks
             single = dist.new_group([_my_rank()], timeout=self.timeout, use_local_synchronization=True)
             assert isinstance(single, dist.ProcessGroup)
@@ -287,12 +285,9 @@ class Mesh:
 
     def _grid(self) -> torch.Tensor:
         """The ranks as a tensor with a dim for every axis, the outermost first."""
-        names = [name for name, _ in self.slices]
-        order = self.rank_order if self.rank_order is not None else range(self.num_ranks)
-        grid = torch.tensor(list(order)).reshape([size for _, size in reversed(self.slices)])
-        present = [name for name in _OUTERMOST_FIRST if name in names]
-        grid = grid.permute([len(names) - 1 - names.index(name) for name in present])
-        return grid.reshape([self.size(name) for name in _OUTERMOST_FIRST])
+        present = [name for name in _OUTERMOST_FIRST if name in dict(self.slices)]
+        sizes = [self.size(name) for name in _OUTERMOST_FIRST]
+        return torch.tensor(_arranged(self.slices, self.rank_order, present).reshape(sizes))
 
 
 def forget_shardings() -> None:
@@ -304,12 +299,6 @@ def forget_shardings() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = world_group()
-    assert isinstance(group, dist.ProcessGroup), "made by ensure_group"
-    return group
 
 
 def _my_rank() -> int:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from atorch.errors import ArgumentError
+from atorch.model.pytree import tensors_in, written_tensors
 
 _DETACHING = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _NOT_THE_USERS = ("torch.", "atorch.")
@@ -58,7 +58,7 @@ class Originals(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if _has_storage(tensor):
                 self._check(func, tensor, args, kwargs)
         return func(*args, **kwargs)
@@ -66,7 +66,8 @@ class Originals(TorchDispatchMode):
     def _check(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> None:
         name = self._names.get(_storage(tensor))
         is_for_gradient = tensor.requires_grad and torch.is_grad_enabled() and func not in _DETACHING
-        if name is not None and (is_for_gradient or any(written is tensor for written in _written(func, args, kwargs))):
+        written = written_tensors(func, args, kwargs)
+        if name is not None and (is_for_gradient or any(other is tensor for other in written)):
             self._fault = self._fault or OriginalReachedError(
                 f"{self._user()} reaches {name} of the model itself, by a global variable or a class attribute. Passes "
                 "are traced and strategies tried on copies of the model, which follow its attributes, closures and "
@@ -95,17 +96,6 @@ def _frames() -> Iterator[types.FrameType]:
         if not f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):
             yield frame
         frame = frame.f_back
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from _tensors(value)
-
-
-def _tensors(data: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(data) if isinstance(leaf, Tensor))
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -27,6 +27,8 @@ from atorch.distributed.rng import RandomState, preserved_rng
 from atorch.errors import ArgumentError, AtorchError
 from atorch.model.copy import UNCOPYABLE, duplicate, lazy_clone
 from atorch.model.meta_device import first_names, has_meta, is_meta, is_unfilled, like, own_tensors, put, unfilled
+from atorch.model.module_swap import post_order
+from atorch.model.pytree import tensors_in, written_tensors
 
 Fill = Callable[[nn.Module], Any]
 """Writes values to a module's parameters and buffers."""
@@ -89,7 +91,7 @@ class InitialValues:
             for number, step in enumerate(self._steps):
                 for key in step.touched:
                     self._places[key].give(device)
-                with _NaNs():
+                with _NaNs():  # type: ignore[no-untyped-call]  # torch's
                     step.fill()
                 for key in step.touched:
                     if last[key] == number:
@@ -105,7 +107,7 @@ class InitialValues:
         steps, written = [], set[int]()
         ids = {place.storage: key for key, place in self._places.items()}
         with preserved_rng(), torch.no_grad():
-            for name, module in _children_first(self._model):
+            for (name, *_), module, _ in post_order(self._model):
                 fill = self._function_of(module)
                 if fill is not None:
                     touched, wrote = self._watch(module, fill, ids)
@@ -174,7 +176,6 @@ class _Place:
             held[name] = tensor
 
     def give(self, device: torch.device) -> None:
-        """Give it unfilled memory."""
         if not self.is_replaced:
             self.put(like(self.meta, unfilled(self.meta, device)))
 
@@ -202,22 +203,17 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        for argument in func._schema.arguments:
-            for leaf in tree_leaves(given.get(argument.name)):
-                key = self._ids.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
-                if key is not None:
-                    self.touched.add(key)
-                    if argument.alias_info is not None and argument.alias_info.is_write:
-                        self.written.add(key)
+        self.touched |= self._known(tensors_in((args, kwargs)))
+        self.written |= self._known(written_tensors(func, args, kwargs))
         return func(*args, **kwargs)
+
+    def _known(self, tensors: Iterable[Tensor]) -> set[int]:
+        keys = (self._ids.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return {key for key in keys if key is not None}
 
 
 class _NaNs(TorchDispatchMode):
     """Fills memory that is allocated inside with NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -270,22 +266,6 @@ def _places(model: nn.Module) -> dict[int, _Place]:
                     place = places.setdefault(id(tensor), _Place(tensor))
                     place.add(f"{path}.{name}" if path else name, held, name)
     return places
-
-
-def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in the order of `nn.Module.apply`, each once."""
-    names = {module: name for name, module in model.named_modules()}
-    seen = set[nn.Module]()
-
-    def below(module: nn.Module) -> Iterator[nn.Module]:
-        if module not in seen:
-            seen.add(module)
-            for child in module.children():
-                yield from below(child)
-            yield module
-
-    for module in below(model):
-        yield names[module], module
 
 
 def _refuse_attributes(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError
+from atorch.model.pytree import local_part
 
 MAX_NAMED = 3  # in an error
 
@@ -86,15 +87,14 @@ def unfilled(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{', '.join(names[:MAX_NAMED])}{more}"
 
 
 def is_unfilled(tensor: Tensor) -> bool:
     """True if this process's part is still as `unfilled` made it."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.numel() > 0 and bool(local.detach().isnan().all())
+    local = local_part(tensor).detach()
+    return local.numel() > 0 and bool(local.isnan().all())
 
 
 def like(tensor: Tensor, real: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
     """
     swaps: list[Swap] = []
     with ExitStack() as undo:
-        for names, module, places in _post_order(model):
+        for names, module, places in post_order(model):
             replacement = choose(names[0], module)
             if replacement is None or replacement is module:
                 continue
@@ -134,7 +134,7 @@ def recast(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     return twin
 
 
-def _post_order(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[ModuleSlot]]]:
+def post_order(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[ModuleSlot]]]:
     """Every module once, children first: all its names, the module, and the slots that hold it (none for the root)."""
     names: dict[nn.Module, list[str]] = {}
     places: dict[nn.Module, list[ModuleSlot]] = {}

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from atorch.model.pytree import tensors_in
 
 T = TypeVar("T")
 
@@ -35,8 +36,8 @@ class _IndependentShapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if any(id(leaf) in self._derived for leaf in tree_leaves((args, kwargs))):
+        made = tensors_in(out)
+        if any(id(tensor) in self._derived for tensor in tensors_in((args, kwargs))):
             self._derived.update((id(tensor), tensor) for tensor in made)
         else:
             self.shapes += [tensor.shape for tensor in made]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -51,7 +51,24 @@ def leaves_of(data: Any, place: str = "batch") -> list[tuple[str, Any]]:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    return [leaf for _, leaf in leaves_of(data) if isinstance(leaf, torch.Tensor)]
+    """The tensors among the leaves of `data`, in order; keys of mappings may be tensors."""
+    if isinstance(data, torch.Tensor):
+        return [data]
+    items: Iterable[Any] = ()
+    if isinstance(data, (list, tuple)):
+        items = data
+    elif isinstance(data, Mapping):
+        items = data.values()
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        items = [getattr(data, field.name) for field in dataclasses.fields(data)]
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operation with these arguments writes, by its schema."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
 
 
 def is_strings(data: Any) -> bool:
@@ -67,3 +84,18 @@ def refilled(data: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     for key, value in changed.items():
         twin[key] = value
     return twin
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples: the first dimension of the first tensor that has one, else 1."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 1)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's local part of a DTensor; any other tensor unchanged."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

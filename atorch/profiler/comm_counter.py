@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.model.tensors import tensor_bytes, tensors_of
+from atorch.model.pytree import tensor_bytes, tensors_in
 
 _RESULT = -1
 _OPERATIONS: Mapping[str, tuple[str, int]] = {  # name → (kind, the argument that is the payload)
@@ -81,10 +81,10 @@ class CommCounter(TorchDispatchMode):
         kind, place = _OPERATIONS[name]
         payload = out if place == _RESULT else args[place]
         if kind == "all_reduce" and not any(
-            tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(payload)
+            tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_in(payload)
         ):
             return
-        num_bytes = sum(map(tensor_bytes, tensors_of(payload)))
+        num_bytes = sum(map(tensor_bytes, tensors_in(payload)))
         key = kind, _group_name(args, kwargs)
         calls, before = self.counts.get(key, (0, 0.0))
         self.counts[key] = calls + 1, before + num_bytes

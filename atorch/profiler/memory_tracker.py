@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.distributed.tensor_components import dense_parts
-from atorch.model.tensors import tensors_of
+from atorch.model.pytree import tensors_in
 
 HOST = "host"
 PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS = "parameters", "gradients", "optimizer", "masters"
@@ -118,7 +118,7 @@ class LiveBytes(TorchDispatchMode):
         label = COMMUNICATION if func.namespace in _SENDING else self._category()
         if self._are_on_host((args, kwargs)):
             label = HOST
-        for tensor in tensors_of(out):
+        for tensor in tensors_in(out):
             for storage in _storages(tensor):
                 if id(storage) not in self._held:
                     self._hold(storage, label)
@@ -131,13 +131,13 @@ class LiveBytes(TorchDispatchMode):
 
     def _are_on_host(self, inputs: Any) -> bool:
         """True if all inputs of an operation are on the host, except scalars."""
-        storages = [storage for tensor in tensors_of(inputs) if tensor.dim() for storage in _storages(tensor)]
+        storages = [storage for tensor in tensors_in(inputs) if tensor.dim() for storage in _storages(tensor)]
         held = (self._held.get(id(storage)) for storage in storages)
         return bool(storages) and all(entry is not None and entry.label == HOST for entry in held)
 
     def _label_sent(self, args: Any) -> None:
         """Label working memory that is sent as a communication buffer."""
-        held = (self._held.get(id(storage)) for tensor in tensors_of(args) for storage in _storages(tensor))
+        held = (self._held.get(id(storage)) for tensor in tensors_in(args) for storage in _storages(tensor))
         for entry in held:
             if entry is not None and entry.label == OTHER:
                 self._count(OTHER, -entry.num_bytes)

@@ -25,10 +25,10 @@ from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.logs import logger, muted
 from atorch.model.alias_guard import OriginalReachedError, Originals
+from atorch.model.copy import copy_with, lazy_copy_with
 from atorch.model.elementwise_optimizers import is_elementwise
+from atorch.model.pytree import batch_size, map_tensors, tensor_bytes, tensors_in
 from atorch.model.structure import repeated_blocks
-from atorch.model.structure_copy import copy_with, lazy_copy_with
-from atorch.model.tensors import batch_size, map_tensors, tensor_bytes, tensors_of
 from atorch.model.user_functions import LossFunc, MakeOptimizer
 from atorch.profiler.capture.block_equality import groups_of_alike
 from atorch.profiler.capture.block_reuse import Blocks
@@ -280,7 +280,7 @@ def _record(
         if loss_func is not None:
             with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers != "own"):
                 loss_func(batch, output)
-    recorder.output_bytes = sum(map(tensor_bytes, tensors_of(output)))
+    recorder.output_bytes = sum(map(tensor_bytes, tensors_in(output)))
     return recorder
 
 
@@ -320,7 +320,7 @@ class _StepTraffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         changed = [arg for arg, about in zip(args, func._schema.arguments, strict=False) if about.is_write]
         read, written, results = (
-            {id(tensor) for tensor in tensors_of(given) if tensor.numel() == _SIDE**2}
+            {id(tensor) for tensor in tensors_in(given) if tensor.numel() == _SIDE**2}
             for given in ((args, kwargs), (changed, out), out)
         )
         self.passes += len(read) + len(written)
@@ -348,4 +348,4 @@ def _of_optimizer(stepped: tuple[Any, _StepTraffic] | None) -> dict[str, Any]:
 
 
 def _state_per_param(optimizer: Any) -> float:
-    return sum(tensor.numel() for tensor in tensors_of(optimizer.state) if tensor.dim() > 0) / _SIDE**2
+    return sum(tensor.numel() for tensor in tensors_in(optimizer.state) if tensor.dim() > 0) / _SIDE**2

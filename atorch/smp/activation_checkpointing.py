@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
-from atorch.model.method_override import lift, override
+from atorch.model.method_override import lift_forward, override_forward
 from atorch.runtime.memory.recompute import chained, disable_checkpointing, recomputed
 from atorch.smp.partition_map import PartitionMap, place_of
 from atorch.smp.session import is_initialized, session
@@ -72,16 +72,14 @@ def set_activation_checkpointing(
 def checkpoint_forward(module: nn.Module) -> None:
     """Make `module.forward` checkpoint itself by the module's `OPTIONS`, if it has them."""
     if not hasattr(type(module).forward, OPTIONS) and not hasattr(type(module).__call__, OPTIONS):
-        # A forward on the instance hides that of the class; then `__call__` is overridden.
-        override(module, "__call__" if "forward" in vars(module) else "forward", _checkpointing)
+        override_forward(module, _checkpointing)
 
 
 @contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
     """Disable checkpointing of the model inside; afterwards restore it, around overrides that were added inside."""
     for module in model.modules():
-        lift(module, "forward", _checkpointing)
-        lift(module, "__call__", _checkpointing)
+        lift_forward(module, _checkpointing)
     try:
         with disable_checkpointing():
             yield

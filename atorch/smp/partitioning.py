@@ -25,10 +25,9 @@ from atorch.cluster.spec import DeviceSpec
 from atorch.errors import ArgumentError, StrategyError, shown
 from atorch.logs import logger
 from atorch.model.meta_device import has_meta
-from atorch.model.pytree import map_tensors, tensors_in
+from atorch.model.pytree import map_tensors, tensor_bytes, tensors_in
 from atorch.model.state import preserved_state
 from atorch.model.structure import units as units_of
-from atorch.model.tensors import tensor_bytes
 from atorch.profiler.capture.unit_costs import unit_costs
 from atorch.runtime.pipeline.capture.partition import partition as least_largest
 from atorch.runtime.pipeline.capture.stage_capture import faked

@@ -21,7 +21,7 @@ from atorch.auto import session
 from atorch.auto.strategy import METHODS
 from atorch.errors import ArgumentError
 from atorch.model.deferred_init import InitialValues
-from atorch.model.tensors import local_part
+from atorch.model.pytree import local_part
 from tests.contract.job import BATCH, STEPS, VOCAB, Tokens
 from tests.pool import Pool
 

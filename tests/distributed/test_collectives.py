@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -82,14 +81,8 @@ def test_one_fails_all_fail(pool: Pool) -> None:
     assert told == [("StrategyError", text) for text in ("rank 1 failed: bad", "bad", "rank 1 failed: bad")]
     assert pool.run(fail_on, [0, 1], "strategy") == [("StrategyError", "bad")] * 2
     assert pool.run(fail_on, [], "strategy") == [("", "")] * 2
-
-
-def test_an_error_of_a_plug_in_is_told_as_the_nearest_of_atorch(pool: Pool) -> None:
-    told = pool.run(fail_on, [1], "own")
+    told = pool.run(fail_on, [1], "own")  # a class that others cannot make is told as the nearest of atorch's
     assert told == [("CapabilityError", "rank 1 failed: te 2 is missing"), ("OwnError", "te 2 is missing")]
-
-
-def test_an_error_of_others_is_told_too(pool: Pool) -> None:
     told = pool.run(fail_on, [1], "foreign")
     assert told == [("ArgumentError", "rank 1 failed: KeyError: 'x'"), ("KeyError", "'x'")]
 
@@ -102,18 +95,18 @@ def compare(rank: int, size: int, values: list[Any]) -> str:
     return ""
 
 
-def test_a_difference_is_an_error_on_every_rank(pool: Pool) -> None:
-    assert pool.run(compare, [{"a": 1}, {"a": 1}]) == ["", ""]
-    told = "the strategy differs between processes: rank 0 has 'a', rank 1 has 'b'"
-    assert pool.run(compare, ["a", "b"]) == [told, told]
-
-
-def test_of_long_lists_the_first_difference_is_named(pool: Pool) -> None:
-    told = "the strategy differs between processes: rank 0 has item 3 3, rank 2 has item 3 9"
-    assert pool.run(compare, [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 9, 5]], ranks=3) == [told] * 3
-    told = "the strategy differs between processes: rank 0 has item 4 4, rank 1 has no item 4"
-    assert pool.run(compare, [[0, 1, 2, 3, 4], [0, 1, 2, 3]]) == [told] * 2
-    assert pool.run(compare, [{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == ["", ""]
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], ""),
+        (["a", "b"], "rank 0 has 'a', rank 1 has 'b'"),
+        ([[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 9, 5]], "rank 0 has item 3 3, rank 2 has item 3 9"),
+        ([[0, 1, 2, 3, 4], [0, 1, 2, 3]], "rank 0 has item 4 4, rank 1 has no item 4"),
+    ],
+)
+def test_a_difference_is_an_error_on_every_rank(pool: Pool, values: list[Any], told: str) -> None:
+    expected = told and f"the strategy differs between processes: {told}"
+    assert pool.run(compare, values, ranks=len(values)) == [expected] * len(values)
 
 
 def called_apart(rank: int, size: int) -> tuple[str, int]:
@@ -196,30 +189,23 @@ def test_different_models_are_an_error_on_every_rank(pool: Pool) -> None:
     assert all(text.startswith("the model differs between processes") for text in pool.run(align, "shapes"))
 
 
-def align_one_bit(rank: int, size: int, place: int) -> list[list[float]]:
-    whole = torch.ones(14, dtype=torch.bfloat16)
-    tensors = [whole[3:], torch.ones(2, 3).t(), torch.empty(0), torch.tensor(1.0), torch.tensor([True, False])]
-    if rank == 1:
-        tensors[0][place] = 1.0078125
-    synchronise(tensors)
-    return [tensor.tolist() for tensor in tensors]
+def align_one_bit(rank: int, size: int) -> list[list[float]]:
+    """Tensors that differ in one bit at their start, middle or end, and one whose elements lie apart."""
+    found = []
+    for place in (0, 7, 10):
+        whole = torch.ones(14, dtype=torch.bfloat16)
+        tensors = [whole[3:], torch.ones(2, 3).t(), torch.empty(0), torch.tensor(1.0), torch.tensor([True, False])]
+        if rank == 1:
+            tensors[0][place] = 1.0078125
+        synchronise(tensors)
+        found.append(tensors[0].tolist())
+    apart = (torch.arange(8.0) + rank)[::2]
+    synchronise([apart])
+    return [*found, apart.tolist()]
 
 
-@pytest.mark.parametrize("place", [0, 7, 10])
-def test_one_bit_is_seen_wherever_it_lies(pool: Pool, place: int) -> None:
-    zero, one = pool.run(align_one_bit, place)
-    assert zero == one
-    assert one[0] == [1.0] * 11
-
-
-def every_second(rank: int, size: int) -> list[float]:
-    buffer = (torch.arange(8.0) + rank)[::2]
-    synchronise([buffer])
-    return buffer.tolist()
-
-
-def test_what_lies_apart_is_made_equal(pool: Pool) -> None:
-    assert pool.run(every_second) == [[0.0, 2.0, 4.0, 6.0]] * 2
+def test_one_bit_is_seen_wherever_it_lies(pool: Pool) -> None:
+    assert pool.run(align_one_bit) == [[*[[1.0] * 11] * 3, [0.0, 2.0, 4.0, 6.0]]] * 2
 
 
 def meet_twice(rank: int, size: int, absent: int) -> str:
@@ -283,15 +269,3 @@ def lost(rank: int, size: int) -> str:
 def test_where_all_came_it_is_the_connection(pool: Pool) -> None:
     told = "all processes came to an exchange, and lost their connection in it (Connection reset by peer)"
     assert pool.run(lost) == [told, told]
-
-
-def recorded(rank: int, size: int) -> list[str]:
-    dist.all_reduce(torch.ones(1))
-    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))["entries"]
-    return [each["profiling_name"] for each in entries]
-
-
-def test_torch_records_collectives_unless_told_otherwise(pool: Pool) -> None:
-    """Its flight recorder is on without a word from us, which the documentation counts on."""
-    for names in pool.run(recorded):
-        assert names[-1] == "gloo:all_reduce"

@@ -12,7 +12,7 @@ from atorch.distributed.collectives import from_rank_zero, gather_objects
 from atorch.distributed.fake_world import Pretending, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, CapabilityError
-from atorch.model.structure_copy import copy_structure
+from atorch.model.copy import copy_structure
 from atorch.profiler.comm_counter import CommCounter
 
 

@@ -122,20 +122,12 @@ DIFFERENT: list[tuple[Any, Any]] = [
 ]
 
 
-def same(first: Any, second: Any) -> bool:
-    one, other = described("x", first), described("x", second)
-    assert (one == other) is (digest(one) == digest(other))
-    return one == other
-
-
-@pytest.mark.parametrize("pair", EQUAL, ids=lambda pair: type(pair[0]).__name__)
-def test_equal_values_and_what_has_none_are_described_alike(pair: tuple[Any, Any]) -> None:
-    assert same(*pair)
-
-
-@pytest.mark.parametrize("pair", DIFFERENT, ids=lambda pair: type(pair[0]).__name__)
-def test_different_values_are_not(pair: tuple[Any, Any]) -> None:
-    assert not same(*pair)
+@pytest.mark.parametrize(
+    ("pair", "is_equal"), [*((pair, True) for pair in EQUAL), *((pair, False) for pair in DIFFERENT)]
+)
+def test_equal_values_and_what_has_none_are_described_alike(pair: tuple[Any, Any], is_equal: bool) -> None:
+    one, other = (described("x", value) for value in pair)
+    assert (one == other) is (digest(one) == digest(other)) is is_equal
 
 
 def test_what_partials_hold_can_be_left_out() -> None:

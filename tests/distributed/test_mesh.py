@@ -30,15 +30,13 @@ def test_the_table_of_the_document() -> None:
     }
 
 
-def test_all_data() -> None:
+def test_small_tables() -> None:
     assert rank_table([("data", 16)], 16) == {"data": [list(range(16))]}
-    assert rank_table([("data", 1)], 1) == {"data": [[0]]}
     assert rank_table([], 1) == {}
-
-
-def test_a_rank_order_renames_the_places() -> None:
-    table = rank_table([("tensor", 2), ("data", 2)], 4, [0, 2, 1, 3])
-    assert table == {"tensor": [[0, 2], [1, 3]], "data": [[0, 1], [2, 3]]}
+    assert rank_table([("tensor", 2), ("data", 2)], 4, [0, 2, 1, 3]) == {
+        "tensor": [[0, 2], [1, 3]],
+        "data": [[0, 1], [2, 3]],
+    }
 
 
 def test_the_product_of_axes() -> None:
@@ -57,20 +55,23 @@ def arrangements(draw: st.DrawFn) -> tuple[list[tuple[str, int]], int, list[int]
     return slices, world_size, draw(st.permutations(range(world_size)))
 
 
-@given(arrangements())
-def test_the_groups_of_every_axis_partition_the_ranks(arranged: Any) -> None:
+@given(arrangements(), st.sets(st.sampled_from(AXES)))
+def test_every_table(arranged: Any, names: set[str]) -> None:
+    """The groups of an axis partition the ranks, and those of two axes meet in one rank at most."""
     slices, world_size, order = arranged
-    for name, groups in rank_table(slices, world_size, order).items():
+    table = rank_table(slices, world_size, order)
+    for name, groups in table.items():
         assert sorted(rank for group in groups for rank in group) == list(range(world_size))
         assert {len(group) for group in groups} == {dict(slices)[name]}
-
-
-@given(arrangements(), st.sets(st.sampled_from(AXES)))
-def test_a_process_finds_its_own_group_without_the_others(arranged: Any, names: set[str]) -> None:
-    slices, world_size, order = arranged
+        for other in set(table) - {name}:
+            assert all(len(set(a) & set(b)) <= 1 for a in groups for b in table[other])
     for group in groups_along(slices, world_size, order, list(names)):
         for rank in group:
             assert own_group(rank, slices, order, list(names)) == sorted(group)
+    plain = rank_table(slices, world_size)
+    assert table == {name: [[order[rank] for rank in group] for group in groups] for name, groups in plain.items()}
+    if slices:
+        assert [rank for group in plain[slices[0][0]] for rank in group] == list(range(world_size)), "contiguous"
 
 
 def test_a_group_of_one_is_made_by_that_one_alone() -> None:
@@ -80,31 +81,6 @@ def test_a_group_of_one_is_made_by_that_one_alone() -> None:
         assert made.call_count == 1
         assert mesh.group("tensor").size() == 8
         assert {call.kwargs["timeout"] for call in made.call_args_list} == {timedelta(seconds=5)}
-
-
-@given(arrangements())
-def test_two_axes_meet_in_one_rank_at_most(arranged: Any) -> None:
-    slices, world_size, order = arranged
-    table = rank_table(slices, world_size, order)
-    for one in table:
-        for other in set(table) - {one}:
-            assert all(len(set(a) & set(b)) <= 1 for a in table[one] for b in table[other])
-
-
-@given(arrangements())
-def test_the_first_axis_is_contiguous(arranged: Any) -> None:
-    slices, world_size, _ = arranged
-    if slices:
-        groups = rank_table(slices, world_size)[slices[0][0]]
-        assert [rank for group in groups for rank in group] == list(range(world_size))
-
-
-@given(arrangements())
-def test_an_order_permutes_the_table(arranged: Any) -> None:
-    slices, world_size, order = arranged
-    plain = rank_table(slices, world_size)
-    permuted = {name: [[order[rank] for rank in group] for group in groups] for name, groups in plain.items()}
-    assert rank_table(slices, world_size, order) == permuted
 
 
 @pytest.mark.parametrize(
@@ -137,6 +113,8 @@ def test_a_mesh_has_known_axes_and_groups_in_the_order_of_ranks() -> None:
         Mesh((("data", 2),), (1, 0), "cpu")
     with pytest.raises(StrategyError, match="axis 'data' has size 0"):
         Mesh((("data", 0),), None, "cpu")
+    with fake_world(2), pytest.raises(StrategyError, match="the mesh arranges 4 processes, but there are 2"):
+        Mesh((("data", 4),), None, "cpu").group("data")
 
 
 def test_sizes_and_layout() -> None:
@@ -147,12 +125,9 @@ def test_sizes_and_layout() -> None:
     assert mesh.layout() != Mesh((("data", 2), ("tensor", 4)), None, "cpu").layout()
 
 
-def test_without_a_current_mesh_there_is_no_axis() -> None:
+def test_the_current_mesh_is_the_innermost() -> None:
     with use_mesh(None), pytest.raises(StrategyError, match="no mesh has been made, so there is no group 'data'"):
         parallel_group_size("data")
-
-
-def test_the_current_mesh_is_the_innermost() -> None:
     outer, inner = Mesh((("data", 1),), None, "cpu"), Mesh((("tensor", 1),), None, "cpu")
     with use_mesh(outer):
         with use_mesh(inner):
@@ -201,18 +176,6 @@ def test_groups_reduce_over_the_ranks_of_the_table(pool: Pool, order: tuple[int,
             mine = next(group for group in table[name] if rank in group)
             assert sums[name] == sum(2.0**member for member in mine)
         assert (sums["data×tensor"], sums["zero"]) == (15.0, 2.0**rank)
-
-
-def refuse_other_sizes(rank: int, size: int) -> str:
-    with pytest.raises(StrategyError) as caught:
-        Mesh((("data", 4),), None, "cpu").group("data")
-    return str(caught.value)
-
-
-def test_a_mesh_of_another_number_of_processes_is_refused_on_every_rank(pool: Pool) -> None:
-    assert all(
-        text.startswith("the mesh arranges 4 processes, but there are 2") for text in pool.run(refuse_other_sizes)
-    )
 
 
 def shard_over_device_mesh(rank: int, size: int, slices: Any, order: Any) -> Any:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its path below the root, its dotted name, its text and its tree."""
+    """One source file: its path below the root, and its text."""
 
     path: str
     text: str
@@ -28,27 +29,38 @@ class Module:
         return ast.parse(self.text, self.path)
 
     def at(self, node: ast.AST) -> str:
-        """Where `node` is, as editors read it."""
+        """The place of `node`, as editors read it."""
         return f"{self.path}:{getattr(node, 'lineno', 1)}"
 
-    def nodes(self) -> Iterator[tuple[ast.AST, str]]:
-        """Every node with the qualified name of the function or class it stands in ("" at module level)."""
-        yield from _walk(self.tree, "")
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[Any, str]]:
+        """The nodes of these kinds, each with the qualified name of the function or class around it, or ""."""
+        for kind in kinds:
+            yield from self._by_kind.get(kind, ())
+
+    @cached_property
+    def _by_kind(self) -> dict[type[ast.AST], list[tuple[ast.AST, str]]]:
+        found: dict[type[ast.AST], list[tuple[ast.AST, str]]] = {}
+        waiting: list[tuple[ast.AST, str]] = [(self.tree, "")]
+        for node, scope in waiting:
+            found.setdefault(type(node), []).append((node, scope))
+            if isinstance(node, DEFINITIONS):
+                scope = f"{scope}.{node.name}" if scope else node.name
+            waiting += [(child, scope) for child in ast.iter_child_nodes(node)]
+        return found
 
 
-def _walk(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
-    for child in ast.iter_child_nodes(node):
-        yield child, scope
-        inner = scope
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inner = f"{scope}.{child.name}" if scope else child.name
-        yield from _walk(child, inner)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def modules(*folders: str) -> list[Module]:
-    """All source files below `folders` of the project, in order."""
-    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
-    return [Module(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+    """All source files below `folders` of the project, in order; all tests share their trees."""
+    return [module for folder in folders for module in _modules(folder)]
+
+
+@cache
+def _modules(folder: str) -> tuple[Module, ...]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return tuple(Module(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths)
 
 
 def dotted(node: ast.AST) -> str:

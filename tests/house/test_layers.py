@@ -3,6 +3,7 @@
 The entry "atorch" is for the package's own file alone: whatever is put beside it has a layer of its own.
 """
 
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 from tests.house.source import Import, Module, imports, modules
@@ -46,8 +47,9 @@ def place(name: str) -> str | None:
     return max(prefixes, key=len, default=None)
 
 
+@cache
 def own_imports(module: Module) -> list[Import]:
-    """What `module` imports of this package."""
+    """The imports of this package in `module`."""
     return [found for found in imports(module, KNOWN) if found.target.split(".")[0] == "atorch"]
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from atorch.errors import StrategyError
-from atorch.model.module_swap import Swap, adopt_state, recast, swap_modules, why_unswappable
+from atorch.model.module_swap import Choose, Swap, adopt_state, recast, swap_modules, why_unswappable
 
 
 class Scaled(nn.Linear):
@@ -36,52 +36,38 @@ def test_replaces_by_name_and_reports() -> None:
     assert isinstance(model[2][0], Scaled)
     assert torch.equal(model(x), before)
     assert swap_modules(model, linears) == []
+    with pytest.raises(StrategyError, match="the model itself, a Linear"):
+        swap_modules(nn.Linear(2, 2), linears)
 
 
-def test_children_are_asked_before_parents_and_by_their_first_name() -> None:
-    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2))})
-    asked: list[str] = []
+def asking(asked: list[str]) -> Choose:
+    """`linears` that notes the names it is asked about."""
 
-    def choose(name: str, module: nn.Module) -> None:
+    def choose(name: str, module: nn.Module) -> nn.Module | None:
         asked.append(name)
+        return linears(name, module)
 
-    swap_modules(model, choose)
-    assert asked == ["a.0", "a", ""]
+    return choose
 
 
 def test_a_parent_is_built_from_swapped_children() -> None:
     model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(2, 2))})
-
-    def choose(name: str, module: nn.Module) -> nn.Module | None:
-        if name == "block":
-            return nn.ModuleList(module.children())
-        return linears(name, module)
-
-    swap_modules(model, choose)
-    assert type(model["block"]) is nn.ModuleList
-    assert type(model["block"][0]) is Scaled
+    asked: list[str] = []
+    swap_modules(model, lambda n, m: nn.ModuleList(m.children()) if n == "block" else asking(asked)(n, m))
+    assert asked == ["block.0", ""], "children before parents"
+    assert (type(model["block"]), type(model["block"][0])) == (nn.ModuleList, Scaled)
 
 
 def test_a_module_in_two_places_is_swapped_once() -> None:
-    shared = nn.Linear(3, 3)
-    model = nn.Sequential(shared, nn.Sequential(nn.Tanh(), shared))
-    asked: list[str] = []
-
-    def choose(name: str, module: nn.Module) -> nn.Module | None:
-        asked.append(name)
-        return linears(name, module)
-
-    assert swap_modules(model, choose) == [Swap(("0", "1.1"), "Linear", "Scaled")]
+    shared, block, asked = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)), list[str]()
+    model = nn.Sequential(shared, nn.Sequential(nn.Tanh(), shared), block, block)
+    assert swap_modules(model, asking(asked)) == [
+        Swap(("0", "1.1"), "Linear", "Scaled"),
+        Swap(("2.0", "3.0"), "Linear", "Scaled"),
+    ]
     assert model[0] is model[1][1]
-    assert asked.count("0") == 1
-    assert "1.1" not in asked
-
-
-def test_a_shared_container_is_walked_once() -> None:
-    block = nn.Sequential(nn.Linear(3, 3))
-    model = nn.ModuleDict({"a": block, "b": block})
-    assert swap_modules(model, linears) == [Swap(("a.0", "b.0"), "Linear", "Scaled")]
-    assert model["a"] is model["b"]
+    assert model[2] is model[3]
+    assert asked == ["0", "1.0", "1", "2.0", "2", ""]
 
 
 def test_tied_parameters_stay_tied() -> None:
@@ -90,13 +76,10 @@ def test_tied_parameters_stay_tied() -> None:
     swap_modules(model, linears)
     assert model["head"].weight is model["embed"].weight
     assert len(list(model.parameters())) == 1
-
-
-def test_ties_to_a_module_that_was_swapped_before() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[2].weight = model[0].weight
-    swap_modules(model, linears)
-    assert model[0].weight is model[1].weight is model[2].weight
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    layers[1].weight = layers[2].weight = layers[0].weight
+    swap_modules(layers, linears)
+    assert layers[0].weight is layers[1].weight is layers[2].weight, "also to a module that was swapped before"
 
 
 def test_a_tie_that_the_replacement_cannot_keep_is_refused_and_undone() -> None:
@@ -126,12 +109,8 @@ def test_flags_device_and_dtype_go_over() -> None:
     assert not model[0].training
     assert model[1].training
     assert model[1].weight.dtype == torch.float32
-
-
-def test_meta_modules_get_meta_replacements() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4))
-    swap_modules(model, lambda name, m: Scaled(4, 4) if type(m) is nn.Linear else None)
+    model.to("meta")
+    swap_modules(model, lambda name, m: Scaled(4, 4) if type(m) is Scaled else None)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -152,22 +131,16 @@ def test_hooks_go_over_and_their_handles_still_remove_them() -> None:
     assert calls == ["pre", "post", "backward"]
 
 
-def test_a_wrapper_does_not_run_the_hooks_twice() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    calls: list[int] = []
+def test_a_wrapper_does_not_run_the_hooks_twice_and_hooks_on_both_are_refused() -> None:
+    model, calls = nn.Sequential(nn.Linear(2, 2)), list[int]()
     model[0].register_forward_hook(lambda m, args, out: calls.append(1))
-    swap_modules(model, lambda name, m: nn.Sequential(m) if type(m) is nn.Linear else None)
-    model(torch.randn(1, 2))
-    assert calls == [1]
-
-
-def test_hooks_on_both_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].register_forward_hook(lambda m, args, out: None)
     other = nn.Linear(2, 2)
     other.register_forward_hook(lambda m, args, out: None)
     with pytest.raises(StrategyError, match="both have forward_hooks"):
         swap_modules(model, lambda name, m: other if name == "0" else None)
+    swap_modules(model, lambda name, m: nn.Sequential(m) if type(m) is nn.Linear else None)
+    model(torch.randn(1, 2))
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("why", ["forward was replaced", "parametrized", "load_state_dict hook"])
@@ -184,11 +157,6 @@ def test_what_would_be_lost_is_refused(why: str) -> None:
     with pytest.raises(StrategyError, match=why):
         swap_modules(model, lambda name, m: nn.Linear(2, 2) if name == "0" else None)
     assert model[0] is old
-
-
-def test_the_root_is_refused() -> None:
-    with pytest.raises(StrategyError, match="the model itself, a Linear"):
-        swap_modules(nn.Linear(2, 2), linears)
 
 
 def test_recast_shares_state_and_hooks_but_not_the_table_of_children() -> None:

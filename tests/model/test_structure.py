@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,33 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 from atorch.errors import StrategyError
 from atorch.model.method_override import override
 from atorch.model.structure import find_modules, module_names, repeated_blocks, units
-
-SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-TOKENS: dict[str, Any] = {"vocab_size": 32, "max_position_embeddings": 16}
+from tests.profiler import families
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SMALL, **TOKENS, num_key_value_heads=2))
+def model_of(family: Callable[[], families.Given]) -> Callable[[], nn.Module]:
+    return lambda: family()[0]
 
 
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(**SMALL, **TOKENS, num_key_value_heads=2, num_local_experts=2))
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=3, n_head=2))
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**SMALL, **TOKENS))
+llama, mixtral, gpt2 = map(model_of, (families.llama, families.mixtral, families.gpt2))
+bert, vit = map(model_of, (families.bert, families.vit))
 
 
 def t5() -> nn.Module:
@@ -49,18 +31,12 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4))
-
-
 def clip() -> nn.Module:
     from transformers import CLIPConfig, CLIPModel
 
-    return CLIPModel(
-        CLIPConfig(text_config={**SMALL, **TOKENS}, vision_config={**SMALL, "image_size": 8, "patch_size": 4})
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 32, "max_position_embeddings": 16}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}))
 
 
 class Residual(nn.Module):
@@ -129,9 +105,15 @@ def without_parameters() -> nn.Module:
 )
 def test_repeated_blocks(make: Callable[[], nn.Module], paths: list[str]) -> None:
     model = make()
-    found = repeated_blocks(model)
+    check(repeated_blocks(model), model, paths)
+
+
+def check(found: Mapping[str, nn.Module], model: nn.Module, paths: list[str]) -> None:
+    """The modules are those of the model at the paths, and do not overlap."""
     assert list(found) == paths
     assert all(module is model.get_submodule(path) for path, module in found.items())
+    inner = [id(module) for block in found.values() for module in block.modules()]
+    assert len(inner) == len(set(inner))
 
 
 @pytest.mark.parametrize("make", [vit, clip])
@@ -139,12 +121,6 @@ def test_repeated_blocks_of_vision_models(make: Callable[[], nn.Module]) -> None
     found = repeated_blocks(make())
     assert len(found) == (6 if make is clip else 3)
     assert {type(block).__name__ for block in found.values()} <= {"ViTLayer", "CLIPEncoderLayer"}
-
-
-def test_blocks_do_not_overlap() -> None:
-    for make in (llama, mixtral, t5, clip, ResNet):
-        blocks = [id(module) for block in repeated_blocks(make()).values() for module in block.modules()]
-        assert len(blocks) == len(set(blocks))
 
 
 def forwards(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,16 +156,7 @@ class Patched(nn.Module):
     ("make", "paths"),
     [
         (llama, ["model.embed_tokens", *(f"model.layers.{n}" for n in range(3)), "model.norm", "lm_head"]),
-        (
-            gpt2,
-            [
-                "transformer.wte",
-                "transformer.wpe",
-                *(f"transformer.h.{n}" for n in range(3)),
-                "transformer.ln_f",
-                "lm_head",
-            ],
-        ),
+        (gpt2, [f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "h.2", "ln_f")] + ["lm_head"]),
         (ResNet, ["stem.0", "stem.1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "head"]),
         (Patched, ["embedding", "encoder.layers.0", "encoder.layers.1", "encoder.attention"]),
         (mlp, ["0", "2", "4"]),
@@ -199,9 +166,7 @@ class Patched(nn.Module):
 )
 def test_units(make: Callable[[], nn.Module], paths: list[str]) -> None:
     model = make()
-    found = units(model)
-    assert list(found) == paths
-    assert all(module is model.get_submodule(path) for path, module in found.items())
+    check(units(model), model, paths)
 
 
 @pytest.mark.parametrize("make", [llama, mixtral, gpt2, bert, t5, vit, ResNet, nested])

@@ -35,9 +35,9 @@ from atorch.distributed.collectives import from_rank_zero
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError, shown
 from atorch.logs import logger
+from atorch.model.copy import copy_structure, lazy_copy
 from atorch.model.meta_device import has_meta
 from atorch.model.structure import num_repeats, repeated_blocks, shorten, told_of_all
-from atorch.model.structure_copy import copy_structure, lazy_copy
 from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout, why_not_of
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state

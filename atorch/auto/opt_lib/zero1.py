@@ -18,9 +18,10 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.ddp import averages_before_steps, looks_for_unused
 from atorch.auto.opt_lib.shared.accumulation import in_buckets
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
-from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named, need
+from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
+from atorch.compat import need_backend
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES, shard_optimizer, share_buffers
 from atorch.runtime.data_parallel.replicate import replicate
@@ -42,7 +43,7 @@ class Zero1(Method):
         return super().of(named(cls.name, config, {"use_ds_zero": "deepspeed"}))
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        need(self.backend)
+        need_backend(self.backend)
         return None
 
     @property

@@ -17,9 +17,10 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.shared.model_requirements import need_dense_gradients
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
-from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_gradients, named, need
+from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_gradients, named
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster.spec import ClusterSpec
+from atorch.compat import need_backend
 from atorch.cost import Cost
 from atorch.cost.parallelism import REPLICA_AXES, shard_optimizer
 
@@ -49,7 +50,7 @@ class Zero2(Fsdp):
         return self
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        need(self.backend)
+        need_backend(self.backend)
         return None
 
     def cost(self, cost: Cost) -> Cost:

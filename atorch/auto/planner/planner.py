@@ -39,7 +39,7 @@ from atorch.distributed.collectives import from_rank_zero
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.logs import logger
-from atorch.model.tensors import batch_size
+from atorch.model.pytree import batch_size
 from atorch.profiler.trace import trace
 from atorch.report.progress import search_progress
 from atorch.units import format_bytes, format_seconds

@@ -18,8 +18,7 @@ from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, synchronise
 from atorch.distributed.fingerprints import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
-from atorch.model.pytree import leaves_of, map_tensors
-from atorch.model.tensors import tensors_of
+from atorch.model.pytree import leaves_of, map_tensors, tensors_in
 from atorch.model.wrapper import Wrapper
 from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
@@ -99,7 +98,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         """
         passes = self._passes((args, kwargs))
         args, kwargs = self._moved((args, kwargs))
-        self._courses.expect((args, kwargs), tensors_of((args, kwargs)))
+        self._courses.expect((args, kwargs), tensors_in((args, kwargs)))
         if self._recorder is None:
             self._recorder = self._settle(args, kwargs)
         self._recorder.phase("forward")
@@ -258,7 +257,7 @@ class Foresight:
 def _loss(model: nn.Module, batch: Any) -> Tensor:
     """A loss to trace backward from: the model's scalar output if any, else one of typical cost."""
     args, kwargs = batch
-    outputs = [tensor for tensor in tensors_of(model(*args, **kwargs)) if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors_in(model(*args, **kwargs)) if tensor.requires_grad]
     scalars = [tensor for tensor in outputs if tensor.numel() == 1]
     if scalars:
         return scalars[0]

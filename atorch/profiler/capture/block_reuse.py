@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch.model.tensors import map_tensors, tensor_bytes, tensors_of
+from atorch.model.pytree import map_tensors, tensor_bytes, tensors_in
 from atorch.profiler.capture.dataflow import StorageId
 from atorch.profiler.capture.recording import Recorder, Stretch
 
@@ -50,7 +50,7 @@ class Blocks:
                 return forward(*args, **kwargs)
             key = (self._group_of[name], *self._signature((args, kwargs))) if name in self._group_of else None
             run = self._runs.get(key) if key else None
-            given = list(tensors_of((args, kwargs)))
+            given = tensors_in((args, kwargs))
             self._recorder.stretches.append(self._stretch(name, given, run))
             try:
                 if run is not None:
@@ -103,7 +103,7 @@ class Blocks:
         """The properties that a block's work depends on: shapes, and values of non-tensors."""
         yield torch.is_grad_enabled()
         value_of = self._recorder.value
-        order = {value_of(tensor): index for index, tensor in reversed(list(enumerate(tensors_of(given))))}
+        order = {value_of(tensor): index for index, tensor in reversed(list(enumerate(tensors_in(given))))}
         yield from described(given, lambda tensor: order[value_of(tensor)], lambda other: (type(other), id(other)))
 
 

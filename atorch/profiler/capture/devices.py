@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from atorch.model.tensors import map_tensors
+from atorch.model.pytree import map_tensors
 
 _IN_FP32 = (
     *("softmax", "softmin", "log_softmax", "layer_norm", "group_norm", "norm", "softplus", "cross_entropy", "nll_loss"),

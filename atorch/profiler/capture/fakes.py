@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.errors import ArgumentError
-from atorch.model.tensors import local_part, tensors_of
+from atorch.model.pytree import local_part, tensors_in
 
 _MOST = 2**26  # elements that an operation on known values may create
 _aten = torch.ops.aten
@@ -79,7 +79,7 @@ class _Known(TorchDispatchMode):
 
 
 def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
-    tensors = list(tensors_of((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     if not tensors:
         is_small = all(abs(number) <= _MOST for number in args if isinstance(number, (int, float)))
         return func._overloadpacket is _aten.arange and is_small
@@ -91,7 +91,7 @@ def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
         made = func(*args, **kwargs)  # on fakes, to get the real size: elementwise operations and joins create no pairs
     except (DynamicOutputShapeException, DataDependentOutputException):
         return False
-    return sum(tensor.numel() for tensor in tensors_of(made)) <= _MOST
+    return sum(tensor.numel() for tensor in tensors_in(made)) <= _MOST
 
 
 def _is_grouped(func: Any, args: Any) -> bool:

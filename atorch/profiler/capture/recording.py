@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.distributed.tensor_components import dense_parts
-from atorch.model.tensors import tensor_bytes, tensors_of
+from atorch.model.pytree import tensor_bytes, tensors_in
 from atorch.profiler.capture.dataflow import OpNode, StorageId
 from atorch.profiler.capture.operations import AttentionOp, MatmulOp, attention_of, kind_of, product_of
 
@@ -107,9 +107,9 @@ class Recorder:
             self.value(tensor): (number,) for number, tensor in weights.items()
         }
         self._held = {self.value(tensor) for tensor in (*weights.values(), *buffers)}
-        self._ids = {self.value(tensor) for tensor in tensors_of(batch)}
+        self._ids = {self.value(tensor) for tensor in tensors_in(batch)}
         # Values computed from weights, and float inputs; not masks and tables of positions.
-        self.activations = {self.value(tensor) for tensor in tensors_of(batch) if tensor.is_floating_point()}
+        self.activations = {self.value(tensor) for tensor in tensors_in(batch) if tensor.is_floating_point()}
         self.fused_attention = False  # True if a block called `scaled_dot_product_attention`
         self._is_on, self._casts_apart, self.max_calls = True, casts_apart, max_calls
         self.output_bytes = 0
@@ -152,9 +152,9 @@ class Recorder:
     def operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         packet, here = func._overloadpacket, self.stretches[-1]
         here.num_calls += 1
-        results = list(tensors_of(out))
+        results = tensors_in(out)
         writes = {self.value(tensor): tensor for tensor in results}
-        operands = {self.value(tensor): tensor for tensor in tensors_of((args, kwargs))}
+        operands = {self.value(tensor): tensor for tensor in tensors_in((args, kwargs))}
         is_alias = not func._schema.is_mutable and writes.keys() <= operands.keys()
         if not self._is_on or func.namespace == "prim":
             return

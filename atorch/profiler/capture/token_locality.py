@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.logs import muted
 from atorch.model.position_dependence import made_alone
+from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.structure import outside_of
-from atorch.model.tensors import map_tensors, tensors_of
 from atorch.profiler.capture.recording import Recorder
 
 
@@ -37,7 +37,7 @@ def watch_outside(recorder: Recorder, model: nn.Module, blocks: Mapping[str, nn.
 
 def _is_by_token(module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
     """True if half of the tokens, along the second dim, give half of the output."""
-    given = list(tensors_of((args, kwargs)))
+    given = tensors_in((args, kwargs))
     if len(given) != 1 or given[0].dim() < 2 or not isinstance(output, Tensor) or output.dim() < 2:
         return False
     (tensor,), sizes = given, list(output.shape)

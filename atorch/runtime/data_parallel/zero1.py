@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, checked_barrier
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, checked_barrier, gather_objects
 from atorch.distributed.fingerprints import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.pytree import map_tensors
@@ -199,9 +199,7 @@ class ShardedOptimizer(WrappedOptimizer):
             ArgumentError: some ranks did not; the message names them.
         """
         checked_barrier("optimizer.state_dict()", self._group)
-        shares: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(shares, _on_host(self.local_state_dict()), group=self._group)
-        return merged(shares, self._params)
+        return merged(gather_objects(_on_host(self.local_state_dict()), self._group), self._params)
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, by the parameter indices of the whole model. No communication."""

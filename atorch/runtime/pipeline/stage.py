@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
-from atorch.model.method_override import override
+from atorch.model.method_override import override, override_forward
 from atorch.model.pytree import map_leaves, tensors_in
 from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputIndex, Route
@@ -176,8 +176,7 @@ def cut(
             vars(unit)[STAGE] = (stage, name)
             override(unit, "__call__", _through_stage)
         vars(part)[STAGE] = (stage, "")
-        # A forward on the instance would hide an overridden one of the class; then override the call itself.
-        override(part, "__call__" if "forward" in vars(part) else "forward", _until_done)
+        override_forward(part, _until_done)
     return tuple(parts)
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from atorch.distributed.collectives import world_group
 from atorch.logs import logger
-from atorch.model.method_override import override
+from atorch.model.method_override import override_forward
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.loss.loss_value import value_of, with_value
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local_state_dict
@@ -33,9 +33,7 @@ _LARGEST = 2.0**127  # the largest power of two in fp32, the dtype of the loss's
 
 def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     """Run `model.forward` under autocast from now on. Its state, signature and class name stay."""
-    # A forward set on the instance hides the class's; then `__call__` is overridden instead.
-    name = "__call__" if "forward" in vars(model) else "forward"
-    override(model, name, _autocasting, device_type, dtype)
+    override_forward(model, _autocasting, device_type, dtype)
 
 
 def _autocasting(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:

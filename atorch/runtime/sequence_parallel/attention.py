@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from atorch.model.method_override import override
+from atorch.model.method_override import lift, override
 
 CHAIN = "_attention_chain"  # attribute of a block that holds its chain
 
@@ -96,7 +96,7 @@ def exchange_attention(block: nn.Module, step: AttentionWrapper) -> None:
 @contextmanager
 def watching(block: nn.Module, step: AttentionWrapper) -> Iterator[None]:
     """Add `step` as `exchange_attention` does, inside the context only."""
-    had_chain, cls = CHAIN in vars(block), type(block)
+    had_chain = CHAIN in vars(block)
     chain = chain_of(block)
     chain.steps.insert(0, step)
     try:
@@ -105,7 +105,7 @@ def watching(block: nn.Module, step: AttentionWrapper) -> Iterator[None]:
         chain.steps.remove(step)
         if not had_chain:
             del vars(block)[CHAIN]
-            block.__class__ = cls
+            lift(block, "forward", _attended)
 
 
 def _attended(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr as _keystr
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
-from atorch.distributed.rng import preserved_rng
-from atorch.model.state import evaluation_mode
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
+from atorch.model.state import evaluating
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, map_by_place
 
 RunModel = Callable[[nn.Module], Any]
 """Calls the model on a batch and returns its output."""
@@ -78,11 +73,6 @@ def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -
             handle.remove()
 
 
-def by_place(data: Any) -> dict[str, Tensor]:
-    """The tensors in nested containers, by place."""
-    return {_keystr(path): leaf for path, leaf in tree_flatten_with_path(data)[0] if isinstance(leaf, Tensor)}
-
-
 def copied(data: Any) -> Any:
     """A deep copy of `data`; tensors in its containers become detached clones."""
     return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
@@ -90,22 +80,10 @@ def copied(data: Any) -> Any:
 
 def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> Any:
     """`data` with `change(tensor, dim)` at the places of `dims`."""
-    leaves, spec = tree_flatten_with_path(data)
-    places = ((_keystr(path), leaf) for path, leaf in leaves)
-    values = [
-        change(leaf, dims[place]) if place in dims and isinstance(leaf, Tensor) else leaf for place, leaf in places
-    ]
-    return tree_unflatten(values, spec)
+    return map_by_place(lambda place, tensor: change(tensor, dims[place]) if place in dims else tensor, data)
 
 
 def _kind(block: nn.Module, tensors: Mapping[str, Tensor], origins: Mapping[str, Any]) -> Any:
     parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
     arguments = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
     return type(block), parameters, arguments
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients inside; each module's own mode is restored afterwards."""
-    with evaluation_mode(model), torch.no_grad(), preserved_rng():
-        yield

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import gather_objects
 from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
+from atorch.model.state import evaluating
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.gradients.no_double_backward import mapped
-from atorch.runtime.sequence_parallel.block_calls import RunModel, by_place, changed, copied, evaluate, evaluating
+from atorch.runtime.sequence_parallel.block_calls import RunModel, changed, copied, evaluate
 from atorch.runtime.sequence_parallel.split_validation import (
     MISFITS,
     MOST,
@@ -37,7 +38,7 @@ from atorch.runtime.sequence_parallel.split_validation import (
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.sequence_parallel.token_split import Streams, check_output, install, linked
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion
 from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
 

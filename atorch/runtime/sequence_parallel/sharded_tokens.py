@@ -28,7 +28,7 @@ from atorch.runtime.tensor_parallel.sharded_activation import (
     whole_of,
 )
 from atorch.runtime.tensor_parallel.sharding_rules import CASTS, has_parameters
-from atorch.runtime.tensor_parallel.split_loss import are_classes_of, reduced
+from atorch.runtime.tensor_parallel.split_loss import ClassTargets
 
 
 class SplitTokens(SplitTensor):
@@ -159,41 +159,24 @@ def _gather(split: SplitTokens, dim: int, index: Tensor) -> Any:
     return whole_of(_split_like(split, to_part(split).gather(dim, own_index)))
 
 
-def _loss(
-    func: Callable[..., Tensor],
-    split: SplitTokens,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
+def _loss(func: Callable[..., Tensor], split: SplitTokens, *args: Any, **kwargs: Any) -> Any:
     """The loss of each rank's tokens with their labels, gathered to every rank."""
-    classes, axis = min(split.dim() - 1, 1), split._axis
-    if not (size_average is None and reduce is None) or axis == classes:
+    given, classes, axis = ClassTargets(*args, **kwargs), min(split.dim() - 1, 1), split._axis
+    if axis == classes or not given.fit(split, classes):
         return NotImplemented
-    if not are_classes_of(split, classes, target, weight):
-        return NotImplemented
-    kept = target != ignore_index
-    in_bounds = ((target >= 0) & (target < split.shape[classes])) | ~kept
+    target = given.target
+    in_bounds = ((target >= 0) & (target < split.shape[classes])) | ~given.kept
     torch._assert_async(in_bounds.all(), f"a target is out of bounds: logits have {split.shape[classes]} classes")
     target_axis = axis - (axis > classes)
     own_target = split._layout.take(target, target_axis)
-    part = func(to_part(split), own_target, weight, ignore_index=ignore_index, reduction="none")
+    options = {"label_smoothing": given.label_smoothing} if func is F.cross_entropy else {}
+    part = func(to_part(split), own_target, given.weight, ignore_index=given.ignore_index, reduction="none", **options)
     losses = whole_of(_split_like(split, part, target_axis))
-    shares = kept.to(losses.dtype)
-    if weight is not None:
-        shares = weight.to(losses.dtype)[target.masked_fill(~kept, 0)].masked_fill(~kept, 0.0)
-    return reduced(losses, kept, shares, reduction, losses.dtype)
-
-
-def _cross_entropy(split: SplitTokens, target: Tensor, *args: Any, label_smoothing: float = 0.0, **others: Any) -> Any:
-    return _loss(partial(F.cross_entropy, label_smoothing=label_smoothing), split, target, *args, **others)
+    return given.reduced(losses, given.shares(losses.dtype), losses.dtype)
 
 
 _RULES: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
+    F.cross_entropy: partial(_loss, F.cross_entropy),
     F.nll_loss: partial(_loss, F.nll_loss),
     F.linear: _product,
     **{func: partial(_cast, func) for func in CASTS},

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from atorch.distributed.rng import preserved_rng
+from atorch.model.state import preserved_modes
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
-from atorch.runtime.sequence_parallel.block_calls import by_place, changed, copied
+from atorch.runtime.sequence_parallel.block_calls import changed, copied
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
 from atorch.runtime.tensor_parallel.random_numbers import random_state
 
 CLOSE = 1e-4  # of a tensor's norm; wrong results are off by much more, and fp32 rounding by less
@@ -89,14 +90,10 @@ def uses_random_numbers(block: nn.Module, call: ForwardCall) -> bool:
     """True if the block draws random numbers in training."""
     args, kwargs = copied((call.args, call.kwargs))
     device = next(iter(by_place((args, kwargs)).values())).device
-    modes = {module: module.training for module in block.modules()}
-    with preserved_rng():
+    with preserved_rng(), preserved_modes(block):
         before = random_state(device)
         block.train()(*args, **kwargs)
-        draws = not torch.equal(before, random_state(device))
-    for module, training in modes.items():
-        module.training = training
-    return draws
+        return not torch.equal(before, random_state(device))
 
 
 def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: TokenPartition) -> BlockStream | str:

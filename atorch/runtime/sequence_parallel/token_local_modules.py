@@ -22,12 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from atorch.distributed.collectives import gather_objects
 from atorch.model.method_override import override
 from atorch.model.position_dependence import made_alone
+from atorch.model.state import evaluating
 from atorch.model.structure import outside_of
-from atorch.runtime.sequence_parallel.block_calls import RunModel, by_place, changed, copied, evaluating
+from atorch.runtime.sequence_parallel.block_calls import RunModel, changed, copied
 from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens, own_tokens, split_tokens
 from atorch.runtime.sequence_parallel.split_validation import MISFITS, cut_along, uses_random_numbers, usual
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
 from atorch.runtime.tensor_parallel.random_numbers import RankStream
 
 

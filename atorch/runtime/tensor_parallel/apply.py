@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from atorch.runtime.tensor_parallel.collectives import fork, reduce, share
-from atorch.runtime.tensor_parallel.derive.block_sandbox import map_arguments
+from atorch.runtime.tensor_parallel.derive.block_sandbox import map_by_place
 from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion
 from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
@@ -182,7 +182,7 @@ class ForkArguments(SharedHook):
                 forks[id(tensor)] = self._forked(tensor)
             return forks[id(tensor)]
 
-        return map_arguments(forked, args, kwargs)
+        return map_by_place(forked, (args, kwargs))
 
     def _forked(self, tensor: Tensor) -> Tensor:
         last = self._last
@@ -231,7 +231,7 @@ class _Arguments(SharedHook):
         self._inputs, self._rank, self._group = inputs, rank, group
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return map_arguments(self._part, args, kwargs)
+        return map_by_place(self._part, (args, kwargs))
 
     def _part(self, place: str, tensor: Tensor) -> Tensor:
         if place not in self._inputs:

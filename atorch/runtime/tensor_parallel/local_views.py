@@ -7,13 +7,12 @@ tensors runs unchanged.
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from atorch.model.method_override import override
+from atorch.model.method_override import override, override_members
 
 Read = Callable[[Tensor], Tensor]
 
@@ -59,36 +58,16 @@ def present(module: nn.Module, reads: Mapping[str, Read], inside: Inside) -> Non
     The module gets a subclass of its class, with the same name. Modules of that class with equal reads share it, and
     so do deepcopies.
     """
-    base, mark = type(module), (inside, dict(reads))
-    candidates = (cls for cls in base.__subclasses__() if vars(cls).get(_MARK) == mark)
-    module.__class__ = next(candidates, None) or _subclass(base, mark)
+    override_members(module, _properties, _Reads(reads), inside)
 
 
-_MARK = "__presented__"
+class _Reads(dict[str, Read]):
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Reads:
+        return self  # they refer to process groups, which cannot be copied
 
 
-def _subclass(base: type[nn.Module], mark: tuple[Inside, dict[str, Read]]) -> type[nn.Module]:
-    inside, reads = mark
-
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        reduced: Any = base.__reduce_ex__(self, protocol)
-        rebuild, args, *state = reduced
-        if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return (rebuild, args, *state)  # rebuilds this class
-        return (_as_class, (rebuild, args, subclass), *state)  # `override` rebuilds its own class, not this one
-
-    namespace: dict[str, Any] = {name: _property(name, read, inside) for name, read in reads.items()}
-    namespace["__reduce_ex__"] = reduce
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, _MARK: mark}
-    metaclass: Any = type(base)
-    subclass: type[nn.Module] = metaclass(base.__name__, (base,), {**names, **namespace})
-    return subclass
-
-
-def _as_class(rebuild: Callable[..., nn.Module], args: Any, presented: type[nn.Module]) -> nn.Module:
-    module = rebuild(*args)
-    module.__class__ = presented
-    return module
+def _properties(base: type, reads: _Reads, inside: Inside) -> Mapping[str, property]:
+    return {name: _property(name, read, inside) for name, read in reads.items()}
 
 
 def _property(name: str, read: Read, inside: Inside) -> property:

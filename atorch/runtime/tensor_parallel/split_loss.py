@@ -11,7 +11,7 @@ arguments.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,53 +70,76 @@ def _rows(
     return rows
 
 
-def cross_entropy(
-    part: Tensor,
-    columns: VocabularyShards,
-    axis: int,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+class ClassTargets(NamedTuple):
+    """The arguments of `F.cross_entropy` and `F.nll_loss` after the logits."""
+
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = None
+    ignore_index: int = -100
+    reduce: bool | None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    def fit(self, logits: Tensor, axis: int) -> bool:
+        """True if targets are one class for each row of logits, and class weights need no gradient."""
+        rows = (*logits.shape[:axis], *logits.shape[axis + 1 :])
+        is_constant = self.weight is None or not self.weight.requires_grad
+        is_current = self.size_average is None and self.reduce is None  # torch deprecates these two
+        are_classes = self.target.dtype == torch.int64 and self.target.shape == rows
+        return is_current and is_constant and are_classes and axis == min(logits.dim() - 1, 1)
+
+    @property
+    def kept(self) -> Tensor:
+        """A mask of the rows that count."""
+        return self.target != self.ignore_index
+
+    @property
+    def classes(self) -> Tensor:
+        """The targets, with 0 for rows that do not count."""
+        return self.target.masked_fill(~self.kept, 0)
+
+    def shares(self, dtype: torch.dtype) -> Tensor:
+        """The weight of each row in the loss."""
+        if self.weight is None:
+            return self.kept.to(dtype)
+        return self.weight.to(dtype)[self.classes].masked_fill(~self.kept, 0.0)
+
+    def reduced(self, losses: Tensor, shares: Tensor, dtype: torch.dtype) -> Any:
+        """The loss of the rows' `losses`, which contain their shares."""
+        losses = losses.masked_fill(~self.kept, 0.0)  # also those that are not finite
+        if self.reduction == "none":
+            return losses.to(dtype)
+        if self.reduction == "sum":
+            return losses.sum().to(dtype)
+        return (losses.sum() / shares.sum()).to(dtype) if self.reduction == "mean" else NotImplemented
+
+
+def cross_entropy(part: Tensor, columns: VocabularyShards, axis: int, *args: Any, **kwargs: Any) -> Any:
     """`torch.nn.functional.cross_entropy` with class indices as targets."""
-    if not (size_average is None and reduce is None and are_classes_of(part, axis, target, weight)):
+    given = ClassTargets(*args, **kwargs)
+    if not given.fit(part, axis):
         return NotImplemented
-    kept = target != ignore_index
-    classes = target.masked_fill(~kept, 0)
+    weight, smoothing = given.weight, given.label_smoothing
     own_weight = columns.take(weight, 0) if weight is not None else None
-    total, picked, *sums = _rows(part.movedim(axis, -1), columns, classes, label_smoothing > 0.0, own_weight)
-    shares = kept.to(total.dtype) if weight is None else weight.to(total.dtype)[classes].masked_fill(~kept, 0.0)
+    total, picked, *sums = _rows(part.movedim(axis, -1), columns, given.classes, smoothing > 0.0, own_weight)
+    shares = given.shares(total.dtype)
     losses = (total - picked) * shares
     if sums:
         all_weights = float(columns.total) if weight is None else weight.sum()
-        smooth = (all_weights * total - sums[0]) * (label_smoothing / columns.total)
-        losses = (1.0 - label_smoothing) * losses + smooth
-    return reduced(losses, kept, shares, reduction, _loss_dtype(part))
+        smooth = (all_weights * total - sums[0]) * (smoothing / columns.total)
+        losses = (1.0 - smoothing) * losses + smooth
+    return given.reduced(losses, shares, _loss_dtype(part))
 
 
-def nll_loss(
-    part: Tensor,
-    columns: VocabularyShards,
-    axis: int,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
+def nll_loss(part: Tensor, columns: VocabularyShards, axis: int, *args: Any, **kwargs: Any) -> Any:
     """`torch.nn.functional.nll_loss`, of log-probabilities."""
-    if not (size_average is None and reduce is None and are_classes_of(part, axis, target, weight)):
+    given = ClassTargets(*args, **kwargs)
+    if not given.fit(part, axis):
         return NotImplemented
-    kept = target != ignore_index
-    classes = target.masked_fill(~kept, 0)
-    picked = gather(part, columns, axis, axis, classes.unsqueeze(axis)).squeeze(axis)
-    shares = kept.to(part.dtype) if weight is None else weight.to(part.dtype)[classes].masked_fill(~kept, 0.0)
-    return reduced(-picked * shares, kept, shares, reduction, _loss_dtype(part))
+    picked = gather(part, columns, axis, axis, given.classes.unsqueeze(axis)).squeeze(axis)
+    shares = given.shares(part.dtype)
+    return given.reduced(-picked * shares, shares, _loss_dtype(part))
 
 
 def logsumexp(
@@ -153,23 +176,7 @@ def gather(part: Tensor, columns: VocabularyShards, axis: int, dim: int, index: 
     return reduce(part.gather(axis, local_index).masked_fill(elsewhere, 0.0), columns.group)
 
 
-def are_classes_of(part: Tensor, axis: int, target: Tensor, weight: Tensor | None) -> bool:
-    """True if targets are one class for each row of logits, and class weights need no gradient."""
-    rows = (*part.shape[:axis], *part.shape[axis + 1 :])
-    is_constant = weight is None or not weight.requires_grad
-    return axis == min(part.dim() - 1, 1) and target.dtype == torch.int64 and target.shape == rows and is_constant
-
-
 def _loss_dtype(part: Tensor) -> torch.dtype:
     """The dtype of torch's losses: for 16-bit logits it has 16 bits, or 32 under autocast."""
     is_autocast = torch.is_autocast_enabled(part.device.type)
     return torch.promote_types(part.dtype, torch.float32) if is_autocast else part.dtype
-
-
-def reduced(losses: Tensor, kept: Tensor, shares: Tensor, reduction: str, dtype: torch.dtype) -> Any:
-    losses = losses.masked_fill(~kept, 0.0)  # also those that are not finite
-    if reduction == "none":
-        return losses.to(dtype)
-    if reduction == "sum":
-        return losses.sum().to(dtype)
-    return (losses.sum() / shares.sum()).to(dtype) if reduction == "mean" else NotImplemented

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import checked_barrier, is_fake_world, world_group
+from atorch.distributed.collectives import checked_barrier, gather_objects, is_fake_world, world_group
 from atorch.errors import ArgumentError
 from atorch.runtime.fsdp.partial_state_dict import own_state
 from atorch.runtime.tensor_parallel.layout.layout import Rows
@@ -63,8 +63,7 @@ def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist
     if is_fake_world():
         return dict(state)
     specs = {name: (item.shape, item.dtype, item.device.type) for name, item in state.items() if hasattr(item, "shape")}
-    stage_specs: list[Any] = [None] * group.size()
-    dist.all_gather_object(stage_specs, specs, group=group)
+    stage_specs = gather_objects(specs, group)
     merged: dict[str, Tensor] = {}
     for name in dict.fromkeys((*names, *(name for stage in stage_specs for name in stage))):
         rank = next((rank for rank, stage in enumerate(stage_specs) if name in stage), None)

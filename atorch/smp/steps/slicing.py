@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from atorch.distributed.collectives import gather_objects
 from atorch.errors import ArgumentError, near_miss
 from atorch.model.pytree import leaves_of, map_leaves
 
@@ -193,8 +194,7 @@ class _Gathered:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return leaf
         _length(leaf, axis, place)
-        shapes: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(shapes, tuple(leaf.shape), group=self._group)
+        shapes = gather_objects(tuple(leaf.shape), self._group)
         if len(set(shapes)) > 1:
             raise ArgumentError(
                 f"{place} is {' and '.join(str(shape) for shape in dict.fromkeys(shapes))} on processes of one tensor "

@@ -24,7 +24,7 @@ from atorch.auto.planner.estimate.score import RESERVE
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.strategy import Strategy
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
-from atorch.model.tensors import local_part, tensor_bytes
+from atorch.model.pytree import local_part, tensor_bytes
 from tests.auto.planner.jobs import SLOW, cluster, context, net, sabotage
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.model.tensors import map_tensors
+from atorch.model.pytree import map_tensors
 from atorch.profiler.capture.devices import as_on
 from atorch.profiler.capture.fakes import Fakes
 from atorch.profiler.trace import trace

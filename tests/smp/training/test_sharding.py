@@ -79,7 +79,10 @@ def test_in_16_bits(pool: Pool, dtype: str) -> None:
     ("half", "is_partial"),
     [
         ({"fp16": True}, True),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (({"fp16": True}, False), ({}, False), ({}, True))),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (({"fp16": True}, False), ({}, False), ({}, True))
+        ),
     ],
 )
 def test_training_goes_on_from_a_saved_state(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:

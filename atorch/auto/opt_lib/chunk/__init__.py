@@ -41,7 +41,7 @@ from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.elementwise_optimizers import ELEMENTWISE
 from atorch.model.meta_device import unfilled
-from atorch.model.tensors import batch_size, tensors_of
+from atorch.model.pytree import batch_size, tensors_in
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
@@ -179,7 +179,7 @@ class Chunk(Method):
         ctx.give_memory(_place_in_chunk)
         compiled = _compiled(ctx, part)
         courses = Courses(_foresee(ctx, part, compiled), sharers)
-        courses.expect(ctx.sample_batch, tensors_of(ctx.sample_batch))
+        courses.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
         operations = chunk(
             part,
             courses.first(),
@@ -200,7 +200,7 @@ class Chunk(Method):
         inner_prepare = ctx.prepare_input
 
         def prepare_input(batch: Any, device: Any) -> Any:
-            courses.expect(batch, tensors_of(batch))
+            courses.expect(batch, tensors_in(batch))
             return inner_prepare(batch, device)
 
         figures = _figures(operations.chunks, operations.residency.course)
@@ -342,7 +342,7 @@ def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.
     output = call_model(model, batch)
     if loss_func is not None:
         return value_of(loss_func(batch, output))
-    return sum(tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad)
+    return sum(tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
 
 
 def _rows(ctx: Context, rows: int) -> int:

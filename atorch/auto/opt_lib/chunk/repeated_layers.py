@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.model.copy import sharing_parts
+from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.structure import repeated_blocks, tell_depth
-from atorch.model.structure_copy import sharing_parts
-from atorch.model.tensors import map_tensors, tensors_of
 from atorch.profiler.capture.block_equality import are_alike, groups_of_alike
 from atorch.profiler.capture.block_reuse import described, like
 from atorch.runtime.chunk.schedule.depth_extrapolation import ENDS, FEWEST
@@ -196,7 +196,7 @@ class LayerTrace(TorchDispatchMode):
             with self._inside():
                 output = forward(*args, **kwargs)
             if keep:
-                self._runs[index] = list(tensors_of((args, kwargs))), output
+                self._runs[index] = tensors_in((args, kwargs)), output
             return output
 
         return watched
@@ -204,7 +204,7 @@ class LayerTrace(TorchDispatchMode):
     def _repeating(self, index: int, period: int) -> Callable[..., Any]:
         def repeated(*args: Any, **kwargs: Any) -> Any:
             self._note(index, (args, kwargs))
-            inputs = list(tensors_of((args, kwargs)))
+            inputs = tensors_in((args, kwargs))
             before, output = self._runs[index - period]
             now = {id(one): other for one, other in zip(before, inputs, strict=True)}  # for outputs that are inputs
             with self._inside():

@@ -18,8 +18,8 @@ from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger
 from atorch.model.alias_guard import OriginalReachedError, Originals
-from atorch.model.structure_copy import copy_with
-from atorch.model.tensors import local_part, map_tensors, tensors_of
+from atorch.model.copy import copy_with
+from atorch.model.pytree import local_part, map_tensors, tensors_in
 from atorch.profiler.capture.devices import as_on
 from atorch.profiler.capture.fakes import Fakes
 from atorch.profiler.memory_tracker import BUFFERS, HOST, PARAMETERS, LiveBytes
@@ -114,7 +114,7 @@ class _Job(NamedTuple):
                 parameter.data = mode.value(name, parameter)
             existing = {name for name, _ in duplicate.named_modules()}
             modules = CompiledModules.of(duplicate, [name for name in self.compiled if name in existing])
-            live = _OtherBytes(parameters, [*duplicate.buffers(), *tensors_of(batch)], self.on_host)
+            live = _OtherBytes(parameters, [*duplicate.buffers(), *tensors_in(batch)], self.on_host)
 
             def computed_loss() -> Any:
                 value = loss(duplicate, batch)

@@ -21,6 +21,7 @@ from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
+from atorch.compat import need_backend
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.comm.communication import boundary_bytes
 from atorch.cost.parallelism import accumulate, split_pipeline
@@ -75,9 +76,7 @@ class PipelineParallel(Method):
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
         if self.backend == "deepspeed":
-            from atorch.compat.deepspeed_zero import need_deepspeed
-
-            need_deepspeed()
+            need_backend("deepspeed")
         return None
 
     def unfit(self, cost: Cost) -> str | None:

@@ -11,7 +11,7 @@ from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import SLOT
 from atorch.auto.strategy import Strategy
-from atorch.compat.deepspeed_zero import need_deepspeed
+from atorch.compat import need_backend
 from atorch.distributed import world
 from atorch.errors import StrategyError
 
@@ -29,7 +29,7 @@ def check(ctx: Context, method: PipelineParallel) -> None:
         StrategyError: another method reduces gradients, the precision is fp16 or half, the mesh is not in DeepSpeed's
             order, or there is no optimizer or dataset.
     """
-    need_deepspeed()
+    need_backend("deepspeed")
     strategy = ctx.strategy or Strategy()
     mode = strategy.get(ParallelMode) or ParallelMode()
     for other in strategy:

@@ -21,8 +21,8 @@ from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
+from atorch.model.copy import copy_structure
 from atorch.model.structure import repeated_blocks, units
-from atorch.model.structure_copy import copy_structure
 from atorch.runtime.data.batch_split import num_rows, take
 from atorch.runtime.loss.reduction import Rule, tolerance_of
 from atorch.runtime.memory.kv_cache import turn_off_caches

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from atorch.auto.context import Context
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.model.tensors import batch_size, map_tensors, tensors_of
+from atorch.model.pytree import batch_size, map_tensors, tensors_in
 from atorch.runtime.data.batch_split import take
 
 # Unlike usual numbers of processes, heads or features, so that a size identifies its dim.
@@ -69,7 +69,7 @@ def with_few_tokens(batch: Any) -> Any:
     labels. One end of a sequence may be padding, which the choice avoids.
     """
     sequences: dict[int, list[Tensor]] = {}
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch):
         if tensor.dim() == 2 and tensor.shape[1] > TOKENS and not (tensor.is_floating_point() or tensor.is_complex()):
             sequences.setdefault(tensor.shape[1], []).append(tensor)
     starts = {

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.strategy.method import Method
-from atorch.compat.deepspeed_zero import need_deepspeed, with_deepspeed
-from atorch.compat.fairscale_zero import need_fairscale, shard_gradients, shard_states
+from atorch.compat.deepspeed_zero import with_deepspeed
+from atorch.compat.fairscale_zero import shard_gradients, shard_states
 from atorch.distributed import world
 from atorch.distributed.mesh import AXES
 from atorch.errors import StrategyError
@@ -39,14 +39,6 @@ def in_pipeline(strategy: Iterable[Method] | None) -> bool:
         method.name == "pipeline_parallel" and getattr(method, "backend", "") == "deepspeed"
         for method in strategy or ()
     )
-
-
-def need(backend: str) -> None:
-    """Raise CapabilityError if the backend's package is missing."""
-    if backend == "fairscale":
-        need_fairscale()
-    elif backend == "deepspeed":
-        need_deepspeed()
 
 
 def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:

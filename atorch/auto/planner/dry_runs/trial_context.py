@@ -17,9 +17,9 @@ from torch import nn
 from atorch.auto.context import Context
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
+from atorch.model.copy import copy_with, typical_values
+from atorch.model.pytree import local_part
 from atorch.model.storages import OwnMemory, emptied, separate
-from atorch.model.structure_copy import copy_with, typical_values
-from atorch.model.tensors import local_part
 
 NUM_BATCHES = 8
 

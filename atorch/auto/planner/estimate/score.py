@@ -11,7 +11,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTime, StepTimes, peak_memory
 from atorch.cost.memory import RESERVE
-from atorch.cost.parallelism import SAMPLE_AXES
+from atorch.cost.parallelism import BATCH_AXES
 from atorch.units import format_bytes
 
 _SIXTEEN_BITS = ("bfloat16", "float16", "float32")  # MFU is a share of the peak of the first that a device has
@@ -23,7 +23,7 @@ def useful_flops(cost: Cost) -> float:
     For every product of forward, backward has two, or one if the weight is frozen; attention also has two. Causal
     attention computes half of the scores (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, counts all of them).
     """
-    samples = cost.batch_size * cost.size(*SAMPLE_AXES) / cost.traced_batch
+    samples = cost.batch_size * cost.size(*BATCH_AXES) / cost.traced_batch
     return samples * sum(
         segment.count
         * (
@@ -61,7 +61,7 @@ def estimate_of(cost: Cost, cluster: ClusterSpec, times: StepTimes | None = None
     The uncertainty of the seconds takes several times as long to compute: see `uncertainty`.
     """
     memory, spent = peak_memory(cost), (times or StepTimes(cluster)).of(cost)
-    rate = cost.batch_size * cost.size(*SAMPLE_AXES) / spent.total_s if spent.total_s else 0.0
+    rate = cost.batch_size * cost.size(*BATCH_AXES) / spent.total_s if spent.total_s else 0.0
     flops = useful_flops(cost) / (spent.total_s * cluster.world_size) if spent.total_s else None
     peak = utilisation_peak(cluster.device.peak_flops)
     length = max((segment.sequence_length for segment in cost.segments), default=0)

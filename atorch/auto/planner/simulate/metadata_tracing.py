@@ -17,9 +17,9 @@ from atorch.auto.strategy import Phase, Strategy
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.world import World
 from atorch.model.alias_guard import Originals
+from atorch.model.copy import copy_structure, lazy_copy
+from atorch.model.pytree import map_tensors
 from atorch.model.structure import block_names, shorten, told_of_all
-from atorch.model.structure_copy import copy_structure, lazy_copy
-from atorch.model.tensors import map_tensors
 
 _HERE = torch.device("cpu")
 

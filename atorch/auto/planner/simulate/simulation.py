@@ -37,9 +37,9 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, CapabilityError
 from atorch.logs import logger
 from atorch.model.alias_guard import Originals
+from atorch.model.copy import copy_structure
+from atorch.model.pytree import batch_size, map_tensors, tensors_in
 from atorch.model.structure import num_repeats, repeated_blocks, shorten
-from atorch.model.structure_copy import copy_structure
-from atorch.model.tensors import batch_size, map_tensors, tensors_of
 from atorch.profiler.comm_counter import CommCounter, Counts
 from atorch.profiler.memory_tracker import (
     BUFFERS,
@@ -302,7 +302,7 @@ class _Watch:
         self._live.mark("loss backward" if index is None else "backward", index)
 
     def _at_gradient(self, data: Any, then: Callable[[torch.Tensor], None]) -> None:
-        tensors = [tensor for tensor in tensors_of(data) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(data) if tensor.requires_grad]
         computed = next((tensor for tensor in tensors if tensor.grad_fn is not None), next(iter(tensors), None))
         if computed is None:
             return
@@ -323,7 +323,7 @@ def _label(result: AccelerateResult, live: LiveBytes) -> None:
         live.label(result.model.engine.understudy.tensors, ELSEWHERE)
     for state in local_state_dict(result.optim).get("state", {}).values():
         for name, value in state.items() if isinstance(state, Mapping) else ():
-            live.label(tensors_of(value), MASTERS if name == "master" else OPTIMIZER)
+            live.label(tensors_in(value), MASTERS if name == "master" else OPTIMIZER)
 
 
 def _gradients(model: nn.Module) -> Iterable[torch.Tensor]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from atorch.errors import StrategyError
-from atorch.model.method_override import override
+from atorch.model.method_override import lift_forward, override_forward
 
 SEGMENTS = "atorch_segments"
 """The child module of a model that has its segments."""
@@ -139,8 +139,7 @@ def install(model: nn.Module, exported: Exported, num_segments: int) -> dict[str
     """Make the forward of `model` run segments, in place; returns these by name."""
     setattr(model, SEGMENTS, nn.ModuleList(GraphStage() for _ in range(num_segments)))
     vars(model)[_EXPORTED] = exported
-    # A forward on the instance would hide an overridden one of the class; then override the call itself.
-    override(model, "__call__" if "forward" in vars(model) else "forward", _by_graph)
+    override_forward(model, _by_graph)
     return {f"{SEGMENTS}.{number}": model.get_submodule(f"{SEGMENTS}.{number}") for number in range(num_segments)}
 
 
@@ -148,7 +147,7 @@ def uninstall(model: nn.Module) -> None:
     """Undo `install`, if it was called."""
     if _EXPORTED not in vars(model):
         return
-    model.__class__ = type(model).__mro__[1]
+    lift_forward(model, _by_graph)
     delattr(model, SEGMENTS)
     del vars(model)[_EXPORTED]
 

@@ -8,7 +8,7 @@ of calls, independent of their path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.errors import StrategyError, near_miss
-from atorch.model.pytree import map_leaves, tensors_in
+from atorch.model.pytree import map_leaves, tensors_in, written_tensors
 from atorch.runtime.precision.amp import casting_anew
 
 
@@ -176,10 +175,10 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func._schema.is_mutable:
-            marks = (mark for tensor in _written(func, args) for mark in self._marks.get(tensor, ()))
+            marks = (mark for tensor in written_tensors(func, args, kwargs) for mark in self._marks.get(tensor, ()))
             self.written.update(mark for mark in marks if isinstance(mark, CallOutput))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
+        results = tensors_in(output)
         call = self._running
         if call is None:
             sources: set[Any] = self.sources(inputs, "the model's own code")
@@ -223,12 +222,6 @@ def _lists(data: Any) -> dict[int, list[int]]:
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-
-
-def _written(func: Any, args: Any) -> Iterator[Tensor]:
-    for formal, argument in zip(func._schema.arguments, args, strict=False):
-        if formal.alias_info is not None and formal.alias_info.is_write:
-            yield from (leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

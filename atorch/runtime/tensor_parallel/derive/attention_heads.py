@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from atorch.model.copy import duplicate
+from atorch.model.method_override import override
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh
 from atorch.runtime.tensor_parallel.derive.split_validation import Tape, first_failure, record_tape
 from atorch.runtime.tensor_parallel.derive.whole_numbers import is_configuration
@@ -78,20 +79,16 @@ def _watch(module: nn.Module, read: dict[str, int]) -> None:
 
 
 def _note_reads(holder: Any, read: dict[str, int], prefix: str) -> None:
-    base: Any = type(holder)
+    def noting(theirs: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def get(self: Any, name: str) -> Any:
+            value = theirs(self, name)
+            if type(value) is int and value > 1 and not name.startswith("__"):
+                read[f"{prefix}{name}"] = value
+            return value
 
-    def get(self: Any, name: str) -> Any:
-        value = base.__getattribute__(self, name)
-        if type(value) is int and value > 1 and not name.startswith("__"):
-            read[f"{prefix}{name}"] = value
-        return value
+        return get
 
-    holder.__class__ = _subclass(base, get)
-
-
-def _subclass(base: Any, get: Callable[..., Any]) -> Any:
-    metaclass: Any = type(base)
-    return metaclass(base.__name__, (base,), {"__getattribute__": get, "__module__": base.__module__})
+    override(holder, "__getattribute__", noting)
 
 
 def _search(

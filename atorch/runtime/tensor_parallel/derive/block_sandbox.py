@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr as _keystr
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_map_with_path, tree_unflatten
 
 from atorch.model.copy import duplicate
 
+T = TypeVar("T")
 PERIOD = 1_000_003
 """Random weights repeat after so many numbers, in a sixth of the time. A prime: no two rows are equal."""
 
@@ -88,23 +89,26 @@ def fresh(call: ForwardCall) -> tuple[ForwardCall, dict[str, Tensor]]:
     leaves, spec = tree_flatten_with_path((args, kwargs))
     leaf_of: dict[int, Tensor] = {}
     clone_of: dict[int, Tensor] = {}
-    by_place: dict[str, Tensor] = {}
+    leaf_at: dict[str, Tensor] = {}
     values = []
     for path, leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             if id(leaf) not in leaf_of:
                 leaf_of[id(leaf)] = leaf.detach().float().clone().requires_grad_()
                 clone_of[id(leaf)] = leaf_of[id(leaf)].clone()  # blocks may change it in place, and a leaf must not be
-            by_place[_keystr(path)], leaf = leaf_of[id(leaf)], clone_of[id(leaf)]
+            leaf_at[_keystr(path)], leaf = leaf_of[id(leaf)], clone_of[id(leaf)]
         values.append(leaf)
-    return ForwardCall(*tree_unflatten(values, spec)), by_place
+    return ForwardCall(*tree_unflatten(values, spec)), leaf_at
 
 
-def map_arguments(change: Callable[[str, Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with `change(place, tensor)` in place of each tensor."""
-    leaves, spec = tree_flatten_with_path((args, kwargs))
-    values = [change(_keystr(path), leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves]
-    mapped: tuple[Any, Any] = tree_unflatten(values, spec)
+def by_place(data: Any) -> dict[str, Tensor]:
+    """The tensors in nested containers, by place."""
+    return {_keystr(path): leaf for path, leaf in tree_flatten_with_path(data)[0] if isinstance(leaf, Tensor)}
+
+
+def map_by_place(change: Callable[[str, Tensor], Any], data: T) -> T:
+    """`data` with `change(place, tensor)` in place of each tensor."""
+    mapped: T = tree_map_with_path(lambda path, x: change(_keystr(path), x) if isinstance(x, Tensor) else x, data)
     return mapped
 
 

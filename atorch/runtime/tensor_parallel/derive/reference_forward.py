@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from atorch.distributed.rng import preserved_rng
 from atorch.errors import AtorchError
-from atorch.model.state import evaluation_mode, preserved_state
+from atorch.model.state import evaluating, preserved_state
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, record_calls, tensors_of
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE
@@ -32,7 +30,7 @@ class Watched:
         outer = {name: p for name, p in model.named_parameters() if id(p) not in inner}
         self.products: list[MatmulUse] = []
         self._eps = 0.0  # of the coarsest dtype that was computed with
-        with evaluating(model), SeeProducts(outer, self._note) as mode:
+        with preserved_state(model), evaluating(model), SeeProducts(outer, self._note) as mode:
             outputs: list[Any] = []
             self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
         self.output = [tensor.clone() for tensor in tensors_of(outputs[0])]
@@ -59,7 +57,7 @@ class Watched:
 
     def check(self, model: nn.Module, run: EvaluateModel) -> None:
         """Raise if the split model's output differs from the whole model's."""
-        with evaluating(model):
+        with preserved_state(model), evaluating(model):
             output = tensors_of(run(model))
         for got, expected in zip(output, self.output, strict=True):
             tolerance = max(CLOSE, 8 * torch.finfo(expected.dtype).eps, 8 * self._eps)
@@ -69,13 +67,6 @@ class Watched:
                     f"{type(model).__name__} has another output after it was split over tensor, though each of its "
                     "blocks had the same; name what is to be split in a plan, and report this"
                 )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients inside; the model and random states are restored afterwards."""
-    with preserved_state(model), evaluation_mode(model), torch.no_grad(), preserved_rng():
-        yield
 
 
 def _kinds(blocks: Mapping[str, nn.Module]) -> list[list[str]]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from atorch.distributed.collectives import gather_objects
 from atorch.model.copy import duplicate
 from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh, map_arguments, tensors_of
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh, map_by_place, tensors_of
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows
@@ -183,7 +183,7 @@ def _own_arguments(layout: BlockLayout, rank: int, args: Any, kwargs: Any) -> tu
         rows = inputs.get(place)
         return tensor if rows is None else rows.take(tensor, rank)
 
-    return map_arguments(cut, args, kwargs)
+    return map_by_place(cut, (args, kwargs))
 
 
 def _span(rows: Rows, rank: int) -> tuple[int, int]:

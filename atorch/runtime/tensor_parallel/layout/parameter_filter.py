@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from atorch.model.state import evaluating, preserved_state
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse
-from atorch.runtime.tensor_parallel.derive.reference_forward import EvaluateModel, evaluating
+from atorch.runtime.tensor_parallel.derive.reference_forward import EvaluateModel
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, Unsplit
 from atorch.runtime.tensor_parallel.layout.model_layout import Alike, ModelLayout, full_name
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, why_whole
@@ -45,7 +46,7 @@ def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Ite
     if not selected:
         return Vocabulary({}, {}, {})
     uses = _Uses({key: frozenset(holders.values()) for key, (_, holders) in selected.items()})
-    with evaluating(model), uses.watching(), uses:
+    with preserved_state(model), evaluating(model), uses.watching(), uses:
         run(model)
     splits = Vocabulary({}, {}, {})
     for key, (parameter, holders) in selected.items():

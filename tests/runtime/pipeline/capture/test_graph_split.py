@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch import auto_accelerate
 from atorch.errors import StrategyError
-from atorch.model.structure_copy import copy_structure
+from atorch.model.copy import copy_structure
 from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
 from tests.pool import Pool
 from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model
