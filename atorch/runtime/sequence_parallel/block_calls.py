@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr as _keystr
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path
 
 from atorch.distributed.rng import preserved_rng
 from atorch.model.state import evaluation_mode
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, map_places
 
 RunModel = Callable[[nn.Module], Any]
 """Calls the model on a batch and returns its output."""
@@ -90,12 +90,7 @@ def copied(data: Any) -> Any:
 
 def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> Any:
     """`data` with `change(tensor, dim)` at the places of `dims`."""
-    leaves, spec = tree_flatten_with_path(data)
-    places = ((_keystr(path), leaf) for path, leaf in leaves)
-    values = [
-        change(leaf, dims[place]) if place in dims and isinstance(leaf, Tensor) else leaf for place, leaf in places
-    ]
-    return tree_unflatten(values, spec)
+    return map_places(lambda place, tensor: change(tensor, dims[place]) if place in dims else tensor, data)
 
 
 def _kind(block: nn.Module, tensors: Mapping[str, Tensor], origins: Mapping[str, Any]) -> Any:

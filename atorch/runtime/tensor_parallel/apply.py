@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.runtime.tensor_parallel.collectives import fork, reduce, share
-from atorch.runtime.tensor_parallel.derive.block_sandbox import map_arguments
-from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
+from atorch.runtime.tensor_parallel.derive.block_sandbox import map_places
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion
 from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
 from atorch.runtime.tensor_parallel.random_numbers import RankStream
@@ -183,7 +182,7 @@ class ForkArguments(SharedHook):
                 forks[id(tensor)] = self._forked(tensor)
             return forks[id(tensor)]
 
-        return map_arguments(forked, args, kwargs)
+        return map_places(forked, (args, kwargs))  # type: ignore[no-any-return]
 
     def _forked(self, tensor: Tensor) -> Tensor:
         last = self._last
@@ -232,7 +231,7 @@ class _Arguments(SharedHook):
         self._inputs, self._rank, self._group = inputs, rank, group
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return map_arguments(self._part, args, kwargs)
+        return map_places(self._part, (args, kwargs))  # type: ignore[no-any-return]
 
     def _part(self, place: str, tensor: Tensor) -> Tensor:
         if place not in self._inputs:
@@ -243,3 +242,24 @@ class _Arguments(SharedHook):
             return tensor
         forked = fork(tensor, self._group) if tensor.requires_grad and torch.is_grad_enabled() else tensor
         return forked if rows is None else rows.take(forked, self._rank)
+
+
+def is_configuration(value: Any) -> bool:
+    """True if a module's attribute is an object that holds plain values, such as a model's configuration."""
+    is_plain = not isinstance(value, (nn.Module, Tensor, type)) and not callable(value)
+    return is_plain and any(type(attribute) is int for attribute in getattr(value, "__dict__", {}).values())
+
+
+def divide(block: nn.Module, layout: BlockLayout) -> None:
+    """Divide the numbers that the layout names, in place. Configurations are copied first, as others may hold them."""
+    for group in layout.groups:
+        for path, numbers in group.attributes.items():
+            module = block.get_submodule(path)
+            copies: dict[str, Any] = {}
+            for name, divisor in numbers.items():
+                held_as, _, number = name.rpartition(".")
+                if held_as and held_as not in copies:
+                    copies[held_as] = copy.copy(getattr(module, held_as))
+                    setattr(module, held_as, copies[held_as])
+                holder = copies.get(held_as, module)
+                setattr(holder, number, getattr(holder, number) // divisor)

@@ -10,26 +10,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, split_stream
-from tests.runtime.tensor_parallel.models import SIZES, VOCAB, loss_of, make
+from tests.runtime.tensor_parallel.models import SIZES, VOCAB, Collectives, loss_of, make, side_by_side
 
-STEPS = 3
 TOKENS = 8
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._opname] = self.counts.get(func._opname, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 def batch(name: str, step: int = 0, image: int = 12) -> dict[str, Tensor]:
@@ -73,36 +58,10 @@ def average(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def train(model: nn.Module, name: str, *, averages: bool) -> list[float]:
-    optim = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model(**batch(name, step)))
-        loss.backward()
-        if averages:
-            average(model)
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def distance(got: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor]) -> float:
-    """‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters together."""
-    assert got.keys() == expected.keys()
-    error = torch.stack([(got[name] - expected[name]).double().norm() for name in got]).norm()
-    return float(error / torch.stack([(expected[name] - before[name]).double().norm() for name in got]).norm())
-
-
 def parity(rank: int, size: int, name: str, settings: dict[str, Any], prepare: Any = None) -> dict[str, Any]:
     """A model split over all ranks beside the same one whole."""
     model = made(name, **settings)
     plain = copy.deepcopy(model)
-    before = state(plain)
     streams = ulysses(model, lambda model: model(**batch(name)), dist.group.WORLD)
     if prepare is not None:
         prepare(model)
@@ -115,11 +74,9 @@ def parity(rank: int, size: int, name: str, settings: dict[str, Any], prepare: A
     with Collectives() as backward:
         loss.backward()
     model.zero_grad()
-    losses, expected = train(model, name, averages=True), train(plain, name, averages=False)
     return {
         "training": all(module.training for module in model.modules()),
-        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
-        "update": distance(state(model), state(plain), before),
+        **side_by_side(model, plain, lambda model, step: loss_of(model(**batch(name, step))), reduce=average),
         "tokens": tokens,
         "forward": forward.counts,
         "backward": backward.counts,

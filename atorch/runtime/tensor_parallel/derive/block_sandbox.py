@@ -100,12 +100,11 @@ def fresh(call: ForwardCall) -> tuple[ForwardCall, dict[str, Tensor]]:
     return ForwardCall(*tree_unflatten(values, spec)), by_place
 
 
-def map_arguments(change: Callable[[str, Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with `change(place, tensor)` in place of each tensor."""
-    leaves, spec = tree_flatten_with_path((args, kwargs))
+def map_places(change: Callable[[str, Tensor], Tensor], data: Any) -> Any:
+    """`data` with `change(place, tensor)` in place of each tensor."""
+    leaves, spec = tree_flatten_with_path(data)
     values = [change(_keystr(path), leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves]
-    mapped: tuple[Any, Any] = tree_unflatten(values, spec)
-    return mapped
+    return tree_unflatten(values, spec)
 
 
 def tensors_of(output: Any) -> list[Tensor]:

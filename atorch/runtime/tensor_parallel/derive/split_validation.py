@@ -16,10 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from atorch.distributed.collectives import gather_objects
 from atorch.model.copy import duplicate
-from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh, map_arguments, tensors_of
+from atorch.runtime.tensor_parallel.apply import ShardingContext, divide, split_block
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh, map_places, tensors_of
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
-from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows
 
 CLOSE = 1e-4  # of a tensor's norm; wrong results are off by much more, and fp32 rounding by less
@@ -183,7 +182,7 @@ def _own_arguments(layout: BlockLayout, rank: int, args: Any, kwargs: Any) -> tu
         rows = inputs.get(place)
         return tensor if rows is None else rows.take(tensor, rank)
 
-    return map_arguments(cut, args, kwargs)
+    return map_places(cut, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _span(rows: Rows, rank: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from tests.runtime.pipeline.test_refusals import refused
 
 @pytest.mark.parametrize("name", ["functional", "leaving", "layers"])
 def test_trains_as_on_one_process(pool: Pool, name: str) -> None:
-    found = check(pool, name, stages(micro_batches=4), accumulate=2)
+    found = check(pool, name, stages(micro_batches=4), steps=2, accumulate=2)
     assert all(len(each["names"]) < len(each["all"]) for each in found), "a stage has its own parameters alone"
 
 
