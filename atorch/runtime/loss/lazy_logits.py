@@ -260,7 +260,7 @@ def _by_chunks(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ..
 class _Classes(TrackedDim):
     """The class dim of `LazyLogits._rows`."""
 
-    each = _WIDTH
+    part_size = _WIDTH
 
 
 def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> Any:

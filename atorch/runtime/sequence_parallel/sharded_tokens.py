@@ -46,7 +46,7 @@ class Tokens(DimSharding):
         return self.share.group
 
     @property
-    def each(self) -> int:  # type: ignore[override]
+    def part_size(self) -> int:  # type: ignore[override]
         return self.count // self.share.size
 
     def length(self, part: int) -> int:
@@ -71,7 +71,7 @@ class Tokens(DimSharding):
     def join(self, part: Tensor, dim: int) -> Tensor:
         if isinstance(part, SplitTensor):  # along another dim
             part = part._values()
-        tokens = part.unflatten(dim, (self.outer, self.each, self.inner))
+        tokens = part.unflatten(dim, (self.outer, self.part_size, self.inner))
         whole = self.share.all_gather(tokens, dim + 1).narrow(dim + 1, self.start, self.stop - self.start)
         whole = whole.flatten(dim, dim + 2)
         return whole if self.scale == 1.0 else whole * self.scale
@@ -84,7 +84,7 @@ class Tokens(DimSharding):
         return replace(self, scale=1.0 / self.share.size) if self.share.averaged else self
 
     def named(self) -> str:
-        return f"{self.each} of {self.count} tokens"
+        return f"{self.part_size} of {self.count} tokens"
 
     def note_gather(self, name: str, shape: tuple[int, ...]) -> None:
         """Log a gather once for each function: the whole may be hundreds of times larger than a rank's part."""

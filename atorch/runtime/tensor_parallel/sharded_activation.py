@@ -25,9 +25,9 @@ from atorch.distributed.collectives import checked_barrier
 
 
 class TrackedDim:
-    """A dim that functions keep, move or change: `outer` × elements of its own × `inner`; `each` of them in a part."""
+    """A dim that functions keep, move or change: `outer` × elements of its own × `inner`; `part_size` of them in a part."""
 
-    each: int
+    part_size: int
     outer: int = 1
     inner: int = 1
 

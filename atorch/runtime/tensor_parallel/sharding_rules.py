@@ -185,7 +185,7 @@ def _reshaped(x: _Operand, *wanted: Any) -> LocalCall | None:
         inner, inner_rest = divmod(after, math.prod(target[dim + 1 :]))
         layout = x.layout.resized(outer, inner) if outer and inner and not (outer_rest or inner_rest) else None
         if layout is not None:
-            sizes = (*target[:dim], outer * layout.each * inner, *target[dim + 1 :])
+            sizes = (*target[:dim], outer * layout.part_size * inner, *target[dim + 1 :])
             return x.to(partial(torch.reshape, shape=sizes), dim, layout)
     return None
 

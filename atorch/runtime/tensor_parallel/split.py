@@ -198,8 +198,11 @@ def _derive(
             pairs = zip(layout.kinds, trials, strict=True)
             return replace(layout, kinds=tuple(_with_groups(kind, trial.groups) for kind, trial in pairs))
         for kind, trial in zip(layout.kinds, trials, strict=True):
-            reasons = {unsplit.name: unsplit.reason for unsplit in trial.kept}
-            layouts.update({path: layouts[path].without(lambda g, why=reasons: why.get(g.row)) for path in kind.paths})
+            layouts.update({path: layouts[path].without(partial(_why_failed, trial)) for path in kind.paths})
+
+
+def _why_failed(trial: BlockLayout, group: SplitRegion) -> str | None:
+    return next((unsplit.reason for unsplit in trial.kept if unsplit.name == group.row), None)
 
 
 def _candidates(

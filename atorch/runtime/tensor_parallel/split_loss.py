@@ -44,7 +44,7 @@ class VocabularyShards(DimSharding):
         return sum(self.counts)
 
     @property
-    def each(self) -> int:  # type: ignore[override]
+    def part_size(self) -> int:  # type: ignore[override]
         return self.counts[self.rank]
 
     @property
@@ -55,11 +55,11 @@ class VocabularyShards(DimSharding):
         return self.total
 
     def named(self) -> str:
-        return f"columns {self.start} to {self.start + self.each} of {self.total}"
+        return f"columns {self.start} to {self.start + self.part_size} of {self.total}"
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole tensor, as a view."""
-        return whole.narrow(dim, self.start, self.each)
+        return whole.narrow(dim, self.start, self.part_size)
 
     def join(self, part: Tensor, dim: int) -> Tensor:
         return join(part.movedim(dim, -1), self.counts, self.group).movedim(-1, dim)
@@ -78,7 +78,7 @@ class VocabularyShards(DimSharding):
         """
         check_targets(tokens, self.total)
         index = tokens - self.start
-        elsewhere = (index < 0) | (index >= self.each)
+        elsewhere = (index < 0) | (index >= self.part_size)
         return index.masked_fill(elsewhere, 0), elsewhere
 
 
@@ -137,7 +137,7 @@ def _rows(
 class _Targets(NamedTuple):
     """Classes of rows, those that are `kept`, and weights of classes."""
 
-    index: Tensor  # 0 where not kept
+    classes: Tensor  # 0 where not kept
     kept: Tensor
     weight: Tensor | None
 
@@ -145,7 +145,7 @@ class _Targets(NamedTuple):
         """The weight of each row in the loss."""
         if self.weight is None:
             return self.kept.to(dtype)
-        return self.weight.to(dtype)[self.index].masked_fill(~self.kept, 0.0)
+        return self.weight.to(dtype)[self.classes].masked_fill(~self.kept, 0.0)
 
 
 def cross_entropy(
@@ -161,7 +161,7 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy` with class indices as targets."""
 
     def of_columns(targets: _Targets) -> Tensor:
-        total, picked, *sums = _rows(split, targets.index, label_smoothing > 0.0, weight)
+        total, picked, *sums = _rows(split, targets.classes, label_smoothing > 0.0, weight)
         losses = (total - picked) * targets.shares(total.dtype)
         if sums:
             classes = split._layout.total
@@ -187,7 +187,7 @@ def nll_loss(
     """`torch.nn.functional.nll_loss`, of log-probabilities."""
 
     def of_columns(targets: _Targets) -> Tensor:
-        picked: Tensor = gather(split, split._axis, targets.index.unsqueeze(split._axis)).squeeze(split._axis)
+        picked: Tensor = gather(split, split._axis, targets.classes.unsqueeze(split._axis)).squeeze(split._axis)
         return -picked * targets.shares(picked.dtype)
 
     is_legacy = not (size_average is None and reduce is None)
@@ -215,7 +215,7 @@ def _loss(
     if by_columns:
         losses = of_columns(targets)
     else:
-        check_targets(targets.index, split.shape[classes])
+        check_targets(targets.classes, split.shape[classes])
         target_axis = axis - (axis > classes)
         own_target = split._layout.take(target, target_axis)
         part = func(to_part(split), own_target, weight, ignore_index=ignore_index, reduction="none")
