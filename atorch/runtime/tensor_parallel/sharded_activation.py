@@ -25,7 +25,7 @@ from atorch.distributed.collectives import checked_barrier
 
 
 class TrackedDim:
-    """A dim of `outer` × elements × `inner`, of which a part has `part_size` elements; functions may move or change it."""
+    """A dim of `outer` × elements × `inner`, of which a part has `part_size` elements; functions may change it."""
 
     part_size: int
     outer: int = 1

@@ -90,3 +90,25 @@ def test_a_window_of_a_window_is_one() -> None:
     assert tokens.window(1, 8).window(0, 5) == tokens.window(1, 6)
     assert tokens.resized(2, 1).window(0, 5) is None
     assert tokens.of_gradients().scale == 1 / 2
+
+
+def test_samples_and_tokens_can_be_merged_and_parted_again() -> None:
+    for rank in range(2):
+        layout, axis = layouts(2, rank)["tokens"], 2
+        whole, part = X, layout.take(X, 2)
+        for func, args in (
+            (Tensor.reshape, (16, 6)),
+            (Tensor.view, (2, 48)),
+            (Tensor.transpose, (0, 1)),
+            (Tensor.transpose, (0, 1)),
+            (Tensor.flatten, ()),
+            (Tensor.view, (2, 4, 2, 6)),
+            (Tensor.view, (2, 8, 2, 3)),
+        ):
+            call = local_call(func, tuple(whole.shape), layout, axis, args, {})
+            if call is None:  # no rank has all of its tokens in one of the dims
+                assert args == (2, 4, 2, 6)
+                continue
+            whole, part, layout, axis = func(whole, *args), call.make(part), call.layout, call.axis
+            assert part.equal(layout.take(whole, axis))
+        assert (layout.outer, layout.inner) == (1, 1)
