@@ -32,8 +32,16 @@ from atorch.runtime.tensor_parallel.derive.reference_forward import EvaluateMode
 from atorch.runtime.tensor_parallel.derive.split_validation import why_refused
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout.layout_selection import settled
-from atorch.runtime.tensor_parallel.layout.manual_layout import ManualLayout, check_names, chosen
-from atorch.runtime.tensor_parallel.layout.model_layout import Alike, ModelLayout, full_name, shapes_of, why_not_of
+from atorch.runtime.tensor_parallel.layout.model_layout import (
+    Alike,
+    ManualLayout,
+    ModelLayout,
+    check_names,
+    chosen,
+    full_name,
+    shapes_of,
+    why_not_of,
+)
 from atorch.runtime.tensor_parallel.layout.parameter_filter import (
     groups_among,
     has_pair,
