@@ -167,6 +167,10 @@ def _scaled(x: _Operand, other: Any) -> LocalCall | None:
     return x.same(other) if is_scalar or isinstance(other, (int, float)) else None
 
 
+def _capped(x: _Operand) -> LocalCall:
+    return x.same()
+
+
 def _reshaped(x: _Operand, *wanted: Any) -> LocalCall | None:
     if len(wanted) == 1 and isinstance(wanted[0], (tuple, list)):
         wanted = tuple(wanted[0])
@@ -282,7 +286,7 @@ SCALES = (Tensor.mul, torch.mul, Tensor.div, torch.div, Tensor.true_divide)
 _LOCAL: Mapping[Callable[..., Any], Callable[..., LocalCall | None]] = {
     **dict.fromkeys(CASTS, _cast),
     **dict.fromkeys(SCALES, _scaled),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), _Operand.same),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _capped),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
     **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze), _squeezed),

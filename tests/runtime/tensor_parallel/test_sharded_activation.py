@@ -123,6 +123,15 @@ def last_alone(x: Tensor) -> Tensor:
     return F.cross_entropy(x[:, -1], LABELS[:, 0].clamp(min=0))
 
 
+def of_one_row(x: Tensor) -> Tensor:
+    return F.cross_entropy(x[0, 0], LABELS[0, 0])
+
+
+def capped_into(x: Tensor) -> Tensor:
+    torch.tanh(x.detach(), out=(made := torch.empty(x.shape)))
+    return (x * made).sum()
+
+
 def of_logits(x: Tensor) -> Tensor:
     return (x * FACTORS).sum()
 
@@ -189,6 +198,8 @@ GATHERED: Mapping[Loss, tuple[int | None, int | None]] = {
     accuracy_first: (None, 3 * ALL),  # the first of them are integers of 64 bits
     picked_rows: (2 * (ALL - 3), None),
     last_alone: (2 * ROWS, None),
+    of_one_row: (2, None),
+    capped_into: (None, None),
     **dict.fromkeys((of_logits, of_probabilities, both, both_of_a_window), (None, None)),
     **dict.fromkeys((masked_in_place, views_in_place, hooked, of_a_copy), (None, None)),
 }
@@ -290,8 +301,9 @@ def used(rank: int, size: int, kind: str) -> dict[str, bool]:
         "turned": torch.allclose(logits.mT, whole.mT, atol=1e-6),
     }
     for autocast, band in ((False, 1e-2), (True, 1e-6)):
+        own, all_of_it = split.logits(torch.bfloat16), whole.to(torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            got, expected = mean(split.logits(torch.bfloat16)), mean(whole.to(torch.bfloat16))
+            got, expected = mean(own), mean(all_of_it)
         found[f"autocast {autocast}"] = got.dtype == expected.dtype and distance(got, expected) <= band
     with torch.inference_mode():
         last, expected = split.logits()[:, -1] / 2.0, values[:, -1] / 2.0
