@@ -228,7 +228,7 @@ def faulty(rank: int, size: int, in_backward: bool) -> str:
         raise KeyError("no such entry")
 
     try:
-        train("frozen", stages(micro_batches=2), loss_of=loss, verify=False)
+        train("frozen", stages(split_points=["layers.2"]), loss_of=loss, verify=not in_backward)
     except Exception as error:
         if in_backward:
             raise

@@ -130,6 +130,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
 def refusals(rank: int, size: int) -> list[str]:
     messages = []
     for name, settings, _ in REFUSED:
+        torch.manual_seed(0)
         model = made(name, **settings) if name in ("vit", "t5", "llama") else Stack(name)
         run: Any = (lambda m: m(inputs())) if isinstance(model, Stack) else partial(call, name)
         before = structure(model)
