@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from atorch.errors import AtorchError
 from atorch.profiler.comm_counter import CommCounter
 from atorch.runtime.context_parallel import RingExchange
 from atorch.runtime.sequence_parallel import TokenPartition, split_stream
 from tests.pool import Pool
-from tests.runtime.sequence_parallel.training import average
+from tests.runtime.sequence_parallel.training import Stack, average
 from tests.runtime.tensor_parallel.models import VOCAB, loss_of, make, side_by_side
 
 TOKENS = 12  # of a sequence: two pieces for each of two or three ranks
@@ -96,38 +95,6 @@ def test_a_split_model_trains_as_a_whole_one(pool: Pool, name: str, balanced: bo
         assert found["backward"] == {"send": 2 * hops, "receive": 2 * hops, **gathered}
 
 
-class Block(nn.Module):
-    """Attention by torch's operation, of a kind that a test says."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.project = kind, nn.Linear(8, 24)
-        self.biases = nn.Parameter(torch.zeros(TOKENS, TOKENS))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        query, key, value = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-        if self.kind == "learnt":
-            mask = self.biases
-        elif self.kind == "own mask":
-            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu()
-        elif self.kind == "mixing":
-            value = value.cumsum(-2)
-        elif self.kind == "written out":
-            return x + ((query @ key.transpose(-2, -1)).softmax(-1) @ value).transpose(1, 2).flatten(2)
-        return x + scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
-
-
-class Model(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(kind) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
-
-
 KINDS = ("plain", "learnt", "own mask", "mixing", "written out", "short")
 
 
@@ -135,7 +102,7 @@ def refused(rank: int, size: int) -> dict[str, str]:
     said = {}
     for kind in KINDS:
         torch.manual_seed(1)
-        model = Model(kind)
+        model = Stack(kind)
         before = [type(module) for module in model.modules()], copy.deepcopy(model.state_dict())
         try:
             split(model, {"x": torch.randn(3, TOKENS - 2 if kind == "short" else TOKENS, 8)})
@@ -161,7 +128,7 @@ def test_what_cannot_be_split_is_refused_by_name_with_the_model_as_it_was(pool: 
 def later_mask(rank: int, size: int) -> str:
     """A call that the sample did not show."""
     torch.manual_seed(1)
-    model = Model("plain")
+    model = Stack("plain")
     x = torch.randn(3, TOKENS, 8)
     split(model, {"x": x})
     with pytest.raises(AtorchError) as caught:

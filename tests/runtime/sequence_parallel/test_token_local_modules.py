@@ -16,21 +16,10 @@ from atorch.runtime.context_parallel import RingExchange
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, split_stream
 from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation
 from tests.pool import Pool
-from tests.runtime.sequence_parallel.training import average
+from tests.runtime.sequence_parallel.training import Block, average
 from tests.runtime.tensor_parallel.models import VOCAB, make, side_by_side
 
 TOKENS, WIDTH = 16, 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.mix(self.norm(x)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Plain(nn.Module):
@@ -40,7 +29,7 @@ class Plain(nn.Module):
         super().__init__()
         self.kind = kind
         self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block("causal", WIDTH) for _ in range(2))
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "statistics" else nn.LayerNorm(WIDTH)
         self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.head = nn.Linear(WIDTH, VOCAB)

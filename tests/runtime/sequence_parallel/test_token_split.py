@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from atorch.errors import ArgumentError, AtorchError
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from tests.pool import Pool
-from tests.runtime.sequence_parallel.training import TOKENS, average, batch, made, parity, ulysses
+from tests.runtime.sequence_parallel.training import TOKENS, Stack, average, batch, made, parity, ulysses
 from tests.runtime.tensor_parallel.models import side_by_side
 
 BLOCKS = 2
@@ -71,42 +70,6 @@ def test_compiles(pool: Pool) -> None:
     for seen in pool.run(parity, "llama", {}, compiled):
         assert seen["loss"] <= 1e-5
         assert seen["update"] <= 1e-4
-
-
-class Mixing(nn.Module):
-    """A block with attention and, where it is asked for, something else that mixes tokens."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.norm, self.project = nn.LayerNorm(8), nn.Linear(8, 8)
-        self.mix = nn.Conv1d(8, 8, 3, padding=1) if kind == "convolution" else nn.Identity()
-        self.drop = nn.Dropout(0.5 if kind == "dropout" else 0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
-        heads = self.project(self.norm(x)).unflatten(-1, (2, 4)).transpose(1, 2)
-        if self.kind == "written out":
-            mixed = (heads @ heads.transpose(-1, -2)).softmax(-1) @ heads
-        else:
-            mixed = F.scaled_dot_product_attention(heads, heads, heads)
-        return x + self.drop(mixed.transpose(1, 2).flatten(2))
-
-
-class Stack(nn.Module):
-    """Blocks one after the other, and their last input given out where asked for; the same block twice where asked."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.blocks = nn.ModuleList(Mixing(kind) for _ in range(2))
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        between = x
-        for block in (*self.blocks, *self.blocks) if self.kind == "twice" else self.blocks:
-            between, x = x, block(x)
-        return (self.head(x), between) if self.kind == "inner outputs" else self.head(x)
 
 
 def inputs(tokens: int = 8) -> Tensor:

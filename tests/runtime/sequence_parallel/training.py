@@ -10,11 +10,55 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, split_stream
 from tests.runtime.tensor_parallel.models import SIZES, VOCAB, Collectives, loss_of, make, side_by_side
 
 TOKENS = 8
+
+
+class Block(nn.Module):
+    """Attention of four heads by torch's operation; some kinds look at other tokens beside it."""
+
+    def __init__(self, kind: str = "plain", width: int = 8) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm, self.project, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mix = nn.Conv1d(width, width, 3, padding=1) if kind == "convolution" else nn.Identity()
+        self.drop = nn.Dropout(0.5 if kind == "dropout" else 0.0)
+        self.biases = nn.Parameter(torch.zeros(12, 12)) if kind == "learnt" else None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        query, key, value = self.project(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.kind == "learnt":
+            mask = self.biases
+        elif self.kind == "own mask":
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu()
+        elif self.kind == "mixing":
+            value = value.cumsum(-2)
+        if self.kind == "written out":
+            mixed = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=self.kind == "causal")
+        return x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+class Stack(nn.Module):
+    """Blocks one after the other, and their last input given out where asked for; the same block twice where asked."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        between = x
+        for block in (*self.blocks, *self.blocks) if self.kind == "twice" else self.blocks:
+            between, x = x, block(x, mask)
+        return (self.head(x), between) if self.kind == "inner outputs" else self.head(x)
 
 
 def batch(name: str, step: int = 0, image: int = 12) -> dict[str, Tensor]:

@@ -50,11 +50,6 @@ def shifted(x: Tensor) -> Tensor:
     return F.cross_entropy(x.float()[..., :-1, :].contiguous().view(-1, CLASSES), LABELS[..., 1:].contiguous().view(-1))
 
 
-def shifted_twice(x: Tensor) -> Tensor:
-    x = x[:, 1:][:, :-2]
-    return F.cross_entropy(x.reshape(ROWS * (TOKENS - 3), -1), LABELS[:, 3:].reshape(-1))
-
-
 def of_module(x: Tensor) -> Tensor:
     loss: Tensor = nn.CrossEntropyLoss(ignore_index=9, weight=WEIGHT)(x.flatten(end_dim=1), FLAT.clamp(min=0))
     return loss
@@ -71,14 +66,6 @@ def smoothed(x: Tensor) -> Tensor:
 
 def summed(x: Tensor) -> Tensor:
     return F.cross_entropy(x[:, 1:].transpose(1, 2), LABELS[:, 1:], reduction="sum") / 3
-
-
-def by_tokens_first(x: Tensor) -> Tensor:
-    return F.cross_entropy(x.transpose(0, 1).reshape(-1, CLASSES), LABELS.t().reshape(-1))
-
-
-def of_one_sample(x: Tensor) -> Tensor:
-    return F.cross_entropy(x[1] / 2.0, LABELS[1]) + F.cross_entropy(x[:1].squeeze(0)[:-1], LABELS[0, 1:])
 
 
 def capped(x: Tensor) -> Tensor:
@@ -119,10 +106,6 @@ def picked_rows(x: Tensor) -> Tensor:
     return F.cross_entropy(x[kept], LABELS[kept])
 
 
-def last_alone(x: Tensor) -> Tensor:
-    return F.cross_entropy(x[:, -1], LABELS[:, 0].clamp(min=0))
-
-
 def of_one_row(x: Tensor) -> Tensor:
     return F.cross_entropy(x[0, 0], LABELS[0, 0])
 
@@ -134,10 +117,6 @@ def capped_into(x: Tensor) -> Tensor:
 
 def of_logits(x: Tensor) -> Tensor:
     return (x * FACTORS).sum()
-
-
-def of_probabilities(x: Tensor) -> Tensor:
-    return F.cross_entropy(x.flatten(0, 1), FACTORS.softmax(-1).flatten(0, 1))
 
 
 def both(x: Tensor) -> Tensor:
@@ -182,13 +161,10 @@ ALL = ROWS * TOKENS
 GATHERED: Mapping[Loss, tuple[int | None, int | None]] = {
     mean: (2 * ALL, ALL),
     shifted: (2 * (ALL - ROWS), ALL),
-    shifted_twice: (2 * (ALL - 3 * ROWS), ALL),
     of_module: (2 * ALL, ALL),
     not_reduced: (2 * ALL, ALL),
     smoothed: (2 * 3 * ALL, 2 * ALL),
     summed: (2 * (ALL - ROWS), ALL),
-    by_tokens_first: (2 * ALL, ALL),
-    of_one_sample: (2 * (2 * TOKENS - 1), ALL),
     capped: (2 * ALL, ALL),
     with_z_loss: (3 * ALL, 2 * ALL),
     of_log_softmax: (ALL, ALL),
@@ -197,10 +173,9 @@ GATHERED: Mapping[Loss, tuple[int | None, int | None]] = {
     without_labels: (2 * ALL, ALL),
     accuracy_first: (None, 3 * ALL),  # the first of them are integers of 64 bits
     picked_rows: (2 * (ALL - 3), None),
-    last_alone: (2 * ROWS, None),
     of_one_row: (2, None),
     capped_into: (None, None),
-    **dict.fromkeys((of_logits, of_probabilities, both, both_of_a_window), (None, None)),
+    **dict.fromkeys((of_logits, both, both_of_a_window), (None, None)),
     **dict.fromkeys((masked_in_place, views_in_place, hooked, of_a_copy), (None, None)),
 }
 """By loss, the numbers that each rank with columns gathers, and that all ranks with tokens do; None: all logits."""
