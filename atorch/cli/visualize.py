@@ -65,7 +65,7 @@ def schedule(
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
     from atorch.report.schedule import schedule_svg, schedule_text
     from atorch.report.timeline import expected_bubble, timeline
-    from atorch.runtime.pipeline.schedule_order import order
+    from atorch.runtime.pipeline.schedules import order
 
     method = PipelineParallel.of({"schedule": schedule, "interleave": pieces})
     drawn = timeline(order(schedule, stages, micro_batches, method.pieces))

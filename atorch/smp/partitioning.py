@@ -30,8 +30,7 @@ from atorch.model.state import preserved_state
 from atorch.model.structure import units as units_of
 from atorch.profiler.capture.unit_costs import unit_costs
 from atorch.runtime.pipeline.capture.partition import partition as least_largest
-from atorch.runtime.pipeline.capture.stage_capture import faked
-from atorch.runtime.pipeline.capture.stage_dataflow import Route
+from atorch.runtime.pipeline.capture.stage_dataflow import Route, faked
 from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.session import session
 from atorch.units import format_bytes

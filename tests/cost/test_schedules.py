@@ -13,7 +13,7 @@ from atorch.cost.profile import Matmul, ModelProfile, Segment
 from atorch.cost.state import Cost
 from atorch.cost.time import step_time
 from atorch.report.timeline import Timeline, timeline
-from atorch.runtime.pipeline.schedule_order import order
+from atorch.runtime.pipeline.schedules import order
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 SCHEDULES: list[tuple[Schedule, int]] = [

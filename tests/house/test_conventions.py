@@ -62,13 +62,13 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/runtime/pipeline/capture/graph_split.py:_export": (
         "a model may resist export in any way; the error says both reasons"
     ),
-    "atorch/runtime/pipeline/capture/stage_capture.py:_observed": (
+    "atorch/runtime/pipeline/capture/stage_dataflow.py:_observed": (
         "a loss may fail in any way on fakes, or on a few rows"
     ),
-    "atorch/runtime/pipeline/capture/stage_capture.py:_without_values": (
+    "atorch/runtime/pipeline/capture/stage_dataflow.py:_without_values": (
         "a forward may fail on fakes in any way; the error says so"
     ),
-    "atorch/runtime/pipeline/capture/stage_capture.py:route_of": (
+    "atorch/runtime/pipeline/capture/stage_dataflow.py:route_of": (
         "the same, where a pipeline watches what modules hand over"
     ),
     "atorch/runtime/pipeline/schedules.py:TorchStage.backward_maybe_with_nosync": "raised again, or told to its owner",

@@ -2,7 +2,6 @@
 
 from atorch.runtime.context_parallel.load_balancing import Deal
 from atorch.runtime.context_parallel.ring import ring_attention
-from atorch.runtime.context_parallel.ring_dispatch import RingExchange
-from atorch.runtime.context_parallel.ulysses_ring import UlyssesRing
+from atorch.runtime.context_parallel.ring_dispatch import RingExchange, UlyssesRing
 
 __all__ = ["Deal", "RingExchange", "UlyssesRing", "ring_attention"]

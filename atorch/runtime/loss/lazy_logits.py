@@ -28,8 +28,14 @@ from atorch.runtime.gradients.no_double_backward import refuse_second_order
 from atorch.runtime.loss.lazy_gradient import LazyGradient, Like, terms_of
 from atorch.runtime.loss.logit_chunks import Head, LogitProduct, Needs, versions_of
 from atorch.runtime.loss.logit_losses import NUMBERS
-from atorch.runtime.tensor_parallel.sharded_activation import MAKE_OTHERS, as_tensors, reads_no_values, writes
-from atorch.runtime.tensor_parallel.sharding_rules import CASTS, Parted, apart, has_parameters
+from atorch.runtime.tensor_parallel.sharded_activation import (
+    MAKE_OTHERS,
+    TrackedDim,
+    as_tensors,
+    reads_no_values,
+    writes,
+)
+from atorch.runtime.tensor_parallel.sharding_rules import CASTS, SCALES, has_parameters, local_call
 
 _WIDTH = 2
 """Size of the class dim of `LazyLogits._rows`: more than 1, since the stride of a dim of size 1 means nothing."""
@@ -232,7 +238,7 @@ def _by_chunks(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ..
             if has_parameters(_log_softmax, logits, *args, **kwargs)
             else NotImplemented
         )
-    call = apart(func, Parted(tuple(logits.shape), logits._axis, _WIDTH), args, kwargs)
+    call = local_call(func, tuple(logits.shape), _Classes(), logits._axis, args, kwargs)
     if call is None:
         return NotImplemented
     make = partial(_called, func, args, kwargs)
@@ -243,12 +249,18 @@ def _by_chunks(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ..
         if not isinstance(result, Tensor):
             return result
         return NotImplemented if result.device != logits.device else _with_op(logits, make, result.dtype)
-    rows = func(logits._rows, *call.args, **call.kwargs)
+    rows = call.make(logits._rows)
     if rows is logits._rows:
         return logits
     is_view = torch._C._is_alias_of(rows, logits._rows)  # type: ignore[attr-defined]  # not in its stubs
     keeps_history = func not in (Tensor.detach, torch.detach)
     return _derived(logits, make, is_view, keeps_history, rows=rows, axis=call.axis)
+
+
+class _Classes(TrackedDim):
+    """The class dim of `LazyLogits._rows`."""
+
+    part_size = _WIDTH
 
 
 def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> Any:
@@ -355,5 +367,4 @@ LEAST = 128
 _BACKWARDS = frozenset((Tensor.backward, torch.autograd.backward))
 _LOG_SOFTMAX = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax))
 _OF_ROWS = frozenset((Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach))
-_SCALES = (Tensor.mul, torch.mul, Tensor.div, torch.div, Tensor.true_divide, Tensor.tanh, torch.tanh)
-_OF_ELEMENTS: frozenset[Callable[..., Any]] = CASTS.difference(_OF_ROWS).union(_SCALES)
+_OF_ELEMENTS: frozenset[Callable[..., Any]] = CASTS.difference(_OF_ROWS).union(SCALES, (Tensor.tanh, torch.tanh))

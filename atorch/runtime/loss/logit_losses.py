@@ -18,29 +18,46 @@ from torch.nn import functional as F
 
 from atorch.runtime.loss.lazy_gradient import LazyGradient, Like
 from atorch.runtime.loss.logit_chunks import LogitGradients, LogitProduct, Needs, Reading, add_gradients, numbers
-from atorch.runtime.tensor_parallel.split_loss import ClassTargets
+from atorch.runtime.tensor_parallel.split_loss import are_classes_of
 
 
-def _loss(func: Callable[..., Tensor], logits: Any, *args: Any, **kwargs: Any) -> Any:
+def _loss(
+    func: Callable[..., Tensor],
+    logits: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
     """`F.cross_entropy` or `F.nll_loss` with class indices as targets."""
-    given = ClassTargets(*args, **kwargs)
-    if given.reduction not in ("mean", "sum", "none") or not given.fit(logits, logits._axis):
+    if not (size_average is None and reduce is None and reduction in ("mean", "sum", "none")):
         return NotImplemented
-    flat, weight = given.target.reshape(-1), given.weight
-    options = {"label_smoothing": given.label_smoothing} if func is F.cross_entropy else {}
+    if not are_classes_of(logits, logits._axis, target, weight):
+        return NotImplemented
+    flat = target.reshape(-1)
+    options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
 
     def number(chunk: Tensor, part: slice) -> Tensor:
-        return func(chunk, flat[part], weight, ignore_index=given.ignore_index, reduction="none", **options)
+        return func(chunk, flat[part], weight, ignore_index=ignore_index, reduction="none", **options)
 
     reading = _reading(logits, number)
-    if given.reduction == "none":
-        return _row_numbers(logits, reading).view(given.target.shape)
-    divisor = None
-    if given.reduction == "mean":
-        divisor = given.kept.sum() if weight is None else given.shares(weight.dtype).sum()
+    if reduction == "none":
+        return _row_numbers(logits, reading).view(target.shape)
+    divisor = _divisor(flat, weight, ignore_index) if reduction == "mean" else None
     if _takes_gradients(logits) and logits._head.product.dtype != torch.float16:
         return _Total.apply(logits, reading, divisor)  # type: ignore[no-untyped-call]
     return _divided(_row_numbers(logits, reading), divisor)
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The divisor of a mean over targets that count, as in `F.cross_entropy`."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0.0).sum()
 
 
 def _logsumexp(logits: Any, dim: int, keepdim: bool = False) -> Any:

@@ -32,8 +32,7 @@ from atorch.runtime.pipeline.schedules import (
     torch_stage,
     whole_batch,
 )
-from atorch.runtime.pipeline.shape_oracle import ShapeOracle
-from atorch.runtime.pipeline.stage import ModelStage, stage_of
+from atorch.runtime.pipeline.stage import ModelStage, ShapeOracle, stage_of
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule
 
 KEPT = 4

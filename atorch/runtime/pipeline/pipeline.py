@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from atorch.distributed.collectives import all_or_none
+from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
-from atorch.model.pytree import leaves_of, map_tensors
+from atorch.model.pytree import leaves_of, map_leaves, map_tensors
 from atorch.model.state import children_in_eval
 from atorch.model.user_functions import LossFunc
 from atorch.model.wrapper import Wrapper
@@ -37,9 +37,9 @@ from atorch.runtime.loss.reduction import LossWeight, Rule
 from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
 from atorch.runtime.loss.rescaling import RankWeight, without_gradient
 from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss
+from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 from atorch.runtime.pipeline.engine import Engine, ModelArguments
 from atorch.runtime.pipeline.full_batch_loss import Gathered
-from atorch.runtime.pipeline.object_broadcast import from_place
 from atorch.runtime.pipeline.shared_parameters import Ties
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
@@ -328,3 +328,42 @@ def _weighted(value: Tensor, weight: float, output: Any) -> Tensor:
     if not weight and not bool(torch.isfinite(value)):
         value = without_gradient(value, output)
     return value * weight
+
+
+def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Broadcast `data` from rank `place` of the group; returns it with detached tensors.
+
+    In a fake world returns this process's data.
+    """
+    is_source = group.rank() == place
+    tensors: list[torch.Tensor] = []
+
+    def leave_out(leaf: Any, where: str) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf.detach().contiguous())
+        return _Place(shape_of(leaf))
+
+    box = [map_leaves(leave_out, data)]
+    if not is_fake_world():
+        dist.broadcast_object_list(box, group=group, group_src=place, device=_for_objects(device, group))
+    waiting = iter(tensors)
+
+    def receive(leaf: Any, where: str) -> Any:
+        if not isinstance(leaf, _Place):
+            return leaf
+        sizes, dtype = leaf.shape
+        tensor = next(waiting) if is_source else torch.empty(sizes, dtype=dtype, device=device)
+        dist.broadcast(tensor, group=group, group_src=place)
+        return tensor
+
+    return map_leaves(receive, box[0])
+
+
+class _Place:
+    def __init__(self, shape: TensorSpec) -> None:
+        self.shape = shape
+
+
+def _for_objects(device: torch.device, group: dist.ProcessGroup) -> torch.device | None:
+    return device if dist.get_backend(group) == "nccl" else None

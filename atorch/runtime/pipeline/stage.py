@@ -24,6 +24,8 @@ from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
 from atorch.model.method_override import override, override_forward
 from atorch.model.pytree import map_leaves, tensors_in
+from atorch.model.state import preserved_state
+from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputIndex, Route
 from atorch.runtime.pipeline.remote_parameter import Away, need_values
@@ -299,3 +301,30 @@ def _until_done(forward: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return run
+
+
+ObservedCalls = tuple[Sequence[Sequence[TensorSpec]], Any]
+"""The shapes that each call of a model's units returns, and the model's output."""
+
+
+class ShapeOracle:
+    """Replaces the other processes in a fake world: gives the shapes that stages send, and the loss.
+
+    It runs `part`, a stage made by `cut` that has all calls of the model, on fake tensors, which take no memory. The
+    same strategy is applied to it as to the stages.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part, self._stage, self._reduction = part, stage_of(part), Reduction(part)
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The oracle's tensors, which no process of the pipeline holds."""
+        yield from self._part.parameters()
+        yield from self._part.buffers()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservedCalls:
+        part = self._part
+        with torch.no_grad(), preserved_state(part), self._reduction.forward(), self._stage.visit((), ()) as visit:
+            output = part(*args, **kwargs)
+        return visit.made, output

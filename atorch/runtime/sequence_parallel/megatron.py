@@ -28,7 +28,6 @@ from atorch.model.structure import repeated_blocks
 from atorch.runtime.gradients.no_double_backward import mapped
 from atorch.runtime.sequence_parallel.block_calls import RunModel, changed, copied, evaluate
 from atorch.runtime.sequence_parallel.split_validation import (
-    MISFITS,
     MOST,
     BlockStream,
     has_values,
@@ -37,9 +36,10 @@ from atorch.runtime.sequence_parallel.split_validation import (
 )
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.sequence_parallel.token_split import Streams, check_output, install, linked
-from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum
+from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum, place_of
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, common_path
 from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
 
 
@@ -164,12 +164,7 @@ def _refusal(path: str, block: nn.Module, reason: str, share: TokenPartition) ->
 
 def _holders_of(group: SplitRegion) -> Iterator[str]:
     """Paths of the modules that hold all columns of a group, innermost first, without the block itself."""
-    paths = [name.split(".")[:-1] for name in group.columns]
-    common: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
+    common = common_path(group.columns)
     for end in range(len(common), 0, -1):
         yield ".".join(common[:end])
 
@@ -270,7 +265,7 @@ def _learn(
                 _fork_of(block, group, index).is_gathered = True
 
         for name in names:
-            _module_of(block, name).register_forward_pre_hook(look, with_kwargs=True, prepend=True)
+            place_of(block, name)[0].register_forward_pre_hook(look, with_kwargs=True, prepend=True)
     block.get_submodule(exchange.at).register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
     _sum_of(block, group).scatter = lambda x: scatter_sum(x, share, exchange.dim)
 
@@ -329,18 +324,14 @@ class _Scattered:
         return scatter_sum(x, self.share, self.dim)
 
 
-def _module_of(block: nn.Module, name: str) -> nn.Module:
-    return block.get_submodule(name.rpartition(".")[0])
-
-
 def _fork_of(block: nn.Module, group: SplitRegion, index: int) -> ForkArguments:
     """The hook of one of the group's forks, which all its modules share."""
-    hooks = _module_of(block, group.forks[index][0])._forward_pre_hooks.values()
+    hooks = place_of(block, group.forks[index][0])[0]._forward_pre_hooks.values()
     return next(hook for hook in hooks if isinstance(hook, ForkArguments))
 
 
 def _sum_of(block: nn.Module, group: SplitRegion) -> Sum:
-    return next(hook for hook in _module_of(block, group.row)._forward_hooks.values() if isinstance(hook, Sum))
+    return next(hook for hook in place_of(block, group.row)[0]._forward_hooks.values() if isinstance(hook, Sum))
 
 
 def _cut(part: torch.Size, whole: torch.Size, share: TokenPartition) -> int | None:

@@ -23,13 +23,11 @@ from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, wa
 from atorch.runtime.sequence_parallel.block_calls import changed, copied
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
+from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE, MISFITS
 from atorch.runtime.tensor_parallel.random_numbers import random_state
 
-CLOSE = 1e-4  # of a tensor's norm; wrong results are off by much more, and fp32 rounding by less
 HIDDEN = -1e4  # additive masks are below this where attention is masked
 MOST = 64  # maximum ways to cut the arguments that are tried
-# Errors that torch and models raise if sizes do not fit.
-MISFITS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ZeroDivisionError)
 
 
 @dataclass(frozen=True)

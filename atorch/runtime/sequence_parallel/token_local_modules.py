@@ -25,11 +25,13 @@ from atorch.model.position_dependence import made_alone
 from atorch.model.state import evaluating
 from atorch.model.structure import outside_of
 from atorch.runtime.sequence_parallel.block_calls import RunModel, changed, copied
-from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens, own_tokens, split_tokens
-from atorch.runtime.sequence_parallel.split_validation import MISFITS, cut_along, uses_random_numbers, usual
+from atorch.runtime.sequence_parallel.sharded_tokens import Tokens, is_by_tokens, own_tokens, split_tokens
+from atorch.runtime.sequence_parallel.split_validation import cut_along, uses_random_numbers, usual
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS
 from atorch.runtime.tensor_parallel.random_numbers import RankStream
+from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def _by_token(original: Callable[..., Any], way: ByToken, share: TokenPartition)
 def _can_be_cut(tensor: Tensor, way: ByToken, share: TokenPartition) -> bool:
     if torch.compiler.is_compiling() or tensor.dim() <= way.given or tensor.shape[way.given] % share.pieces:
         return False
-    if isinstance(tensor, SplitTokens):
-        return not tensor._is_whole and tensor._axis == way.given
+    if isinstance(tensor, SplitTensor) and isinstance(tensor._layout, Tokens):
+        return is_by_tokens(tensor, way.given)
     return not tensor.requires_grad  # a gathered stream is not cut again
 
 

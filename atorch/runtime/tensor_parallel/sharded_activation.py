@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,35 +24,55 @@ from typing_extensions import Self
 from atorch.distributed.collectives import checked_barrier
 
 
-class DimSharding(Protocol):
+class TrackedDim:
+    """A dim of `outer` × elements × `inner`, of which a part has `part_size` elements; functions may change it."""
+
+    part_size: int
+    outer: int = 1
+    inner: int = 1
+
+    def resized(self, outer: int, inner: int) -> Any:
+        """The layout with other factors; None if the dim cannot be merged with others."""
+        return self if outer == inner == 1 else None
+
+    def window(self, start: int, stop: int) -> Any:
+        """The layout of the elements from `start` to before `stop`; None if all must be kept."""
+        return None
+
+
+class DimSharding(TrackedDim):
     """A rank's part of a whole along one dim."""
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that have the parts."""
-        ...
+    group: dist.ProcessGroup
+    """The ranks that have the parts."""
+    averages_gradients = False
+    """True if parameters get the average of the gradients that ranks compute from their parts."""
 
     def length(self, part: int) -> int:
         """The length of the whole, for a part of length `part`."""
-        ...
+        raise NotImplementedError
 
-    def take(self, whole: Tensor, dim: int) -> Tensor: ...
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        raise NotImplementedError
 
     def join(self, part: Tensor, dim: int) -> Tensor:
         """The whole, from every rank's part. Without gradients."""
-        ...
+        raise NotImplementedError
 
     def gradient_of(self, grad: Tensor, dim: int) -> Tensor:
         """The gradient of this rank's part, from the whole's."""
-        ...
+        return self.take(grad, dim)
 
     def of_gradients(self) -> DimSharding:
         """The layout of the whole's gradient, whose parts are the parts' gradients."""
-        ...
+        return self
 
     def named(self) -> str:
         """A rank's part, described for messages."""
-        ...
+        raise NotImplementedError
+
+    def note_gather(self, name: str, shape: tuple[int, ...]) -> None:
+        """Called before all ranks gather a tensor of `shape` for the function `name`."""
 
 
 class SplitTensor(Tensor):
@@ -122,6 +142,10 @@ class SplitTensor(Tensor):
             return type(first)(func(*parts, **(kwargs or {})), first._layout, first._axis)
         args, kwargs = tree_map_only(SplitTensor, SplitTensor._values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def like(self, part: Tensor, axis: int | None = None) -> Any:
+        """The split tensor of which this rank has `part`, along the dim `axis` or the same."""
+        return from_part(type(self), part, self._layout, self._axis if axis is None else axis)
 
     @property
     def _is_whole(self) -> bool:
@@ -267,37 +291,15 @@ _aten = torch.ops.aten
 _OF_AUTOGRAD = frozenset((_aten.add.Tensor, _aten.detach.default, _aten.clone.default))
 _attributes: Any = Tensor
 _VIEWS = frozenset(getattr(_attributes, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data"))
+_SIZES = ("size", "dim", "stride", "numel", "nelement", "element_size", "get_device", "storage_offset", "is_contiguous")
+_PLACE = ("_is_view", "requires_grad_", "retain_grad", "register_hook", "__len__", "__hash__", "backward")
+_KINDS = ("is_floating_point", "is_complex", "is_inference", "is_conj", "is_neg")
 _WITHOUT_VALUES = frozenset(
     (
-        Tensor.size,
-        Tensor.dim,
-        Tensor.stride,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.element_size,
-        Tensor.get_device,
-        Tensor.is_contiguous,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.is_inference,
-        Tensor.is_conj,
-        Tensor.is_neg,
-        Tensor._is_view,
-        Tensor.storage_offset,
-        Tensor.requires_grad_,
-        Tensor.retain_grad,
-        Tensor.register_hook,
-        Tensor.__len__,
-        Tensor.__hash__,
-        Tensor.backward,
+        *(getattr(Tensor, name) for name in (*_SIZES, *_PLACE, *_KINDS)),
+        *(getattr(torch, name) for name in ("numel", *_KINDS)),
         torch.autograd.backward,
         torch.autograd.grad,
-        torch.numel,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.is_inference,
-        torch.is_conj,
-        torch.is_neg,
     )
 )
 _IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"))

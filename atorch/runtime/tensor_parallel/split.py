@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +28,20 @@ from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apa
 from atorch.runtime.tensor_parallel.derive.derive import derive
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.multihead_attention import make_splittable
-from atorch.runtime.tensor_parallel.derive.reference_forward import EvaluateModel, Watched
+from atorch.runtime.tensor_parallel.derive.reference_forward import EvaluateModel, Ranks, Watched
 from atorch.runtime.tensor_parallel.derive.split_validation import why_refused
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout.layout_selection import settled
-from atorch.runtime.tensor_parallel.layout.manual_layout import ManualLayout, check_names, chosen
-from atorch.runtime.tensor_parallel.layout.model_layout import Alike, ModelLayout, full_name, shapes_of, why_not_of
+from atorch.runtime.tensor_parallel.layout.model_layout import (
+    Alike,
+    ManualLayout,
+    ModelLayout,
+    check_names,
+    chosen,
+    full_name,
+    shapes_of,
+    why_not_of,
+)
 from atorch.runtime.tensor_parallel.layout.parameter_filter import (
     groups_among,
     has_pair,
@@ -40,7 +49,6 @@ from atorch.runtime.tensor_parallel.layout.parameter_filter import (
     with_those_alone,
 )
 from atorch.runtime.tensor_parallel.random_numbers import random_state
-from atorch.runtime.tensor_parallel.rank_context import Ranks
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, derive_vocabulary, split_vocabulary
 
 if TYPE_CHECKING:
@@ -198,7 +206,11 @@ def _derive(
             pairs = zip(layout.kinds, trials, strict=True)
             return replace(layout, kinds=tuple(_with_groups(kind, trial.groups) for kind, trial in pairs))
         for kind, trial in zip(layout.kinds, trials, strict=True):
-            layouts.update({path: _without_failed(layouts[path], trial) for path in kind.paths})
+            layouts.update({path: layouts[path].without(partial(_why_failed, trial)) for path in kind.paths})
+
+
+def _why_failed(trial: BlockLayout, group: SplitRegion) -> str | None:
+    return next((unsplit.reason for unsplit in trial.kept if unsplit.name == group.row), None)
 
 
 def _candidates(
@@ -269,24 +281,13 @@ def _with_groups(kind: Alike, groups: tuple[SplitRegion, ...]) -> Alike:
     return replace(kind, layout=replace(kind.layout, groups=groups))
 
 
-def _without_failed(layout: BlockLayout, trial: BlockLayout) -> BlockLayout:
-    failed = {unsplit.name for unsplit in trial.kept}
-    groups = tuple(group for group in layout.groups if group.row not in failed)
-    return BlockLayout(groups, (*layout.kept, *trial.kept))
-
-
 def _accepted(twin: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: DeviceMesh) -> BlockLayout:
     """The layout, or those of its groups that compute the same as the whole block on all ranks."""
     if not layout.groups or why_refused(twin, layout, call, ShardingContext(mesh)) is None:
         return layout
-    groups, kept = [], list(layout.kept)
-    for group in layout.groups:
-        reason = why_refused(twin, replace(layout, groups=(group,)), call, ShardingContext(mesh))
-        if reason is None:
-            groups.append(group)
-        else:
-            kept.append(Unsplit(group.row, reason))
-    return BlockLayout(tuple(groups), tuple(kept))
+    return layout.without(
+        lambda group: why_refused(twin, replace(layout, groups=(group,)), call, ShardingContext(mesh))
+    )
 
 
 def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, BlockLayout]:
@@ -300,18 +301,12 @@ def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> 
         for group in layout.groups
         for name in group.parameters
     }
-    result = {}
-    for path, layout in layouts.items():
-        block = model.get_submodule(path)
-        groups, kept = [], list(layout.kept)
-        for group in layout.groups:
-            ties = {other for name in group.parameters for other in holders[id(block.get_parameter(name))]} - split
-            if ties:
-                kept.append(Unsplit(group.row, f"it is tied to {', '.join(sorted(ties))}, which is not split"))
-            else:
-                groups.append(group)
-        result[path] = BlockLayout(tuple(groups), tuple(kept))
-    return result
+
+    def why(block: nn.Module, group: SplitRegion) -> str | None:
+        ties = {other for name in group.parameters for other in holders[id(block.get_parameter(name))]} - split
+        return f"it is tied to {', '.join(sorted(ties))}, which is not split" if ties else None
+
+    return {path: layout.without(partial(why, model.get_submodule(path))) for path, layout in layouts.items()}
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
-"""Cross entropy and related losses of logits whose columns are on several ranks, without gathering the logits.
+"""Losses of sharded logits, without gathering the logits.
 
-Each rank computes a few numbers a row from its columns: their log-sum-exp, the target's logit if it has that column,
-and, for smoothed labels, the sum of the logits. One all-gather of these, as long as there are rows, gives every rank
-the loss; backward needs no communication. (Shoeybi et al. 2019, arXiv 1909.08053, section 3, send as little by three
-all-reduces. torch's `loss_parallel` takes DTensors, which do not mix with plain tensors.)
+Logits of a rank's own samples or tokens: each rank computes a number a row, and all gather these.
+
+Logits of a rank's columns: each rank computes a few numbers a row from its columns: their log-sum-exp, the target's
+logit if it has that column, and, for smoothed labels, the sum of the logits. One all-gather of these, as long as there
+are rows, gives every rank the loss; backward needs no communication. (Shoeybi et al. 2019, arXiv 1909.08053, section 3,
+send as little by three all-reduces. torch's `loss_parallel` takes DTensors, which do not mix with plain tensors.)
 
 Results are whole on every rank, except those of `log_softmax`. NotImplemented: no split version exists for these
 arguments.
@@ -11,14 +13,78 @@ arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from atorch.runtime.gradients.no_double_backward import first_order
-from atorch.runtime.tensor_parallel.collectives import fork, reduce
-from atorch.runtime.tensor_parallel.vocabulary_shards import VocabularyShards
+from atorch.runtime.tensor_parallel.collectives import fork, join, reduce
+from atorch.runtime.tensor_parallel.sharded_activation import DimSharding, SplitTensor, to_part, whole_of
+
+
+@dataclass(frozen=True)
+class VocabularyShards(DimSharding):
+    """The columns of logits that each rank has: rank r `counts[r]`, after those of lower ranks; this one is `rank`."""
+
+    counts: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyShards:
+        return self  # process groups cannot be copied
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def part_size(self) -> int:  # type: ignore[override]
+        return self.counts[self.rank]
+
+    @property
+    def start(self) -> int:
+        return sum(self.counts[: self.rank])
+
+    def length(self, part: int) -> int:
+        return self.total
+
+    def named(self) -> str:
+        return f"columns {self.start} to {self.start + self.part_size} of {self.total}"
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole tensor, as a view."""
+        return whole.narrow(dim, self.start, self.part_size)
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        return join(part.movedim(dim, -1), self.counts, self.group).movedim(-1, dim)
+
+    def meet(self, values: Tensor) -> Tensor:
+        """The values of every rank, stacked along a new first dim. Without gradients."""
+        gathered = [torch.empty_like(values) for _ in self.counts]
+        dist.all_gather(gathered, values.contiguous(), group=self.group)
+        return torch.stack(gathered)
+
+    def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices of tokens among this rank's columns, 0 for those of other ranks; and a mask of the latter.
+
+        Raises:
+            RuntimeError: a token is no column of any rank (on CUDA, the device's assertion).
+        """
+        check_targets(tokens, self.total)
+        index = tokens - self.start
+        elsewhere = (index < 0) | (index >= self.part_size)
+        return index.masked_fill(elsewhere, 0), elsewhere
+
+
+def check_targets(target: Tensor, classes: int) -> None:
+    in_bounds = ((target >= 0) & (target < classes)).all()
+    torch._assert_async(in_bounds, f"a target is out of bounds: logits have {classes} classes")
 
 
 class _Rows(torch.autograd.Function):
@@ -60,44 +126,20 @@ class _Rows(torch.autograd.Function):
 
 
 def _rows(
-    part: Tensor,
-    columns: VocabularyShards,
-    target: Tensor | None = None,
-    sums: bool = False,
-    weight: Tensor | None = None,
+    split: SplitTensor, target: Tensor | None = None, sums: bool = False, weight: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    rows: tuple[Tensor, ...] = _Rows.apply(part, columns, target, sums, weight)  # type: ignore[no-untyped-call]
+    part, columns = to_part(split).movedim(split._axis, -1), split._layout
+    own_weight = None if weight is None else columns.take(weight, 0)
+    rows: tuple[Tensor, ...] = _Rows.apply(part, columns, target, sums, own_weight)  # type: ignore[no-untyped-call]
     return rows
 
 
-class ClassTargets(NamedTuple):
-    """The arguments of `F.cross_entropy` and `F.nll_loss` after the logits."""
+class _Targets(NamedTuple):
+    """Classes of rows, those that are `kept`, and weights of classes."""
 
-    target: Tensor
-    weight: Tensor | None = None
-    size_average: bool | None = None
-    ignore_index: int = -100
-    reduce: bool | None = None
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-
-    def fit(self, logits: Tensor, axis: int) -> bool:
-        """True if targets are one class for each row of logits, and class weights need no gradient."""
-        rows = (*logits.shape[:axis], *logits.shape[axis + 1 :])
-        is_constant = self.weight is None or not self.weight.requires_grad
-        is_current = self.size_average is None and self.reduce is None  # torch deprecates these two
-        are_classes = self.target.dtype == torch.int64 and self.target.shape == rows
-        return is_current and is_constant and are_classes and axis == min(logits.dim() - 1, 1)
-
-    @property
-    def kept(self) -> Tensor:
-        """A mask of the rows that count."""
-        return self.target != self.ignore_index
-
-    @property
-    def classes(self) -> Tensor:
-        """The targets, with 0 for rows that do not count."""
-        return self.target.masked_fill(~self.kept, 0)
+    classes: Tensor  # 0 where not kept
+    kept: Tensor
+    weight: Tensor | None
 
     def shares(self, dtype: torch.dtype) -> Tensor:
         """The weight of each row in the loss."""
@@ -105,78 +147,130 @@ class ClassTargets(NamedTuple):
             return self.kept.to(dtype)
         return self.weight.to(dtype)[self.classes].masked_fill(~self.kept, 0.0)
 
-    def reduced(self, losses: Tensor, shares: Tensor, dtype: torch.dtype) -> Any:
-        """The loss of the rows' `losses`, which contain their shares."""
-        losses = losses.masked_fill(~self.kept, 0.0)  # also those that are not finite
-        if self.reduction == "none":
-            return losses.to(dtype)
-        if self.reduction == "sum":
-            return losses.sum().to(dtype)
-        return (losses.sum() / shares.sum()).to(dtype) if self.reduction == "mean" else NotImplemented
 
-
-def cross_entropy(part: Tensor, columns: VocabularyShards, axis: int, *args: Any, **kwargs: Any) -> Any:
+def cross_entropy(
+    split: SplitTensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
     """`torch.nn.functional.cross_entropy` with class indices as targets."""
-    given = ClassTargets(*args, **kwargs)
-    if not given.fit(part, axis):
-        return NotImplemented
-    weight, smoothing = given.weight, given.label_smoothing
-    own_weight = columns.take(weight, 0) if weight is not None else None
-    total, picked, *sums = _rows(part.movedim(axis, -1), columns, given.classes, smoothing > 0.0, own_weight)
-    shares = given.shares(total.dtype)
-    losses = (total - picked) * shares
-    if sums:
-        all_weights = float(columns.total) if weight is None else weight.sum()
-        smooth = (all_weights * total - sums[0]) * (smoothing / columns.total)
-        losses = (1.0 - smoothing) * losses + smooth
-    return given.reduced(losses, shares, _loss_dtype(part))
+
+    def of_columns(targets: _Targets) -> Tensor:
+        total, picked, *sums = _rows(split, targets.classes, label_smoothing > 0.0, weight)
+        losses = (total - picked) * targets.shares(total.dtype)
+        if sums:
+            classes = split._layout.total
+            all_weights = float(classes) if weight is None else weight.sum()
+            smooth = (all_weights * total - sums[0]) * (label_smoothing / classes)
+            losses = (1.0 - label_smoothing) * losses + smooth
+        return losses
+
+    func = partial(F.cross_entropy, label_smoothing=label_smoothing)
+    is_legacy = not (size_average is None and reduce is None)
+    return NotImplemented if is_legacy else _loss(split, target, weight, ignore_index, reduction, of_columns, func)
 
 
-def nll_loss(part: Tensor, columns: VocabularyShards, axis: int, *args: Any, **kwargs: Any) -> Any:
+def nll_loss(
+    split: SplitTensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
     """`torch.nn.functional.nll_loss`, of log-probabilities."""
-    given = ClassTargets(*args, **kwargs)
-    if not given.fit(part, axis):
-        return NotImplemented
-    picked = gather(part, columns, axis, axis, given.classes.unsqueeze(axis)).squeeze(axis)
-    shares = given.shares(part.dtype)
-    return given.reduced(-picked * shares, shares, _loss_dtype(part))
+
+    def of_columns(targets: _Targets) -> Tensor:
+        picked: Tensor = gather(split, split._axis, targets.classes.unsqueeze(split._axis)).squeeze(split._axis)
+        return -picked * targets.shares(picked.dtype)
+
+    is_legacy = not (size_average is None and reduce is None)
+    return (
+        NotImplemented if is_legacy else _loss(split, target, weight, ignore_index, reduction, of_columns, F.nll_loss)
+    )
 
 
-def logsumexp(
-    part: Tensor, columns: VocabularyShards, axis: int, dim: int | tuple[int, ...], keepdim: bool = False
+def _loss(
+    split: SplitTensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    of_columns: Callable[[_Targets], Tensor],
+    func: Callable[..., Tensor],
 ) -> Any:
+    """A loss of all rows, from `of_columns`, or from `func` on each rank's rows with their targets."""
+    classes, axis = min(split.dim() - 1, 1), split._axis
+    by_columns = _has_columns(split, classes)
+    if not are_classes_of(split, classes, target, weight) or (axis == classes and not by_columns):
+        return NotImplemented
+    kept = target != ignore_index
+    targets = _Targets(target.masked_fill(~kept, 0), kept, weight)
+    if by_columns:
+        losses = of_columns(targets)
+    else:
+        check_targets(targets.classes, split.shape[classes])
+        target_axis = axis - (axis > classes)
+        own_target = split._layout.take(target, target_axis)
+        part = func(to_part(split), own_target, weight, ignore_index=ignore_index, reduction="none")
+        losses = whole_of(split.like(part, target_axis))
+    return _reduced(losses.masked_fill(~kept, 0.0), targets, reduction, _loss_dtype(split))  # also those not finite
+
+
+def _reduced(losses: Tensor, targets: _Targets, reduction: str, dtype: torch.dtype) -> Any:
+    if reduction == "none":
+        return losses.to(dtype)
+    if reduction == "sum":
+        return losses.sum().to(dtype)
+    return (losses.sum() / targets.shares(losses.dtype).sum()).to(dtype) if reduction == "mean" else NotImplemented
+
+
+def _has_columns(split: SplitTensor, dim: Any) -> bool:
+    """True if `dim` is the vocabulary, and each rank has some of its columns."""
+    is_own = isinstance(dim, int) and dim % split.dim() == split._axis
+    return is_own and isinstance(split._layout, VocabularyShards)
+
+
+def logsumexp(split: SplitTensor, dim: Any, keepdim: bool = False) -> Any:
     """`torch.logsumexp` over the vocabulary."""
-    if not isinstance(dim, int) or dim % part.dim() != axis:
+    if not _has_columns(split, dim):
         return NotImplemented
-    (total,) = _rows(part.movedim(axis, -1), columns)
-    return (total.unsqueeze(axis) if keepdim else total).to(part.dtype)
+    (total,) = _rows(split)
+    return (total.unsqueeze(dim) if keepdim else total).to(split.dtype)
 
 
-def log_softmax(
-    part: Tensor,
-    columns: VocabularyShards,
-    axis: int,
-    dim: int | None,
-    dtype: torch.dtype | None = None,
-    _stacklevel: int = 3,
-) -> Any:
-    """This rank's columns of `torch.nn.functional.log_softmax` over the vocabulary."""
-    if dim is None or dim % part.dim() != axis:
+def log_softmax(split: Any, dim: Any, dtype: torch.dtype | None = None, _stacklevel: int = 3) -> Any:
+    """Columns of `torch.nn.functional.log_softmax` over the vocabulary."""
+    if not _has_columns(split, dim):
         return NotImplemented
-    part = part if dtype is None else part.to(dtype)
-    (total,) = _rows(part.movedim(axis, -1), columns)
-    return (part - fork(total, columns.group).unsqueeze(axis)).to(_loss_dtype(part))
+    split = split if dtype is None else split.to(dtype)
+    (total,) = _rows(split)
+    of_part = to_part(split) - fork(total, split._layout.group).unsqueeze(dim)
+    return split.like(of_part.to(_loss_dtype(split)))
 
 
-def gather(part: Tensor, columns: VocabularyShards, axis: int, dim: int, index: Tensor) -> Any:
+def gather(split: SplitTensor, dim: int, index: Tensor) -> Any:
     """`torch.gather` along the vocabulary."""
-    if dim % part.dim() != axis:
+    if not _has_columns(split, dim):
         return NotImplemented
-    local_index, elsewhere = columns.find(index)
-    return reduce(part.gather(axis, local_index).masked_fill(elsewhere, 0.0), columns.group)
+    local_index, elsewhere = split._layout.find(index)
+    return reduce(to_part(split).gather(dim, local_index).masked_fill(elsewhere, 0.0), split._layout.group)
 
 
-def _loss_dtype(part: Tensor) -> torch.dtype:
+def are_classes_of(logits: Tensor, axis: int, target: Tensor, weight: Tensor | None) -> bool:
+    """True if targets are one class for each row of logits, and class weights need no gradient."""
+    rows = (*logits.shape[:axis], *logits.shape[axis + 1 :])
+    is_constant = weight is None or not weight.requires_grad
+    return axis == min(logits.dim() - 1, 1) and target.dtype == torch.int64 and target.shape == rows and is_constant
+
+
+def _loss_dtype(logits: Tensor) -> torch.dtype:
     """The dtype of torch's losses: for 16-bit logits it has 16 bits, or 32 under autocast."""
-    is_autocast = torch.is_autocast_enabled(part.device.type)
-    return torch.promote_types(part.dtype, torch.float32) if is_autocast else part.dtype
+    is_autocast = torch.is_autocast_enabled(logits.device.type)
+    return torch.promote_types(logits.dtype, torch.float32) if is_autocast else logits.dtype

@@ -1,8 +1,8 @@
 """Embedding tables and logits split over the vocabulary.
 
 Each rank looks up the tokens whose rows it has, and zeros for others; the sum is the whole table's lookup. Each rank
-computes its columns of logits as `SplitLogits`. Readers see them whole, and the usual losses work on the columns. A
-table that embedding and logits share is cut once and stays one parameter.
+computes its columns of logits as a `ShardedActivation`. Readers see them whole, and the usual losses work on the
+columns. A table that embedding and logits share is cut once and stays one parameter.
 """
 
 from __future__ import annotations
@@ -13,74 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from atorch.model.method_override import override
-from atorch.runtime.tensor_parallel import split_loss
 from atorch.runtime.tensor_parallel.apply import ForkArguments, RowsOfWhole, ShardingContext, SharedHook, Sum, this_part
 from atorch.runtime.tensor_parallel.collectives import gather
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse
 from atorch.runtime.tensor_parallel.layout.layout import Rows, Unsplit
 from atorch.runtime.tensor_parallel.local_views import present
-from atorch.runtime.tensor_parallel.sharded_activation import MAKE_OTHERS, SplitTensor, from_part, to_part, view_of
-from atorch.runtime.tensor_parallel.sharding_rules import Parted, apart, has_parameters
-from atorch.runtime.tensor_parallel.vocabulary_shards import VocabularyShards
-
-
-class SplitLogits(SplitTensor):
-    """Logits of which this rank holds the columns along one dim.
-
-    Known losses work on each rank's columns. A cast or a view of other dims returns split logits. Everything else
-    gathers first: see `sharded_activation`.
-    """
-
-    @classmethod
-    def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run functions that are known to work on columns."""
-        columns, axis = split._layout, split._axis
-        if func in MAKE_OTHERS:
-            return func(split._part, *args, **kwargs)
-        if func in _LOSSES:
-            return _loss(_LOSSES[func], split, args, kwargs)
-        call = apart(func, Parted(tuple(split.shape), axis, columns.count), args, kwargs)
-        if call is None:
-            return NotImplemented
-        part = to_part(split)
-        result = func(part, *call.args, **call.kwargs)
-        if result is part:
-            return split
-        if not isinstance(result, Tensor):
-            return result
-        if result.device != part.device:
-            return NotImplemented  # the group may not reach that device
-        logits = from_part(cls, result, columns, call.axis)
-        return view_of(split, logits, part, lambda whole: func(whole, *args, **kwargs))
+from atorch.runtime.tensor_parallel.sharded_activation import from_part
+from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation
+from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 
 
 def split_logits(part: Tensor, columns: VocabularyShards) -> Tensor:
     """The logits of which `part` holds this rank's columns along its last dim."""
-    logits: Tensor = from_part(SplitLogits, part.contiguous(), columns, part.dim() - 1)
+    logits: Tensor = from_part(ShardedActivation, part.contiguous(), columns, part.dim() - 1)
     return logits
-
-
-def _loss(loss: Callable[..., Any], logits: SplitLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(isinstance(argument, SplitLogits) for argument in (*args, *kwargs.values())):
-        return NotImplemented
-    if not has_parameters(loss, logits, logits, 0, *args, **kwargs):
-        return NotImplemented
-    result = loss(to_part(logits), logits._layout, logits._axis, *args, **kwargs)
-    if loss is not split_loss.log_softmax or result is NotImplemented:
-        return result
-    return from_part(SplitLogits, result, logits._layout, logits._axis)
-
-
-_LOSSES: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    F.cross_entropy: split_loss.cross_entropy,
-    F.nll_loss: split_loss.nll_loss,
-    **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), split_loss.logsumexp),
-    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), split_loss.log_softmax),
-    **dict.fromkeys((torch.gather, Tensor.gather), split_loss.gather),
-}
 
 
 @dataclass(frozen=True)

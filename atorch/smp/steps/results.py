@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atorch.model.pytree import leaves_of, map_tensors, tensors_in
 from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
-from atorch.runtime.pipeline.object_broadcast import from_place
+from atorch.runtime.pipeline.pipeline import from_place
 
 SMALL_BYTES = 2**16
 """Tensors up to this size are concatenated, by a copy, for one broadcast."""

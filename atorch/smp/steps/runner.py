@@ -25,7 +25,7 @@ from atorch.model.pytree import map_tensors
 from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.pipeline.capture.shapes import sizes_of
 from atorch.runtime.pipeline.engine import Engine
-from atorch.runtime.pipeline.object_broadcast import from_place
+from atorch.runtime.pipeline.pipeline import from_place
 from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import stage_of
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns

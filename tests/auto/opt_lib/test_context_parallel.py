@@ -18,8 +18,8 @@ from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.errors import AtorchError
 from atorch.profiler.comm_counter import CommCounter
-from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens
-from atorch.runtime.tensor_parallel.vocabulary import SplitLogits
+from atorch.runtime.sequence_parallel.sharded_tokens import Tokens
+from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 from tests.auto.opt_lib import context_job
 from tests.auto.opt_lib.context_job import BATCH, accelerated, trained
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
@@ -187,7 +187,7 @@ def on_two_axes(rank: int, size: int) -> dict[str, Any]:
     with CommCounter() as sent:
         F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1)).backward()
     return {
-        "kinds": [type(logits), type(logits._part)],
+        "kinds": [type(logits._layout), type(logits._part._layout)],
         "share": logits._part._part.numel() / logits.numel(),
         "gathered": sorted(each for (kind, _), (_, each) in sent.counts.items() if kind == "all_gather"),
         "tokens": labels.numel(),
@@ -196,7 +196,7 @@ def on_two_axes(rank: int, size: int) -> dict[str, Any]:
 
 def test_logits_are_split_by_tokens_and_by_columns(pool: Pool) -> None:
     for seen in pool.run(on_two_axes, ranks=4):
-        assert seen["kinds"] == [SplitTokens, SplitLogits]
+        assert seen["kinds"] == [Tokens, VocabularyShards]
         assert seen["share"] == 1 / 4
         # A number a token; and of half of the tokens two numbers from each of two ranks.
         assert seen["gathered"] == [4 * seen["tokens"], 2 * 2 * 4 * seen["tokens"] / 2]

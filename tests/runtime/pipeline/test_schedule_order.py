@@ -15,8 +15,7 @@ from atorch.errors import StrategyError
 from atorch.report.timeline import expected_bubble, timeline
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.pipeline.capture.shapes import shape_of
-from atorch.runtime.pipeline.schedule_order import PassKind, StagePass, order
-from atorch.runtime.pipeline.schedules import make_schedule, stages_of, torch_stage
+from atorch.runtime.pipeline.schedules import PassKind, StagePass, make_schedule, order, stages_of, torch_stage
 from tests.pool import Pool
 
 SIZES = [(2, 2), (2, 6), (4, 4), (4, 16), (8, 16)]

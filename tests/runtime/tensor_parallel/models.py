@@ -1,4 +1,4 @@
-"""Small models of several families, with random weights, and what a batch of each is."""
+"""Small models of several families with random weights, batches of each, and training beside the same model whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCAB = 62
 SIZES: Mapping[str, int] = {
@@ -140,3 +141,54 @@ def loss_of(output: Any) -> Tensor:
     logits: Tensor = output.logits
     weights = torch.sin(torch.arange(logits.numel(), dtype=torch.float32)).view_as(logits)
     return (logits.float() * weights).mean() * 10
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name. (CommDebugMode's own hooks break models that change results in place.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] = self.counts.get(func._opname, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
+    """‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters together."""
+    assert got.keys() == expected.keys()
+    error = torch.stack([(got[name] - expected[name]).double().norm() for name in got]).norm()
+    return float(error / torch.stack([(expected[name] - before[name]).double().norm() for name in got]).norm())
+
+
+def side_by_side(
+    model: nn.Module,
+    plain: nn.Module,
+    loss_at: Callable[[nn.Module, int], Tensor],
+    *,
+    reduce: Callable[[nn.Module], None] = lambda model: None,
+    state: Callable[[nn.Module], Mapping[str, Tensor]] = nn.Module.state_dict,
+    steps: int = 2,
+    lr: float = 0.02,
+) -> dict[str, float]:
+    """How far losses and updates of a split model are from those of the same one whole.
+
+    loss_at: (model, step) → loss; reduce: what data parallelism does to gradients; state: all of the split model's.
+    """
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    optims = [torch.optim.SGD(each.parameters(), lr=lr, momentum=0.9) for each in (model, plain)]
+    errors = []
+    for step in range(steps):
+        losses = []
+        for each, optim in zip((model, plain), optims, strict=True):
+            loss = loss_at(each, step)
+            loss.backward()
+            if each is model:
+                reduce(model)
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        errors.append(abs(losses[0] - losses[1]) / abs(losses[1]))
+    return {"loss": max(errors), "update": distance(state(model), plain.state_dict(), before)}

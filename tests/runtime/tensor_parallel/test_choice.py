@@ -190,7 +190,7 @@ def sent(rank: int, size: int, name: str) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral"])
+@pytest.mark.parametrize("name", ["bert", "mixtral", pytest.param("gpt2", marks=pytest.mark.nightly)])
 def test_what_was_counted_is_sent(pool: Pool, name: str) -> None:
     for seen in pool.run(sent, name):
         for expected, happened in seen:

@@ -27,14 +27,12 @@ from atorch.runtime.data.batch_split import num_rows, take
 from atorch.runtime.loss.reduction import Rule, tolerance_of
 from atorch.runtime.memory.kv_cache import turn_off_caches
 from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
-from atorch.runtime.pipeline.capture.stage_capture import route_of
-from atorch.runtime.pipeline.capture.stage_dataflow import Route
+from atorch.runtime.pipeline.capture.stage_dataflow import Route, route_of
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.pipeline.schedules import stages_of
-from atorch.runtime.pipeline.shape_oracle import ShapeOracle
 from atorch.runtime.pipeline.shared_parameters import Ties
-from atorch.runtime.pipeline.stage import cut, held_for_loss, holders
+from atorch.runtime.pipeline.stage import ShapeOracle, cut, held_for_loss, holders
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:

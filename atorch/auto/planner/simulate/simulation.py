@@ -6,7 +6,7 @@ training steps run: forward, loss, backward, optimizer, zero_grad. Every storage
 (profiler/memory_tracker.py, profiler/comm_counter.py), as in a real run. The user's model is not changed.
 
 Equal blocks are simulated at two small depths and extrapolated (depth_extrapolation.py). A rank of a pipeline has all
-blocks of its stage; a copy of the model replaces the other stages (runtime/pipeline/shape_oracle.py). Operations are
+blocks of its stage; a copy of the model replaces the other stages (runtime/pipeline/stage.py). Operations are
 the CPU's even if the target is a GPU, whose kernels may save other tensors; the allocator's waste is not counted.
 
 torch has one default process group per process. If a real one exists, nothing can be simulated.

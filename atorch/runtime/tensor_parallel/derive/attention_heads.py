@@ -8,7 +8,7 @@ alone reproduce its part are divided, and then every rank must reproduce its par
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -18,11 +18,11 @@ from torch import nn
 
 from atorch.model.copy import duplicate
 from atorch.model.method_override import override
+from atorch.runtime.tensor_parallel.apply import is_configuration
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh
+from atorch.runtime.tensor_parallel.derive.reference_forward import Ranks
 from atorch.runtime.tensor_parallel.derive.split_validation import Tape, first_failure, record_tape
-from atorch.runtime.tensor_parallel.derive.whole_numbers import is_configuration
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, Unsplit
-from atorch.runtime.tensor_parallel.rank_context import Ranks
+from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, common_path
 
 MOST = 4  # maximum numbers to divide in one group
 
@@ -40,11 +40,11 @@ def with_attributes(block: nn.Module, layout: BlockLayout, call: ForwardCall, ra
     while (failure := first_failure(block, layout, call, tape, 0)) is not None:
         index, why = failure
         if index == len(layout.groups):
-            return _without(layout, range(index), why)
+            return _without(layout, layout.groups, why)
         fixed = _search(block, layout, index, call, tape, read, ranks.degree)
-        layout = _without(layout, [index], why) if fixed is None else fixed
+        layout = _without(layout, [layout.groups[index]], why) if fixed is None else fixed
     while (failure := _first_on_any_rank(block, layout, call, tape, ranks)) is not None:
-        layout = _without(layout, [min(failure[0], len(layout.groups) - 1)], failure[1])
+        layout = _without(layout, [layout.groups[min(failure[0], len(layout.groups) - 1)]], failure[1])
     return layout
 
 
@@ -106,7 +106,7 @@ def _search(
 
 
 def _choices(group: SplitRegion, read: Numbers, degree: int) -> Iterator[dict[str, dict[str, int]]]:
-    region = _region(group)
+    region = common_path(group.parameters)
     places = [(path, name) for path, numbers in read.items() if _is_within(path, region) for name in numbers]
     # If query heads outnumber ranks but key heads do not, their numbers are divided by different factors.
     shared = any(rows.is_shared for rows in group.columns.values())
@@ -121,23 +121,9 @@ def _choices(group: SplitRegion, read: Numbers, degree: int) -> Iterator[dict[st
                     yield attributes
 
 
-def _region(group: SplitRegion) -> list[str]:
-    """The path of the innermost module that holds the whole group."""
-    paths = [name.split(".")[:-1] for name in group.parameters]
-    region: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        region.append(parts[0])
-    return region
-
-
 def _is_within(path: str, region: list[str]) -> bool:
     return path.split(".")[: len(region)] == region if region else True
 
 
-def _without(layout: BlockLayout, indices: Any, why: str) -> BlockLayout:
-    """The layout with some groups kept whole."""
-    dropped = [layout.groups[index] for index in indices]
-    kept = [Unsplit(group.row, why) for group in dropped]
-    return BlockLayout(tuple(group for group in layout.groups if group not in dropped), (*layout.kept, *kept))
+def _without(layout: BlockLayout, dropped: Sequence[SplitRegion], why: str) -> BlockLayout:
+    return layout.without(lambda group: why if group in dropped else None)

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from atorch.distributed.collectives import gather_objects
 from atorch.errors import AtorchError
 from atorch.model.state import evaluating, preserved_state
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, record_calls, tensors_of
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
 from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE
 from atorch.runtime.tensor_parallel.layout.model_layout import blocks_of, shapes_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a layout's trials: `degree`, of which this process acts as those in `own`.
+
+    Without a mesh one process is each in turn: for plans without other processes, and no trial has collectives.
+    """
+
+    degree: int
+    own: Sequence[int]
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Ranks:
+        """The ranks of a mesh of one axis."""
+        return cls(mesh.size(), (mesh.get_local_rank(),), mesh)
+
+    @classmethod
+    def alone(cls, degree: int) -> Ranks:
+        """All ranks in one process."""
+        return cls(degree, range(degree))
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every process."""
+        return [value] if self.mesh is None else gather_objects(value, self.mesh.get_group())
+
 
 EvaluateModel = Callable[[nn.Module], Any]
 """Calls the model on a batch and returns its output."""

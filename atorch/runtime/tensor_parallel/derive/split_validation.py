@@ -16,10 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from atorch.distributed.collectives import gather_objects
 from atorch.model.copy import duplicate
-from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
+from atorch.runtime.tensor_parallel.apply import ShardingContext, divide, split_block
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh, map_by_place, tensors_of
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
-from atorch.runtime.tensor_parallel.derive.whole_numbers import divide
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows
 
 CLOSE = 1e-4  # of a tensor's norm; wrong results are off by much more, and fp32 rounding by less

@@ -6,7 +6,7 @@ split by rows (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every name is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -133,6 +133,22 @@ class BlockLayout:
 
     groups: tuple[SplitRegion, ...]
     kept: tuple[Unsplit, ...] = ()
+
+    def without(self, why: Callable[[SplitRegion], str | None]) -> BlockLayout:
+        """The layout that keeps each group whole for which `why` returns a reason."""
+        reasons = [(group, why(group)) for group in self.groups]
+        kept = [Unsplit(group.row, reason) for group, reason in reasons if reason is not None]
+        return BlockLayout(tuple(group for group, reason in reasons if reason is None), (*self.kept, *kept))
+
+
+def common_path(names: Iterable[str]) -> list[str]:
+    """The path, in parts, of the innermost module that holds all parameters of these names."""
+    common: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return common
 
 
 def _runs(mask: Tensor) -> tuple[RowRange, ...]:

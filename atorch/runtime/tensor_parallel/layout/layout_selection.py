@@ -25,10 +25,9 @@ from atorch.errors import StrategyError
 from atorch.runtime.tensor_parallel.apply import place_of
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart, fresh, tensors_of
 from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
-from atorch.runtime.tensor_parallel.derive.reference_forward import Watched
+from atorch.runtime.tensor_parallel.derive.reference_forward import Ranks, Watched
 from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout.model_layout import Alike, ModelLayout, full_name
-from atorch.runtime.tensor_parallel.rank_context import Ranks
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary
 from atorch.units import format_bytes
 

@@ -21,7 +21,7 @@ from tests.runtime.pipeline.test_refusals import refused
 
 @pytest.mark.parametrize("name", ["functional", "leaving", "layers"])
 def test_trains_as_on_one_process(pool: Pool, name: str) -> None:
-    found = check(pool, name, stages(micro_batches=4), accumulate=2)
+    found = check(pool, name, stages(micro_batches=4), steps=2, accumulate=2)
     assert all(len(each["names"]) < len(each["all"]) for each in found), "a stage has its own parameters alone"
 
 
@@ -115,22 +115,27 @@ def test_boundaries_are_where_little_crosses() -> None:
     assert program.free.gives
 
 
-class Dropping(nn.Module):
-    """Dropout in a module of its own."""
+HELD: list[nn.Module] = []
 
-    def __init__(self) -> None:
+
+class Products(nn.Module):
+    """Dropout in a module of its own, more work for longer inputs, or a parameter that a global variable reaches."""
+
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.eye(4)) for _ in range(4))
-        self.dropout = nn.Dropout(0.5)
+        self.weights, self.kind = nn.ParameterList(nn.Parameter(torch.eye(4)) for _ in range(4)), kind
+        self.dropout = nn.Dropout(0.5 if kind == "dropping" else 0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
             x = self.dropout(x @ weight)
-        return x
+        if self.kind == "by name":
+            x = x @ HELD[0].weights[0]
+        return x.tanh() if self.kind == "lengthy" and len(x) > 2 else x
 
 
 def test_each_module_trains_or_not() -> None:
-    model, x = Dropping(), torch.ones(64, 4)
+    model, x = Products("dropping"), torch.ones(64, 4)
     install(model, exported(model, 2), 2)
     assert 0 < float((model(x) == 0).float().mean()) < 1
     model.dropout.eval()
@@ -138,21 +143,8 @@ def test_each_module_trains_or_not() -> None:
     assert model.eval()(x).equal(x)
 
 
-class Lengthy(nn.Module):
-    """It does more for longer inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.eye(4)) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
-            x = x @ weight
-        return x.tanh() if len(x) > 2 else x
-
-
 def test_other_operations_on_another_shape_are_told() -> None:
-    model = Lengthy()
+    model = Products("lengthy")
     install(model, exported(model, 2), 2)
     model(torch.ones(2, 4))
     with pytest.raises(StrategyError, match="other operations on this batch"):
@@ -160,23 +152,13 @@ def test_other_operations_on_another_shape_are_told() -> None:
 
 
 def test_more_segments_than_operations_are_refused() -> None:
-    model = Lengthy()
+    model = Products("lengthy")
     with pytest.raises(StrategyError, match="too few operations"):
         exported(model, 9).program(model, (torch.ones(2, 4),), {})
 
 
-HELD: list[nn.Module] = []
-
-
-class ByName(Dropping):
-    """Reaches a parameter of its own by a global variable."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) @ HELD[0].weights[0]
-
-
 def test_a_parameter_that_is_reached_by_a_name_is_no_constant() -> None:
-    model = ByName()
+    model = Products("by name")
     HELD[:] = [model]
     with pytest.raises(StrategyError, match=r"the model reaches weights.0 by a global variable"):
         exported(model, 2).program(model, (torch.ones(2, 4),), {})

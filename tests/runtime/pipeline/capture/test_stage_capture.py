@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from atorch.errors import StrategyError
 from atorch.model.structure import units
-from atorch.runtime.pipeline.capture.stage_capture import route_of
+from atorch.runtime.pipeline.capture.stage_dataflow import route_of
 from atorch.runtime.precision.amp import autocast_forward
 from tests.pool import Pool
 from tests.roads import ROADS, WIDTH, loss_func, net

@@ -108,7 +108,7 @@ def test_units_that_are_dead_in_one_draw_of_weights_are_met_in_another(samples: 
             return x + out
 
     block, even = apart(Scaled()), Rows.even(0, 4096, 4)
-    for seed in range(20):
+    for seed in range(8):
         torch.manual_seed(seed)
         (group,) = derive(block, ForwardCall((torch.randn(samples, WIDTH),), {}), 4).groups
         assert (group.row, group.columns) == ("down.weight", {"up.weight": even})

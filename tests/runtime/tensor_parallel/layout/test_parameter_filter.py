@@ -3,97 +3,72 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
+from torch import nn
 
-from atorch.runtime.tensor_parallel import ModelLayout, apply_layout, tensor_parallel, whole_state
+from atorch.runtime.tensor_parallel import apply_layout, tensor_parallel, whole_state
 from tests.pool import Pool
-from tests.runtime.tensor_parallel.models import batch, llama
-
-
-class Block(nn.Module):
-    """A pair that can be split together, in a model that repeats it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(F.gelu(self.up(x)))
-        return result
-
-
-def stack() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(13, 8, padding_idx=9), Block(), Block(), nn.Linear(8, 5))
-
+from tests.runtime.sharing import Block
+from tests.runtime.tensor_parallel.models import batch, llama, side_by_side
+from tests.runtime.tensor_parallel.test_split import mesh_of
 
 IDS = torch.tensor([[0, 5, 9, 12], [7, 6, 1, 9]])
 
 
-def split(rank: int, size: int, among: list[str] | None) -> tuple[dict[str, str], list[str], list[str], float, float]:
-    model, plain = stack(), stack()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
-    layout = tensor_parallel(model, lambda model: model(IDS), mesh, among=among, as_dtensors=False)
-    again = stack()
-    apply_layout(again, layout, mesh, as_dtensors=False)
-    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    for each in (model, plain):
-        each(IDS).tanh().pow(2).sum().backward()
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    whole, expected, before = whole_state(model, layout, mesh.get_group()), plain.state_dict(), stack().state_dict()
-    error = torch.stack([(whole[name] - expected[name]).norm() for name in expected]).norm()
-    moved = torch.stack([(before[name] - expected[name]).norm() for name in expected]).norm()
-    kept = {each.name: each.reason for each in layout.kept}
-    alone = sorted((*layout.alone.lookups, *layout.alone.logits))
-    return kept, sorted(layout.rows), alone, float(error / moved), float(not same)
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(13, 8, padding_idx=9), Block(8), Block(8), nn.Linear(8, 5))
 
 
 def names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters()]
+    return [name for name, parameter in model.named_parameters() if "norm" not in name]
 
 
-def test_all_that_is_named_is_split(pool: Pool) -> None:
-    for kept, rows, alone, error, differs in pool.run(split, names(stack())):
-        assert not kept
-        assert alone == ["0.weight", "3.weight"]
-        assert {"1.up.weight", "1.up.bias", "1.down.weight", "2.down.weight"} < set(rows)
-        assert error <= 1e-5
-        assert not differs
+def split(rank: int, size: int, among: list[str] | None) -> dict[str, Any]:
+    model, plain, again, mesh = stack(), stack(), stack(), mesh_of(size)
+    layout = tensor_parallel(model, lambda model: model(IDS), mesh, among=among, as_dtensors=False)
+    apply_layout(again, layout, mesh, as_dtensors=False)
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    state = partial(whole_state, layout=layout, group=mesh.get_group())
+    return {
+        "kept": [each.name for each in layout.kept],
+        "rows": set(layout.rows),
+        "alone": {*layout.alone.lookups, *layout.alone.logits},
+        "same": same,
+        **side_by_side(model, plain, lambda model, _: model(IDS).tanh().pow(2).sum(), state=state, lr=0.1, steps=1),
+    }
 
 
-def test_half_of_a_pair_is_split_by_itself(pool: Pool) -> None:
-    for kept, rows, alone, error, differs in pool.run(split, ["1.up.weight", "1.up.bias"]):
-        assert not kept
-        assert rows == alone == ["1.up.weight"]
-        assert error <= 1e-5
-        assert not differs
+def selections(rank: int, size: int) -> list[dict[str, Any]]:
+    return [split(rank, size, among) for among in (names(stack()), ["1.up.weight", "1.up.bias"], None)]
 
 
-def test_nothing_is_split_by_itself_unless_it_is_named(pool: Pool) -> None:
-    for kept, rows, alone, error, _ in pool.run(split, None):
-        assert not alone
-        assert "3.weight" in kept
-        assert "3.weight" not in rows
-        assert error <= 1e-5
+def test_what_is_named_is_split_and_single_layers_only_then(pool: Pool) -> None:
+    for every, half, free in pool.run(selections):
+        assert not every["kept"]
+        assert every["alone"] == {"0.weight", "3.weight"}
+        assert {"1.up.weight", "1.up.bias", "1.down.weight", "2.down.weight"} < every["rows"]
+        assert not half["kept"]
+        assert half["rows"] == half["alone"] == {"1.up.weight"}
+        assert not free["alone"]
+        assert "3.weight" in free["kept"]
+        assert all(each["update"] <= 1e-5 and each["same"] for each in (every, half, free))
 
 
-def heads(rank: int, size: int) -> tuple[list[str], Any]:
+def heads(rank: int, size: int) -> tuple[set[str], float]:
     torch.manual_seed(0)
     model = llama(heads=3, kv_heads=3)
     plain = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
-    layout: ModelLayout = tensor_parallel(model, lambda model: model(**batch("llama")), mesh, among=names(model))
+    among = [name for name, _ in model.named_parameters()]
+    layout = tensor_parallel(model, lambda model: model(**batch("llama")), mesh_of(size), among=among)
     error = model(**batch("llama")).logits - plain(**batch("llama")).logits
-    return sorted(layout.alone.logits), float(error.norm())
+    return {name.split(".")[-2] for name in layout.alone.logits}, float(error.norm())
 
 
 def test_heads_that_the_ranks_do_not_divide_are_no_error(pool: Pool) -> None:
     for alone, error in pool.run(heads):
-        assert {name.split(".")[-2] for name in alone} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert alone == {"q_proj", "k_proj", "v_proj", "o_proj"}
         assert error <= 1e-4
