@@ -31,7 +31,7 @@ from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.data_parallel.flat_shards import follow, gradient_values, lend_gradient, origin, slice_of
 from atorch.runtime.data_parallel.shard_buckets import can_cut, gather, sliced_buckets
 from atorch.runtime.data_parallel.zero1_state import SLICES, merged, sliced
-from atorch.runtime.optimizer.shardability_probe import makes_elementwise, tensor_of
+from atorch.runtime.optimizer.split_support import makes_elementwise, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 

@@ -74,7 +74,12 @@ def assert_trains_alike(family: str, model: nn.Module, operations: Operations, o
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize(
     "family",
-    ["llama", "awkward", pytest.param("bert", marks=pytest.mark.nightly), pytest.param("vit", marks=pytest.mark.nightly)],
+    [
+        "llama",
+        "awkward",
+        pytest.param("bert", marks=pytest.mark.nightly),
+        pytest.param("vit", marks=pytest.mark.nightly),
+    ],
 )
 def test_compiled_blocks_train_as_without_chunks_and_as_foreseen(family: str, checkpoints: bool) -> None:
     model, operations, optimizer, budget = compiled(*FAMILIES[family], 0.6, checkpoints=checkpoints)

@@ -42,7 +42,7 @@ from atorch.runtime.chunk.optimizer.states import FlatStates
 from atorch.runtime.memory.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer.fused_step import fuse
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer
-from atorch.runtime.optimizer.shardability_probe import needs_closure
+from atorch.runtime.optimizer.split_support import needs_closure
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
 
 
