@@ -90,7 +90,6 @@ class EngineOutput(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func`; results that require gradients are of this class, too."""
         result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             return _marked(result, args, kwargs or {})

@@ -119,7 +119,6 @@ class Profile(BaseModel):
         write(path, text, FORMAT)
 
     def _num_values(self) -> int:
-        """The number of JSON values in the file: events and their fields."""
         events = (self.phases, self.memory, self.chunks)
         return len(type(self).model_fields) + 1 + sum(len(kind) * (1 + len(kind[0])) for kind in events if kind)
 

@@ -291,7 +291,6 @@ def behind(
 
 
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
-    """The user's modules inside wrappers: one, or one for each pipeline stage on this process."""
     if isinstance(model, (Wrapper, DistributedDataParallel)):
         for inner in (model.module, *getattr(model, "others", ())):
             yield from _roots(inner)
@@ -300,7 +299,6 @@ def _roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """True if a module's forward begins by waiting for its parameters."""
     return hasattr(module, "unshard") and hasattr(module, "reshard")  # FSDP2's methods, without importing it
 
 

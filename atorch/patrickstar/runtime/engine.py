@@ -299,7 +299,6 @@ class MemoryRecorder:
 
 
 def _place(memory: ChunkMemory, tier: MemoryTier) -> None:
-    """Record the tier of a chunk between steps."""
     index, compute, trainable = memory.spec.index, memory.compute, memory.spec.trainable
     profiler.holds("PARAM_FP16", index, tier, compute.nbytes * (2 if trainable else 1))
     if trainable:

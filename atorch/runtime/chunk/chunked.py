@@ -307,7 +307,6 @@ def _pinned_state_bytes(chunk: ChunkSpec, state_bytes: float, shards: int) -> in
 def _by_first_use(
     parameters: Mapping[str, nn.Parameter], accesses: Sequence[Access], dtype: torch.dtype | None
 ) -> list[Item]:
-    """Parameters in order of their first use, unused ones last."""
     used = dict.fromkeys(name for access in accesses for name in sorted(access.parameters))
     names = [*used, *(name for name in parameters if name not in used)]
     return [

@@ -166,7 +166,6 @@ class SharedGradients(GradientSink):
         self.begin()  # also waits for copies under way
 
     def _anywhere(self, flags: list[bool]) -> list[int]:
-        """Flags that any process has set."""
         if self._rounds.order is not None:
             return self._rounds.order.any_of(flags)  # on the host if possible, without waiting for the device
         flagged = torch.tensor(flags, dtype=torch.uint8, device=self._chunks.device)

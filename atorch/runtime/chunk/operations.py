@@ -209,7 +209,6 @@ class Operations:
             self.residency.need(operation, chunks.union(self._nodes.given(), self._views.held()))
 
     def _special(self, func: Any) -> Callable[..., Any] | None:
-        """The replacement for a function, if any."""
         if func == _GRADIENT:
             return self._gradient
         if func == _SET_GRADIENT:

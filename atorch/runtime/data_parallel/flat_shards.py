@@ -42,7 +42,6 @@ def follow(piece: Tensor) -> None:
 
 @torch.no_grad()
 def lend_gradient(piece: Tensor) -> None:
-    """Set the gradient of a slice to its part of the parameter's gradient, or None."""
     param, where = origin(piece)
     gradient = _flat_gradient(param)
     assert where is not None
@@ -70,7 +69,6 @@ def _flat(param: Tensor) -> Tensor:
 
 
 def _flat_gradient(param: Tensor) -> Tensor | None:
-    """A parameter's gradient: flattened, or as it is if sparse (coalesced)."""
     if dense_gradient(param) is None:
         return None
     assert param.grad is not None

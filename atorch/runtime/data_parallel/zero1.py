@@ -334,7 +334,6 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:
-    """An entry whose parameter is replaced by the tensor that this rank steps."""
     return (entry[0], stepped[entry[1]]) if isinstance(entry, tuple) else stepped[entry]
 
 

@@ -186,7 +186,6 @@ def _make_contiguous(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool = True) -> None:
-    """Raise for hooks on gradients: FSDP2 reduces and stores gradients of shards without calling them."""
     for name, parameter in parameters:
         # Post-accumulate hooks are called with shards, but those registered before sharding are lost.
         if has_users_hooks(parameter, accumulated=before):

@@ -48,7 +48,6 @@ class Outside(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run `func` by `run`, which makes numbers plain where they meet plain tensors."""
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -76,7 +75,6 @@ class _Stands:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run `func` on the sharded parameter, unless it computes with plain tensors."""
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -257,7 +255,6 @@ def _read_whole(source: Any, value: Any) -> Any:
 
 
 def _meet(source: Any) -> None:
-    """Compare the ranks' steps before a collective that a script issues by reading."""
     if source.meet is not None:
         source.meet(READS)
 

@@ -97,7 +97,6 @@ class _Deferred(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Pass the computed tensor to every torch function, method and attribute."""
         args, kwargs = tree_map_only(_Deferred, _Deferred._read, (tuple(args), dict(kwargs or {})))
         return func(*args, **kwargs)
 

@@ -68,14 +68,12 @@ class Postponed:
 
 
 def is_own(hook: Any) -> bool:
-    """True if a hook belongs to this package."""
     inner = getattr(hook, "func", hook)  # of a partial
     module = getattr(inner, "__module__", None) or type(inner).__module__
     return hasattr(hook, "expects_none") or module.partition(".")[0] == "atorch"
 
 
 def has_users_hooks(parameter: torch.Tensor, accumulated: bool = True) -> bool:
-    """True if a parameter has user hooks on its gradient. accumulated: include post-accumulate hooks."""
     with torch._C.DisableTorchFunctionSubclass():
         hooks = [*(parameter._backward_hooks or {}).values()]
         if accumulated:

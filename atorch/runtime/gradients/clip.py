@@ -193,7 +193,6 @@ def _shards(parameter: Any) -> Key:
 
 
 def local_grad(parameter: Any) -> Tensor:
-    """This process's part of the gradient, as a plain tensor."""
     grad = parameter.grad
     if not hasattr(grad, "to_local"):
         return grad.as_subclass(Tensor)  # type: ignore[no-any-return]

@@ -133,6 +133,5 @@ def needs_closure(optimizer: Any) -> bool:
 
 
 def tensor_of(entry: Any) -> Tensor:
-    """The tensor of a group's entry, which may be a pair of name and parameter."""
     tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
     return tensor
