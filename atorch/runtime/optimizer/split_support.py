@@ -28,10 +28,9 @@ _BY_DEPENDENCE: Mapping[str, frozenset[ShardKind]] = {
     "parameter": frozenset(("apart", "sharded")),
     "model": frozenset(("sharded",)),
 }
-_ON_DTENSORS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)  # Rprop's step is right on them
 _OF_TORCH: Mapping[type[Optimizer], frozenset[ShardKind]] = {
     **dict.fromkeys(ELEMENTWISE, _ALL),
-    Rprop: _ALL if _ON_DTENSORS else _ALL - {"sharded"},
+    Rprop: _ALL - {"sharded"},
     Adafactor: frozenset(("apart",)),
     Muon: frozenset(("apart", "sharded")),
     LBFGS: frozenset(("sharded",)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.contract.job import arguments, make_model
 from tests.pool import Pool
 
 PAGE = Path(__file__).parents[4] / "docs" / "optimizers.md"
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 QUICK = ("zero1", "fsdp")
 
 
@@ -34,24 +32,13 @@ def table() -> dict[tuple[str, str], str]:
     return {(row[0], method): cell for row in body for method, cell in zip(header[1:], row[1:], strict=True)}
 
 
-def on_this_torch(cell: str) -> str:
-    """`equal` or `refused`, where a newer torch may do what an older one did not."""
-    newer = re.search(r"equal on (\d+)\.(\d+)", cell)
-    mended = newer is not None and tuple(map(int, newer.groups())) <= TORCH
-    return "equal" if mended else cell.split(" ")[0]
-
-
-def answers(rank: int, size: int, kinds: Iterable[str], methods: Iterable[str]) -> dict[tuple[str, str], str]:
-    return {(kind, method): answer(rank, size, kind, method)[0] for kind in kinds for method in methods}
-
-
 def check(pool: Pool, kinds: Iterable[str], methods: Iterable[str]) -> None:
     pairs = [(kind, method) for kind in kinds for method in methods if concerns(kind, method)]
     documented, wrong = table(), []
     for kind, method in pairs:
         for got in pool.run(answer, kind, method):
             text = "equal" if got[0] == "equal" else "refused" if kind in got[0] or "sparse=True" in got[0] else got[0]
-            if text != on_this_torch(documented[kind, method]):
+            if text != documented[kind, method].split(" ")[0]:
                 wrong.append(f"{kind} under {method}: {got[0]} ({got[1]:.1e}), documented: {documented[kind, method]}")
     assert not wrong, "\n".join(wrong)
 
@@ -119,7 +106,7 @@ PARAMETERS = [nn.Parameter(torch.zeros(2, 2))]
         (torch.optim.Muon(PARAMETERS), ("apart", "sharded")),
         (torch.optim.Adafactor(PARAMETERS), ("apart",)),
         (torch.optim.LBFGS(PARAMETERS), ("sharded",)),
-        (torch.optim.Rprop(PARAMETERS), SPLITS if TORCH >= (2, 15) else SPLITS[:-1]),
+        (torch.optim.Rprop(PARAMETERS), SPLITS[:-1]),
     ],
 )
 def test_splits_that_an_optimizer_supports(optimizer: torch.optim.Optimizer, fits: tuple[ShardKind, ...]) -> None:
