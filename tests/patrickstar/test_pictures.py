@@ -35,12 +35,6 @@ def test_memory_shows_both_curves_the_budget_and_the_phases() -> None:
     assert axes.get_ylabel() == "memory (GiB)"
 
 
-def test_memory_of_the_host_has_no_budget() -> None:
-    drawing = draw(recorded(), "memory", "CPU")
-    assert len(drawing.figure.axes[0].lines) == 2
-    assert "budget" not in dict(drawing.facts)
-
-
 def test_phases_are_told_with_what_was_in_use() -> None:
     drawing = draw(recorded(), "memory", "GPU")
     assert [row[:2] for row in drawing.rows] == [
