@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from atorch.errors import ArgumentError, CheckpointError
-from atorch.patrickstar.profile import Profile, Stay
-from atorch.patrickstar.profiler import Profiler, profiler
+from atorch.patrickstar.profiler import Profile, Profiler, Stay, profiler
 from tests.patrickstar.recorded import recorded
 
 

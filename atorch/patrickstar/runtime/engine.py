@@ -27,8 +27,7 @@ from atorch.patrickstar.embeddings import foresee_lookups, host_embeddings, look
 from atorch.patrickstar.ops import FP16Adam, LossScaler, loss_scale_of
 from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of, plain, scaled_backward
 from atorch.patrickstar.parts import load_parts, own_part
-from atorch.patrickstar.profile import MemoryTier
-from atorch.patrickstar.profiler import profiler
+from atorch.patrickstar.profiler import MemoryTier, profiler
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations

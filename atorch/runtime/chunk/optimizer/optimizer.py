@@ -37,8 +37,7 @@ from atorch.runtime.chunk.optimizer.optimizer_slices import (
     uncut,
     whole,
 )
-from atorch.runtime.chunk.optimizer.saved_states import SHARE, divided, joined, merged, restore_master
-from atorch.runtime.chunk.optimizer.states import FlatStates
+from atorch.runtime.chunk.optimizer.states import SHARE, FlatStates, divided, joined, merged, restore_master
 from atorch.runtime.memory.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer.fused_step import fuse
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer
