@@ -12,7 +12,7 @@ value`, which does not reach the shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +23,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.parameter import is_descriptive
-from atorch.runtime.fsdp.sharded_access import READING, Outside
+from atorch.runtime.fsdp.sharded_access import FACTORIES, ForwardPhase, ModelShard
 from atorch.runtime.gradients.weak_method import weakly
 
 if TYPE_CHECKING:
     from atorch.runtime.fsdp.collectives import FsdpPasses
 
-_FACTORIES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _TENSOR: Any = Tensor
-_MAKING = frozenset([*(getattr(_TENSOR, name) for name in _FACTORIES), *(getattr(torch, name) for name in _LIKE)])
 _HARMLESS = frozenset([_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.__repr__, _TENSOR.__hash__])
 
 
@@ -42,24 +39,29 @@ def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> Non
     passes: the object that compares the passes of ranks; None on a single rank.
     """
     sharded = {name: parameter for name, parameter in root.named_parameters() if isinstance(parameter, DTensor)}
+    phase = ForwardPhase()
     for path, parameter in sharded.items():
-        parameter.path = path  # type: ignore[attr-defined]
+        parameter.__class__, parameter.phase, parameter.path = ModelShard, phase, path  # type: ignore[attr-defined]
         parameter.meet = None if passes is None else weakly(passes.meet)  # type: ignore[attr-defined]
-        for name in _FACTORIES:
+        for name in FACTORIES:
             setattr(parameter, name, partial(_made, name, parameter.dtype, parameter.device))
 
     assigned = _Assigned(sharded)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         assigned.refuse()
-        _become(_InForward, sharded.values())
+        phase.is_running = True
+        for parameter in sharded.values():
+            parameter.__class__ = ModelShard  # a step that raised may have left it an ordinary DTensor
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return tree_map(_plain, (args, kwargs))
         return None
 
+    def leave(*_: Any) -> None:
+        phase.is_running = False
+
     root.register_forward_pre_hook(enter, with_kwargs=True)
-    _become(Outside, sharded.values())
-    root.register_forward_hook(lambda *_: _become(Outside, sharded.values()), always_call=True)
+    root.register_forward_hook(leave, always_call=True)
     root.register_state_dict_pre_hook(lambda *_: assigned.refuse())
 
 
@@ -131,62 +133,6 @@ class _Replaced(nn.Parameter):
 
 def _plain(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) else value
-
-
-def _as_read(parameter: _InForward, value: Any) -> Any:
-    """Mark a result of a parameter, such as a slice, so that mixing it with plain tensors raises, too."""
-    if type(value) is DTensor:
-        value.path, value.meet = parameter.path, parameter.meet  # type: ignore[attr-defined]
-        _become(_InForward, [value])
-    return value
-
-
-def _become(kind: type[DTensor], parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.__class__ = kind
-
-
-class _InForward(DTensor):
-    """A sharded parameter while its model runs forward."""
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Make factories return plain tensors, and refuse reads of values; run all other functions as usual."""
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _MAKING and isinstance(args[0], cls):
-                like = args[0]
-                plain = torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
-                return func(plain, *args[1:], **kwargs)
-            if getattr(func, "__name__", "") in READING and isinstance(args[0], cls):
-                raise _read_while_sharded(args[0])
-            try:
-                result = func(*args, **kwargs)
-            except RuntimeError as error:
-                _explain(error, cls, (*args, *kwargs.values()))
-                raise
-            source = next((value for value in args if isinstance(value, cls)), None)
-            return result if source is None else tree_map(partial(_as_read, source), result)
-
-
-def _explain(error: RuntimeError, kind: type[Tensor], arguments: Iterable[Any]) -> None:
-    """Raise an error with advice where `error` comes from mixing a sharded parameter with plain tensors."""
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    read = next((tensor for tensor in tensors if isinstance(tensor, kind)), None)
-    if read is None or all(isinstance(tensor, DTensor) for tensor in tensors):
-        return
-    raise _read_while_sharded(read) from error
-
-
-def _read_while_sharded(read: Any) -> ArgumentError:
-    name = read.path
-    return ArgumentError(
-        f"{name} is sharded where it is read: a module is gathered for its own forward, and another one reads it. Call "
-        "the module that holds it, gather both in one by atorch_wrap_cls (their common parent), or keep the parameter "
-        f"whole: atorch_ignored_cls=({name!r},)"
-    )
 
 
 def _made(name: str, dtype: torch.dtype, device: torch.device, *args: Any, **kwargs: Any) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
-from atorch.runtime.fsdp.sharded_access import Outside, step_as_ordinary
+from atorch.runtime.fsdp.sharded_access import ModelShard, step_as_ordinary
 from tests.pool import Pool
 from tests.runtime.sharing import whole
 
@@ -205,7 +205,7 @@ def stepped(rank: int, size: int) -> list[set[type]]:
 
 
 def test_in_a_step_parameters_are_ordinary(pool: Pool) -> None:
-    assert pool.run(stepped, ranks=1) == [[{DTensor}, {Outside}]]
+    assert pool.run(stepped, ranks=1) == [[{DTensor}, {ModelShard}]]
 
 
 def numbers(model: nn.Module) -> list[float]:
