@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.runtime.fused import (
-    SdpaMultiheadAttention,
     fuse_cross_entropy,
     fuse_layer_norms,
     fuse_multihead_attention,
@@ -98,11 +97,8 @@ def pairs(model: nn.Module) -> torch.Tensor:
 
 
 MODELS: list[Any] = [
-    pytest.param(bert, tokens, id="bert"),
     pytest.param(bert, lambda m: tokens(m, attention_mask=RIGHT_PADDED)[RIGHT_PADDED.bool()], id="bert-padded"),
     pytest.param(gpt2, tokens, id="gpt2"),
-    pytest.param(gpt2, lambda m: tokens(m, attention_mask=RIGHT_PADDED)[RIGHT_PADDED.bool()], id="gpt2-padded"),
-    pytest.param(llama, tokens, id="llama"),
     pytest.param(llama, lambda m: tokens(m, attention_mask=LEFT_PADDED)[LEFT_PADDED.bool()], id="llama-left-padded"),
     pytest.param(clip, pairs, id="clip"),
 ]
@@ -139,13 +135,6 @@ class TestHuggingFace:
         assert fused.count("scaled_dot_product") == (4 if make is clip else 2)
         for found, wanted in zip(gradients(model, forward), before, strict=True):
             assert_close(found, wanted)
-
-    def test_dropout_goes_over(self) -> None:
-        model = bert().train()
-        use_sdpa(model)
-        torch.manual_seed(0)
-        one = tokens(model)
-        assert not torch.equal(one, tokens(model))
 
     def test_a_model_on_sdpa_already_is_reported_as_such(self) -> None:
         report = use_sdpa(llama(attn_implementation="sdpa"))
@@ -187,10 +176,6 @@ class TestHuggingFace:
         report = use_sdpa(nn.ModuleDict({"policy": inner}))
         assert [swap.names for swap in report.swapped] == [("policy.base_model.model",)]
         assert operations(lambda: tokens(inner)).count("scaled_dot_product") == 2
-
-    def test_a_plain_model_gives_an_empty_report(self) -> None:
-        report = use_sdpa(nn.Sequential(nn.Linear(2, 2)))
-        assert (report.swapped, report.kept) == ((), ())
 
 
 class Attending(nn.Module):
@@ -312,12 +297,6 @@ class TestMultiheadAttention:
         assert report.swapped == ()
         assert [kept.name for kept in report.kept] == ["layer.self_attn", "layer.multihead_attn"]
         assert "SDPA already" in report.kept[0].reason
-
-    def test_is_not_replaced_twice(self) -> None:
-        model = Attending()
-        fuse_multihead_attention(model)
-        assert type(model.attention) is SdpaMultiheadAttention
-        assert fuse_multihead_attention(model).swapped == ()
 
 
 class EagerNorm(nn.Module):

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.fsdp.sharded_access import FACTORIES, ForwardPhase, ModelShard
-from atorch.runtime.gradients.weak_method import weakly
+from atorch.runtime.gradients.backward_targets import weakly
 
 if TYPE_CHECKING:
     from atorch.runtime.fsdp.collectives import FsdpPasses

@@ -28,9 +28,8 @@ from atorch.model.meta_device import give_memory, has_meta, unfilled
 from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.module_state import end_forward, is_gathered, versions
-from atorch.runtime.gradients.backward_targets import has_users_hooks
+from atorch.runtime.gradients.backward_targets import has_users_hooks, weakly
 from atorch.runtime.gradients.no_double_backward import refuse_transforms
-from atorch.runtime.gradients.weak_method import weakly
 from atorch.runtime.memory.offload import within
 from atorch.runtime.optimizer.wrapped_optimizer import local
 

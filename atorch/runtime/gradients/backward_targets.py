@@ -11,6 +11,21 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The bound method `method`, which does nothing once its object is gone.
+
+    C++ holds post-accumulate hooks, which Python's garbage collector cannot see. So an object that refers to a tensor
+    on which its own method is such a hook would never be freed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*args)
+
+    return call
+
+
 def can_be_reached(leaf: torch.Tensor) -> bool:
     """True if a function may take a leaf as an input only to find out whether its gradient is asked for.
 
