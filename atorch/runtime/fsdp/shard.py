@@ -92,8 +92,7 @@ def shard(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     from atorch.runtime.fsdp.collectives import keep_order
-    from atorch.runtime.fsdp.methods import keep_methods
-    from atorch.runtime.fsdp.plain_factories import make_plain_tensors, refuse_replaced
+    from atorch.runtime.fsdp.methods import keep_methods, make_plain_tensors, refuse_replaced
     from atorch.runtime.fsdp.sharded_access import stand_for_sharded
 
     device = _device(mesh)

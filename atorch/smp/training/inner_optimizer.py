@@ -21,7 +21,7 @@ from atorch.distributed.collectives import all_or_none
 from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.fsdp.sharded_access import step_as_ordinary
-from atorch.runtime.gradients.distributed_norm import Spread
+from atorch.runtime.gradients.clip import Spread
 from atorch.runtime.optimizer.split_support import ShardKind, refusal
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
