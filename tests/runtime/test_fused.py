@@ -359,17 +359,6 @@ class TestRMSNorm:
         for found, wanted in zip(gradients(model, lambda m: m(x).float()), before, strict=True):
             assert (found.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
 
-    def test_gradients_are_those_of_the_formula(self) -> None:
-        x = torch.randn(3, 4, requires_grad=True)
-        weight = nn.Parameter(torch.randn(4))
-        fused = FusedRMSNorm(weight, 1e-5, Variant(0.0, True))(x).square().sum()
-        exact_x, exact_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-        exact = (exact_x / (exact_x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * exact_weight).square().sum()
-        found = torch.autograd.grad(fused, (x, weight))
-        wanted = torch.autograd.grad(exact, (exact_x, exact_weight))
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-5)
-
     def test_a_single_vector_has_gradients_too(self) -> None:
         norm = FusedRMSNorm(nn.Parameter(torch.rand(8)), 1e-6, Variant(0.0, False))
         norm(torch.randn(8)).sum().backward()

@@ -67,11 +67,3 @@ def test_one_pass_a_step() -> None:
     loss(model, data(1)).backward()
     optim.step()
     assert loss(model, data(0)).isfinite()
-
-
-def test_two_backward_passes_of_one_forward() -> None:
-    model, _, data, loss, _ = prepared("llama", True)
-    value = loss(model, data(0))
-    value.backward(retain_graph=True)
-    with pytest.raises(ArgumentError, match="has a second gradient"):
-        value.backward()

@@ -366,17 +366,6 @@ class Branching(Awkward):
         return super().forward(batch)
 
 
-def test_another_path_than_the_foreseen_one_is_computed_all_the_same() -> None:
-    reference, model = fresh(Branching), fresh(Branching)
-    plain = adam(reference.parameters())
-    accesses = foreseen(model, tokens(0), of_logits, device_type="cpu")
-    operations = chunk(model, accesses, sum(needed(accesses, model)), device=CPU)
-    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
-    for early in (False, True, False):
-        reference.early = model.early = early
-        assert train(model, optimizer, tokens, of_logits) == train(reference, plain, tokens, of_logits)
-
-
 def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
     reference, model = fresh(Branching), fresh(Branching)
     plain = adam(reference.parameters())

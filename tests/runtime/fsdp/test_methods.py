@@ -88,18 +88,9 @@ def lora(seed: int = 0) -> nn.Module:
     import peft
 
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
+    tokens = {"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(**tokens, **sizes, num_attention_heads=2, num_key_value_heads=1)
     model = transformers.LlamaForCausalLM(config)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     adapted: nn.Module = peft.get_peft_model(model, settings)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import io
 import math
 import weakref
 
@@ -61,18 +60,6 @@ def test_a_copy_autocasts_its_own_forward():
     assert twin(x).dtype == torch.bfloat16
     assert (twin(x) == 2).all()
     assert not (model(x) == 2).any()
-
-
-def test_a_pickled_model_autocasts():
-    model = Net()
-    autocast_forward(model, "cpu", torch.bfloat16)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    x = torch.randn(3, 4)
-    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
-    assert again(x).dtype == torch.bfloat16
 
 
 def test_nothing_refers_back_to_the_model():

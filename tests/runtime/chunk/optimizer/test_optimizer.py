@@ -453,17 +453,3 @@ def test_host_bytes_in_mixed_precision(way, in_place, most, monkeypatch):
             optim.zero_grad()
         live.mark("training")
     assert most - 1 < live.moments[0].total_bytes / count <= most
-
-
-def test_gradients_in_place_of_parameters_are_stepped_alike():
-    nets = [make_net(), make_net()]
-    sets = [chunks_of(net, 150, dtype=torch.bfloat16, in_place=bool(way)) for way, net in enumerate(nets)]
-    optims = [ChunkOptimizer(adam, net.parameters(), chunks) for net, chunks in zip(nets, sets, strict=True)]
-    for number in range(STEPS):
-        for net, chunks, optim in zip(nets, sets, optims, strict=True):
-            give_gradients(net, chunks, random_gradients(make_net(), number))
-            optim.step()
-            optim.zero_grad()
-    for kind in ("master", "compute"):
-        beside, in_place = (values(net, chunks, kind) for net, chunks in zip(nets, sets, strict=True))
-        assert all(torch.equal(beside[name], value) for name, value in in_place.items())
