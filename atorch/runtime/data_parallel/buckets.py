@@ -152,8 +152,9 @@ def _unpack(bucket: Sequence[Tensor], flat: Tensor) -> None:
 
 def _gather(bucket: SlicedBucket, group: dist.ProcessGroup) -> tuple[Any, Finish]:
     first, numel = group.rank() * bucket.share, bucket.share * group.size()
+    finish: Finish = bool
     if len(bucket.params) == 1 and bucket.params[0].numel() == numel:  # in place
-        full, finish = bucket.params[0].data.view(-1), bool
+        full = bucket.params[0].data.view(-1)
     else:
         full = bucket.params[0].new_empty(numel)
         starts = dict(zip(bucket.params, bucket.starts, strict=True))

@@ -1,4 +1,4 @@
-"""Access to parameters of a sharded model outside forward and backward: each acts as the optimizer's parameter.
+"""Access to parameters of a sharded model. Outside of its passes each acts as the optimizer's parameter.
 
 FSDP2 leaves the parameters that it keeps gathered for backward in the modules: copies, maybe in 16 bits. Until backward
 begins such a copy delegates to its sharded parameter: it has that one's gradient, and reads and writes go there. Only
@@ -7,7 +7,7 @@ forward.
 
 Reading a number that was computed from sharded parameters or gradients, such as a norm, is collective: all ranks must
 do it, and get the global value. Added to a loss it becomes a plain number. Other operations that would mix shards and
-plain tensors raise.
+plain tensors raise. In forward, factories make plain tensors of a parameter that is still sharded, and reading it raises.
 """
 
 from __future__ import annotations
