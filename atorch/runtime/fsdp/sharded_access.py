@@ -7,7 +7,7 @@ forward.
 
 Reading a number that was computed from sharded parameters or gradients, such as a norm, is collective: all ranks must
 do it, and get the global value. Added to a loss it becomes a plain number. Other operations that would mix shards and
-plain tensors raise. In forward, factories make plain tensors of a parameter that is still sharded, and reading it raises.
+plain tensors raise. In forward, factories make plain tensors of a parameter that is still sharded, and reads raise.
 """
 
 from __future__ import annotations
