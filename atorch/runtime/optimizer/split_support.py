@@ -80,7 +80,7 @@ def _origin(kind: type[Any]) -> type[Any]:
 
 
 def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups with the settings of `groups` and small parameters like theirs, two for each number of dimensions."""
+    """Groups with the settings of `groups` and small parameters like theirs, one for each number of dimensions."""
     listed = list(groups)
     parts = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     small_groups = []
@@ -95,13 +95,10 @@ def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
         for entry in kinds.values():
             tensor = tensor_of(entry)
             device = torch.device("cpu") if tensor.is_meta else tensor.device
-            for copied in range(2):
-                shape = [min(size, 6 - 2 * copied + 2 * (dim % 2)) for dim, size in enumerate(tensor.shape)]
-                value = nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=device))
-                copies.append(
-                    (f"{entry[0]}.{copied}" if copied else entry[0], value) if isinstance(entry, tuple) else value
-                )
-        small_groups.append({**{k: v for k, v in part.items() if k != "params"}, "params": copies})
+            shape = [min(size, 4) for size in tensor.shape]
+            value = nn.Parameter(torch.zeros(shape, dtype=torch.float64, device=device))
+            copies.append((entry[0], value) if isinstance(entry, tuple) else value)
+        small_groups.append({**part, "params": copies})
     return [part for part in small_groups if part["params"]]
 
 
