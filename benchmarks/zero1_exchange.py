@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.runtime.data_parallel.shard_buckets import SlicedBucket, gather, sliced_buckets
+from atorch.runtime.data_parallel.buckets import SlicedBucket, gather, sliced_buckets
 
 ROUNDS, WARM_UP = 24, 4
 SHAPES = {

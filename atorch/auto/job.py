@@ -22,7 +22,7 @@ from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.loader import make_loader, to_device
 from atorch.runtime.optimizer.fused_step import fuse
 from atorch.runtime.optimizer.parameter_groups import in_group, is_group, need_own
-from atorch.runtime.optimizer.shardability_probe import small
+from atorch.runtime.optimizer.split_support import small
 
 InputFormat = Literal["unpack_sequence", "unpack_dict"]
 

@@ -108,7 +108,7 @@ def profile(
     check_targets(*paths)
 
     from atorch.patrickstar.pictures import draw
-    from atorch.patrickstar.profile import Profile
+    from atorch.patrickstar.profiler import Profile
 
     drawing = draw(Profile.load(profile), fig_type, memory_type)
     for path in paths:

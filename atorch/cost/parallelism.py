@@ -102,7 +102,7 @@ def shard_optimizer(
 
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1. Gradients are reduced over `axes`, the state is sharded
     `over` as many or fewer of them. Owners of whole parameters "broadcast" them. Slices are gathered in the gradients'
-    buckets ("all_gather"), in buckets of their own ("sliced", `shard_buckets`), or all "at once". With
+    buckets ("all_gather"), in buckets of their own ("sliced", `buckets.sliced_buckets`), or all "at once". With
     `gathers_ahead` the next forward pass waits for the first bucket alone.
     """
     shards = cost.size(*over)

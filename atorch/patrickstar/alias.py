@@ -26,17 +26,14 @@ NAME = "patrickstar"
 
 
 def get_rank() -> int:
-    """This process's global rank."""
     return world.init().rank
 
 
 def get_world_size() -> int:
-    """The number of processes."""
     return world.init().size
 
 
 def get_local_world_size() -> int:
-    """The number of processes on this machine."""
     return world.local_world_size()
 
 
@@ -47,13 +44,11 @@ def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.
 
 
 def print_rank(message: str, rank: int = 0, debug: bool = False, force: bool = False) -> None:
-    """Log on one process, if `debug` or `force` is set."""
     if get_rank() == rank and (debug or force):
         logger.info(message, extra=OF_THIS_RANK)
 
 
 def see_memory_usage(message: str, force: bool = False, scale_name: str = "MB") -> None:
-    """Log the memory of this process and its device, if `force` is set."""
     if force:
         device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         logger.info(

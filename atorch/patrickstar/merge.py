@@ -64,7 +64,6 @@ def _state_dict(path: Path) -> Mapping[str, Any]:
 
 
 def _compared(key: str, path: Path, one: Any, other: Any) -> bool:
-    """True if two values of a key are equal; raises CheckpointError if torch cannot compare them."""
     try:
         return is_same(one, other)
     except RuntimeError as error:  # also of containers that hold themselves, and of tensors without values

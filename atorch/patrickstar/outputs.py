@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
 from atorch.model.pytree import map_leaves
-from atorch.runtime.gradients.weak_method import weakly
+from atorch.runtime.gradients.backward_targets import weakly
 
 
 class ScaledBackward:
@@ -90,7 +90,6 @@ class EngineOutput(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func`; results that require gradients are of this class, too."""
         result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             return _marked(result, args, kwargs or {})

@@ -78,7 +78,6 @@ def load_parts(model: nn.Module, state: Mapping[str, Any], strict: bool, device:
 
 
 def _broadcast(tensor: Tensor, rank: int, device: torch.device) -> Tensor:
-    """Broadcast the tensor of `rank` through `device`; returns it on the tensor's own device."""
     moved = tensor.to(device).contiguous()
     dist.broadcast(moved, src=rank, group=world_group())
     return moved.to(tensor.device)

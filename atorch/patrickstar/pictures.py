@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from atorch.errors import ArgumentError, CapabilityError
-from atorch.patrickstar.profile import MemoryEvent, MemoryTier, Profile
+from atorch.patrickstar.profiler import MemoryEvent, MemoryTier, Profile
 from atorch.report.html import page
 from atorch.report.html_dom import element, table
 from atorch.report.phases import Scale, Shade, in_style, over_time, shade, time_scale

@@ -8,18 +8,177 @@
     profiler.save("profile.json")
 
 Engines report all events to the `Profiler`. It always tracks the locations of chunks, and records events only between
-`start` and `end`. `atorch visualize profile.json` draws a saved profile.
+`start` and `end`. `atorch visualize profile.json` draws a saved profile, versioned JSON under any name. A *moment*
+counts the engine's operations; times are in seconds since the start. A chunk may be on both tiers at once: its host
+copy stays while a copy is on the device.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from atorch.errors import ArgumentError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from atorch.errors import ArgumentError, CheckpointError, shown
+from atorch.files.access import write
+from atorch.files.strict_json import Format, read_json
 from atorch.logs import logger
-from atorch.patrickstar.profile import ChunkEvent, MemoryEvent, MemoryTier, PhaseEvent, Profile
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FORMAT = Format("profile", CheckpointError, max_bytes=2**26, max_depth=4, max_values=2**23)
+MemoryTier = Literal["GPU", "CPU"]
+"""GPU is the computing device, of any type, and CPU the host's memory."""
+
+
+class PhaseEvent(NamedTuple):
+    """The start of a phase: `forward`, `backward`, `optimizer`, or another."""
+
+    moment: int
+    time_s: float
+    name: str
+
+
+class MemoryEvent(NamedTuple):
+    """Bytes in use on a tier at a moment, in all and by chunks."""
+
+    moment: int
+    time_s: float
+    tier: MemoryTier
+    total_bytes: int
+    chunk_bytes: int
+
+
+class ChunkEvent(NamedTuple):
+    """A change of a tier's bytes of a chunk to `num_bytes`; 0 if it was dropped."""
+
+    moment: int
+    time_s: float
+    kind: str
+    chunk: int
+    tier: MemoryTier
+    num_bytes: int
+
+
+class Stay(NamedTuple):
+    """A chunk on a tier, from start to end in seconds."""
+
+    chunk: int
+    start_s: float
+    end_s: float
+    tier: MemoryTier
+
+
+class PhaseSpan(NamedTuple):
+    """A phase, from start to end in seconds."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Profile(BaseModel):
+    """A profile: its events in order of time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    format: Literal["atorch profile"] = "atorch profile"
+    version: Literal[1] = 1
+    device: str = ""
+    budget_bytes: int | None = None
+    end_s: float = 0.0
+    phases: tuple[PhaseEvent, ...] = ()
+    memory: tuple[MemoryEvent, ...] = ()
+    chunks: tuple[ChunkEvent, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The profile in a file.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is not a profile.
+        """
+        origin = "give a file that atorch.patrickstar's profiler.save wrote"
+        try:
+            return cls.model_validate(read_json(path, FORMAT))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {origin} (PatrickStar's own are pickles, which are not read)") from None
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(map(str, fault["loc"])) or "the file"
+            raise CheckpointError(
+                f"{str(path)!r} is no profile: {place} is {shown(fault['input'], 40)}: {fault['msg']}; {origin}"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        """Write the profile to a file.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        text = self.model_dump_json() + "\n"
+        if len(text) > FORMAT.max_bytes or self._num_values() > FORMAT.max_values:
+            raise CheckpointError(
+                f"the profile has {len(text):,} bytes and {self._num_values():,} values, and one that can be read "
+                f"again has {FORMAT.max_bytes:,} and {FORMAT.max_values:,} at most; profile fewer steps"
+            )
+        write(path, text, FORMAT)
+
+    def _num_values(self) -> int:
+        events = (self.phases, self.memory, self.chunks)
+        return len(type(self).model_fields) + 1 + sum(len(kind) * (1 + len(kind[0])) for kind in events if kind)
+
+    def from_first_phase(self) -> Profile:
+        """The profile with times since its first phase; earlier chunk events move to time 0."""
+        begin = self.phases[0].time_s if self.phases else 0.0
+        return self.model_copy(
+            update={
+                "end_s": self.end_s - begin,
+                "phases": tuple(phase._replace(time_s=phase.time_s - begin) for phase in self.phases),
+                "memory": tuple(
+                    event._replace(time_s=event.time_s - begin) for event in self.memory if event.time_s >= begin
+                ),
+                "chunks": tuple(event._replace(time_s=max(0.0, event.time_s - begin)) for event in self.chunks),
+            }
+        )
+
+    def spans(self) -> list[PhaseSpan]:
+        ends = [*(phase.time_s for phase in self.phases[1:]), self.end_s]
+        return [PhaseSpan(phase.name, phase.time_s, end) for phase, end in zip(self.phases, ends, strict=False)]
+
+    def kinds(self) -> list[str]:
+        """The kinds of chunks, by first occurrence."""
+        return list(dict.fromkeys(event.kind for event in self.chunks))
+
+    def stays(self, kind: str) -> Iterator[Stay]:
+        """The stays of a kind's chunks: on the device while it has a copy, else on the host while it has one."""
+        held: dict[int, dict[MemoryTier, int]] = defaultdict(dict)
+        since: dict[int, tuple[MemoryTier, float]] = {}
+        for event in self.chunks:
+            if event.kind != kind:
+                continue
+            held[event.chunk][event.tier] = event.num_bytes
+            current = _nearest(held[event.chunk])
+            tier, start = since.get(event.chunk, (None, 0.0))
+            if current != tier:
+                if tier is not None and event.time_s > start:
+                    yield Stay(event.chunk, start, event.time_s, tier)
+                since.pop(event.chunk, None)
+                if current is not None:
+                    since[event.chunk] = current, event.time_s
+        for chunk, (tier, start) in since.items():
+            yield Stay(chunk, start, self.end_s, tier)
+
+
+def _nearest(held: dict[MemoryTier, int]) -> MemoryTier | None:
+    if held.get("GPU"):
+        return "GPU"
+    return "CPU" if held.get("CPU") else None
 
 
 class Profiler:

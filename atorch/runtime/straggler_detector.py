@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from statistics import median_low
 from typing import Any
 
@@ -136,8 +137,8 @@ class StragglerDetector:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._clock = clock or WorkTimer(device)
         self._slow: dict[tuple[str, tuple[int, ...]], int] = {}  # consecutive reports, by part and ranks
-        self._num_steps = self._num_measured = 0
-        self._spans: list[tuple[str, Any, Any]] = []  # (part, start, end) in the steps since the last report
+        self._num_steps = 0
+        self._steps: list[list[tuple[str, Any, Any]]] = []  # (part, start, end) in the steps since the last report
         self._step: list[tuple[str, Any, Any]] = []  # the same in this step
         self._since: dict[str, Any] = {}  # starts of the parts under way
         self._place(model)
@@ -215,22 +216,21 @@ class StragglerDetector:
         self._num_steps += 1
         if WHOLE in self._since:
             self._end(WHOLE)
-            self._spans += self._step
-            self._num_measured += 1
+            self._steps.append(self._step)
         if self._num_steps % self._every == 0:
             self._tell()
-        self._step.clear()
+        self._step = []
         self._since = dict.fromkeys((WHOLE, DATA), self._clock.now())
 
     def _tell(self) -> None:
         """Gather the measured times of all processes, a few numbers of each, and report them on rank 0."""
         totals = dict.fromkeys((WHOLE, *PARTS, HELD), 0.0)
-        for what, start, end in self._spans:
+        for what, start, end in chain.from_iterable(self._steps):
             totals[what] += self._clock.seconds(start, end)
         totals[FORWARD] = max(0.0, totals[FORWARD] - totals.pop(HELD))
-        num_measured = max(1, self._num_measured)
+        num_measured = max(1, len(self._steps))
         rows = gather_objects({what: seconds / num_measured for what, seconds in totals.items()})
-        self._spans, self._num_measured = [], 0
+        self._steps = []
         if is_distributed() and dist.get_rank():
             return
         whole, *parts = ([row[what] for row in rows] for what in totals)
@@ -291,7 +291,6 @@ def behind(
 
 
 def _roots(model: nn.Module) -> Iterator[nn.Module]:
-    """The user's modules inside wrappers: one, or one for each pipeline stage on this process."""
     if isinstance(model, (Wrapper, DistributedDataParallel)):
         for inner in (model.module, *getattr(model, "others", ())):
             yield from _roots(inner)
@@ -300,7 +299,6 @@ def _roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """True if a module's forward begins by waiting for its parameters."""
     return hasattr(module, "unshard") and hasattr(module, "reshard")  # FSDP2's methods, without importing it
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from atorch.distributed.collectives import call_on_all_ranks
 from atorch.errors import ArgumentError, shown
 from atorch.logs import OF_THIS_RANK, logger
-from atorch.runtime.gradients.clip import Key, clip_grads
-from atorch.runtime.gradients.distributed_norm import Spread
+from atorch.runtime.gradients.clip import Key, Spread, clip_grads
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import session
 

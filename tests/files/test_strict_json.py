@@ -16,7 +16,7 @@ from atorch.cli.config import job_of
 from atorch.cluster.spec import ClusterSpec
 from atorch.errors import ArgumentError, AtorchError, CheckpointError, StrategyError
 from atorch.files.strict_json import Format, parse, read_json
-from atorch.patrickstar.profile import Profile
+from atorch.patrickstar.profiler import Profile
 from tests.auto.planner.jobs import cluster
 
 FORM = Format("note", ArgumentError, max_bytes=200, max_depth=3, max_values=10, max_string=8)

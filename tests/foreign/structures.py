@@ -492,6 +492,8 @@ def draws(job: Training) -> list[Step]:
 class ScheduleFree(torch.optim.Optimizer):
     """A mean of the weights is evaluated, others are trained; `train()` and `eval()` exchange them."""
 
+    step_depends_on = "element"
+
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0})
         self.is_training = True

@@ -56,9 +56,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/runtime/loss/reduction_probe.py:Look._losses": (
         "a loss may fail on a part of a batch in any way; the warning says so"
     ),
-    "atorch/runtime/optimizer/shardability_probe.py:_attempt": (
-        "a user's optimizer may refuse small parameters, or parts of them"
-    ),
+    "atorch/runtime/optimizer/split_support.py:made_small": ("a user's optimizer may refuse small parameters"),
     "atorch/runtime/pipeline/capture/graph_split.py:_export": (
         "a model may resist export in any way; the error says both reasons"
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atorch.patrickstar.profile import ChunkEvent, MemoryEvent, PhaseEvent, Profile
+from atorch.patrickstar.profiler import ChunkEvent, MemoryEvent, PhaseEvent, Profile
 
 MiB = 1024**2
 KINDS = ("MOMENTUM", "PARAM_FP16", "VARIANCE", "PARAM_FP32")  # in no order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,21 +127,21 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(value.float(), other[name].float(), rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_training_from_chunks_is_training(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "fp16"), [("Adam", {"fp16": SCALED}), ("AdamW", {})])
+def test_training_from_chunks_is_training(kind: str, fp16: dict[str, Any]) -> None:
     whole = make()
-    expected = plainly(whole, batches(5), 2.0**8, kind=getattr(torch.optim, kind))
+    expected = plainly(whole, batches(3), 2.0**8 if fp16 else 1.0, kind=getattr(torch.optim, kind))
     optimizer = {"type": kind, "params": {"lr": 1e-2, "weight_decay": 0.01 if kind == "AdamW" else 0.0}}
-    model, adam = initialize_engine(make, 0, config(optimizer=optimizer, fp16=SCALED))
-    assert train(model, adam, batches(5)) == expected
+    model, adam = initialize_engine(make, 0, config(optimizer=optimizer, **fp16))
+    assert train(model, adam, batches(3)) == expected
+    assert (model.loss_scaler is None) == (not fp16)
+    state = model.state_dict()
+    half = {name for name, value in state.items() if value.dtype == torch.float16}
+    assert half == {"offset", "more.1.bias"}  # a buffer, and what is frozen
+    make().load_state_dict(state)
     whole.offset = whole.offset.half()
-    whole.more[1].bias.data = whole.more[1].bias.data.half()  # frozen
-    assert_equal(model.state_dict(), whole.state_dict())
-
-
-def test_budget_is_kept_and_chunks_move() -> None:
-    model, adam = initialize_engine(make, 0, config())
-    train(model, adam, batches(2))
+    whole.more[1].bias.data = whole.more[1].bias.data.half()
+    assert_equal(state, whole.state_dict())
     residency = model.residency
     assert residency is not None
     assert residency.peak_bytes <= BUDGET
@@ -163,48 +162,24 @@ def test_the_guides_snippet_trains_a_pretrained_model(tmp_path: Path) -> None:
     model, optimizer = initialize_engine(model_func=model_func, local_rank=0, config=given)
     tokens, labels = torch.randint(0, 40, (4, 7)), torch.tensor([0, 1, 1, 0])
     losses = []
-    for _ in range(12):
+    for _ in range(8):
         optimizer.zero_grad()
         loss = model(input_ids=tokens, labels=labels).loss
         model.backward(loss)
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.05
 
     torch.save(model.state_dict(), tmp_path / "model.pt")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     again, second = initialize_engine(model_func=model_func, local_rank=0, config=given)
     again.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     second.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert all(memory.spec.numel <= 2048 for memory in model.residency.chunks.chunks)
     model.eval(), again.eval()
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
         torch.testing.assert_close(again(input_ids=tokens).logits, expected, rtol=0, atol=0)
-
-
-def test_the_introductions_configuration_trains() -> None:
-    given = {
-        "optimizer": {
-            "type": "Adam",
-            "params": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True},
-        },
-        "fp16": {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": 2**3,
-            "loss_scale_window": 1000,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
-        },
-        "default_chunk_size": 64 * 1024 * 1024,
-        "release_after_init": True,
-        "use_cpu_embedding": False,
-        "client": {"mem_tracer": {"use_async_mem_monitor": True}},
-    }
-    model, optimizer = initialize_engine(model_func=make, local_rank=0, config=given)
-    losses = train(model, optimizer, batches(1) * 4)
-    assert losses[-1] < losses[0]
-    assert len(model.residency.chunks.chunks) == 2  # what is frozen is apart
 
 
 def test_a_loaded_state_goes_on_as_if_nothing_had_been() -> None:
@@ -221,24 +196,6 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_been() -> None:
         second.load_state_dict(copy.deepcopy(saved[1]))
         assert train(other, second, data[3:]) == expected
         assert_equal(other.state_dict(), model.state_dict())
-
-
-def test_a_saved_model_is_one_of_torchs() -> None:
-    model, optimizer = initialize_engine(make, 0, config())
-    train(model, optimizer, batches(1))
-    plain = make()
-    plain.load_state_dict(model.state_dict())
-    half = {name for name, value in model.state_dict().items() if value.dtype == torch.float16}
-    assert half == {"offset", "more.1.bias"}  # a buffer, and what is frozen
-    assert_equal(dict(plain.named_parameters()), {name: p.detach() for name, p in model.named_parameters()})
-
-
-def test_no_section_means_no_scale() -> None:
-    whole = make()
-    expected = plainly(whole, batches(3))
-    model, optimizer = initialize_engine(make, 0, config())
-    assert model.loss_scaler is None
-    assert train(model, optimizer, batches(3)) == expected
 
 
 def overflow(model: PatrickStarEngine, optimizer: FP16Adam) -> None:
@@ -313,30 +270,25 @@ def test_a_model_can_be_given_beside_a_client() -> None:
     assert train(engine, engine.optimizer, batches(2)) == expected
 
 
-def test_a_chunk_has_the_size_that_was_given() -> None:
-    model, optimizer = initialize_engine(make, 0, config(default_chunk_size=1500))
-    train(model, optimizer, batches(1))
-    chunks = model.residency.chunks.chunks
-    assert all(memory.spec.numel <= 1500 for memory in chunks)
-    assert sum(memory.spec.numel for memory in chunks) < 1.1 * sum(each.numel() for each in make().parameters())
-
-
-def test_too_small_a_budget_is_told_before_anything_moves() -> None:
-    model, optimizer = initialize_engine(make, 0, config(client=small(2000)))
-    with pytest.raises(OutOfBudgetError, match=r"misses [\d,]+ bytes"):
+@pytest.mark.parametrize(
+    ("memory", "told"),
+    [
+        ({"gpu_memory_bytes": 2000, "overall_gpu_mem_ratio": 1.0}, r"misses [\d,]+ bytes"),
+        ({**small()["mem_tracer"], "overall_cpu_mem_ratio": 1e-9}, "host memory"),
+    ],
+)
+def test_too_small_a_budget_is_told_before_anything_moves(memory: dict[str, Any], told: str) -> None:
+    model, optimizer = initialize_engine(make, 0, config(client={"mem_tracer": memory}))
+    with pytest.raises(OutOfBudgetError, match=told):
         train(model, optimizer, batches(1))
     assert type(model.module.block[1].weight) is nn.Parameter
 
 
-@pytest.mark.parametrize("loss", [lambda model, x: None, lambda model, x: torch.ones(()), lambda model, x: model(x)])
-def test_what_is_no_loss_is_told(loss: Callable[[Any, Tensor], Any]) -> None:
-    model, _ = initialize_engine(make, 0, config())
-    with pytest.raises(ArgumentError, match="give the loss"):
-        model.backward(loss(model, batches(1)[0][0]))
-
-
-def test_a_step_takes_no_closure() -> None:
-    _, optimizer = initialize_engine(make, 0, config())
+def test_what_is_no_loss_and_a_closure_are_told() -> None:
+    model, optimizer = initialize_engine(make, 0, config())
+    for loss in (None, torch.ones(()), model(batches(1)[0][0])):
+        with pytest.raises(ArgumentError, match="give the loss"):
+            model.backward(loss)
     with pytest.raises(ArgumentError, match="closure"):
         optimizer.step(lambda: 1.0)
 
@@ -379,13 +331,6 @@ def test_chunks_stay_on_a_device_that_has_room() -> None:
     assert model.residency.fetched_bytes == 0
     profile = profiler.recorded().from_first_phase()
     assert {stay.tier for kind in profile.kinds() for stay in profile.stays(kind)} == {"GPU"}
-
-
-def test_too_little_host_memory_is_told() -> None:
-    tracer = {"gpu_memory_bytes": BUDGET, "overall_gpu_mem_ratio": 1.0, "overall_cpu_mem_ratio": 1e-9}
-    model, optimizer = initialize_engine(make, 0, config(client={"mem_tracer": tracer}))
-    with pytest.raises(OutOfBudgetError, match="host memory"):
-        train(model, optimizer, batches(1))
 
 
 class Untied(Net):

@@ -63,13 +63,6 @@ def test_what_cannot_be_merged_is_told(states: tuple[Any, Any], told: str, tmp_p
     assert not (tmp_path / "checkpoint-merged.pt").exists()
 
 
-def test_a_broken_file_is_told(tmp_path: Path) -> None:
-    pattern = save(tmp_path, {"a": torch.zeros(2)}, {})
-    (tmp_path / "checkpoint-1.pt").write_bytes(b"no checkpoint")
-    with pytest.raises(CheckpointError, match=r"checkpoint-1\.pt' cannot be read as weights"):
-        merge_checkpoints(pattern, 2)
-
-
 @pytest.mark.parametrize(("pattern", "num"), [("checkpoint.pt", 2), ("*-*.pt", 2), ("checkpoint-*.pt", 0)])
 def test_a_pattern_has_one_place_for_the_rank(pattern: str, num: int) -> None:
     with pytest.raises(ArgumentError, match="has one `\\*`"):
@@ -131,7 +124,7 @@ def test_of_many_missing_files_a_few_are_named(tmp_path: Path) -> None:
         merge_checkpoints(str(tmp_path / "checkpoint-*.pt"), 100)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02]q\x00.", b"\x80\x02", b"\x00" * 100])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02", b"no checkpoint"])
 def test_files_that_are_empty_or_cut_short_are_told(content: bytes, tmp_path: Path) -> None:
     pattern = save(tmp_path, {"a": torch.zeros(2)}, {})
     (tmp_path / "checkpoint-1.pt").write_bytes(content)

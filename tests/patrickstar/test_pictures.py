@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from atorch.cli import main
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.patrickstar.pictures import CHUNKS, DEVICE, HOST, TOTAL, draw
-from atorch.patrickstar.profile import Profile
+from atorch.patrickstar.profiler import Profile
 from atorch.report.phases import PHASES
 from tests.house.source import ROOT
 from tests.patrickstar.recorded import KINDS, recorded
@@ -33,12 +33,6 @@ def test_memory_shows_both_curves_the_budget_and_the_phases() -> None:
     shades = [to_hex(each.get_facecolor()[0]) for each in axes.collections]
     assert shades == list(PHASES.values())
     assert axes.get_ylabel() == "memory (GiB)"
-
-
-def test_memory_of_the_host_has_no_budget() -> None:
-    drawing = draw(recorded(), "memory", "CPU")
-    assert len(drawing.figure.axes[0].lines) == 2
-    assert "budget" not in dict(drawing.facts)
 
 
 def test_phases_are_told_with_what_was_in_use() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from atorch.errors import ArgumentError, CheckpointError
-from atorch.patrickstar.profile import Profile, Stay
-from atorch.patrickstar.profiler import Profiler, profiler
+from atorch.patrickstar.profiler import Profile, Profiler, Stay
 from tests.patrickstar.recorded import recorded
 
 
@@ -91,11 +90,6 @@ def test_an_empty_recording_is_told(caplog: pytest.LogCaptureFixture) -> None:
     watch.end()
     watch.recorded()
     assert "the profile is empty" in caplog.text
-
-
-def test_the_guides_import_gives_one_profiler() -> None:
-    assert isinstance(profiler, Profiler)
-    assert not profiler.is_running
 
 
 def test_a_chunk_is_on_the_device_while_it_has_a_copy_there() -> None:

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.runtime.fused import (
-    SdpaMultiheadAttention,
     fuse_cross_entropy,
     fuse_layer_norms,
     fuse_multihead_attention,
@@ -98,11 +97,8 @@ def pairs(model: nn.Module) -> torch.Tensor:
 
 
 MODELS: list[Any] = [
-    pytest.param(bert, tokens, id="bert"),
     pytest.param(bert, lambda m: tokens(m, attention_mask=RIGHT_PADDED)[RIGHT_PADDED.bool()], id="bert-padded"),
     pytest.param(gpt2, tokens, id="gpt2"),
-    pytest.param(gpt2, lambda m: tokens(m, attention_mask=RIGHT_PADDED)[RIGHT_PADDED.bool()], id="gpt2-padded"),
-    pytest.param(llama, tokens, id="llama"),
     pytest.param(llama, lambda m: tokens(m, attention_mask=LEFT_PADDED)[LEFT_PADDED.bool()], id="llama-left-padded"),
     pytest.param(clip, pairs, id="clip"),
 ]
@@ -139,13 +135,6 @@ class TestHuggingFace:
         assert fused.count("scaled_dot_product") == (4 if make is clip else 2)
         for found, wanted in zip(gradients(model, forward), before, strict=True):
             assert_close(found, wanted)
-
-    def test_dropout_goes_over(self) -> None:
-        model = bert().train()
-        use_sdpa(model)
-        torch.manual_seed(0)
-        one = tokens(model)
-        assert not torch.equal(one, tokens(model))
 
     def test_a_model_on_sdpa_already_is_reported_as_such(self) -> None:
         report = use_sdpa(llama(attn_implementation="sdpa"))
@@ -187,10 +176,6 @@ class TestHuggingFace:
         report = use_sdpa(nn.ModuleDict({"policy": inner}))
         assert [swap.names for swap in report.swapped] == [("policy.base_model.model",)]
         assert operations(lambda: tokens(inner)).count("scaled_dot_product") == 2
-
-    def test_a_plain_model_gives_an_empty_report(self) -> None:
-        report = use_sdpa(nn.Sequential(nn.Linear(2, 2)))
-        assert (report.swapped, report.kept) == ((), ())
 
 
 class Attending(nn.Module):
@@ -313,12 +298,6 @@ class TestMultiheadAttention:
         assert [kept.name for kept in report.kept] == ["layer.self_attn", "layer.multihead_attn"]
         assert "SDPA already" in report.kept[0].reason
 
-    def test_is_not_replaced_twice(self) -> None:
-        model = Attending()
-        fuse_multihead_attention(model)
-        assert type(model.attention) is SdpaMultiheadAttention
-        assert fuse_multihead_attention(model).swapped == ()
-
 
 class EagerNorm(nn.Module):
     """RMSNorm written out, in the four ways there are."""
@@ -357,9 +336,16 @@ class TestRMSNorm:
         modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
         assert recognise(getattr(modeling, name)(16)) == variant
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("variant", [(0.0, True), (0.0, False), (1.0, True), (1.0, False)])
+    @pytest.mark.parametrize(
+        ("variant", "weight_dtype", "dtype"),
+        [
+            ((0.0, True), torch.float32, torch.float32),
+            ((0.0, False), torch.float32, torch.bfloat16),
+            ((1.0, True), torch.bfloat16, torch.float32),
+            ((1.0, False), torch.bfloat16, torch.bfloat16),
+            ((0.0, True), torch.bfloat16, torch.bfloat16),
+        ],
+    )
     def test_computes_the_same(
         self, variant: tuple[float, bool], weight_dtype: torch.dtype, dtype: torch.dtype
     ) -> None:
@@ -372,17 +358,6 @@ class TestRMSNorm:
         tolerance = 1e-5 if dtype == weight_dtype == torch.float32 else 1e-2
         for found, wanted in zip(gradients(model, lambda m: m(x).float()), before, strict=True):
             assert (found.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
-
-    def test_gradients_are_those_of_the_formula(self) -> None:
-        x = torch.randn(3, 4, requires_grad=True)
-        weight = nn.Parameter(torch.randn(4))
-        fused = FusedRMSNorm(weight, 1e-5, Variant(0.0, True))(x).square().sum()
-        exact_x, exact_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-        exact = (exact_x / (exact_x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * exact_weight).square().sum()
-        found = torch.autograd.grad(fused, (x, weight))
-        wanted = torch.autograd.grad(exact, (exact_x, exact_weight))
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-5)
 
     def test_a_single_vector_has_gradients_too(self) -> None:
         norm = FusedRMSNorm(nn.Parameter(torch.rand(8)), 1e-6, Variant(0.0, False))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from atorch import logs
 from atorch.errors import ArgumentError
-from atorch.runtime.gradients.distributed_norm import Spread
+from atorch.runtime.gradients.clip import Spread
 from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
 from atorch.smp.optimizers.fused import Fused, TensorBucket
 from tests.pool import Pool

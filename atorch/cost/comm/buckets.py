@@ -15,7 +15,7 @@ from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
 FLAT_BYTES = 32 * 2**20
-"""Size of buckets of parameters to broadcast or gather (runtime/data_parallel/buckets.py, shard_buckets.py)."""
+"""Size of buckets of parameters to broadcast or gather (runtime/data_parallel/buckets.py)."""
 MOST_VECTORS = 1024
 """Limit of vectors in a copy of a segment: more elements would belong to weights without a product, not to vectors."""
 

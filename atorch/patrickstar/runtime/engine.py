@@ -3,11 +3,15 @@
 Until its first batch the model is an ordinary one on the host, which loads state dicts as usual. A trace of a pass on
 that batch determines the memory needs. Then the parameters move into chunks, in fp16 with fp32 masters, or an error
 reports the missing bytes of the budget. Inputs are cast; nothing runs under autocast.
+
+Embeddings stay on the host: looked up there in fp32, and stepped there as ordinary parameters, since a step reads a few
+rows of a table. A table that another module shares, such as a tied head, is moved to the device as usual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,16 +22,15 @@ from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, synchronise
 from atorch.distributed.fingerprints import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
+from atorch.model.method_override import override
 from atorch.model.pytree import leaves_of, map_tensors, tensors_in
 from atorch.model.wrapper import Wrapper
 from atorch.patrickstar.config import EngineConfig
 from atorch.patrickstar.core import PatrickStarClient
-from atorch.patrickstar.embeddings import foresee_lookups, host_embeddings, look_up_on_host, table_of
 from atorch.patrickstar.ops import FP16Adam, LossScaler, loss_scale_of
 from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of, plain, scaled_backward
 from atorch.patrickstar.parts import load_parts, own_part
-from atorch.patrickstar.profile import MemoryTier
-from atorch.patrickstar.profiler import profiler
+from atorch.patrickstar.profiler import MemoryTier, profiler
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations
@@ -36,6 +39,45 @@ from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
 from atorch.runtime.chunk.schedule.schedule_cache import Courses
 from atorch.runtime.gradients.clip import ClipsItself
 from atorch.units import format_bytes
+
+
+def host_embeddings(model: nn.Module) -> set[str]:
+    """The names of the embeddings that can stay on the host: plain dense ones with an unshared table."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Embedding and not module.sparse and uses[id(module.weight)] == 1
+    }
+
+
+def table_of(name: str) -> str:
+    return f"{name}.weight" if name else "weight"
+
+
+def look_up_on_host(module: nn.Module, dtype: torch.dtype) -> None:
+    """Make `module` look up on its table's device, and return rows in `dtype` on the indices' device."""
+    override(module, "forward", _on_host, dtype)
+
+
+def foresee_lookups(duplicate: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
+    """Make these embeddings of a copy return zero rows without their table, which the device never holds."""
+    for name in names:
+        module: Any = duplicate.get_submodule(name)
+        module.forward = partial(_rows, width=module.embedding_dim, dtype=dtype)
+
+
+def _on_host(forward: Callable[[nn.Module, Tensor], Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+    def run(self: Any, input: Tensor) -> Tensor:
+        rows = forward(self, input.to(self.weight.device))
+        return rows.to(input.device, dtype)
+
+    return run
+
+
+def _rows(input: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(*input.shape, width, dtype=dtype, device=input.device, requires_grad=torch.is_grad_enabled())
+
 
 DTYPE = torch.float16
 MOMENT_BYTES = 8.0  # Adam's two fp32 moments of a parameter
@@ -298,7 +340,6 @@ class MemoryRecorder:
 
 
 def _place(memory: ChunkMemory, tier: MemoryTier) -> None:
-    """Record the tier of a chunk between steps."""
     index, compute, trainable = memory.spec.index, memory.compute, memory.spec.trainable
     profiler.holds("PARAM_FP16", index, tier, compute.nbytes * (2 if trainable else 1))
     if trainable:

@@ -23,11 +23,10 @@ from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
 from atorch.model.method_override import override
 from atorch.runtime.chunk.compiled import CompiledModules, outermost
-from atorch.runtime.chunk.gradients import GradientSink, SharedGradients
+from atorch.runtime.chunk.gradients import GradientSink, Rounds, SharedGradients
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.rounds import Rounds
 from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
 from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, PassSchedule, Uses, moments
 from atorch.runtime.chunk.schedule.transfer_schedule import (
@@ -307,7 +306,6 @@ def _pinned_state_bytes(chunk: ChunkSpec, state_bytes: float, shards: int) -> in
 def _by_first_use(
     parameters: Mapping[str, nn.Parameter], accesses: Sequence[Access], dtype: torch.dtype | None
 ) -> list[Item]:
-    """Parameters in order of their first use, unused ones last."""
     used = dict.fromkeys(name for access in accesses for name in sorted(access.parameters))
     names = [*used, *(name for name in parameters if name not in used)]
     return [

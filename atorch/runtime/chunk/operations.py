@@ -21,18 +21,16 @@ from torch.utils.weak import TensorWeakRef
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.compiled import CompiledModules
-from atorch.runtime.chunk.gradients import GradientSink
+from atorch.runtime.chunk.gradients import GradientSink, Rounds
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.rounds import Rounds
 from atorch.runtime.chunk.saved_tensors import Handle, saved_as_handles
 from atorch.runtime.chunk.schedule.layout import ChunkSlot
 from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, HeldViews, Nodes, PassSchedule
 from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, CollectiveEvent
-from atorch.runtime.gradients.backward_targets import has_users_hooks
+from atorch.runtime.gradients.backward_targets import has_users_hooks, weakly
 from atorch.runtime.gradients.norm_guard import NormGuard, guarded
-from atorch.runtime.gradients.weak_method import weakly
 
 _TENSOR: Any = Tensor
 _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
@@ -209,7 +207,6 @@ class Operations:
             self.residency.need(operation, chunks.union(self._nodes.given(), self._views.held()))
 
     def _special(self, func: Any) -> Callable[..., Any] | None:
-        """The replacement for a function, if any."""
         if func == _GRADIENT:
             return self._gradient
         if func == _SET_GRADIENT:

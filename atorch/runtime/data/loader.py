@@ -77,7 +77,6 @@ class Permutation:
         self._keys = np.random.SeedSequence(seed).generate_state(self.ROUNDS, np.uint64)
 
     def __call__(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The numbers at each of `places`."""
         numbers = self._through(places.astype(np.uint64))
         while len(outside := np.flatnonzero(numbers >= self._num)):
             numbers[outside] = self._through(numbers[outside])

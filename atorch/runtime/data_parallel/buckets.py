@@ -1,23 +1,49 @@
-"""Broadcasts and averages many tensors in few calls: small ones are flattened into buckets, large ones sent alone."""
+"""Broadcasts, averages and gathers many tensors in few calls: small ones in buckets, large ones alone.
+
+For sharded optimizers a bucket is cut into one equal slice per rank, regardless of parameter boundaries. All ranks of
+an elementwise optimizer thus have equal shares, however large single parameters are. Slices begin at multiples of
+`ALIGNMENT` elements of every parameter. SIMD vectors thus stay whole, so fused kernels give the same bits as on full
+parameters, and smaller parameters lie on one rank.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from atorch.distributed.collectives import all_gather_single
 
 BUCKET_BYTES = 32 * 2**20
 IN_FLIGHT = 2  # buckets in memory at once: one is sent while the next is filled
+ALIGNMENT = 32  # elements
 
 
-class _Sending(NamedTuple):
-    work: Any
-    bucket: list[Tensor]
-    flat: Tensor | None  # received values that must be copied into the tensors
+Finish = Callable[[], object]
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedBucket:
+    """Parameters of one dtype and device, with the start of each and the length of each rank's slice in elements."""
+
+    params: tuple[Tensor, ...]
+    starts: tuple[int, ...]
+    share: int
+
+    def held(self, rank: int) -> Iterator[tuple[Tensor, slice]]:
+        """The parameters that the slice of a rank overlaps, with the slice of their flattened elements."""
+        first, last = rank * self.share, (rank + 1) * self.share
+        for param, start in zip(self.params, self.starts, strict=True):
+            where = slice(max(first - start, 0), min(last - start, param.numel()))
+            if where.start < where.stop:
+                yield param, where
 
 
 @torch.no_grad()
@@ -27,14 +53,7 @@ def broadcast(shares: Iterable[tuple[int, Sequence[Tensor]]], group: dist.Proces
     Args:
         shares: `(rank in the group, tensors)`; the same shapes and order on all ranks.
     """
-    under_way: deque[_Sending] = deque()
-    for source, tensors in shares:
-        for bucket in _buckets(tensors):
-            if len(under_way) == IN_FLIGHT:
-                _finish(under_way.popleft())
-            under_way.append(_send(bucket, source, group))
-    for sending in under_way:
-        _finish(sending)
+    _pipelined(partial(_send, bucket, source, group) for source, tensors in shares for bucket in _buckets(tensors))
 
 
 @torch.no_grad()
@@ -45,14 +64,37 @@ def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             dist.all_reduce(flat, group=group)
             flat /= group.size()
-            for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                tensor.detach().copy_(piece.view(tensor.shape))
+            _unpack(bucket, flat)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of tensors of one dtype and device that fit in a bucket; skips empty tensors."""
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+@torch.no_grad()
+def gather(buckets: Iterable[SlicedBucket], group: dist.ProcessGroup) -> None:
+    """All-gather the slices of the parameters over `group`."""
+    _pipelined(partial(_gather, bucket, group) for bucket in buckets)
+
+
+def can_cut(param: Tensor) -> bool:
+    """True if `param` is a contiguous plain tensor with elements."""
+    is_plain = param.layout == torch.strided and not is_traceable_wrapper_subclass(param)
+    return is_plain and param.is_contiguous() and param.numel() > 0
+
+
+def sliced_buckets(params: Iterable[Tensor], num_ranks: int) -> list[SlicedBucket]:
+    """Buckets of `params` (that `can_cut`) in their order; trained and frozen ones never share a bucket."""
+    made = []
+    for bucket in _buckets(params, lambda param: param.requires_grad):
+        starts, end = [], 0
+        for param in bucket:
+            starts.append(end)
+            end += _aligned(param.numel())
+        made.append(SlicedBucket(tuple(bucket), tuple(starts), _aligned(-(-end // num_ranks))))
+    return made
+
+
+def _buckets(tensors: Iterable[Tensor], kind_of: Callable[[Tensor], Hashable] | None = None) -> Iterator[list[Tensor]]:
+    """Lists of tensors of one kind, dtype and device that fit in a bucket; skips empty tensors."""
+    filling: dict[Hashable, list[Tensor]] = {}
+    filled: dict[Hashable, int] = {}
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if not num_bytes:
@@ -60,7 +102,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         if num_bytes >= BUCKET_BYTES:
             yield [tensor]
             continue
-        kind = (tensor.dtype, tensor.device)
+        kind = (kind_of and kind_of(tensor), tensor.dtype, tensor.device)
         if filled.get(kind, 0) + num_bytes > BUCKET_BYTES:
             yield filling.pop(kind)
             filled[kind] = 0
@@ -69,21 +111,64 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield from filling.values()
 
 
-def _send(bucket: list[Tensor], source: int, group: dist.ProcessGroup) -> _Sending:
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def _pipelined(begins: Iterable[Callable[[], tuple[Any, Finish]]]) -> None:
+    """Issue collectives, `IN_FLIGHT` at once; each returns its work and a function to call once that is done."""
+    under_way: deque[tuple[Any, Finish]] = deque()
+    for begin in begins:
+        if len(under_way) == IN_FLIGHT:
+            _complete(*under_way.popleft())
+        under_way.append(begin())
+    while under_way:
+        _complete(*under_way.popleft())
+
+
+def _complete(work: Any, finish: Finish) -> None:
+    work.wait()
+    finish()
+
+
+def _send(bucket: list[Tensor], source: int, group: dist.ProcessGroup) -> tuple[Any, Finish]:
     if len(bucket) == 1 and bucket[0].is_contiguous():
-        return _Sending(dist.broadcast(bucket[0].detach(), group=group, group_src=source, async_op=True), bucket, None)
+        return dist.broadcast(bucket[0].detach(), group=group, group_src=source, async_op=True), bool
     is_source = group.rank() == source
     if is_source:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
     else:
         flat = bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
     work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
-    return _Sending(work, bucket, None if is_source else flat)
+    return work, partial(_unpack, [] if is_source else bucket, flat)
 
 
-def _finish(sending: _Sending) -> None:
-    sending.work.wait()
-    if sending.flat is not None:
-        pieces = sending.flat.split([tensor.numel() for tensor in sending.bucket])
-        for tensor, piece in zip(sending.bucket, pieces, strict=True):
-            tensor.detach().copy_(piece.view(tensor.shape))
+def _unpack(bucket: Sequence[Tensor], flat: Tensor) -> None:
+    start = 0
+    for tensor in bucket:
+        tensor.detach().copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
+
+
+def _gather(bucket: SlicedBucket, group: dist.ProcessGroup) -> tuple[Any, Finish]:
+    first, numel = group.rank() * bucket.share, bucket.share * group.size()
+    finish: Finish = bool
+    if len(bucket.params) == 1 and bucket.params[0].numel() == numel:  # in place
+        full = bucket.params[0].data.view(-1)
+    else:
+        full = bucket.params[0].new_empty(numel)
+        starts = dict(zip(bucket.params, bucket.starts, strict=True))
+        for param, where in bucket.held(group.rank()):
+            start = starts[param]
+            full[start + where.start : start + where.stop] = param.data.view(-1)[where]
+        finish = partial(_unpack_gathered, bucket, full, group.rank())
+    shard = full[first : first + bucket.share]
+    return all_gather_single(full, shard, group=group, async_op=True), finish
+
+
+def _unpack_gathered(bucket: SlicedBucket, buffer: Tensor, rank: int) -> None:
+    stepped = {param for param, _ in bucket.held(rank)}
+    for param, start in zip(bucket.params, bucket.starts, strict=True):
+        # The step bumped the versions of this rank's; writing by `detach` bumps the others', for optimizers of copies.
+        target = param.data if param in stepped else param.detach()
+        target.view(-1).copy_(buffer[start : start + param.numel()])

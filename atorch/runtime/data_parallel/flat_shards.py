@@ -2,17 +2,75 @@
 
 Writes to either change both, and bump the version of both. The slice gets its gradient for a step: a slice of the
 parameter's, or the entries of a sparse one that fall into it.
+
+A rank saves its share of the optimizer's states: flat slices of the states of some parameters, and their elements under
+`slices`. A merged state has its parameter's shape; scalars such as step counts are equal for all slices.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
+
+SLICES = "slices"
+
+SavedEntry = Mapping[str, Any]
+
+
+def merged(shares: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dict[str, Any]:
+    """The full state of `params` from the local states of all ranks."""
+    parts: dict[Any, list[tuple[int, SavedEntry]]] = {}
+    for share in shares:
+        for index, entry in share["state"].items():
+            start = share[SLICES].get(index, (0, 0))[0]
+            parts.setdefault(index, []).append((start, entry))
+    cut = {index for share in shares for index in share[SLICES]}
+    state = {index: _joined(parts[index], params[index]) if index in cut else parts[index][0][1] for index in parts}
+    groups = [_merged_group(parts_of) for parts_of in zip(*(share["param_groups"] for share in shares), strict=True)]
+    whole = {key: value for key, value in shares[0].items() if key != SLICES}
+    return {**whole, "state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def sliced(entry: Any, param: Tensor, where: slice) -> Any:
+    """The part of a parameter's saved state for the flattened elements `where`."""
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape != param.shape:
+            return value
+        return _dense(value).reshape(-1)[where].clone()  # a view would keep the full tensor in memory
+
+    return {key: part(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
+
+
+def _joined(parts: Sequence[tuple[int, SavedEntry]], param: Tensor) -> dict[str, Any]:
+    """The state of a full parameter from those of its slices, given with their starts."""
+    entries = [entry for _, entry in sorted(parts, key=lambda part: part[0])]
+
+    def whole(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        return torch.cat([_dense(entry[key]) for entry in entries]).view(param.shape)
+
+    return {key: whole(key, value) for key, value in entries[0].items()}
+
+
+def _dense(value: Tensor) -> Tensor:
+    return value.to_dense() if value.is_sparse else value
+
+
+def _merged_group(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    group = {**parts[0], "params": sorted({index for part in parts for index in part["params"]})}
+    if "param_names" in group:
+        name_of = {i: name for part in parts for i, name in zip(part["params"], part["param_names"], strict=True)}
+        group["param_names"] = [name_of[index] for index in group["params"]]
+    return group
 
 
 def slice_of(param: Tensor, where: slice) -> nn.Parameter:
@@ -42,7 +100,6 @@ def follow(piece: Tensor) -> None:
 
 @torch.no_grad()
 def lend_gradient(piece: Tensor) -> None:
-    """Set the gradient of a slice to its part of the parameter's gradient, or None."""
     param, where = origin(piece)
     gradient = _flat_gradient(param)
     assert where is not None
@@ -70,7 +127,6 @@ def _flat(param: Tensor) -> Tensor:
 
 
 def _flat_gradient(param: Tensor) -> Tensor | None:
-    """A parameter's gradient: flattened, or as it is if sparse (coalesced)."""
     if dense_gradient(param) is None:
         return None
     assert param.grad is not None

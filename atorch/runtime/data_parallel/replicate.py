@@ -33,8 +33,7 @@ from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data_parallel.buckets import average, broadcast
-from atorch.runtime.gradients.backward_targets import Postponed, expects_none, is_captured, postpone, postponed
-from atorch.runtime.gradients.weak_method import weakly
+from atorch.runtime.gradients.backward_targets import Postponed, expects_none, is_captured, postpone, postponed, weakly
 from atorch.runtime.optimizer.parameter_groups import TakesParameters
 from atorch.runtime.optimizer.wrapped_optimizer import before_steps
 

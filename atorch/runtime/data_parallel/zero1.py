@@ -1,6 +1,6 @@
 """ZeRO-1: every rank steps its own share of the parameters and sends the result to the others.
 
-For an elementwise optimizer parameters are cut into equal shares (`shard_buckets.py`), and a rank steps flat slices of
+For an elementwise optimizer parameters are cut into equal shares (`buckets.py`), and a rank steps flat slices of
 them. Other optimizers may read whole matrices, so their parameters stay whole, as do those that are not contiguous.
 Whole ones are assigned, the largest first, each to the rank with the fewest bytes. A rank creates its optimizer over
 its share only: only there do momentum, variance and fp32 copies exist.
@@ -27,11 +27,18 @@ from atorch.distributed.fingerprints import Facts, described_optimizer, describe
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.data_parallel.buckets import broadcast
-from atorch.runtime.data_parallel.flat_shards import follow, gradient_values, lend_gradient, origin, slice_of
-from atorch.runtime.data_parallel.shard_buckets import can_cut, gather, sliced_buckets
-from atorch.runtime.data_parallel.zero1_state import SLICES, merged, sliced
-from atorch.runtime.optimizer.shardability_probe import makes_elementwise, tensor_of
+from atorch.runtime.data_parallel.buckets import broadcast, can_cut, gather, sliced_buckets
+from atorch.runtime.data_parallel.flat_shards import (
+    SLICES,
+    follow,
+    gradient_values,
+    lend_gradient,
+    merged,
+    origin,
+    slice_of,
+    sliced,
+)
+from atorch.runtime.optimizer.split_support import makes_elementwise, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 
@@ -332,7 +339,6 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:
-    """An entry whose parameter is replaced by the tensor that this rank steps."""
     return (entry[0], stepped[entry[1]]) if isinstance(entry, tuple) else stepped[entry]
 
 

@@ -43,7 +43,6 @@ def _embeddings(root: nn.Module, inside: set[nn.Module]) -> list[FsdpUnit]:
 
 
 def _head(root: nn.Module, inside: set[nn.Module]) -> list[FsdpUnit]:
-    """The largest linear layer outside the blocks."""
     outside = [module for module in root.modules() if isinstance(module, nn.Linear) and module not in inside]
     largest = max(outside, key=lambda linear: linear.weight.numel(), default=None)
     return [] if largest is None else [FsdpUnit((largest,), keep=True)]

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 
 def groups_of(module: Any) -> list[Any]:
-    """The parameter groups that FSDP2 gathers for `module`, an FSDPModule."""
     return _groups(module._get_fsdp_state())
 
 

@@ -39,7 +39,6 @@ def tell_of_part(model: nn.Module, part: str) -> None:
 
 
 def own_state(model: nn.Module) -> dict[str, Any]:
-    """`model.state_dict()` without the warning."""
     telling = [hook for hook in model._state_dict_pre_hooks.values() if isinstance(hook, _Telling) and not hook.is_done]
     for hook in telling:
         hook.is_done = True

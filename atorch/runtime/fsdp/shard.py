@@ -28,9 +28,8 @@ from atorch.model.meta_device import give_memory, has_meta, unfilled
 from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.module_state import end_forward, is_gathered, versions
-from atorch.runtime.gradients.backward_targets import has_users_hooks
+from atorch.runtime.gradients.backward_targets import has_users_hooks, weakly
 from atorch.runtime.gradients.no_double_backward import refuse_transforms
-from atorch.runtime.gradients.weak_method import weakly
 from atorch.runtime.memory.offload import within
 from atorch.runtime.optimizer.wrapped_optimizer import local
 
@@ -93,8 +92,7 @@ def shard(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     from atorch.runtime.fsdp.collectives import keep_order
-    from atorch.runtime.fsdp.methods import keep_methods
-    from atorch.runtime.fsdp.plain_factories import make_plain_tensors, refuse_replaced
+    from atorch.runtime.fsdp.methods import keep_methods, make_plain_tensors, refuse_replaced
     from atorch.runtime.fsdp.sharded_access import stand_for_sharded
 
     device = _device(mesh)
@@ -186,7 +184,6 @@ def _make_contiguous(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def _refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], before: bool = True) -> None:
-    """Raise for hooks on gradients: FSDP2 reduces and stores gradients of shards without calling them."""
     for name, parameter in parameters:
         # Post-accumulate hooks are called with shards, but those registered before sharding are lost.
         if has_users_hooks(parameter, accumulated=before):

@@ -1,4 +1,4 @@
-"""Access to parameters of a sharded model outside forward and backward: each acts as the optimizer's parameter.
+"""Access to parameters of a sharded model. Outside of its passes each acts as the optimizer's parameter.
 
 FSDP2 leaves the parameters that it keeps gathered for backward in the modules: copies, maybe in 16 bits. Until backward
 begins such a copy delegates to its sharded parameter: it has that one's gradient, and reads and writes go there. Only
@@ -7,13 +7,14 @@ forward.
 
 Reading a number that was computed from sharded parameters or gradients, such as a norm, is collective: all ranks must
 do it, and get the global value. Added to a loss it becomes a plain number. Other operations that would mix shards and
-plain tensors raise.
+plain tensors raise. In forward, factories make plain tensors of a parameter that is still sharded, and reads raise.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,17 +39,28 @@ _OF_SOME = frozenset(("max", "min", "amax", "amin", "aminmax", "argmax", "argmin
 }  # fmt: skip
 """Reductions that may fail without elements, as in the empty shards of ranks beyond the last row."""
 READS = CollectiveEvent("reads what is sharded", is_compared=True)
+FACTORIES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+_MAKING = frozenset([*(getattr(_TENSOR, name) for name in FACTORIES), *(getattr(torch, name) for name in _LIKE)])
 _FLATTENING = frozenset(getattr(_TENSOR, name) for name in ("flatten", "ravel", "reshape", "view", "view_as"))
 
 
-class Outside(DTensor):
-    """A sharded parameter outside forward and backward, its gradient, or a result computed from them."""
+@dataclass(eq=False)
+class ForwardPhase:
+    """The phase of a model, which its parameters share."""
+
+    is_running: bool = False
+
+
+class ModelShard(DTensor):
+    """A sharded parameter, its gradient, or a result computed from them."""
 
     __slots__ = ()
+    phase: ForwardPhase | None = None
+    """That of the model, for a parameter and for what forward computes from it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run `func` by `run`, which makes numbers plain where they meet plain tensors."""
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -61,7 +73,7 @@ class Outside(DTensor):
     def _as_ordinary(self, method: Any, *args: Any) -> Any:
         kind, attributes = type(self), self.__dict__
         self.__class__ = DTensor  # type: ignore[assignment]
-        self.__dict__ = {name: value for name, value in attributes.items() if name != "meet"}  # cannot be pickled
+        self.__dict__ = {name: value for name, value in attributes.items() if name not in ("meet", "phase")}
         try:
             return method(self, *args)
         finally:
@@ -76,7 +88,6 @@ class _Stands:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run `func` on the sharded parameter, unless it computes with plain tensors."""
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -103,16 +114,16 @@ def step_as_ordinary(optim: Any) -> Any:
     outside: list[Any] = []
 
     def before(*_: Any) -> None:
-        outside[:] = [param for group in optim.param_groups for param in group["params"] if type(param) is Outside]
+        outside[:] = [param for group in optim.param_groups for param in group["params"] if type(param) is ModelShard]
         for parameter in outside:
             parameter.__class__ = DTensor
-            if isinstance(parameter.grad, Outside):
+            if isinstance(parameter.grad, ModelShard):
                 parameter.grad.__class__ = DTensor  # type: ignore[assignment]
 
     def after(*_: Any) -> None:
         for parameter in outside:
             if type(parameter) is DTensor:
-                parameter.__class__ = Outside
+                parameter.__class__ = ModelShard
         outside.clear()
 
     if isinstance(optim, torch.optim.Optimizer):
@@ -200,15 +211,17 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            return as_outside(args[0], func(*map(_sharded, args)))
+            return as_shard(args[0], func(*map(_sharded, args)), _running_phase(args[0]))
         if name == "__set__" and args[1] is None:  # as optimizers clear gradients
             return func(_sharded(args[0]), None)
         leaves = tree_leaves((args, kwargs))
-        first = next((_sharded(leaf) for leaf in leaves if isinstance(leaf, (Outside, _Stands))), None)
+        first = next((_sharded(leaf) for leaf in leaves if isinstance(leaf, (ModelShard, _Stands))), None)
         if first is None:  # it is in a container that pytree does not open
             return func(*args, **kwargs)
         if name in vars(first):  # a factory: `make_plain_tensors`
             return vars(first)[name](*args[1:], **kwargs)
+        if _running_phase(first) is not None:
+            return _run_in_forward(func, first, args, kwargs)
         plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, (DTensor, _Stands))]
         changes = writes(name, kwargs)
         into = args[0] if changes else None
@@ -220,7 +233,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
                 f"torch.autograd.grad was asked for the gradient of {first.path}, which is sharded: its gradient comes "
                 "to the shards by loss.backward() alone; call that, and read parameter.grad"
             )
-        if isinstance(into, Outside):
+        if isinstance(into, ModelShard):
             _settle(into)
         args, kwargs = tree_map(_joined if joins else partial(_sharded, into=_sharded(into)), (args, kwargs))
         if name.removeprefix("linalg_") in _OF_SOME:
@@ -230,7 +243,35 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         except RuntimeError as error:
             _explain(error, func, first.path, tree_leaves((args, kwargs)))
             raise
-        return result if name.endswith("_like") else tree_map(partial(as_outside, first), result)
+        return result if name.endswith("_like") else tree_map(partial(as_shard, first), result)
+
+
+def _running_phase(value: Any) -> ForwardPhase | None:
+    phase = getattr(value, "phase", None)
+    return phase if phase is not None and phase.is_running else None
+
+
+def _run_in_forward(func: Any, first: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Make factories return plain tensors, and refuse reads of values; run all other functions as usual."""
+    if func in _MAKING and args[0] is first:
+        return func(torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape), *args[1:], **kwargs)
+    if getattr(func, "__name__", "") in READING and args[0] is first:
+        raise _read_while_sharded(first.path)
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if not all(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            raise _read_while_sharded(first.path) from error
+        raise
+    return tree_map(partial(as_shard, first, phase=first.phase), result)
+
+
+def _read_while_sharded(path: str) -> ArgumentError:
+    return ArgumentError(
+        f"{path} is sharded where it is read: a module is gathered for its own forward, and another one reads it. Call "
+        "the module that holds it, gather both in one by atorch_wrap_cls (their common parent), or keep the parameter "
+        f"whole: atorch_ignored_cls=({path!r},)"
+    )
 
 
 def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -257,7 +298,6 @@ def _read_whole(source: Any, value: Any) -> Any:
 
 
 def _meet(source: Any) -> None:
-    """Compare the ranks' steps before a collective that a script issues by reading."""
     if source.meet is not None:
         source.meet(READS)
 
@@ -282,7 +322,7 @@ def _joined(value: Any) -> Any:
     """The value for operations with plain tensors: a gathered parameter itself, the global value of a number."""
     if isinstance(value, _Whole) and not value.untyped_storage().size():  # it has been freed
         return value.sharded()
-    if not isinstance(value, Outside) or value.dim():
+    if not isinstance(value, ModelShard) or value.dim():
         return value
     whole = value.full_tensor()
     return _AtOnce.apply(whole.detach().requires_grad_(), [whole]) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
@@ -302,12 +342,13 @@ class _AtOnce(torch.autograd.Function):
         return None, None
 
 
-def as_outside(of: Any, value: Any) -> Any:
+def as_shard(of: Any, value: Any, phase: ForwardPhase | None = None) -> Any:
     """Mark a result computed from parameter `of`, so that mixing it with plain tensors raises, too."""
     if type(value) is DTensor:
         of = _sharded(of)
         value.path, value.meet = of.path, of.meet  # type: ignore[attr-defined]
-        value.__class__ = Outside
+        value.__class__ = ModelShard
+        value.phase = phase  # type: ignore[attr-defined]
     return value
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from atorch.runtime.fused.hf_attention import use_sdpa
+from atorch.runtime.fused.attention import SdpaMultiheadAttention, fuse_multihead_attention, use_sdpa
 from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
-from atorch.runtime.fused.multihead_attention import SdpaMultiheadAttention, fuse_multihead_attention
 from atorch.runtime.fused.rms_norm import FusedRMSNorm, fuse_rms_norms
 
 __all__ = [

@@ -11,6 +11,21 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The bound method `method`, which does nothing once its object is gone.
+
+    C++ holds post-accumulate hooks, which Python's garbage collector cannot see. So an object that refers to a tensor
+    on which its own method is such a hook would never be freed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*args)
+
+    return call
+
+
 def can_be_reached(leaf: torch.Tensor) -> bool:
     """True if a function may take a leaf as an input only to find out whether its gradient is asked for.
 
@@ -68,14 +83,12 @@ class Postponed:
 
 
 def is_own(hook: Any) -> bool:
-    """True if a hook belongs to this package."""
     inner = getattr(hook, "func", hook)  # of a partial
     module = getattr(inner, "__module__", None) or type(inner).__module__
     return hasattr(hook, "expects_none") or module.partition(".")[0] == "atorch"
 
 
 def has_users_hooks(parameter: torch.Tensor, accumulated: bool = True) -> bool:
-    """True if a parameter has user hooks on its gradient. accumulated: include post-accumulate hooks."""
     with torch._C.DisableTorchFunctionSubclass():
         hooks = [*(parameter._backward_hooks or {}).values()]
         if accumulated:

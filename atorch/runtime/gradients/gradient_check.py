@@ -39,7 +39,6 @@ class Elements:
     values: Tensor
 
     def __mul__(self, factor: float) -> Elements:
-        """Elements of a gradient that is `factor` times as large."""
         return replace(self, values=self.values * factor)
 
 
@@ -76,7 +75,6 @@ def sample_of(model: nn.Module, like: GradientSample | None = None) -> GradientS
 
 
 def _flat(grad: Tensor) -> Tensor:
-    """All elements in 1-D, complex ones as two real ones."""
     return (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from atorch.errors import ArgumentError
-from atorch.runtime.fsdp.sharded_access import READING, Outside, as_outside, run, writes
+from atorch.runtime.fsdp.sharded_access import READING, ModelShard, as_shard, run, writes
 from atorch.runtime.gradients.backward_targets import expects_none, is_own
 
 _ORDINARY = frozenset(("__set__", "as_subclass", "to_local"))
@@ -71,7 +71,7 @@ class _Guarded:
             if not gradients or is_known or in_backward:
                 return func(*args, **kwargs)
             _check(func, gradients)
-            is_sharded = any(isinstance(gradient, Outside) for gradient in gradients)
+            is_sharded = any(isinstance(gradient, ModelShard) for gradient in gradients)
             try:
                 result = run(func, args, kwargs) if is_sharded else func(*args, **kwargs)
             except (RuntimeError, IndexError):  # the caller may have expected the parameter's shape
@@ -93,13 +93,13 @@ class GuardedGradient(_Guarded, Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-class GuardedShard(_Guarded, Outside):
+class GuardedShard(_Guarded, ModelShard):
     """A guarded shard, as it is outside the model's passes."""
 
     __slots__ = ()
 
 
-_GUARDED: Mapping[type, type] = {Tensor: GuardedGradient, DTensor: GuardedShard, Outside: GuardedShard}
+_GUARDED: Mapping[type, type] = {Tensor: GuardedGradient, DTensor: GuardedShard, ModelShard: GuardedShard}
 
 
 def guarded(gradient: Any, guard: NormGuard) -> Any:
@@ -114,7 +114,7 @@ def unguard(tensors: Iterable[Any]) -> list[tuple[Any, NormGuard]]:
     """Make guarded tensors ordinary, in place; returns them with their guards, as `guarded` takes them."""
     unguarded = [(tensor, tensor.__dict__.pop("guard")) for tensor in tensors if hasattr(tensor, "guard")]
     for tensor, _ in unguarded:
-        tensor.__class__ = Outside if isinstance(tensor, DTensor) else Tensor
+        tensor.__class__ = ModelShard if isinstance(tensor, DTensor) else Tensor
     return unguarded
 
 
@@ -204,7 +204,7 @@ class _Guards:
 
     def _end(self) -> None:
         for parameter, guard in self._of.items():
-            guarded(as_outside(parameter, parameter.grad), guard)
+            guarded(as_shard(parameter, parameter.grad), guard)
 
     def watch_hooks(self, *_: Any) -> None:
         """Guard gradients in hooks that were registered since the last forward."""

@@ -304,7 +304,6 @@ class Look:
 
 
 def _short(output: Any) -> torch.dtype | None:
-    """The first 16-bit dtype of the output's tensors that need gradients, or None."""
     dtypes = (leaf.dtype for leaf in tensors_in(output) if leaf.requires_grad and leaf.dtype.itemsize == 2)
     return next(dtypes, None)
 

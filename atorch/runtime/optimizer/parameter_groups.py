@@ -18,7 +18,6 @@ def is_group(entry: object) -> bool:
 
 
 def in_group(group: Any) -> list[Any]:
-    """The parameters of a group, or of a single entry, without names."""
     entries = group["params"] if is_group(group) else [group]
     entries = [entries] if isinstance(entries, torch.Tensor) else entries
     return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]

@@ -39,7 +39,6 @@ class ShadowOptimizer(WrappedOptimizer):
         self.copied = self.stand_ins
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The inner optimizer's stand-in for `parameter`; None for the parameter itself."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -84,7 +83,6 @@ class ShadowOptimizer(WrappedOptimizer):
         return {stand_in: parameter for parameter, stand_in in self.stand_ins.items()}
 
     def _note_values(self) -> None:
-        """Note the parameters' current values, so that `_changed` finds later writes."""
         parameters = [local(parameter) for parameter in self.stand_ins]
         self._versions, self._norms = [parameter._version for parameter in parameters], _norms(parameters)
 
@@ -123,7 +121,6 @@ def unrounded(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: tor
 
 
 def _converted(groups: list[Any], stand_in_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """Parameters, named parameters or groups of either, with stand-ins for parameters."""
 
     def convert(entry: Any) -> Any:
         if isinstance(entry, dict):

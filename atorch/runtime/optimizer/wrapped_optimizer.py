@@ -167,7 +167,6 @@ def before_steps(optimizer: Optimizer | None, work: Callable[..., Any]) -> None:
 
 
 def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """This process's part of an optimizer's state. No communication."""
     return optimizer.local_state_dict() if isinstance(optimizer, WrappedOptimizer) else optimizer.state_dict()
 
 

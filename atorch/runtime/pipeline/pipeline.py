@@ -30,8 +30,7 @@ from atorch.model.user_functions import LossFunc
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data.batch_split import merge, num_rows, take
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.gradients.backward_targets import expects_none, is_captured
-from atorch.runtime.gradients.weak_method import weakly
+from atorch.runtime.gradients.backward_targets import expects_none, is_captured, weakly
 from atorch.runtime.loss.loss_value import value_of
 from atorch.runtime.loss.reduction import LossWeight, Rule
 from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look

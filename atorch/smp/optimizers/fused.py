@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError, shown
 from atorch.logs import say_once
-from atorch.runtime.gradients.clip import local_grad, spread_over
-from atorch.runtime.gradients.distributed_norm import Spread
+from atorch.runtime.gradients.clip import Spread, local_grad, spread_over
 
 Betas = tuple[float, float]
 _HALVES = (torch.float16, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class FusedLamb(Fused):
     use_nvlamb: bool
     _modes = ("set_grad_none", "adam_w_mode", "use_nvlamb")
     _norm: Tensor  # of all gradients, in the running step
+
+    @property
+    def step_depends_on(self) -> str:
+        """The extent of parameters that a step of one needs."""
+        return "parameter" if math.isinf(self.defaults["max_grad_norm"]) else "model"
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class FusedNovoGrad(Fused):
         ArgumentError: an argument is invalid.
     """
 
+    step_depends_on = "parameter"
     reg_inside_moment: bool
     _modes = ("set_grad_none", "reg_inside_moment")
 

@@ -21,8 +21,8 @@ from atorch.distributed.collectives import all_or_none
 from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.fsdp.sharded_access import step_as_ordinary
-from atorch.runtime.gradients.distributed_norm import Spread
-from atorch.runtime.optimizer.shardability_probe import ShardKind, difference, small
+from atorch.runtime.gradients.clip import Spread
+from atorch.runtime.optimizer.split_support import ShardKind, refusal
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import MasterWeights, with_master_weights
@@ -97,8 +97,7 @@ def check_split(optimizer: Optimizer, split: ShardKind, key: str, group: dist.Pr
     """
 
     def work() -> None:
-        reason = difference(partial(_copy_over, optimizer), small(optimizer.param_groups), split, group)
-        if reason is not None:
+        if (reason := refusal(optimizer, split)) is not None:
             raise StrategyError(
                 f"{key} spreads what the optimizer steps over processes, which {type(optimizer).__name__} does not "
                 f"bear: {reason}. {ADVICE.format(key=key)}"

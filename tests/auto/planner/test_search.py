@@ -173,6 +173,8 @@ def test_a_candidate_steps_beside_the_model():
 class ByAddress(torch.optim.SGD):
     """Writes where parameters lie, as kernels for many tensors do on accelerators; copies on write do not see that."""
 
+    step_depends_on = "element"
+
     def step(self, closure=None):
         for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
             values = local_part(parameter.detach())

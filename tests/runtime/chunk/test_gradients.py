@@ -79,13 +79,9 @@ def differences(rank: int, size: int, stumbles: bool) -> list[tuple[float, bool]
     return found
 
 
-def test_a_gradient_that_nobody_foresaw_is_reduced_with_the_rest(pool: Pool) -> None:
-    for found in pool.run(differences, False, ranks=2):
-        assert all(distance < 1e-6 and has for distance, has in found)
-
-
-def test_after_a_backward_pass_that_raised_the_next_one_is_right(pool: Pool) -> None:
-    for found in pool.run(differences, True, ranks=2):
+@pytest.mark.parametrize("stumbles", [False, True])
+def test_after_what_nobody_foresaw_all_gradients_are_reduced(pool: Pool, stumbles: bool) -> None:
+    for found in pool.run(differences, stumbles):
         assert all(distance < 1e-6 and has for distance, has in found)
 
 

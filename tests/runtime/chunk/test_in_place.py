@@ -31,7 +31,7 @@ def prepared(family: str, in_place: bool, group: dist.ProcessGroup | None = None
     return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), data, loss, operations
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "recurrent"])
+@pytest.mark.parametrize("family", ["gpt2", "recurrent"])
 def test_same_bits_as_beside(family: str) -> None:
     model, optim, data, loss, _ = prepared(family, False)
     expected = train(model, optim, data, loss)
@@ -67,11 +67,3 @@ def test_one_pass_a_step() -> None:
     loss(model, data(1)).backward()
     optim.step()
     assert loss(model, data(0)).isfinite()
-
-
-def test_two_backward_passes_of_one_forward() -> None:
-    model, _, data, loss, _ = prepared("llama", True)
-    value = loss(model, data(0))
-    value.backward(retain_graph=True)
-    with pytest.raises(ArgumentError, match="has a second gradient"):
-        value.backward()

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.errors import ArgumentError, CapabilityError, OutOfBudgetError
 from atorch.profiler.memory_tracker import LiveBytes
-from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory, stand_in
+from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
 from atorch.runtime.chunk.memory_ledger import MemoryLedger
 from atorch.runtime.chunk.schedule.layout import Item, pack
 from tests.runtime.chunk.stand_in import chunks_of
@@ -86,11 +86,6 @@ def test_masters_start_from_what_was_rounded():
         memory, slot = chunks.place(parameter)
         expected = torch.full((3,), 3.0) if name == "1.bias" else before.get_parameter(name)
         assert torch.equal(memory.part(memory.master, slot), expected)
-
-
-def test_own_halves_may_have_no_masters():
-    chunks = chunks_of(make_net().bfloat16(), wide=False)
-    assert all(memory.master is memory.compute for memory in chunks.chunks)
 
 
 def test_whole_numbers_stay():
@@ -203,13 +198,6 @@ def test_gradients_in_place_of_parameters():
     assert torch.equal(memory.part(memory.compute, bias), torch.full((3,), 2.0, dtype=torch.bfloat16))
 
 
-def test_gradients_lie_beside_parameters_without_masters():
-    chunks = chunks_of(make_net(), 1000, in_place=True)
-    (memory,) = chunks.chunks
-    memory.accumulate(memory.spec.slots[0], torch.ones(5, 3, 3, 3))
-    assert memory.gradient is not memory.compute
-
-
 def test_chunks_take_no_more_than_the_model_and_one_chunk():
     with LiveBytes() as live:
         net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)))
@@ -296,13 +284,6 @@ def test_others_are_not_managed():
     memory.accumulate(slot, torch.ones(3, 7))
     memory.has_gradient.clear()
     assert memory.gradient_of(slot) is None
-
-
-def test_stand_ins_hold_one_element():
-    away = stand_in((3, 4), torch.float32, CPU)
-    assert away.shape == (3, 4)
-    assert away.isnan().all()
-    assert away.untyped_storage().nbytes() == 4
 
 
 @pytest.mark.gpu

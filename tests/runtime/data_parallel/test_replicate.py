@@ -19,7 +19,7 @@ from atorch.errors import StrategyError
 from atorch.runtime.data_parallel import replicate as module
 from atorch.runtime.data_parallel.replicate import Replicated, average_before_steps, replicate
 from tests.pool import Pool
-from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train
+from tests.runtime.sharing import deviation, make, param_groups, sgd, train
 
 CPU = torch.device("cpu")
 
@@ -37,8 +37,7 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", ["awkward", "llama"])
+@pytest.mark.parametrize(("name", "accumulate"), [("awkward", 2), ("llama", 1)])
 def test_trains_as_one_process_does(pool: Pool, name: str, accumulate: int) -> None:
     assert max(pool.run(trained, name, accumulate)) <= 1e-4
 
@@ -52,6 +51,8 @@ def names(rank: int, size: int) -> dict[str, Any]:
         model.scale.fill_(9.0)
     model.load_state_dict(saved)
     model.eval()
+    with pytest.raises(AttributeError, match="'Awkward' object has no attribute 'nothing'"):
+        _ = model.nothing
     return {
         "state": list(saved) == list(plain.state_dict()),
         "parameters": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()],
@@ -80,33 +81,14 @@ def test_names_and_attributes_are_the_users(pool: Pool) -> None:
         }
 
 
-def missing(rank: int, size: int) -> str:
-    model = replicate(make("awkward"), world(), CPU)
-    with pytest.raises(AttributeError) as caught:
-        _ = model.nothing
-    return str(caught.value)
-
-
-def test_a_missing_attribute_is_missed_in_the_users_class(pool: Pool) -> None:
-    assert "'Awkward' object has no attribute 'nothing'" in pool.run(missing)[0]
-
-
-def untrainable(rank: int, size: int) -> bool:
-    model = make("awkward").requires_grad_(False)
+def unchanged(rank: int, size: int) -> bool:
+    model = make("awkward").requires_grad_(size == 1)
     return replicate(model, world(), CPU) is model
 
 
-def test_nothing_to_train_stays_as_it_is(pool: Pool) -> None:
-    assert all(pool.run(untrainable))
-
-
-def test_one_process_stays_as_it_is(pool: Pool) -> None:
-    assert pool.run(alone, ranks=1) == [True]
-
-
-def alone(rank: int, size: int) -> bool:
-    model = Awkward()
-    return replicate(model, world(), CPU) is model
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_process_and_nothing_to_train_stay_as_they_are(pool: Pool, ranks: int) -> None:
+    assert all(pool.run(unchanged, ranks=ranks))
 
 
 class Halves(nn.Module):
@@ -206,10 +188,14 @@ def gradients_of_passes(rank: int, size: int, name: str, find_unused: bool) -> f
     return max(off)
 
 
+def gradients_of_all_passes(rank: int, size: int, find_unused: bool) -> dict[str, float]:
+    return {name: gradients_of_passes(rank, size, name, find_unused) for name in PASSES}
+
+
 @pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("name", PASSES)
-def test_every_backward_pass_averages(pool: Pool, name: str, find_unused: bool) -> None:
-    assert max(pool.run(gradients_of_passes, name, find_unused)) <= 1e-6
+def test_every_backward_pass_averages(pool: Pool, find_unused: bool) -> None:
+    for off in pool.run(gradients_of_all_passes, find_unused):
+        assert max(off.values()) <= 1e-6, off
 
 
 def assigned(model: Any, x: torch.Tensor) -> None:
@@ -225,15 +211,25 @@ def edited(model: Any, x: torch.Tensor) -> None:
         parameter.grad = 2 * parameter.grad
 
 
-def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
-    """How far parameters are from those of the whole batch, and when gradients were averaged beside backward."""
+def beside_plain() -> tuple[nn.Module, nn.Module, torch.Tensor, Any, list[torch.optim.Optimizer]]:
+    """A model, its twin, a batch, the twin as a replica, and an optimizer of each."""
     torch.manual_seed(3)
     whole, model = TwoHeads(), TwoHeads()
     model.load_state_dict(whole.state_dict())
-    x = torch.randn(4, 3)
     replicas = replicate(model, world(), CPU)
-    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    optims: list[torch.optim.Optimizer] = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
     average_before_steps(optims[1], [replicas])
+    return whole, model, torch.randn(4, 3), replicas, optims
+
+
+def farthest(model: nn.Module, whole: nn.Module) -> float:
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+
+
+def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
+    """How far parameters are from those of the whole batch, and when gradients were averaged beside backward."""
+    whole, model, x, replicas, optims = beside_plain()
     ordinary(replicas, x)
     optims[1].zero_grad()  # a pass that is thrown away
     averaged = []
@@ -245,8 +241,7 @@ def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
                 optim.step()
                 optim.zero_grad()
             averaged.append(average.call_count)
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs), averaged
+    return farthest(model, whole), averaged
 
 
 def test_gradients_by_hand_are_averaged_before_a_step(pool: Pool) -> None:
@@ -273,39 +268,26 @@ def in_a_closure(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> A
     return optim.step(closure)
 
 
-STEPS = {each.__name__: each for each in (added, in_a_closure)}
-
-
-def steps_with_gradients_taken(rank: int, size: int, name: str) -> float:
+def steps_with_gradients_taken(rank: int, size: int) -> list[float]:
     """How far parameters are from those of the whole batch."""
-    torch.manual_seed(3)
-    whole, model = TwoHeads(), TwoHeads()
-    model.load_state_dict(whole.state_dict())
-    x = torch.randn(4, 3)
-    replicas = replicate(model, world(), CPU)
-    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
-    average_before_steps(optims[1], [replicas])
-    for _ in range(3):
-        for each, part, optim in ((whole, x, optims[0]), (replicas, x[rank::size], optims[1])):
-            STEPS[name](each, part, optim)
-            optim.zero_grad()
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    found = []
+    for step in (added, in_a_closure):
+        whole, model, x, replicas, optims = beside_plain()
+        for _ in range(3):
+            for each, part, optim in ((whole, x, optims[0]), (replicas, x[rank::size], optims[1])):
+                step(each, part, optim)
+                optim.zero_grad()
+        found.append(farthest(model, whole))
+    return found
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_gradients_that_were_taken_are_averaged(pool: Pool, name: str) -> None:
-    assert max(pool.run(steps_with_gradients_taken, name)) <= 1e-6
+def test_gradients_that_were_taken_are_averaged(pool: Pool) -> None:
+    assert max(max(off) for off in pool.run(steps_with_gradients_taken)) <= 1e-6
 
 
 def grown(rank: int, size: int) -> float:
     """How far parameters are from those of the whole batch, where a layer was put into the model later."""
-    torch.manual_seed(3)
-    whole, model = TwoHeads(), TwoHeads()
-    model.load_state_dict(whole.state_dict())
-    x = torch.randn(4, 3)
-    replicas: Any = replicate(model, world(), CPU)
-    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    whole, model, x, replicas, optims = beside_plain()
     torch.manual_seed(3 + rank)
     whole.body, model.body = (nn.Sequential(each.body, nn.Linear(4, 4)) for each in (whole, model))
     replicas.take_parameters(model.body.parameters())
@@ -318,8 +300,7 @@ def grown(rank: int, size: int) -> float:
         for optim in optims:
             optim.step()
             optim.zero_grad()
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    return farthest(model, whole)
 
 
 def test_parameters_that_come_later_are_averaged(pool: Pool) -> None:
@@ -392,13 +373,17 @@ def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
 LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, signs, a_sample)}
 
 
-def off_after_steps(rank: int, size: int, name: str, options: dict[str, bool]) -> float:
-    """How far parameters are from those of the whole batch, after a few steps."""
+def off_after_steps(rank: int, size: int) -> dict[str, float]:
+    """How far parameters are from those of the whole batch, after a few steps of each loop."""
+    return {name: off_after_steps_of(rank, size, name) for name in LOOPS}
+
+
+def off_after_steps_of(rank: int, size: int, name: str) -> float:
     torch.manual_seed(3)
     whole, model = (nn.Linear(3, 1), nn.Linear(3, 1)) if name == "a_sample" else (Blocks(), Blocks())
     model.load_state_dict(whole.state_dict())
     x = torch.randn(4, 4, 3)
-    replicas = replicate(model, world(), CPU, **options)
+    replicas = replicate(model, world(), CPU)
     optims = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (whole, model)]
     average_before_steps(optims[1], [replicas])
     for step, batch in enumerate(x):
@@ -406,13 +391,12 @@ def off_after_steps(rank: int, size: int, name: str, options: dict[str, bool]) -
             LOOPS[name](each, part, step)
             optim.step()
             optim.zero_grad()
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    return farthest(model, whole)
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_train_as_one_process_does(pool: Pool, name: str) -> None:
-    assert max(pool.run(off_after_steps, name, {})) <= 1e-5
+def test_loops_train_as_one_process_does(pool: Pool) -> None:
+    for off in pool.run(off_after_steps):
+        assert max(off.values()) <= 1e-5, off
 
 
 def left_out(rank: int, size: int) -> list[Any]:

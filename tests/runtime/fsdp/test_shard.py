@@ -52,37 +52,31 @@ def trained(rank: int, size: int, name: str, grouping: str, options: dict[str, A
     return deviation(model, name, accumulate)
 
 
-@pytest.mark.parametrize("name", ["awkward", "llama"])
-@pytest.mark.parametrize(
-    ("grouping", "options", "accumulate"),
-    [
-        ("blocks", {}, 1),
-        ("blocks", {}, 2),
-        ("blocks", {"reshard_after_forward": False}, 1),
-        ("blocks", {"forward_prefetch": True}, 1),
-        ("blocks", {"offload": True}, 1),
-        ("blocks", {"offload": 0.5}, 2),
-        ("root alone", {}, 1),
-        ("outmost", {}, 1),
+Case = tuple[str, str, dict[str, Any], int]
+CASES: dict[int, list[Case]] = {
+    1: [("awkward", "blocks", {}, 1)],
+    2: [
+        ("awkward", "blocks", {}, 2),
+        ("llama", "blocks", {"reshard_after_forward": False}, 1),
+        ("awkward", "blocks", {"forward_prefetch": True}, 1),
+        ("llama", "blocks", {"offload": True}, 1),
+        ("awkward", "blocks", {"offload": 0.5}, 2),
+        ("awkward", "root alone", {}, 1),
+        ("llama", "outmost", {}, 1),
+        ("bert", "blocks", {}, 1),  # whose head shares with an embedding, and with its parent
     ],
-)
-def test_trains_as_one_process_does(
-    pool: Pool, name: str, grouping: str, options: dict[str, Any], accumulate: int
-) -> None:
-    assert max(pool.run(trained, name, grouping, options, accumulate)) <= 1e-4
+    4: [("awkward", "blocks", {}, 1)],  # replicas of shards
+}
 
 
-@pytest.mark.parametrize("name", ["awkward", "llama"])
-def test_replicas_of_shards_train_as_one_process_does(pool: Pool, name: str) -> None:
-    assert max(pool.run(trained, name, "blocks", {}, 1, ranks=4)) <= 1e-4
+def trained_cases(rank: int, size: int) -> list[float]:
+    return [trained(rank, size, *case) for case in CASES[size]]
 
 
-def test_a_head_that_shares_with_an_embedding_and_with_its_parent_trains(pool: Pool) -> None:
-    assert max(pool.run(trained, "bert", "blocks", {}, 1)) <= 1e-4
-
-
-def test_one_process_shards_too(pool: Pool) -> None:
-    assert max(pool.run(trained, "awkward", "blocks", {}, 1, ranks=1)) <= 1e-4
+@pytest.mark.parametrize("ranks", CASES)
+def test_trains_as_one_process_does(pool: Pool, ranks: int) -> None:
+    for off in pool.run(trained_cases, ranks=ranks):
+        assert max(off) <= 1e-4, off
 
 
 def with_ignored(rank: int, size: int) -> tuple[float, bool]:
@@ -117,22 +111,23 @@ def test_each_rank_holds_its_share_of_parameters_and_states(pool: Pool) -> None:
     assert all(abs(parameters - total / 2) <= 0.02 * total for _, parameters, _ in shares)
 
 
-def waiting(rank: int, size: int, share: float) -> tuple[list[str], float]:
-    model = make("llama")
-    total = sum(p.numel() for p in model.parameters())
-    on_host = set(map(id, shard(model, flat(size), blocks(model), offload=share)))
-    found = {name: p.numel() for name, p in model.named_parameters() if id(p) in on_host}
-    return list(found), sum(found.values()) / total
+def waiting(rank: int, size: int) -> list[tuple[list[str], float]]:
+    found = []
+    for share in (0.0, 0.5, 1.0):
+        model = make("llama")
+        total = sum(p.numel() for p in model.parameters())
+        on_host = set(map(id, shard(model, flat(size), blocks(model), offload=share)))
+        sizes = {name: p.numel() for name, p in model.named_parameters() if id(p) in on_host}
+        found.append((list(sizes), sum(sizes.values()) / total))
+    return found
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_whole_groups_wait_on_the_host_blocks_first(pool: Pool, share: float) -> None:
-    ((names, waits),) = pool.run(waiting, share, ranks=1)
-    assert waits <= share
-    if share == 0.5:
-        assert waits > 0.2
-        assert any(name.endswith("layers.0.mlp.up_proj.weight") for name in names)
-    assert (waits == 1.0) == (share == 1.0)
+def test_whole_groups_wait_on_the_host_blocks_first(pool: Pool) -> None:
+    ((none, (names, half), (_, every)),) = pool.run(waiting, ranks=1)
+    assert none == ([], 0.0)
+    assert 0.2 < half <= 0.5
+    assert any(name.endswith("layers.0.mlp.up_proj.weight") for name in names)
+    assert every == 1.0
 
 
 def unequal(rank: int, size: int) -> bool:
@@ -249,12 +244,6 @@ def test_a_parameter_of_the_root_leaves_its_unit_to_the_root() -> None:
     assert ["blocks.1"] not in [group for group, _ in names_of(model, blocks(model))]
 
 
-def test_children_come_before_parents() -> None:
-    model = Awkward()
-    units = [FsdpUnit((model.blocks[1],)), FsdpUnit((model.blocks[1].up,))]
-    assert [group for group, _ in names_of(model, arrange(model, units))] == [["blocks.1.up"], ["blocks.1"]]
-
-
 def test_by_size_takes_the_smallest_modules_that_are_large_enough() -> None:
     from atorch.runtime.fsdp.groups import by_size
 
@@ -289,10 +278,9 @@ def normalized_in_bf16(rank: int, size: int, autocast: bool) -> tuple[torch.dtyp
     return norm.dtype, conv.dtype, has_gradients  # type: ignore[union-attr, return-value]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_batch_norms_stay_in_fp32(pool: Pool, autocast: bool) -> None:
-    expected = (torch.float32, torch.bfloat16, True)
-    assert pool.run(normalized_in_bf16, autocast, ranks=2) == [expected, expected]
+def test_batch_norms_stay_in_fp32(pool: Pool) -> None:
+    for autocast in (False, True):
+        assert pool.run(normalized_in_bf16, autocast) == [(torch.float32, torch.bfloat16, True)] * 2
 
 
 def hooked(rank: int, size: int) -> list[str]:
@@ -344,7 +332,7 @@ def looked_at(rank: int, size: int, reshard: bool | None) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("reshard", [None, False])
-def test_a_pass_without_backward_leaves_nothing_stale(pool: Pool, reshard: bool | None) -> None:
-    alone = looked_at(0, 1, reshard)
-    assert pool.run(looked_at, reshard) == [pytest.approx(alone, rel=1e-5)] * 2
+def test_a_pass_without_backward_leaves_nothing_stale(pool: Pool) -> None:
+    alone = looked_at(0, 1, None)
+    for reshard in (None, False):
+        assert pool.run(looked_at, reshard) == [pytest.approx(alone, rel=1e-5)] * 2

@@ -68,8 +68,9 @@ def clipped(rank: int, size: int, kind: str, norm_type: float) -> tuple[float, f
     return float(norm), float(expected), distance
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "mixed", "fairscale"])
+@pytest.mark.parametrize(
+    ("kind", "norm_type"), [("ddp", 1.0), ("fsdp", 2.0), ("fsdp", math.inf), ("mixed", 1.0), ("fairscale", 2.0)]
+)
 def test_the_norm_is_global_and_clips(pool: Pool, kind: str, norm_type: float) -> None:
     for norm, expected, distance in pool.run(clipped, kind, norm_type):
         assert expected > MAX_NORM
@@ -168,8 +169,9 @@ def test_what_does_not_hold_is_refused(given: Any, message: str) -> None:
         clip_grad_norm(*given)
 
 
-@pytest.mark.parametrize("max_norm", [1, np.float32(1.0), torch.tensor(1.0), math.inf])
-@pytest.mark.parametrize("norm_type", ["inf", 2])
+@pytest.mark.parametrize(
+    ("max_norm", "norm_type"), [(1, "inf"), (np.float32(1.0), 2), (torch.tensor(1.0), "inf"), (math.inf, 2)]
+)
 def test_numbers_of_any_kind_hold(max_norm: Any, norm_type: Any) -> None:
     assert float(clip_grad_norm(NET, max_norm, norm_type)) == 0.0
 

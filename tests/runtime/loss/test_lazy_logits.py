@@ -113,10 +113,16 @@ def test_what_else_is_asked_for_is_computed_of_all_logits(name: str) -> None:
     assert logits._is_whole
 
 
-@pytest.mark.parametrize("name", ["mean", "one each", "capped", "divergence"])
 @pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, None), (torch.float64, None)],
+    ("name", "dtype", "autocast"),
+    [
+        ("mean", torch.float32, torch.bfloat16),
+        ("one each", torch.float32, torch.float16),
+        ("capped", torch.bfloat16, None),
+        ("divergence", torch.float64, None),
+        ("mean", torch.bfloat16, None),
+        ("capped", torch.float32, torch.float16),
+    ],
     ids=str,
 )
 def test_a_loss_in_other_numbers(name: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:

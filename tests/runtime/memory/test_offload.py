@@ -60,8 +60,7 @@ def test_states_that_are_taken_away_are_gone():
     assert len(optims[1].state) == len(optims[1].inner.state) == 0
 
 
-@pytest.mark.parametrize("share", [0.2, 0.7, 1.0])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "share"), [("sgd", 0.2), ("momentum", 0.7), ("adam", 1.0), ("adamw", 0.7)])
 def test_training_is_the_plain_one_bit_for_bit(name, share):
     net, make = make_net(), MAKERS[name]
     twin = copy.deepcopy(net)
@@ -145,12 +144,6 @@ def test_groups_schedules_and_zero_grad_are_those_of_the_models_parameters():
     hosted.add_param_group({"params": twin[3].parameters(), "lr": 0.2})
     assert list(map(id, hosted.param_groups[2]["params"])) == list(map(id, twin[3].parameters()))
     assert twin[3].weight in hosted.stand_ins
-
-
-def test_named_parameters_keep_their_names():
-    net = make_net()
-    optim = HostOptimizer(MAKERS["adam"], net.named_parameters())
-    assert optim.param_groups[0]["param_names"] == [name for name, _ in net.named_parameters()]
 
 
 def test_states_are_exchanged_with_the_plain_optimizer_both_ways():

@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +13,7 @@ from atorch.errors import ArgumentError
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.memory.offload_activations import offload_activations
 from atorch.runtime.memory.recompute import checkpoint_wrapper
+from tests.runtime.chunk.test_training import FAMILIES, fresh
 
 WIDTH, ROWS = 8, 5
 
@@ -76,8 +76,7 @@ def equal(mine, theirs):
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize(("share", "autocast"), [(0.3, True), (0.5, False), (1.0, True)])
 def test_gradients_are_the_plain_ones_bit_for_bit(share, autocast):
     net = Net()
     assert equal(gradients(moved(net, share), autocast=autocast), gradients(net, autocast=autocast))
@@ -238,40 +237,13 @@ def test_copies_of_the_model_offload_too_and_names_and_classes_stay():
         del loss
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "vit"])
-def test_models_of_transformers_train_as_without(kind):
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, use_cache=False)
-        model, batch = transformers.GPT2LMHeadModel(config), {"input_ids": torch.arange(12).view(2, 6)}
-        batch["labels"] = batch["input_ids"]
-    elif kind == "t5":
-        config = transformers.T5Config(
-            vocab_size=64,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            use_cache=False,
-            decoder_start_token_id=0,
-        )
-        model, batch = transformers.T5ForConditionalGeneration(config), {"input_ids": torch.arange(12).view(2, 6)}
-        batch["labels"] = batch["input_ids"]
-    else:
-        config = transformers.ViTConfig(
-            hidden_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            intermediate_size=32,
-            image_size=16,
-            patch_size=8,
-        )
-        model = transformers.ViTForImageClassification(config)
-        batch = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+@pytest.mark.parametrize("family", ["gpt2", "t5", "vit"])
+def test_models_of_transformers_train_as_without(family):
+    make, data, loss = FAMILIES[family]
+    model = fresh(make)
     twin = moved(model)
     for each in (model, twin):
         torch.manual_seed(1)
-        each(**batch).loss.backward()
+        loss(each, data(0)).backward()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(p.grad, q.grad) for p, q in pairs if p.grad is not None)

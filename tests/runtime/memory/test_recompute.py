@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import itertools
 import pickle
 import threading
 import weakref
@@ -147,23 +146,10 @@ def test_step_is_that_of_the_plain_module(form):
     assert seen == [False, True]
 
 
-def test_dataclass_output():
-    plain, twin = pair(Block(outputs=Stats))
-    x = torch.randn(6, 8, requires_grad=True)
-    assert_equal(step(twin, x, run=lambda m, x: m(x).mean.sum()), step(plain, x, run=lambda m, x: m(x).mean.sum()))
-
-
 def test_reentrant_refuses_tensors_it_would_cut_off():
     twin = checkpoint_wrapper(Block(outputs=Stats), reentrant=True)
     with pytest.raises(ArgumentError, match="returned a Stats"):
         twin(torch.randn(6, 8))
-
-
-@every_form
-def test_inputs_that_need_no_gradient(form):
-    plain, twin = pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), **form)
-    x = torch.randn(3, 4)
-    assert_equal(step(twin, run=lambda m: m(x).sum()), step(plain, run=lambda m: m(x).sum()))
 
 
 @every_form
@@ -220,16 +206,6 @@ def test_autograd_grad_and_double_backward(form):
             torch.testing.assert_close(got, wanted)
 
 
-def test_backward_twice_through_one_graph():
-    plain, twin = pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    x = torch.randn(3, 4)
-    for module in (plain, twin):
-        loss = module(x).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    torch.testing.assert_close(twin[0].weight.grad, plain[0].weight.grad)
-
-
 @every_form
 def test_called_twice_in_one_forward(form):
     plain, twin = pair(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()), **form)
@@ -237,9 +213,9 @@ def test_called_twice_in_one_forward(form):
     assert_equal(step(twin, x, run=lambda m, x: m(m(x)).sum()), step(plain, x, run=lambda m, x: m(m(x)).sum()))
 
 
-@pytest.mark.parametrize("outer", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("inner", FORMS.values(), ids=FORMS)
-def test_nested(outer, inner):
+@pytest.mark.parametrize("place", range(len(FORMS)))
+def test_nested(place):
+    outer, inner = (list(FORMS.values())[(place + shift) % len(FORMS)] for shift in (0, 3))
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(3)))
     twin = copy.deepcopy(plain)
     for child in twin:
@@ -285,32 +261,13 @@ def test_an_input_changed_in_place_is_refused():
                 loss.backward()
 
 
-def test_scripted_function_under_the_reentrant_form():
-    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
-        gelu = torch.jit.script(_scripted_gelu)
-
-    class Scripted(nn.Linear):
-        def forward(self, x):
-            return gelu(super().forward(x))
-
-    plain, twin = pair(Scripted(4, 4), reentrant=True)
-    x = torch.randn(3, 4, requires_grad=True)
-    for _ in range(4):  # the executor optimises, and saves differently, after its first runs
-        assert_equal(step(twin, x), step(plain, x))
-
-
-def _scripted_gelu(x: Tensor) -> Tensor:
-    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
-
-
 # --- buffers
 
 
 @every_form
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics_are_updated_once(form, momentum):
+def test_running_statistics_are_updated_once(form):
     norms = nn.Sequential(
-        nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4, momentum=momentum), nn.InstanceNorm1d(4, track_running_stats=True)
+        nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4, momentum=None), nn.InstanceNorm1d(4, track_running_stats=True)
     )
     plain, twin = pair(norms, **form)
     x = torch.randn(3, 2, 5, requires_grad=True)
@@ -465,14 +422,6 @@ def test_module_is_freed_by_reference_count_alone(form, backward):
     assert [ref() for ref in alive] == [None] * 4
 
 
-def test_graph_outlives_the_callers_reference_to_the_module():
-    twin = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    weight, loss = twin[0].weight, twin(torch.randn(2, 4)).sum()
-    del twin
-    loss.backward()
-    assert weight.grad is not None
-
-
 def test_forward_without_its_module_says_so():
     forward = checkpoint_wrapper(nn.Linear(4, 4)).forward
     with pytest.raises(ReferenceError, match="Keep the module"):
@@ -483,9 +432,12 @@ def pickled(module: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(module))  # noqa: S301  our own bytes
 
 
-@every_form
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    ("form", "copied"),
+    [("plain", pickled), ("counter", copy.deepcopy), ("reentrant-offload", pickled), ("selective", copy.deepcopy)],
+)
 def test_a_copy_checkpoints_itself(form, copied):
+    form = FORMS[form]
     original = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), **form)
     root = copied(nn.ModuleList([original]))
     twin = root[0]
@@ -545,9 +497,16 @@ def test_counters_rise_in_forward_and_fall_in_the_recompute(reentrant):
     assert counters(twin) == [0] * 5
 
 
-@pytest.mark.parametrize("reentrant", list(itertools.product([False, True], repeat=2)))
-@pytest.mark.parametrize("inner_first", [False, True])
-@pytest.mark.parametrize("inner_counts", [False, True])
+@pytest.mark.parametrize(
+    ("reentrant", "inner_first", "inner_counts"),
+    [
+        ((False, False), True, True),
+        ((False, True), False, True),
+        ((True, False), False, False),
+        ((True, True), True, False),
+        ((False, False), False, True),
+    ],
+)
 def test_counters_of_nested_checkpoints_return_to_zero(reentrant, inner_first, inner_counts):
     twin = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Identity()), nn.Identity())
     wraps = [
@@ -700,16 +659,21 @@ def check_sharded(rank: int, size: int, form: dict[str, Any]) -> float:
     return float(distance / length)
 
 
-@every_form
-def test_sharded_after_wrapping(pool, form):
-    assert max(pool.run(check_sharded, form, ranks=2)) < 1e-5
+def check_all_sharded(rank: int, size: int) -> dict[str, float]:
+    return {name: check_sharded(rank, size, form) for name, form in FORMS.items()}
+
+
+def test_sharded_after_wrapping(pool):
+    for found in pool.run(check_all_sharded):
+        assert max(found.values()) < 1e-5, found
 
 
 # --- checkpoint_sequential
 
 
-@pytest.mark.parametrize("form", [{}, {"offload_to_cpu": True}, {"reentrant": True}])
-@pytest.mark.parametrize("segments", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("form", "segments"), [({}, 1), ({"offload_to_cpu": True}, 2), ({"reentrant": True}, 3), ({}, 5)]
+)
 def test_sequential_is_the_plain_one(form, segments):
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2))
     plain, twin = model, copy.deepcopy(model)
@@ -727,15 +691,6 @@ def test_sequential_takes_any_callables():
     torch.testing.assert_close(out, layer(x.sin()).cos() * 2)
     out.sum().backward()
     assert layer.weight.grad is not None
-
-
-def test_sequential_keeps_less():
-    model, x = nn.Sequential(*(Wide() for _ in range(4))), torch.randn(32, 16, requires_grad=True)
-    with saved_bytes() as last:
-        model[3](x)
-    with saved_bytes() as kept:
-        checkpoint_sequential(model, 4, x)
-    assert kept[0] == last[0] + 3 * x.nbytes
 
 
 @pytest.mark.parametrize("segments", [0, -1, 3])
@@ -767,20 +722,10 @@ def test_what_cannot_be_checkpointed_is_refused(call: Callable[[], Any], message
 
 
 def test_checkpointing_can_be_disabled_for_a_while() -> None:
-    calls = []
-
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            calls.append(1)
-            return self.layer(x)
-
-    module = checkpoint_wrapper(Counting())
+    module = checkpoint_wrapper(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    seen = calls_of(module[0])
     with disable_checkpointing():
         module(torch.ones(1, 2)).sum().backward()
-    assert len(calls) == 1
+    assert seen == [False]
     module(torch.ones(1, 2)).sum().backward()
-    assert len(calls) == 3
+    assert seen == [False, False, True]

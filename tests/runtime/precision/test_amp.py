@@ -3,15 +3,11 @@
 import copy
 import gc
 import inspect
-import io
 import math
 import weakref
-from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from atorch.errors import ArgumentError
@@ -66,18 +62,6 @@ def test_a_copy_autocasts_its_own_forward():
     assert not (model(x) == 2).any()
 
 
-def test_a_pickled_model_autocasts():
-    model = Net()
-    autocast_forward(model, "cpu", torch.bfloat16)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    x = torch.randn(3, 4)
-    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
-    assert again(x).dtype == torch.bfloat16
-
-
 def test_nothing_refers_back_to_the_model():
     model = Net()
     autocast_forward(model, "cpu", torch.bfloat16)
@@ -95,17 +79,6 @@ def test_a_forward_on_the_instance_runs_under_autocast():
     model.forward = lambda x: model.down(model.up(x))
     autocast_forward(model, "cpu", torch.bfloat16)
     assert model(torch.randn(3, 4)).dtype == torch.bfloat16
-
-
-def test_transformers_generate():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    model = transformers.GPT2LMHeadModel(config)
-    autocast_forward(model, "cpu", torch.bfloat16)
-    prompt = torch.tensor([[1, 2]])
-    tokens = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert tokens.shape == (1, 5)
-    assert model(tokens).logits.dtype == torch.bfloat16
 
 
 def test_losses_under_autocast_are_computed_in_fp32():
@@ -126,10 +99,6 @@ def test_the_scaled_loss_is_the_true_one_with_larger_gradients(shape):
     assert loss.item() == 3.0
     (loss / 2).backward()
     assert weight.grad.tolist() == [0.0, 4.0, 8.0]
-
-
-def test_a_loss_without_gradient_passes():
-    assert scale_loss(lambda batch, output: output, LossScale(8.0))(None, torch.tensor(2.0)).item() == 2.0
 
 
 def test_the_scale_grows_and_backs_off_as_torchs():
@@ -156,12 +125,14 @@ def test_hysteresis_counts_skipped_steps_as_deepspeed_does():
     assert seen == [64, 32, 16, 16, 16, 32, 32, 16, 8, 8, 8]
 
 
-def test_a_scale_at_its_smallest_is_told_once(caplog):
-    scale = LossScale(4.0, smallest=1.0)
+@pytest.mark.parametrize("smallest", [1.0, 0.0])
+def test_a_scale_at_its_smallest_or_below_one_is_told_once(smallest, caplog):
+    scale = LossScale(4.0, smallest=smallest)
     for _ in range(5):
         scale.update(skipped=True)
-    assert scale() == 1.0
+    assert scale() == max(smallest, 4.0 / 2**5)
     assert len(caplog.records) == 1
+    assert "NaN" in caplog.text
 
 
 def test_a_saved_scale_goes_on_where_it_was():
@@ -174,21 +145,6 @@ def test_a_saved_scale_goes_on_where_it_was():
     other.load_state_dict({"scale": 8.0, "good_steps": 0})  # as it was saved before there was hysteresis
     other.update(skipped=True)
     assert other() == 8.0
-
-
-def test_a_constant_scale_stays():
-    scale = LossScale(64.0, growth=1.0, backoff=1.0, interval=1)
-    for skipped in (True, False, False):
-        scale.update(skipped)
-        assert scale() == 64.0
-
-
-def test_a_scale_below_one_is_told(caplog):
-    scale = LossScale(2.0)
-    for _ in range(4):
-        scale.update(skipped=True)
-    assert len(caplog.records) == 1
-    assert "NaN" in caplog.text
 
 
 def train(wrap, steps=4):
@@ -281,12 +237,11 @@ def test_a_closure_is_refused():
         optim.step(lambda: 1.0)
 
 
-def one_rank_overflows(rank, size, agreed):
+def one_rank_overflows(rank, size):
     weight = nn.Parameter(torch.ones(2))
     optim = ScaledOptimizer(torch.optim.SGD([weight], lr=0.1), LossScale(8.0))
     weight.grad = torch.tensor([8.0, math.inf if rank == 1 else 8.0])
-    with nullcontext() if agreed else mock.patch.object(dist, "all_reduce"):
-        optim.step()
+    optim.step()
     skipped = [optim.step_was_skipped]
     weight.grad = torch.full((2,), optim.scale())
     optim.step()
@@ -294,15 +249,10 @@ def one_rank_overflows(rank, size, agreed):
 
 
 def test_all_ranks_skip_together(pool):
-    first, second = pool.run(one_rank_overflows, True)
+    first, second = pool.run(one_rank_overflows)
     assert first == second
     assert first[0] == [True, False]
     assert first[2] == 4.0
-
-
-def test_without_the_agreement_ranks_would_part(pool):
-    first, second = pool.run(one_rank_overflows, False)
-    assert first != second
 
 
 def sharded_overflow(rank, size):

@@ -1,7 +1,7 @@
 """Checks, before any method is applied, that the user's optimizer computes the same under it.
 
-A method that gives each process a part of the parameters names the kind of split. The check then steps the optimizer
-on small parameters like the model's (`runtime/optimizer/shardability_probe.py`), so it needs no list of optimizers.
+A method that gives each process a part of the parameters names the kind of split, and `runtime/optimizer/split_support`
+knows which optimizers support it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.cost.parallelism import REPLICA_AXES
-from atorch.distributed import world
-from atorch.distributed.collectives import all_or_none, is_fake_world, world_group
+from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.profiler.trace import optimizer_state_per_param
 from atorch.runtime.optimizer.fused_step import fused_by_default
-from atorch.runtime.optimizer.shardability_probe import ShardKind, difference, made_small, needs_closure, small
+from atorch.runtime.optimizer.split_support import ShardKind, made_small, needs_closure, refusal
 
 _WHAT: Mapping[ShardKind, str] = {
     "apart": "gives each process the optimizer of some of the parameters",
@@ -51,16 +50,12 @@ def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
         return
 
     def work() -> None:
-        small_groups = small(ctx.make_param_groups(ctx.parts))
-        if "sharded" in splits:
-            world.ensure_group(ctx.device.type)
-        for split in splits:
-            why = difference(make_optimizer, small_groups, split, world_group())
-            if why is not None:
-                kind = type(made_small(make_optimizer, small_groups)).__name__
+        optimizer = made_small(make_optimizer, ctx.make_param_groups(ctx.parts))
+        for split in splits if optimizer is not None else ():
+            if (why := refusal(optimizer, split)) is not None:
                 raise StrategyError(
-                    f"{name} {_WHAT[split]}, which {kind} does not bear: {why}. Use an optimizer that "
-                    "steps every element by its own gradient (AdamW, SGD, …), or ddp, which keeps everything whole"
+                    f"{name} {_WHAT[split]}, which {type(optimizer).__name__} does not bear: {why}. Use an optimizer "
+                    "that steps every element by its own gradient (AdamW, SGD, …), or ddp, which keeps everything whole"
                 )
 
     all_or_none(work)

@@ -65,7 +65,6 @@ class EarlySteps:
             memory.is_stepped = False
 
     def _complete(self, chunk: int, wait: Wait) -> None:
-        """Step a chunk, all of whose gradients backward has."""
         if not self._begins:
             return
         memory = self._chunks[chunk]

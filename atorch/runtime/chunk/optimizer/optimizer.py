@@ -37,12 +37,11 @@ from atorch.runtime.chunk.optimizer.optimizer_slices import (
     uncut,
     whole,
 )
-from atorch.runtime.chunk.optimizer.saved_states import SHARE, divided, joined, merged, restore_master
-from atorch.runtime.chunk.optimizer.states import FlatStates
+from atorch.runtime.chunk.optimizer.states import SHARE, FlatStates, divided, joined, merged, restore_master
 from atorch.runtime.memory.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer.fused_step import fuse
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer
-from atorch.runtime.optimizer.shardability_probe import needs_closure
+from atorch.runtime.optimizer.split_support import needs_closure
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
 
 
@@ -119,12 +118,10 @@ class ChunkOptimizer(ShadowOptimizer):
         return value
 
     def _step_early(self, chunk: ChunkMemory) -> None:
-        """Step one chunk, on the thread of `EarlySteps`."""
         self._step_on(self._live([chunk]), 1.0 / self._loss_scale(), [[] for _ in self._shown])
         chunk.updated()
 
     def _live(self, chunks: Iterable[ChunkMemory]) -> list[OptimizerSlice]:
-        """The pieces of these chunks that have gradients."""
         numbers = sorted(chunk.spec.index for chunk in chunks)
         pieces = (piece for number in numbers for piece in self._of_chunk.get(number, ()))
         return [piece for piece in pieces if piece.slot.name in piece.chunk.has_gradient]
@@ -302,7 +299,6 @@ class ChunkOptimizer(ShadowOptimizer):
                 self._states.settle(pieces, self.inner.state)
 
     def _called(self, closure: Any) -> Any:
-        """The loss that a closure returns; None without a closure."""
         self._check(closure)
         if closure is None:
             return None

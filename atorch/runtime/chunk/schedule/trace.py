@@ -94,7 +94,6 @@ class _Watch:
             self._see(parameter)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation, and note it if it takes parameters."""
         names = frozenset(self._named((*args, *kwargs.values())))
         if is_descriptive(func) or not names:
             return func(*args, **kwargs)

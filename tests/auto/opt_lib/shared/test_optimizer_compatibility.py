@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from atorch import auto_accelerate
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.errors import ArgumentError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
-from atorch.runtime.optimizer.shardability_probe import ShardKind, difference, needs_closure
+from atorch.runtime.optimizer.split_support import ShardKind, made_small, needs_closure, refusal
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from tests.auto.opt_lib.optimizer_job import KINDS, METHODS, answer, concerns
 from tests.contract.job import arguments, make_model
 from tests.pool import Pool
 
 PAGE = Path(__file__).parents[4] / "docs" / "optimizers.md"
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 QUICK = ("zero1", "fsdp")
 
 
@@ -34,24 +32,13 @@ def table() -> dict[tuple[str, str], str]:
     return {(row[0], method): cell for row in body for method, cell in zip(header[1:], row[1:], strict=True)}
 
 
-def on_this_torch(cell: str) -> str:
-    """`equal` or `refused`, where a newer torch may do what an older one did not."""
-    newer = re.search(r"equal on (\d+)\.(\d+)", cell)
-    mended = newer is not None and tuple(map(int, newer.groups())) <= TORCH
-    return "equal" if mended else cell.split(" ")[0]
-
-
-def answers(rank: int, size: int, kinds: Iterable[str], methods: Iterable[str]) -> dict[tuple[str, str], str]:
-    return {(kind, method): answer(rank, size, kind, method)[0] for kind in kinds for method in methods}
-
-
 def check(pool: Pool, kinds: Iterable[str], methods: Iterable[str]) -> None:
     pairs = [(kind, method) for kind in kinds for method in methods if concerns(kind, method)]
     documented, wrong = table(), []
     for kind, method in pairs:
         for got in pool.run(answer, kind, method):
             text = "equal" if got[0] == "equal" else "refused" if kind in got[0] or "sparse=True" in got[0] else got[0]
-            if text != on_this_torch(documented[kind, method]):
+            if text != documented[kind, method].split(" ")[0]:
                 wrong.append(f"{kind} under {method}: {got[0]} ({got[1]:.1e}), documented: {documented[kind, method]}")
     assert not wrong, "\n".join(wrong)
 
@@ -73,109 +60,71 @@ def test_every_optimizer_does_as_documented(pool: Pool, method: str) -> None:
 
 
 class Own(torch.optim.Optimizer):
-    """An optimizer of somebody's own; its scale is what differs."""
+    """Not one of torch's."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
 
-    def scale(self, param: torch.Tensor) -> Any:
-        return 1.0
-
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(group["lr"] * param.grad * self.scale(param))
+        raise AssertionError("nothing steps it")
 
 
-class OfElements(Own):
-    def scale(self, param: torch.Tensor) -> Any:
-        return 1 / (param.grad.abs() + 1)  # type: ignore[union-attr]
+class Constructed(torch.optim.AdamW):
+    """Has torch's step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.5)
 
 
-class OfTensors(Own):
-    """As LAMB: the ratio of two norms of a parameter."""
+class Changed(torch.optim.AdamW):
+    """Has another step."""
 
-    def scale(self, param: torch.Tensor) -> Any:
-        return param.norm() / param.grad.norm()  # type: ignore[union-attr]
-
-
-class OfRows(Own):
-    """As Shampoo: statistics along each dim."""
-
-    def scale(self, param: torch.Tensor) -> Any:
-        assert param.grad is not None
-        return 1 / (param.grad.square().mean(-1, keepdim=True).sqrt() + 0.1)
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("nothing steps it")
 
 
-class OfEverything(Own):
-    """Clips by the norm of all gradients."""
-
-    def scale(self, param: torch.Tensor) -> Any:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return 1 / torch.stack([grad.norm() for grad in grads]).norm()
-
-
-class OfCounts(Own):
-    """As optimizers that look at how large a parameter is."""
-
-    def scale(self, param: torch.Tensor) -> Any:
-        return param.numel() ** -0.5
+def stated(depends_on: str | None) -> torch.optim.Optimizer:
+    optimizer = Own([nn.Parameter(torch.zeros(2, 2))])
+    if depends_on is not None:
+        optimizer.step_depends_on = depends_on  # type: ignore[attr-defined]
+    return optimizer
 
 
-FITS: dict[type[Own], tuple[ShardKind, ...]] = {
-    OfElements: ("apart", "rows", "columns", "flat"),
-    OfTensors: ("apart",),
-    OfRows: ("apart",),
-    OfEverything: (),
-    OfCounts: ("apart",),
-}
+SPLITS: tuple[ShardKind, ...] = ("apart", "rows", "columns", "flat", "sharded")
+PARAMETERS = [nn.Parameter(torch.zeros(2, 2))]
 
 
-@pytest.mark.parametrize("kind", FITS)
-@pytest.mark.parametrize("form", ["parameters", "named", "groups", "tiny rate"])
-def test_an_optimizer_of_ones_own_is_judged_by_what_it_does(kind: type[Own], form: str) -> None:
-    net = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 9))
-    given: Any = list(net.named_parameters()) if form == "named" else list(net.parameters())
-    if form == "groups":
-        given = [{"params": [each], "lr": 0.1 * (number + 1)} for number, each in enumerate(given)]
-    rate = {"lr": 1e-7} if form == "tiny rate" else {}
-    splits: tuple[ShardKind, ...] = ("apart", "rows", "columns", "flat")
-    fits = tuple(split for split in splits if difference(lambda groups: kind(groups, **rate), given, split) is None)
-    assert fits == FITS[kind]
+@pytest.mark.parametrize(
+    ("optimizer", "fits"),
+    [
+        (stated("element"), SPLITS),
+        (stated("parameter"), ("apart", "sharded")),
+        (stated("model"), ("sharded",)),
+        (stated(None), ()),
+        (Constructed(PARAMETERS), SPLITS),
+        (Changed(PARAMETERS), ()),
+        (torch.optim.Muon(PARAMETERS), ("apart", "sharded")),
+        (torch.optim.Adafactor(PARAMETERS), ("apart",)),
+        (torch.optim.LBFGS(PARAMETERS), ("sharded",)),
+        (torch.optim.Rprop(PARAMETERS), SPLITS[:-1]),
+    ],
+)
+def test_splits_that_an_optimizer_supports(optimizer: torch.optim.Optimizer, fits: tuple[ShardKind, ...]) -> None:
+    assert tuple(split for split in SPLITS if refusal(optimizer, split) is None) == fits
 
 
-def on_dtensors(rank: int, size: int) -> list[bool]:
-    net = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 9))
-    group = torch.distributed.group.WORLD
-    return [
-        difference(kind, list(net.parameters()), "sharded", group) is None
-        for kind in (OfElements, OfTensors, OfRows, Local)
-    ]
+def test_a_refusal_says_what_to_state() -> None:
+    assert 'Set Own.step_depends_on = "element"' in str(refusal(stated(None), "apart"))
+    assert "its step_depends_on is 'elements'; it is one of 'element'" in str(refusal(stated("elements"), "flat"))
 
 
-class Local(Own):
-    """Takes norms of what the process holds."""
-
-    def scale(self, param: torch.Tensor) -> Any:
-        grad: Any = param.grad
-        return 1 / (grad.to_local() if hasattr(grad, "to_local") else grad).norm()
-
-
-def test_dtensors_are_tried_as_they_are(pool: Pool) -> None:
-    assert pool.run(on_dtensors) == [[True, True, True, False]] * 2
-
-
-def test_an_optimizer_that_cannot_be_tried_is_let_through() -> None:
+def test_an_optimizer_that_cannot_be_made_for_small_parameters_is_accepted() -> None:
     net = nn.Linear(4, 4)
 
     def picky(groups: Any) -> torch.optim.Optimizer:
-        if not any(each is net.weight for each in groups):
-            raise ValueError("not mine")
-        return torch.optim.SGD(groups)
+        raise ValueError("not mine")
 
-    assert difference(picky, list(net.parameters()), "apart") is None
+    assert made_small(picky, list(net.parameters())) is None
 
 
 def test_closures() -> None:

@@ -93,10 +93,6 @@ def test_a_chunk_is_what_its_parameters_need():
     )
 
 
-def test_what_is_larger_than_a_chunk_parts_nothing():
-    assert names(pack(trained(2, 50, 2, 2), 6)) == [["p0", "p2", "p3"], ["p1"]]
-
-
 def test_chunks_are_padded_to_what_their_shards_share_out():
     assert sum(chunk.numel for chunk in pack(trained(3, 4, 5), 8, shards=4).chunks) == 16
     assert not pack([], 8).chunks
@@ -128,10 +124,6 @@ def test_of_many_counts_the_best_is_found_between_those_that_are_tried_first():
 
     assert len(search(items, cost).chunks) == 48
     assert len(tried) < 40
-
-
-def test_equal_costs_make_few_chunks():
-    assert names(search(trained(1, 1, 1), lambda filling: 0.0)) == [["p0", "p1", "p2"]]
 
 
 def test_chunks_are_even():

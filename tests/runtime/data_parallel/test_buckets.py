@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.data_parallel import shard_buckets as module
-from atorch.runtime.data_parallel.shard_buckets import ALIGNMENT, can_cut, gather, sliced_buckets
+from atorch.runtime.data_parallel import buckets as module
+from atorch.runtime.data_parallel.buckets import ALIGNMENT, can_cut, gather, sliced_buckets
 from tests.pool import Pool
 
 LAYER_70B = ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *[(28672, 8192)] * 3, (8192,), (8192,))
