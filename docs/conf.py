@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
@@ -40,6 +41,13 @@ html_title = f"atorch {release}"
 html_show_sphinx = False
 
 
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """The values of a `Literal`, also inside `Literal[...] | None`."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(choice for part in get_args(hint) for choice in choices_of(part))
+
+
 class CommandOptions(SphinxDirective):
     """A table of the arguments and options of an atorch command, such as `strategy show`, from the command itself."""
 
@@ -50,14 +58,14 @@ class CommandOptions(SphinxDirective):
         command = get_command(command_line)
         for name in self.arguments[0].split():
             command = command.commands[name]
+        hints = get_type_hints(inspect.unwrap(command.callback))
         rows = ["| option | default | meaning |", "|---|---|---|"]
         for parameter in command.params:
-            if parameter.name != "help":
-                names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-                shown = "" if parameter.default in (None, False) else f"`{parameter.default}`"
-                choices = " · ".join(getattr(parameter.type, "choices", ()))
-                meaning = " ".join(filter(None, (parameter.help, choices and f"One of {choices}.")))
-                rows.append(f"| {names} | {shown} | {meaning} |")
+            options = [name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")]
+            names = ", ".join(f"`{name}`" for name in options or [parameter.metavar or parameter.name.upper()])
+            default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
+            choices = ", ".join(f"`{choice}`" for choice in choices_of(hints[parameter.name]))
+            rows.append(f"| {names} | {default} | {parameter.help}{choices and f' One of {choices}.'} |")
         return self.parse_text_to_nodes("\n".join(rows))
 
 

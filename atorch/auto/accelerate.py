@@ -119,7 +119,7 @@ def plan(
     precision: Exactness = "half",
     host_memory: bool | None = None,
     objective: str = "step_time",
-    reserve: float = 0.08,
+    reserve: float = 0.05,
     verify: int | None = None,
     **kargs: Any,
 ) -> Plan: ...

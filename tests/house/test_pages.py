@@ -17,6 +17,7 @@ import atorch
 import atorch.smp as smp
 from atorch.auto.accelerate import auto_accelerate
 from atorch.auto.arguments import CallOptions
+from atorch.auto.plan_for_cluster import plan_for
 from atorch.auto.planner.plan import Why
 from atorch.auto.strategy import METHODS, RECIPES, Strategy
 from atorch.cli import app
@@ -68,13 +69,25 @@ def test_docstrings_name_every_argument(function: Callable[..., Any]) -> None:
     assert not undocumented(function)
 
 
-def test_the_docstring_of_plan_names_every_argument_of_both_forms() -> None:
+def forms_of_plan() -> list[ast.FunctionDef]:
+    """The overloads of `plan`: for the job's own devices, and for a cluster."""
     (source,) = (module for module in modules("atorch/auto") if module.name == "atorch.auto.accelerate")
-    forms = [node for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name == "plan"][:-1]
-    named = {each.arg for form in forms for each in (*form.args.args, *form.args.kwonlyargs)}
+    return [node for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name == "plan"][:-1]
+
+
+def test_the_docstring_of_plan_names_every_argument_of_both_forms() -> None:
+    named = {each.arg for form in forms_of_plan() for each in (*form.args.args, *form.args.kwonlyargs)}
     shared = set(inspect.signature(auto_accelerate).parameters)  # those have their meaning there
     words = inspect.getdoc(atorch.plan) or ""
     assert not {name for name in named - shared if not re.search(rf"\b{name}\b", words)}
+
+
+def test_the_defaults_of_plan_are_those_of_the_code() -> None:
+    arguments = forms_of_plan()[1].args
+    parameters = inspect.signature(plan_for).parameters
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is not None and argument.arg in parameters:
+            assert ast.literal_eval(default) == parameters[argument.arg].default, argument.arg
 
 
 def test_arguments_of_smp_are_in_docstrings_or_the_table() -> None:
