@@ -38,6 +38,8 @@ myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = f"atorch {release}"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 
 
@@ -66,7 +68,7 @@ class CommandOptions(SphinxDirective):
             default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
             choices = ", ".join(f"`{choice}`" for choice in choices_of(hints[parameter.name]))
             rows.append(f"| {names} | {default} | {parameter.help}{choices and f' One of {choices}.'} |")
-        return self.parse_text_to_nodes("\n".join(rows))
+        return [nodes.container("", *self.parse_text_to_nodes("\n".join(rows)), classes=["command-options"])]
 
 
 def reading_order(env: BuildEnvironment, name: str) -> Iterator[str]:

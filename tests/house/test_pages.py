@@ -50,6 +50,7 @@ FRONT_DOORS: tuple[Callable[..., Any], ...] = (
     use_mesh,
 )
 SMP = [getattr(owner, name) for owner in (smp, smp.nn, smp.optimizers) for name in owner.__all__]
+MESH = ("parallel_mode", ([("tensor", 2), ("data", 2), ("pipeline", 2)], None))  # that recipes need
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 _SPAN = re.compile(r"`([^`]+)`")
@@ -173,7 +174,7 @@ def literals(text: str) -> Iterator[Any]:
 def test_strategies_in_tables_are_valid(path: Any) -> None:
     for rows in tables(path):
         for item in (item for cells in rows for item in literals(cells[-1])):
-            Strategy.of([item, "zero1"] if item == "mixed_parallel" else [item])
+            Strategy.of([MESH, item] if item in RECIPES else [item])
 
 
 @pytest.mark.parametrize("path", [*MIGRATION, DOCS / "your_script.md"], ids=name_of)
