@@ -93,7 +93,14 @@ def write_index_files(app: Sphinx, failure: Exception | None) -> None:
     (out / "index.html").write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={target}">\n')
 
 
+def keep_sentences(app: Sphinx, what: str, name: str, given: Any, options: Any, lines: list[str]) -> None:
+    """Put a dash in place of a colon in docstrings of attributes: napoleon takes what is before a colon for a type."""
+    if what in ("attribute", "data", "property"):
+        lines[:] = [line.replace(": ", " – ") for line in lines]
+
+
 def setup(app: Sphinx) -> None:
-    """Register the directive and the files that are written after the pages."""
+    """Register the directive, the change to docstrings, and the files that are written after the pages."""
     app.add_directive("command-options", CommandOptions)
+    app.connect("autodoc-process-docstring", keep_sentences, priority=400)  # before napoleon
     app.connect("build-finished", write_index_files)
