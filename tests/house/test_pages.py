@@ -110,9 +110,14 @@ def test_the_reference_has_every_public_name() -> None:
     assert "atorch.smp" in documented
 
 
+def keywords() -> dict[str, Any]:
+    """The keywords of `auto_accelerate` that are about the call and not the job, with their defaults."""
+    return {each.name: each.default for each in fields(CallOptions)}
+
+
 def test_the_table_of_keywords_is_that_of_the_code() -> None:
     rows = table(DOCS / "reference" / "training.md", "keyword", "default", "meaning")
-    assert [cells[:2] for cells in rows] == [[f"`{each.name}`", f"`{each.default!r}`"] for each in fields(CallOptions)]
+    assert [cells[:2] for cells in rows] == [[f"`{name}`", f"`{default!r}`"] for name, default in keywords().items()]
 
 
 def test_the_lines_of_a_plan_are_those_of_the_code() -> None:
@@ -179,7 +184,7 @@ def test_strategies_in_tables_are_valid(path: Any) -> None:
 
 @pytest.mark.parametrize("path", [*MIGRATION, DOCS / "your_script.md"], ids=name_of)
 def test_arguments_in_tables_exist(path: Any) -> None:
-    names = {*inspect.signature(auto_accelerate).parameters, *(each.name for each in fields(CallOptions))}
+    names = {*inspect.signature(auto_accelerate).parameters, *keywords()}
     for rows in tables(path):
         spans = [span for cells in rows for span in _SPAN.findall(cells[-1] if len(cells) == 2 else cells[1])]
         given = {found[1] for span in spans if (found := re.match(r"(\w+)=", span))}
