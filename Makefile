@@ -12,7 +12,8 @@
 #                   chooses steps, ARGS='--only "amp + fsdp"' rows; ARGS=--tiny runs through without a GPU. SYSTEM=1
 #                   takes the torch that $(PYTHON) has and no virtual environment, with what is in wheels/
 #   make wheels     gathers what such a machine lacks in wheels/, where it has no package index of its own
-#   make check      style and types
+#   make check      style, types, and the site of the documentation
+#   make docs       that site alone, in build/docs; warnings are errors
 #   make bench      the table of benchmarks/README.md
 #   make format     rewrite the sources in the house style
 #
@@ -32,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 # Two tests at a time, and a file's tests one after another, as they share what is made once for a file.
 TESTS := -m pytest -n 2 --dist loadfile
 
-.PHONY: .venv demo test test-all test-nightly test-torch gpu wheels check bench format
+.PHONY: .venv demo test test-all test-nightly test-torch gpu wheels check docs bench format
 .DELETE_ON_ERROR:
 
 .venv: .venv/installed
@@ -120,10 +121,13 @@ $(SITE)/installed: $(wildcard wheels/*.whl)
 	$(if $^,$(PYTHON) $(PIP) install --no-index --no-deps --no-compile --upgrade --target $(@D) $^)
 	touch $@
 
-check: .venv/installed
+check: .venv/installed docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict atorch
+
+docs: .venv/installed
+	$(BIN)/python -m sphinx --quiet --nitpicky --fail-on-warning -c docs -d build/doctrees . build/docs
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/run.py

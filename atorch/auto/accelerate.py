@@ -64,6 +64,7 @@ def auto_accelerate(
         excluded, included: names of methods that the search must not, or must, use.
         load_strategy: a list of method names and `(name, config)` pairs, a Strategy, JSON, or a strategy file's path.
         lr_scheduler_cls, lr_scheduler_args: a scheduler that is built on the resulting optimizer.
+        finetune_strategy: search the knobs that `load_strategy` leaves unset.
         save_strategy_to_file: the path to write the resulting strategy to, as JSON.
         **kargs: see `CallOptions`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), precision (the least
             exact numbers: "fp32", "autocast", "half" or "fp8"), find_unused_parameters, sampler_seed,
@@ -119,7 +120,7 @@ def plan(
     precision: Exactness = "half",
     host_memory: bool | None = None,
     objective: str = "step_time",
-    reserve: float = 0.08,
+    reserve: float = 0.05,
     verify: int | None = None,
     **kargs: Any,
 ) -> Plan: ...

@@ -43,6 +43,13 @@ def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
 
     Keeps a group that exists already, with its time-out. Without a launcher there is one process, and `ensure_group`
     makes its group on demand.
+
+    Args:
+        device_type: "cuda" or "cpu"; None for "cuda" if there is a CUDA device.
+        timeout: how long processes of a group that is made here wait for one another.
+
+    Raises:
+        ArgumentError: the launcher's variables are incomplete, there is no CUDA device, or processes would share one.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:

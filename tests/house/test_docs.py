@@ -41,7 +41,7 @@ SKETCHES: Mapping[str, str] = {
 SECTIONS = ("Configuration", "Knobs", "Cost", "Composes with", "Limits")
 """What every method's page has, in this order; others may stand between them."""
 
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+?)\s*$", re.MULTILINE)
 

@@ -137,8 +137,8 @@ def checkpoint_sequential(
     """The output of `functions`, called in sequence on `input`, and checkpointed in `segments` equal segments.
 
     The last segment is not checkpointed, since backward starts there and would recompute it at once. `functions` is an
-    `nn.Sequential`, or any callables of one argument. Raises ArgumentError for other sequences, and unless
-    1 ≤ segments ≤ number of functions.
+    `nn.Sequential`, or any callables of one argument. `offload_to_cpu` and `reentrant` are those of
+    `checkpoint_wrapper`. Raises ArgumentError for other sequences, and unless 1 ≤ segments ≤ number of functions.
     """
     steps = _steps(functions)
     _check_switches("checkpoint_sequential", offload_to_cpu=offload_to_cpu, reentrant=reentrant)

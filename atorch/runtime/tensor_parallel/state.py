@@ -28,6 +28,7 @@ def whole_state(
 
     Args:
         model: as returned by `auto_accelerate`, which holds the rest, or as split by `tensor_parallel`.
+        layout: how `tensor_parallel` split it; None if `auto_accelerate` did, which keeps it.
         group: the ranks that it is split over, if their parts are plain tensors.
 
     Raises:
