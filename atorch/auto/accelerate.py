@@ -105,7 +105,7 @@ def plan(
 ) -> Plan: ...
 @overload
 def plan(
-    model: nn.Module | Callable[[], nn.Module] | ModelProfile,
+    model: nn.Module | Callable[[], nn.Module] | ModelProfile | str | os.PathLike[str],
     sample_batch: Any = None,
     *,
     cluster: str | os.PathLike[str] | ClusterSpec,
@@ -121,6 +121,7 @@ def plan(
     objective: str = "step_time",
     reserve: float = 0.08,
     verify: int | None = None,
+    seq: int | None = None,
     **kargs: Any,
 ) -> Plan: ...
 def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
@@ -133,7 +134,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
 
     Args:
         model: the module, which is not changed. For a cluster also a function that makes it, which is then called
-            under the meta device, or a ModelProfile.
+            under the meta device, a ModelProfile, or what `atorch plan` takes: the path of a Hugging Face config or of
+            a folder that has one, a job "FILE.py:NAME", or a config of transformers. These need no sample batch.
+        seq: tokens of a sample, for a path or a config.
         sample_batch: a batch for `prepare_input`, the model and `loss_func`; figures are scaled to other batch sizes.
         global_batch: samples of a step on all devices together; None for the sample batch on each.
         excluded, included: names of methods that the strategy must not, or must, have.
@@ -153,6 +156,10 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         NoFeasiblePlanError: nothing fits; the nearest miss is named.
         ArgumentError, StrategyError: for an invalid argument.
     """
+    from atorch.auto.sources.source import is_source, plan_of
+
+    if is_source(model):
+        return plan_of(model, given, cluster, kargs)
     if cluster is not None:
         from atorch.auto.plan_for_cluster import plan_elsewhere
 
