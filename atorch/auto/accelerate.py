@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import os
 
     from torch import nn
-    from torch.utils.data import Dataset
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader, Dataset
 
     from atorch.auto.context import AccelerateResult, ParamGroups
     from atorch.auto.job import InputFormat
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 def auto_accelerate(
     model: nn.Module,
-    optim_func: Callable[..., Any] | None = None,
-    dataset: Dataset[Any] | None = None,
+    optim_func: Callable[..., Any] | Optimizer | None = None,
+    dataset: Dataset[Any] | DataLoader[Any] | None = None,
     loss_func: LossFunc | None = None,
     prepare_input: Callable[[Any, Any], Any] | None = None,
     model_input_format: InputFormat | None = None,
@@ -51,8 +52,10 @@ def auto_accelerate(
 
     Args:
         model: an ordinary, non-distributed module. Only the chosen strategy changes it in place.
-        optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer.
-        dataset: the training data.
+        optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer; or an
+            optimizer of the model's parameters, which is made again from its class, defaults and groups.
+        dataset: the training data; or a DataLoader, which is made again with its settings, and whose batches are those
+            of all processes together. `result` has the optimizer and the loader to use in place of yours.
         loss_func: `(input, output) -> loss`, a scalar tensor, or a list or tuple whose first item is one.
         prepare_input: `(data, device) -> input`; None moves the tensors in `data` to the device.
         model_input_format: the form in which the model takes `input`: None unchanged, "unpack_sequence" as `*input`,
@@ -95,8 +98,8 @@ def auto_accelerate(
 @overload
 def plan(
     model: nn.Module,
-    optim_func: Callable[..., Any],
-    dataset: Dataset[Any],
+    optim_func: Callable[..., Any] | Optimizer,
+    dataset: Dataset[Any] | DataLoader[Any],
     loss_func: LossFunc,
     *,
     excluded: Sequence[str] | None = None,
