@@ -69,7 +69,8 @@ def _of_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    kind, groups = type(optimizer).__name__, []
+    kind = type(optimizer).__name__
+    groups: list[_Group] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             need_own(parameter, {*names}, f"optim_func is an optimizer ({kind}) with", "model")

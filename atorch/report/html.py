@@ -45,7 +45,7 @@ from atorch.report.figures import (
     varied,
     why_not,
 )
-from atorch.report.html_dom import element, row, section, table
+from atorch.report.html_dom import HtmlNode, element, row, section, table
 from atorch.report.text import steps
 from atorch.units import format_bytes, format_seconds
 
@@ -74,12 +74,15 @@ def plans_page(answers: Answers, title: str = "", command: str = "") -> str:
 
 def plan_fragment(plan: PlanData) -> str:
     """The choice and its main figures as a table, without a style, for a notebook."""
-    rows = summary(plan) if plan.get("cluster") else [("chosen", composition(plan["strategy"])), *_remarks(plan)]
+    rows: Iterable[tuple[str, str]] = summary(plan)
+    if not plan.get("cluster"):
+        rows = [("chosen", composition(plan["strategy"])), *_remarks(plan)]
     return tostring(element("table", *map(row, rows)), encoding="unicode", method="html")
 
 
 def _plan_page(title: str, content: Iterable[Element], data: Mapping[str, Any], command: str) -> str:
-    script, made = _piece("plan.js"), [f"atorch {version('atorch')}, {date.today()}"]
+    script = _piece("plan.js")
+    made: list[HtmlNode] = [f"atorch {version('atorch')}, {date.today()}"]
     made += [": ", element("code", command)] if command else []
     embedded = element("script", _embedded(data), id="plan-data", type="application/json")
     content = (*content, element("footer", *made, class_="soft"), embedded, element("script", script))
