@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import os
 
     from torch import nn
-    from torch.utils.data import Dataset
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader, Dataset
 
     from atorch.auto.context import AccelerateResult, ParamGroups
     from atorch.auto.job import InputFormat
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 def auto_accelerate(
     model: nn.Module,
-    optim_func: Callable[..., Any] | None = None,
-    dataset: Dataset[Any] | None = None,
+    optim_func: Callable[..., Any] | Optimizer | None = None,
+    dataset: Dataset[Any] | DataLoader[Any] | None = None,
     loss_func: LossFunc | None = None,
     prepare_input: Callable[[Any, Any], Any] | None = None,
     model_input_format: InputFormat | None = None,
@@ -51,8 +52,10 @@ def auto_accelerate(
 
     Args:
         model: an ordinary, non-distributed module. Only the chosen strategy changes it in place.
-        optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer.
-        dataset: the training data.
+        optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer; or an
+            optimizer of the model's parameters, which is made again from its class, defaults and groups.
+        dataset: the training data; or a DataLoader, which is made again with its settings, and whose batches are those
+            of all processes together. `result` has the optimizer and the loader to use in place of yours.
         loss_func: `(input, output) -> loss`, a scalar tensor, or a list or tuple whose first item is one.
         prepare_input: `(data, device) -> input`; None moves the tensors in `data` to the device.
         model_input_format: the form in which the model takes `input`: None unchanged, "unpack_sequence" as `*input`,
@@ -96,8 +99,8 @@ def auto_accelerate(
 @overload
 def plan(
     model: nn.Module,
-    optim_func: Callable[..., Any],
-    dataset: Dataset[Any],
+    optim_func: Callable[..., Any] | Optimizer,
+    dataset: Dataset[Any] | DataLoader[Any],
     loss_func: LossFunc,
     *,
     excluded: Sequence[str] | None = None,
@@ -106,7 +109,7 @@ def plan(
 ) -> Plan: ...
 @overload
 def plan(
-    model: nn.Module | Callable[[], nn.Module] | ModelProfile,
+    model: nn.Module | Callable[[], nn.Module] | ModelProfile | str | os.PathLike[str],
     sample_batch: Any = None,
     *,
     cluster: str | os.PathLike[str] | ClusterSpec,
@@ -122,6 +125,7 @@ def plan(
     objective: str = "step_time",
     reserve: float = 0.05,
     verify: int | None = None,
+    seq: int | None = None,
     **kargs: Any,
 ) -> Plan: ...
 def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
@@ -134,7 +138,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
 
     Args:
         model: the module, which is not changed. For a cluster also a function that makes it, which is then called
-            under the meta device, or a ModelProfile.
+            under the meta device, a ModelProfile, or what `atorch plan` takes: the path of a Hugging Face config or of
+            a folder that has one, a job "FILE.py:NAME", or a config of transformers. These need no sample batch.
+        seq: tokens of a sample, for a path or a config.
         sample_batch: a batch for `prepare_input`, the model and `loss_func`; figures are scaled to other batch sizes.
         global_batch: samples of a step on all devices together; None for the sample batch on each.
         excluded, included: names of methods that the strategy must not, or must, have.
@@ -154,6 +160,10 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         NoFeasiblePlanError: nothing fits; the nearest miss is named.
         ArgumentError, StrategyError: for an invalid argument.
     """
+    from atorch.auto.sources.source import is_source, plan_of
+
+    if is_source(model):
+        return plan_of(model, given, cluster, kargs)
     if cluster is not None:
         from atorch.auto.plan_for_cluster import plan_elsewhere
 

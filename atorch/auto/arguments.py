@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from atorch.auto.adapters import adapted
 from atorch.auto.checks import check_job
 from atorch.auto.strategy import EXACTNESS, METHODS, RECIPES, Exactness, Strategy
 from atorch.distributed import world as worlds
@@ -177,6 +178,7 @@ def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any
 
     def read() -> Request:
         options = CallOptions.of(keywords, list(given))
+        job.update(adapted(job))
         check_job(**job)
         need_bool("finetune_strategy", given["finetune_strategy"])
         source, target = given["load_strategy"], given["save_strategy_to_file"]
@@ -212,7 +214,7 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
     def read() -> Request:
         wanted, options = _split({**keywords, **positioned(given, names, keywords)})
         excluded, included = (_names(wanted.pop(name, None), name) for name in ("excluded", "included"))
-        job = {"model": model, **wanted}
+        job = adapted({"model": model, **wanted})
         call = Request(job=job, options=CallOptions.of(options), excluded=excluded, included=included)
         check_job(**job)
         _need_for_steps(job)

@@ -48,7 +48,7 @@ PLANNING_S = 20.0  # default limit of a search with these simulations
 FEW_BYTES = 2**30  # default limit of a model copy with values
 ASKED_AGAIN = 3  # maximum number of further searches for a plan that fits by simulation too
 LESS = 0.95  # second limit of such a search, as a share of the estimated bytes
-_OPTIONS = (
+OPTIONS = (
     "global_batch", "excluded", "included", "fixed", "extend", "precision", "host_memory", "objective", "reserve",
     "verify",
 )  # fmt: skip
@@ -73,10 +73,10 @@ def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Map
     """
     wanted = {**keywords, **positioned(given, ("sample_batch",), keywords)}
     sample_batch = wanted.pop("sample_batch", None)
-    options = {name: wanted.pop(name) for name in _OPTIONS if name in wanted}
+    options = {name: wanted.pop(name) for name in OPTIONS if name in wanted}
     for name in wanted:
         if name not in _JOB:
-            remedy = meant(name, (*_OPTIONS, *_JOB, "sample_batch"))
+            remedy = meant(name, (*OPTIONS, *_JOB, "sample_batch"))
             raise ArgumentError(f"plan for a cluster has no argument {name!r}; {remedy}")
     spec = cluster_of(cluster)
     check_names(**{name: options.get(name) for name in ("excluded", "included", "fixed", "extend")})

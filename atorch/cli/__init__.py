@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, cast
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Status 2 is a usage error, reported in one line; 1 is a check that failed; 130 is an interrupt.
     """
     try:
-        status = app(arguments, standalone_mode=False)
+        status = app(arguments, standalone_mode=False, obj=sys.argv[1:] if arguments is None else arguments)
     except _UsageError as error:
         return _report_error(cast(typer.BadParameter, error).format_message())
     except AtorchError as error:

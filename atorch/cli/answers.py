@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedAnswer:
-    """A plan, and for `--fit` the limit that was found: in words, and as data."""
+    """A plan, and for `--fit` the limit that was found, as data and in `words`."""
 
     plan: ClusterPlan
-    headline: str = ""
     fit: Mapping[str, Any] | None = None
 
     @property
@@ -37,6 +36,7 @@ class Outputs:
     json: Path | None
     html: Path | None
     save: Path | None
+    command: str = ""  # for the page
 
     def check(self, num_clusters: int) -> None:
         """Refuse files that cannot be written, before anything is computed for them.
@@ -47,11 +47,8 @@ class Outputs:
         from atorch.errors import ArgumentError
 
         files.check_targets(self.json, self.html, self.save)
-        for option, path in (("--html", self.html), ("--save", self.save)):
-            if path is not None and num_clusters > 1:
-                raise ArgumentError(
-                    f"{option} writes the answer for one cluster, and there are {num_clusters}; give one"
-                )
+        if self.save is not None and num_clusters > 1:
+            raise ArgumentError(f"--save writes the answer for one cluster, and there are {num_clusters}; give one")
 
 
 def give(
@@ -69,12 +66,12 @@ def give(
         from atorch.report.answer import answer_report
 
         data = result.data
-        if result.headline:
-            console.print(result.headline, style="bold", markup=False)
+        if result.fit:
+            console.print(result.fit["words"], style="bold", markup=False)
         console.print(answer_report(data, title, max_rows=top, verbose=verbose))
         _write(result.plan, data, title, outputs)
         return
-    from atorch.report.side_by_side import beside_report
+    from atorch.report.answer import beside_report
 
     columns = [(name, result.data if isinstance(result, NamedAnswer) else _reason(result)) for name, result in answers]
     _need_one(answers)
@@ -82,6 +79,10 @@ def give(
     if outputs.json is not None:
         plans = {name: {"error": answer} if isinstance(answer, str) else answer for name, answer in columns}
         _write_json(outputs.json, {"clusters": plans})
+    if outputs.html is not None:
+        from atorch.report.html import plans_page
+
+        _write_page(outputs.html, plans_page(columns, title, outputs.command))
 
 
 def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
@@ -108,10 +109,14 @@ def _write(plan: ClusterPlan, data: Mapping[str, Any], title: str, outputs: Outp
     if outputs.html is not None:
         from atorch.report.html import plan_page
 
-        files.write(outputs.html, plan_page(data, title))
-        _note(outputs.html, "the answer as a page")
+        _write_page(outputs.html, plan_page(data, title, outputs.command))
     if outputs.save is not None:
         _save(plan, data, outputs.save)
+
+
+def _write_page(path: Path, page: str) -> None:
+    files.write(path, page)
+    _note(path, "the answer as a page")
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
     from atorch.errors import ArgumentError
     from atorch.profiler.curve_fit import calibrated
     from atorch.report.progress import telling
-    from atorch.report.width_aware import table
+    from atorch.report.text import table
     from atorch.units import format_seconds
 
     if named is None:

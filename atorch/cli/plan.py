@@ -6,6 +6,7 @@ JSON file, a page, and a strategy file. Answers for several clusters are shown s
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from atorch.auto.sources.source import JobSource, source_of
 from atorch.cli.answers import NamedAnswer, Outputs, give
-from atorch.cli.sources import JobSource, source_of
 from atorch.cost.memory import RESERVE
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ Names = Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Methods,
 
 
 def plan(
+    context: typer.Context,
     named: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)] = None,
     cluster: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CLUSTER_HELP)] = None,
     model: Annotated[File, _file("--model", "The same as MODEL: a config.json.", exists=True)] = None,
@@ -94,7 +96,7 @@ def plan(
     """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs."""
     from atorch.auto.plan_for_cluster import check_names
 
-    outputs = Outputs(json_file, html, save)
+    outputs = Outputs(json_file, html, save, shlex.join(["atorch", *(context.obj or ())]))
     check_names(excluded=_names(exclude), included=_names(include), fixed=fixed, extend=extend)
     shape = {
         "layers": layers,
@@ -249,8 +251,8 @@ def _limit_answer(what: What, fit: Fit) -> NamedAnswer:
         "seq": "The longest sequence that fits: {} tokens",
     }
     headline = words[what].format(f"{fit.size:,}") + ("" if fit.is_bounded else ", where the search ends")
-    data = {"what": what, "size": fit.size, "is_bounded": fit.is_bounded, "tried": fit.tried}
-    return NamedAnswer(fit.plan, headline, data)
+    data = {"what": what, "size": fit.size, "is_bounded": fit.is_bounded, "tried": fit.tried, "words": headline}
+    return NamedAnswer(fit.plan, data)
 
 
 def _names(options: list[str] | None) -> list[str] | None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atorch.cli.sources import NEEDED, OPTIONAL, JobSource, source_of
+from atorch.auto.sources.source import NEEDED, OPTIONAL, JobSource, source_of
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from atorch.cli.files import write
-
-if TYPE_CHECKING:
-    from atorch.auto.strategy import Strategy
 
 app = typer.Typer(help="Show and convert strategy files.", rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -37,8 +33,7 @@ def show(file: StrategyFile, verbose: Verbose = False) -> None:
 
     from atorch.auto.strategy import Strategy
     from atorch.report.answer import answer_report, answer_summary
-    from atorch.report.text import plan_report, plan_summary
-    from atorch.report.width_aware import table
+    from atorch.report.text import plan_report, plan_summary, table
 
     strategy = Strategy.of(file)
     rows = []
@@ -62,24 +57,14 @@ def show(file: StrategyFile, verbose: Verbose = False) -> None:
 def convert(file: StrategyFile, to: FileFormat, output: StrategyOutput = None) -> None:
     """Write a strategy file as versioned JSON, or as a list of methods; either can be read from either."""
     from atorch.auto.strategy import Strategy
+    from atorch.report.figures import as_list
 
     strategy = Strategy.of(file)
     if output is not None and to == "file":
         strategy.save(output)
         return
-    text = strategy.to_json() if to == "file" else as_list(strategy)
+    text = strategy.to_json() if to == "file" else as_list(strategy.to_list())
     if output is None:
         typer.echo(text, nl=False)
     else:
         write(output, text)
-
-
-def as_list(strategy: Strategy) -> str:
-    """JSON as a person would write it: names, and pairs of a name and the knobs that were set."""
-    items = [
-        json.dumps([method.name, knobs] if knobs else method.name, ensure_ascii=False)
-        for method in strategy
-        for knobs in [method.model_dump(mode="json", exclude_unset=True)]
-    ]
-    listed = ",\n  ".join(items)
-    return f"[\n  {listed}\n]\n" if items else "[]\n"

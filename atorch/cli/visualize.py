@@ -63,8 +63,7 @@ def schedule(
     from rich.console import Console
 
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
-    from atorch.report.schedule import schedule_svg, schedule_text
-    from atorch.report.timeline import expected_bubble, timeline
+    from atorch.report.schedule import expected_bubble, schedule_svg, schedule_text, timeline
     from atorch.runtime.pipeline.schedules import order
 
     method = PipelineParallel.of({"schedule": schedule, "interleave": pieces})

@@ -11,28 +11,35 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.report.figures import (
     PlanData,
+    band,
     composition,
     counted,
     counterfactual,
     headline,
     held,
+    left_out,
+    legend,
+    memory_band,
     nearest_changes,
     reserved,
     shared_methods,
     shown_estimates,
+    shown_name,
     simulations,
     slower,
     step_of,
     summary,
+    usable_bytes,
     varied,
 )
-from atorch.report.labels import left_out, legend, shown_name
-from atorch.report.width_aware import Sized, columns_of, table
+from atorch.report.text import Sized, table
 from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+Answers = Sequence[tuple[str, PlanData | str]]
+"""Plans by the name of their cluster; in place of a missing plan, the reason in words."""
 
 BESIDE = 76  # columns from which bytes and seconds are side by side
 FULL_BAR = 20
@@ -40,6 +47,7 @@ NOTHING = 1e-6  # share of a full bar that counts as rounding
 MAX_ROWS = 8  # of the runners-up, and of the reasons against others
 CHANGES = 7  # lines of "What if"
 SHORT = 2  # of these, the most for changes that do not fit
+NAMES, EACH = 13, 19  # widths: of the first column, and the least of a cluster's
 
 
 def answer_report(plan: PlanData, title: str = "", max_rows: int = MAX_ROWS, verbose: bool = False) -> RenderableType:
@@ -95,13 +103,18 @@ def answer_summary(plan: PlanData, title: str = "") -> RenderableType:
 
 def _spent(plan: PlanData) -> RenderableType:
     """The choice's bytes and seconds by category, side by side if there is room."""
+    from rich.table import Table
+
     estimate = plan["estimate"]
 
     def drawn(width: int) -> RenderableType:
         half = width if width < BESIDE else (width - 3) // 2
         memory = _shares("Memory of a device", held(estimate["memory"]), plan["memory_bytes"], format_bytes, half)
         seconds = _shares("A step", estimate["time"], estimate["step_s"], format_seconds, half)
-        return columns_of((memory, seconds), 1 if width < BESIDE else 2)
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        for shown in [(memory,), (seconds,)] if width < BESIDE else [(memory, seconds)]:
+            grid.add_row(*shown)
+        return grid
 
     return Sized(drawn)
 
@@ -187,3 +200,78 @@ def _listed(title: str, lines: Iterable[str]) -> RenderableType:
     from rich.text import Text
 
     return Group(Text(title, style="italic"), *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
+
+
+def beside_report(answers: Answers, title: str = "") -> RenderableType:
+    """Plans of one job for several clusters as a rich renderable, with as many in a table as there is room for."""
+    from rich.console import Group
+    from rich.text import Text
+
+    fastest = max(rate(answer) for _, answer in answers)
+
+    def drawn(width: int) -> RenderableType:
+        number = max(1, (width - NAMES) // EACH)
+        parts = (_columns(answers[start : start + number], fastest) for start in range(0, len(answers), number))
+        return Group(Text(title, style="dim", no_wrap=True, overflow="ellipsis"), *parts)
+
+    return Sized(drawn)
+
+
+def _columns(answers: Answers, fastest: float) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    drawn.add_column("", no_wrap=True, style="dim")
+    for name, _ in answers:
+        drawn.add_column(Text(name, overflow="fold"), overflow="fold", ratio=1)
+    for row in side_by_side([answer for _, answer in answers], fastest):
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+def side_by_side(answers: Sequence[PlanData | str], fastest: float) -> list[list[str]]:
+    """Rows of a name and the figure of each cluster's plan; in place of a missing plan, the reason in words.
+
+    fastest: the most samples a second of all clusters, see `rate`.
+    """
+    columns = [dict(_compared_figures(answer, fastest)) for answer in answers]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name, "") for column in columns)] for name in names]
+
+
+def rate(plan: PlanData | str) -> float:
+    """Samples a second, since batches may differ between clusters; 0 without a plan."""
+    return 0.0 if isinstance(plan, str) else float(plan["global_batch"] / plan["estimate"]["step_s"])
+
+
+def _compared_figures(answer: PlanData | str, fastest: float) -> Iterator[tuple[str, str]]:
+    """(name, figure) of one cluster's plan."""
+    if isinstance(answer, str):
+        yield "step", answer
+        return
+    estimate, cluster = answer["estimate"], answer["cluster"]
+    devices = cluster.get("num_nodes", 1) * cluster.get("devices_per_node", 1)
+    yield "devices", f"{devices} × {cluster['device']['name']}"
+    yield "batch", f"{answer['global_batch']:,} samples"
+    yield "step", format_seconds(estimate["step_s"])
+    if band(estimate):
+        yield "between", band(estimate)
+    yield "a sample", "fastest" if rate(answer) == fastest else f"{fastest / rate(answer):.3g}× as long"
+    if estimate.get("tokens_per_s"):
+        yield "tokens/s", f"{estimate['tokens_per_s']:,.0f}"
+        yield "… a device", f"{estimate['tokens_per_s'] / devices:,.0f}"
+    elif estimate.get("samples_per_s"):
+        yield "samples/s", f"{estimate['samples_per_s']:,.3g}"
+    if estimate.get("flops_per_s"):
+        yield "TFLOP/s each", f"{estimate['flops_per_s'] / 1e12:,.3g}"
+    if estimate.get("mfu"):
+        yield "MFU", f"{estimate['mfu']:.1%}"
+    yield "memory", f"{format_bytes(estimate['peak_bytes'])} of {format_bytes(usable_bytes(answer))}"
+    if memory_band(estimate):
+        yield "… between", f"{memory_band(estimate)}{', narrow' if answer.get('fits_narrowly') else ''}"
+    yield "host memory", format_bytes(estimate["on_host_bytes"]) if estimate.get("on_host_bytes") else "none"
+    if answer.get("fit"):
+        yield "fits", f"{answer['fit']['what']} {answer['fit']['size']:,}"
+    yield "chosen", composition(answer["strategy"])

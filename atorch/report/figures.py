@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from atorch.report.labels import shown_work
 from atorch.units import format_bytes, format_count, format_seconds
+
+CATEGORIES: Mapping[str, str] = {
+    "masters": "fp32 copies of 16-bit parameters",
+    "transient": "gathered parameters, whole gradients, what the optimizer's step needs",
+    "working": "what one operation needs beside what is saved",
+    "matmul": "products and attention",
+    "traffic": "operations that only move bytes, such as norms",
+    "launch": "waiting for operations to be launched",
+    "bubble": "stages of a pipeline waiting",
+    "exposed_comm": "communication that computing does not hide, and copies for it",
+    "offload": "waiting for host memory",
+}
+"""Meanings of categories of memory and time, without self-explanatory ones such as gradients."""
+
+WORK: Mapping[str, str] = {
+    "products": "matrix products",
+    "attention": "attention",
+    "traffic": "memory traffic",
+    "launches": "launches",
+    "splits": "what splits of the model send",
+    "sharding": "what shared parameters and gradients send",
+    "pipeline": "the pipeline's waiting and sends",
+    "host": "host memory",
+    "common": "what all steps share",
+}
+"""Kinds of work by which estimates are uncertain."""
+
+_WHY: Mapping[str, str] = {
+    "memory": "out of memory",
+    "hardware": "not on this hardware",
+    "refused": "cannot be applied",
+    "time": "out of time",
+}
+
+
+def shown_name(category: str) -> str:
+    return category.replace("_", " ")
+
+
+def shown_work(kind: str) -> str:
+    return WORK.get(kind, kind)
+
+
+def legend(categories: Iterable[str]) -> str:
+    """Meanings of the categories that are not self-explanatory, in one line; "" if all are."""
+    meanings = [(shown_name(name), CATEGORIES[name]) for name in dict.fromkeys(categories) if name in CATEGORIES]
+    return "; ".join(f"{name}: {meaning}" for name, meaning in meanings)
+
+
+def why_not(why: str) -> str:
+    """The reason against a composition, in words: `out of memory`."""
+    return _WHY.get(why, why)
+
+
+def left_out(rejected: Iterable[Mapping[str, Any]]) -> str:
+    """The number left out and the reasons: `12 more: 7 out of memory, 5 slower`; "" for none."""
+    counts = Counter(why_not(entry["why"]) for entry in rejected)
+    reasons = ", ".join(f"{number:,} {why}" for why, number in counts.most_common())
+    return f"{counts.total():,} more: {reasons}" if counts else ""
+
 
 PlanData = Mapping[str, Any]
 
@@ -38,7 +98,7 @@ def headline(plan: PlanData, title: str = "") -> str:
 
 
 def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """(name, figure) of the choice and of the search, for the boxes of a page."""
+    """(name, figure) of the choice, for the boxes of a page."""
     estimate = plan["estimate"]
     yield "a step", format_seconds(estimate["step_s"])
     if band(estimate):
@@ -55,8 +115,10 @@ def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
         yield "peak expected between", memory_band(estimate)
     yield f"usable of {format_bytes(plan['memory_bytes'])}", format_bytes(usable_bytes(plan))
     yield "host memory for a device", format_bytes(estimate.get("on_host_bytes") or 0.0)
-    yield "compositions scored", f"{plan['num_compositions']:,}"
-    yield "searched in", format_seconds(plan["seconds"])
+    if plan.get("num_params"):
+        yield "parameters", format_count(plan["num_params"])
+    if estimate.get("tokens_per_s"):
+        yield "tokens a step", f"{estimate['tokens_per_s'] * estimate['step_s']:,.0f}"
 
 
 def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
@@ -74,6 +136,11 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
     yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{stage}{between}, {usable} usable"
     yield "host", _on_host(plan)
     yield "chosen", composition(plan["strategy"])
+    yield from remarks(plan)
+
+
+def remarks(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """(name, words) of the certainty of the choice, and of the search."""
     if plan.get("fits_narrowly"):
         yield "room", f"{NARROW}; --reserve leaves more"
     if plan.get("near_ties"):
@@ -270,3 +337,9 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{place}.{name}" if place else name)
     else:
         yield place, value
+
+
+def as_list(methods: Sequence[Any]) -> str:
+    """The methods of a strategy as JSON, one a line: names, and pairs of a name and its knobs."""
+    listed = ",\n  ".join(json.dumps(method, ensure_ascii=False) for method in methods)
+    return f"[\n  {listed}\n]\n" if methods else "[]\n"

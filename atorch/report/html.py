@@ -14,13 +14,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
+from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
+from atorch.report.answer import Answers, rate, side_by_side
 from atorch.report.figures import (
     SLACK,
     PlanData,
+    as_list,
     cluster_rows,
     composition,
     counted,
@@ -28,17 +32,21 @@ from atorch.report.figures import (
     facts,
     headline,
     held,
+    legend,
     nearest_changes,
+    remarks,
     reserved,
     shown_estimates,
     simulated,
     slower,
     step_of,
+    summary,
     usable_bytes,
     varied,
+    why_not,
 )
-from atorch.report.html_dom import element, row, section, table
-from atorch.report.labels import legend, why_not
+from atorch.report.html_dom import HtmlNode, element, row, section, table
+from atorch.report.text import steps
 from atorch.units import format_bytes, format_seconds
 
 MAX_BARS = 12
@@ -47,11 +55,37 @@ NUM_COLOURS = 10  # in the page's style
 Values = Mapping[str, float]
 
 
-def plan_page(plan: PlanData, title: str = "") -> str:
-    """The page of a plan as text, under a title."""
+def plan_page(plan: PlanData, title: str = "", command: str = "") -> str:
+    """The page of a plan as text, under a title; `command` is the one that made it."""
+    return _plan_page(title, (*_choice(plan, title), *_details(plan)), columns(plan), command)
+
+
+def plans_page(answers: Answers, title: str = "", command: str = "") -> str:
+    """As `plan_page` for several clusters: their plans side by side, and each plan's choice below."""
+    rows = side_by_side([answer for _, answer in answers], max(rate(answer) for _, answer in answers))
+    below = (
+        element("details", element("summary", name), *_choice(answer))
+        for name, answer in answers
+        if not isinstance(answer, str)
+    )
+    compared = table(("", *(name for name, _ in answers)), rows, class_="clusters")
+    return _plan_page(title, (element("h1", title or "Plans"), compared, *below), {"step_s": []}, command)
+
+
+def plan_fragment(plan: PlanData) -> str:
+    """The choice and its main figures as a table, without a style, for a notebook."""
+    rows: Iterable[tuple[str, str]] = summary(plan)
+    if not plan.get("cluster"):
+        rows = [("chosen", composition(plan["strategy"])), *_remarks(plan)]
+    return tostring(element("table", *map(row, rows)), encoding="unicode", method="html")
+
+
+def _plan_page(title: str, content: Iterable[Element], data: Mapping[str, Any], command: str) -> str:
     script = _piece("plan.js")
-    data = element("script", _embedded(columns(plan)), id="plan-data", type="application/json")
-    content = (*_sections(plan, title), data, element("script", script))
+    made: list[HtmlNode] = [f"atorch {version('atorch')}, {date.today()}"]
+    made += [": ", element("code", command)] if command else []
+    embedded = element("script", _embedded(data), id="plan-data", type="application/json")
+    content = (*content, element("footer", *made, class_="soft"), embedded, element("script", script))
     return page(f"Plan: {title}" if title else "Plan", content, f"script-src '{_hash(script)}'")
 
 
@@ -71,12 +105,37 @@ def page(title: str, content: Iterable[Element], allowed: str) -> str:
     return "<!DOCTYPE html>\n" + tostring(element("html", head, body, lang="en"), encoding="unicode", method="html")
 
 
-def _sections(plan: PlanData, title: str) -> Iterator[Element]:
-    yield element("h1", title or "Plan")
+def _choice(plan: PlanData, title: str = "") -> Iterator[Element]:
+    """The strategy, its figures, and what it is compared with."""
+    if title or not plan.get("cluster"):
+        yield element("h1", title or "Plan")
     yield element("p", headline(plan), class_="soft")
+    if plan.get("fit"):
+        yield element("p", plan["fit"]["words"])
     yield element("p", *(element("span", name, class_="method") for name in plan["strategy"] or ("plain training",)))
-    boxes = (element("div", element("dt", name), element("dd", figure)) for name, figure in facts(plan))
-    yield element("dl", *boxes, class_="facts")
+    if plan.get("load_strategy") is not None:
+        copied = element("pre", as_list(plan["load_strategy"]))
+        button = element("button", "Copy", type="button", class_="copy")
+        yield element("details", element("summary", "The strategy, for load_strategy or a file"), button, copied)
+    if plan["estimate"]:
+        boxes = (element("div", element("dt", name), element("dd", figure)) for name, figure in facts(plan))
+        yield element("dl", *boxes, class_="facts")
+    yield table(("", ""), _remarks(plan), class_="remarks")
+    yield from (element("p", f"Note: {note}.") for note in plan.get("notes", ()))
+    if plan["estimate"]:
+        yield from _estimates(plan)
+
+
+def _remarks(plan: PlanData) -> Iterator[tuple[str, str]]:
+    if plan.get("cluster"):
+        yield from remarks(plan)
+    else:
+        yield from (("", sentence) for sentence in steps(plan).splitlines())
+    if plan.get("numbers"):
+        yield "numbers", plan["numbers"]
+
+
+def _estimates(plan: PlanData) -> Iterator[Element]:
     shown = shown_estimates(plan, MAX_BARS)
     memory = _memory_bars(plan, shown)
     time = Bars.of([entry["estimate"]["time"] for _, entry in shown], format_seconds)
@@ -91,6 +150,11 @@ def _sections(plan: PlanData, title: str) -> Iterator[Element]:
     if plan.get("simulated"):
         rows = ((composition(entry["strategy"]), simulated(entry)) for entry in plan["simulated"])
         yield section("Simulated", table(("composition", "found"), rows))
+
+
+def _details(plan: PlanData) -> Iterator[Element]:
+    """Every candidate, the reasons against them, and the basis of the search."""
+    memory = _memory_bars(plan, shown_estimates(plan, MAX_BARS) if plan["estimate"] else ())
     yield element(
         "section", element("h2", "Every candidate"), *_candidates(plan), *_why_not(plan, memory), class_="long"
     )
@@ -145,7 +209,10 @@ def _ranking(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Element:
         )
         for number, (why, entry) in enumerate(shown, 1)
     )
-    return table(("", "composition", "step", "vs chosen", "peak"), rows, numbers={2, 3, 4})
+    made = table(("", "composition", "step", "vs chosen", "peak"), rows, numbers={2, 3, 4})
+    for line, (why, _) in zip(made[-1], shown, strict=True):
+        line.set("class", why)
+    return made
 
 
 def _legend(bars: Bars) -> str:
@@ -169,6 +236,7 @@ def _candidates(plan: PlanData) -> Iterator[Element]:
     canvas = element("canvas", id="scatter", tabindex="0", aria_label="every candidate, memory against time")
     yield element("div", canvas, *(element("div", id=name, hidden="hidden") for name in ("ring", "tip")), class_="plot")
     yield table(("the first of these", "step", "peak", "why not"), (), numbers={1, 2}, id="matches")
+    yield element("p", "No candidate matches the filter.", id="no-match", hidden="hidden")
     pareto = (
         (composition(point["strategy"]), format_seconds(point["step_s"]), format_bytes(point["peak_bytes"]))
         for point in plan.get("pareto", ())
@@ -190,6 +258,7 @@ def _why_not(plan: PlanData, bars: Bars) -> Iterator[Element]:
         line.set("data-kind", entry["why"])
         made[-1].append(line)
     yield made
+    yield element("p", "None of these matches the filter.", id="no-reason", hidden="hidden")
     yield bars.legend()
 
 
@@ -228,7 +297,8 @@ def columns(plan: PlanData) -> dict[str, Any]:
             if name != SLACK and any(values)
         },
         "pareto": [{name: point[name] for name in ("step_s", "peak_bytes")} for point in plan.get("pareto", ())],
-        "chosen": {name: plan["estimate"][name] for name in ("step_s", "peak_bytes")},
+        "chosen": {"label": composition(plan["strategy"])}
+        | {name: (plan["estimate"] or {}).get(name) for name in ("step_s", "peak_bytes")},
         "limit_bytes": usable_bytes(plan),
     }
 
@@ -284,7 +354,7 @@ class Bars:
                 element("span", label),
                 self.bar(values),
                 element("output", self.form(sum(values.values()))),
-                class_="bar",
+                class_="bar chosen" if "chosen" in label else "bar",
             )
             for label, values in rows
         ]

@@ -1,5 +1,8 @@
 """Plans for clusters that are not here: models in numbers, and arguments that do not hold."""
 
+import json
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -122,6 +125,47 @@ def test_a_profile_is_taken_as_it_is():
 def test_what_is_no_model_is_named(arguments, told):
     with pytest.raises(ArgumentError, match=told):
         subject_of(*arguments, CLUSTER)
+
+
+CONFIG = {
+    "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 128,
+    "architectures": ["GPT2LMHeadModel"],
+}  # fmt: skip
+
+
+def test_what_the_command_takes_is_taken(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = transformers.GPT2Config(**{name: value for name, value in CONFIG.items() if name != "model_type"})
+    few = {"cluster": "8xH100-80GB", "seq": 64, "verify": 0, "included": ["ddp"], "excluded": ["compile", "checkpoint"]}
+    plans = [atorch.plan(model, **few) for model in (tmp_path, str(tmp_path / "config.json"), config)]
+    assert {plan.strategy for plan in plans} == {plans[0].strategy}
+    assert len({plan.num_params for plan in plans}) == 1
+    assert config.use_cache is True, "it is the user's"
+    plan = plans[0]
+    assert re.fullmatch(
+        r"<ClusterPlan parallel_mode\(data 8\) .*ddp, [\d.]+ m?s a step, [\d.]+ .iB a device>", repr(plan)
+    )
+    assert plan._repr_html_().startswith("<table><tr><td>step</td>")
+    plan.save_html(tmp_path / "plan.html", "GPT2")
+    assert "<title>Plan: GPT2</title>" in (tmp_path / "plan.html").read_text()
+    with pytest.raises(ArgumentError, match="no/such/folder"):
+        plan.save_html("no/such/folder/plan.html")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"cluster": "8xL4"}, "there is no file or folder 'no.json'"),
+        ({}, "cluster is None; give a description such as"),
+        ({"cluster": "8xL4", "sample_batch": BATCH}, "has no argument 'sample_batch'"),
+        ({"cluster": "8xL4", "loss_func": print}, "has no argument 'loss_func'"),
+        ({"cluster": "8xL4", "sequence": 8}, "no argument 'sequence'"),
+    ],
+)
+def test_what_does_not_go_with_a_config_is_named(keywords, told):
+    with pytest.raises(ArgumentError, match=re.escape(told)):
+        atorch.plan("no.json", **keywords)
 
 
 def test_a_profile_takes_no_batch():

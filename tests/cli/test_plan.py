@@ -42,9 +42,13 @@ def test_a_shape_has_an_answer_in_every_form(tmp_path, capsys):
     assert "2 × 4 × NVIDIA A100" in output.out
     assert "parameters, read in" in output.err
     assert found["global_batch"] == 64
-    assert len(data_of(Page(page.read_text()))["labels"]) == len(found["candidates"]["label"])
+    written = Page(page.read_text())
+    assert len(data_of(written)["labels"]) == len(found["candidates"]["label"])
+    assert written.text_of("code")[0].startswith("atorch plan --layers 4 --hidden 256")
     strategy = Strategy.of(saved)
     assert [str(each) for each in strategy] == found["strategy"]
+    assert Strategy.of(found["load_strategy"]) == strategy
+    assert found["num_params"] > 1e6
 
 
 def test_methods_are_left_out_and_put_in(tmp_path):
@@ -140,9 +144,10 @@ def test_nothing_waits_in_host_memory_where_that_is_forbidden_or_a_size_is_looke
 
 
 def test_clusters_stand_beside_each_other(tmp_path, capsys):
-    data = tmp_path / "plans.json"
+    data, page = tmp_path / "plans.json", tmp_path / "plans.html"
     clusters = ["--cluster", "8xL4", "--cluster", "2x8xH100-80GB", "--cluster", "1xT4"]
-    assert plan(*SMALL, *FEW, "--batch", "64", *clusters, "--json", str(data)) == 0
+    assert plan(*SMALL, *FEW, "--batch", "64", *clusters, "--json", str(data), "--html", str(page)) == 0
+    assert Page(page.read_text()).text_of("th")[:3] == ["8xL4", "2x8xH100-80GB", "1xT4"]
     told = capsys.readouterr()
     assert all(name in told.out for name in ("8xL4", "2x8xH100-80GB", "1xT4", "tokens/s", "fastest"))
     assert told.err.count("parameters, read in") == 1

@@ -12,7 +12,7 @@ from atorch.cost.pipeline_stages import stages_of
 from atorch.cost.profile import Matmul, ModelProfile, Segment
 from atorch.cost.state import Cost
 from atorch.cost.time import step_time
-from atorch.report.timeline import Timeline, timeline
+from atorch.report.schedule import Timeline, timeline
 from atorch.runtime.pipeline.schedules import order
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]

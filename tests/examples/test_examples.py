@@ -35,6 +35,22 @@ def run(script: str, *arguments: str, processes: int = 1, path: Path | None = No
     return done.stdout
 
 
+def test_the_readmes_diff_is_that_of_a_script_that_runs(tmp_path: Path) -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = diff.splitlines(keepends=True)
+    old, new = ("".join(line[1:] or "\n" for line in lines if line[0] != sign) for sign in "+-")
+    script = (EXAMPLES / "huggingface.py").read_text()
+    assert script.count(new) == 1
+    (tmp_path / "before.py").write_text(script.replace(new, old))
+    names = (str(tmp_path / "before.py"), str(EXAMPLES / "huggingface.py"))
+    both = f"import sys, runpy\nsys.path.append({str(EXAMPLES)!r})\nfor name in {names!r}:\n    runpy.run_path(name)\n"
+    (tmp_path / "both.py").write_text(both)
+    printed = run(str(tmp_path / "both.py"), "--steps", "12").splitlines()
+    assert len(printed) == 2
+    for before, after in map(before_and_after, printed):
+        assert after < before - 0.5
+
+
 def before_and_after(printed: str) -> tuple[float, float]:
     """The two held-out losses of a line such as `Loss on …: 6.05 → 3.02`."""
     found = re.search(r"Loss on .*: ([\d.]+) → ([\d.]+)", printed)

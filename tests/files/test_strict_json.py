@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from atorch.auto.planner.dry_runs.calibration import Calibration
+from atorch.auto.sources.config import job_of
 from atorch.auto.strategy import Strategy
-from atorch.cli.config import job_of
 from atorch.cluster.spec import ClusterSpec
 from atorch.errors import ArgumentError, AtorchError, CheckpointError, StrategyError
 from atorch.files.strict_json import Format, parse, read_json

@@ -7,12 +7,15 @@ import json
 import re
 import shutil
 import subprocess
+from datetime import date
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from atorch.report.html import plan_page
+from atorch.report.figures import remarks, summary
+from atorch.report.html import plan_fragment, plan_page, plans_page
 from atorch.units import format_seconds
 from tests.report.answers import MEMORY, answer
 
@@ -74,6 +77,54 @@ def test_the_figures_are_in_the_page(page):
     assert words.count("one port a device") == 2  # for both figures that it is the source of
 
 
+def test_all_that_the_terminal_says_is_in_the_page():
+    plan = answer(40) | {
+        "fits_narrowly": True,
+        "numbers": "parameters are bf16",
+        "notes": ["of fused kernels"],
+        "num_params": 8_030_000_000,
+        "fit": {"words": "The longest sequence that fits: 8,192 tokens"},
+        "load_strategy": ["parallel_mode", ["half", {"dtype": "bf16"}]],
+    }
+    plan["decisive"] = [{"saves": 0.034, "strategy": plan["near_ties"][0]["strategy"], "kind": ""}]
+    made = Page(plan_page(plan, "job", "atorch plan 'my job.py:job'"))
+    cells, facts = made.text_of("td"), made.text_of("dd")
+    assert all(words in cells for name, words in remarks(plan))
+    assert {"room", "ties", "measure", "search", "numbers", "parameters are bf16"} <= set(cells)
+    assert {"8.03B", f"{4096 * 1024:,}"} <= set(facts)
+    assert {"Note: of fused kernels.", "The longest sequence that fits: 8,192 tokens"} <= set(made.text_of("p"))
+    assert made.text_of("pre") == ['[\n  "parallel_mode",\n  ["half", {"dtype": "bf16"}]\n]\n']
+    assert made.text_of("code") == ["atorch plan 'my job.py:job'"]
+    assert made.text_of("footer") == [f"atorch {version('atorch')}, {date.today()}: "]
+
+
+def test_the_chosen_row_is_marked(page):
+    rows = [each["class"] for each in page.named("tr") if "class" in each]
+    assert rows[:3] == ["chosen", "tie", "tie"]
+    assert rows.count("chosen") == 1
+    assert [each.get("class") for each in page.named("div")].count("bar chosen") == 2
+
+
+def test_several_clusters_are_on_one_page():
+    answers = [("8xA", answer(40)), ("8xL4", "nothing fits: 12 GiB short"), (HOSTILE, answer(40))]
+    made = Page(plans_page(answers, "job", "atorch plan job"))
+    assert made.text_of("th")[:3] == ["8xA", "8xL4", HOSTILE]
+    assert "nothing fits: 12 GiB short" in made.text_of("td")
+    assert made.text_of("summary")[0] == "8xA"
+    assert made.text_of("h2").count("Runners-up") == 2
+    assert len([each["id"] for _, each in made.elements if "id" in each]) == 1  # of the data
+    assert data_of(made) == {"step_s": []}
+
+
+def test_a_notebook_shows_the_summary_as_a_table():
+    plan = answer(40, name=HOSTILE)
+    plan["strategy"] = [HOSTILE]
+    made = Page(plan_fragment(plan))
+    assert made.elements[0][0] == "table"
+    assert made.text_of("td")[:2] == ["step", next(summary(plan))[1]]
+    assert HOSTILE in made.text_of("td")
+
+
 def test_rows_of_a_table_are_sorted_by_their_step():
     plan = answer(400)
     plan["rejected"] = plan["rejected"][::-1] + [{"strategy": ["fp8"], "why": "hardware", "reason": "too old"}]
@@ -133,9 +184,12 @@ def test_it_is_small_for_many_candidates():
 
 
 def test_a_plan_of_a_search_on_the_devices_has_a_page_too():
-    known = ("strategy", "estimate", "rejected", "num_compositions", "seconds", "memory_bytes")
-    plan = {name: value for name, value in answer(20).items() if name in known}
+    known = ("strategy", "estimate", "rejected", "num_compositions", "num_dry_runs", "seconds", "memory_bytes")
+    plan = {name: value for name, value in answer(20).items() if name in known} | {"measured": None}
     assert data_of(Page(plan_page(plan)))["labels"] == []
+    unknown = Page(plan_page({**plan, "estimate": None}))
+    assert any("Step: not measured; not estimated" in text for text in unknown.text_of("td"))
+    assert "20 compositions, 0 of them run, in 6.3 s." in Page(plan_fragment(plan)).text_of("td")
 
 
 HARNESS = """<!DOCTYPE html><iframe id="frame" width="1100" height="3000" src="page.html"></iframe><pre id="told"></pre>
@@ -167,6 +221,15 @@ frame.onload = () => {
   told.reasons = page.querySelectorAll("#why-not tbody tr:not([hidden])").length;
   by("kinds").querySelector("input").click();
   told.boxed = by("count").textContent;
+  by("filter").value = "no such method";
+  by("filter").dispatchEvent(new view.Event("input"));
+  const seen = (id) => by(id).checkVisibility();
+  told.unmatched = [seen("matches"), seen("no-match"), seen("why-not"), seen("no-reason")];
+  page.querySelector("details").open = true;
+  page.querySelector(".copy").click();
+  told.copied = view.getSelection().toString();
+  frame.width = 400;
+  told.narrow = page.documentElement.scrollWidth;
   document.getElementById("told").textContent = JSON.stringify(told);
 };
 </script>"""
@@ -175,7 +238,7 @@ frame.onload = () => {
 @pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_it_works_in_a_browser(tmp_path: Path) -> None:
-    plan = answer(300, name=HOSTILE)
+    plan = answer(300, name=HOSTILE) | {"load_strategy": ["fsdp", ["half", {"dtype": "bf16"}]]}
     (tmp_path / "page.html").write_text(plan_page(plan, HOSTILE), encoding="utf-8")
     (tmp_path / "harness.html").write_text(HARNESS, encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
@@ -202,4 +265,7 @@ def test_it_works_in_a_browser(tmp_path: Path) -> None:
     assert set(told["rows"]) <= set(matching)
     assert told["rows"]
     assert told["reasons"] < len(plan["rejected"])
+    assert told["unmatched"] == [False, True, False, True]
+    assert json.loads(told["copied"]) == plan["load_strategy"]
+    assert told["narrow"] <= 400
     assert int(told["boxed"].split()[0]) < len(matching)

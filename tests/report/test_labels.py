@@ -1,6 +1,6 @@
 """What short names stand for."""
 
-from atorch.report.labels import CATEGORIES, left_out, legend, why_not
+from atorch.report.figures import CATEGORIES, left_out, legend, why_not
 
 
 def test_what_is_left_out_is_counted_by_reason():

@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from atorch.report.schedule import schedule_svg, schedule_text
-from atorch.report.timeline import PassId, Timeline, timeline
+from atorch.report.schedule import PassId, Timeline, schedule_svg, schedule_text, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

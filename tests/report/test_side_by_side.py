@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from atorch.report.side_by_side import beside_report
+from atorch.report.answer import beside_report
 from tests.report.answers import answer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atorch.errors import StrategyError
-from atorch.report.timeline import PassId, expected_bubble, timeline
+from atorch.report.schedule import PassId, expected_bubble, timeline
 
 
 def gpipe(processes: int, micro_batches: int) -> list[list[PassId]]:

@@ -53,7 +53,7 @@ class Counterfactual:
         return {"change": self.change, "what": self.what, "ratio": self.ratio, "reason": self.reason}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ClusterPlan(Plan):
     """A plan by arithmetic alone, without runs; `simulated` has the results if the best were simulated."""
 
@@ -72,6 +72,7 @@ class ClusterPlan(Plan):
     gap: float = 0.0  # share of a step that an unscored composition might save; 0 if the choice is proven the best
     num_legal: int | None = None  # compositions that the choice is the best of, scored or excluded; None: not counted
     simulated: tuple[Mapping[str, Any], ...] = ()
+    num_params: int | None = None  # of the model
 
     @property
     def fits_narrowly(self) -> bool:
@@ -85,6 +86,7 @@ class ClusterPlan(Plan):
             "global_batch": self.global_batch,
             "objective": self.objective,
             "usable_bytes": self.usable_bytes,
+            "num_params": self.num_params,
             "ranking": [ranked.to_json_data() for ranked in self.ranking],
             "near_ties": [tie.to_json_data() for tie in self.near_ties],
             "decisive": [measuring.to_json_data() for measuring in self.decisive],

@@ -241,6 +241,7 @@ def _plan(
         gap=found.gap,
         num_unopened={"slower": found.num_slow, "memory": found.num_large},
         seconds=time.monotonic() - began,
+        num_params=question.job.profile.num_params,
     )
 
 

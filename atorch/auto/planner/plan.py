@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from atorch.auto.strategy import Strategy
+from atorch.errors import ArgumentError, StrategyError
+from atorch.files.access import FileKind, write
+from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep
@@ -86,9 +90,12 @@ class Baseline:
         return {"strategy": strategy_data(self.strategy), "measured": measured, **known}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """The result of a search. `measured` is None if no dry run of the choice was possible or worth its time."""
+    """The result of a search. `measured` is None if no dry run of the choice was possible or worth its time.
+
+    A notebook shows it as a table; `save_html` writes it as a page.
+    """
 
     strategy: Strategy
     estimate: Estimate | None  # None if there was no time for it
@@ -110,9 +117,31 @@ class Plan:
         effects = [method.numbers for method in self.strategy if method.numbers]
         return "; ".join(effects) or "as in plain training, but that sums may be taken in another order"
 
+    def __repr__(self) -> str:
+        figures = self.measured or self.estimate
+        cost = figures and f", {format_seconds(figures.step_s)} a step, {format_bytes(figures.peak_bytes)} a device"
+        return f"<{type(self).__name__} {self.strategy}{cost or ''}>"
+
+    def _repr_html_(self) -> str:
+        from atorch.report.html import plan_fragment
+
+        return plan_fragment(self.to_json_data())
+
+    def save_html(self, path: str | PathLike[str], title: str = "") -> None:
+        """Write the plan as one self-contained page, as `atorch plan --html` does.
+
+        Raises:
+            ArgumentError: the file cannot be written.
+        """
+        from atorch.report.html import plan_page
+
+        page = plan_page(self.to_json_data(), title)
+        write(path, page.encode(errors="replace"), FileKind("page", ArgumentError))
+
     def to_json_data(self) -> dict[str, Any]:
         return {
             "strategy": strategy_data(self.strategy),
+            "load_strategy": _load_strategy(self.strategy),
             "estimate": estimate_data(self.estimate),
             "measured": estimate_data(self.measured),
             "rejected": [rejected.to_json_data() for rejected in self.rejected],
@@ -128,6 +157,14 @@ class Plan:
 
 def estimate_data(value: Estimate | Measurement | None) -> dict[str, Any] | None:
     return None if value is None else asdict(value)
+
+
+def _load_strategy(strategy: Strategy) -> list[Any] | None:
+    """The strategy as data that `Strategy.of` takes; None if a knob is an object of this process."""
+    try:
+        return strategy.to_list()
+    except StrategyError:
+        return None
 
 
 def strategy_data(strategy: Strategy) -> list[str]:

@@ -68,6 +68,16 @@ def to_json(strategy: Strategy) -> str:
     return text
 
 
+def to_list(strategy: Strategy) -> list[Json]:
+    """Method names, and pairs of a name and the knobs that were set.
+
+    Raises:
+        StrategyError: a knob is not valid JSON.
+    """
+    configs = [(method.name, _config_of(method, step("$", index))) for index, method in enumerate(strategy)]
+    return [[name, config] if config else name for name, config in configs]
+
+
 def save(strategy: Strategy, path: str | os.PathLike[str]) -> None:
     """Write the strategy's file atomically: a reader sees the old file or the new one. One rank calls this.
 

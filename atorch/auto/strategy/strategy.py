@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Method)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Strategy(Sequence[Method]):
     """Methods in phase order, at most one per slot. Two strategies are equal if their methods are.
 
@@ -88,6 +89,16 @@ class Strategy(Sequence[Method]):
         from atorch.auto.strategy import codec
 
         return codec.to_json(self)
+
+    def to_list(self) -> list[Any]:
+        """Method names, and pairs of a name and the knobs that were set; `Strategy.of` reads them back.
+
+        Raises:
+            StrategyError: a knob is not valid JSON.
+        """
+        from atorch.auto.strategy import codec
+
+        return codec.to_list(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the strategy's file atomically; of several processes, one calls this.
@@ -199,6 +210,12 @@ class Strategy(Sequence[Method]):
         ctx = replace(ctx, strategy=self)
         for method in self.methods:
             method.check_optimizer(ctx)
+
+    def __repr__(self) -> str:
+        return f"<Strategy {self}>"
+
+    def _repr_html_(self) -> str:
+        return " + ".join(f"<code>{escape(str(method))}</code>" for method in self.methods) or "plain"
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.methods)) or "plain"

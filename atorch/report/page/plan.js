@@ -2,6 +2,12 @@
 // Data comes as columns from the page itself; text goes into the page as text alone, never as markup.
 "use strict";
 (() => {
+  for (const button of document.querySelectorAll(".copy")) {
+    button.addEventListener("click", () => {
+      getSelection().selectAllChildren(button.nextElementSibling);  // stays, for who copies by hand
+      button.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl+C";  // needs no permission
+    });
+  }
   const data = JSON.parse(document.getElementById("plan-data").textContent);
   const number = data.step_s.length;
   if (!number) return;
@@ -48,9 +54,15 @@
       count += visible[i];
     }
     byId("count").textContent = `${count.toLocaleString("en")} of ${number.toLocaleString("en")}`;
+    let reasons = 0;
     for (const row of document.querySelectorAll("#why-not tbody tr")) {
       const text = row.textContent.toLowerCase(), k = kinds.indexOf(row.dataset.kind);
       row.hidden = !(terms.every((term) => text.includes(term)) && (k < 0 || shownKinds.has(k)));
+      reasons += !row.hidden;
+    }
+    for (const [table, words, found] of [["matches", "no-match", count], ["why-not", "no-reason", reasons]]) {
+      byId(table).hidden = !found;
+      byId(words).hidden = found > 0;
     }
     list();
     draw();
@@ -66,6 +78,7 @@
       for (const text of [label(i), seconds(data.step_s[i]), bytes(data.peak_bytes[i]), reason(i) || "fits"]) {
         row.insertCell().textContent = text;
       }
+      row.className = label(i) === data.chosen.label ? "chosen" : "";
       row.cells[1].className = row.cells[2].className = "number";
       row.addEventListener("pointerenter", () => show(i));
     }

@@ -165,6 +165,20 @@ def test_shown_with_the_knobs_that_differ_from_the_defaults() -> None:
     assert str(Strategy()) == "plain"
 
 
+def test_it_is_short_in_a_session_and_in_a_notebook() -> None:
+    strategy = Strategy.of(["fsdp", ("amp_native", "bf16")])
+    assert repr(strategy) == "<Strategy amp_native(bf16) + fsdp>"
+    assert strategy._repr_html_() == "<code>amp_native(bf16)</code> + <code>fsdp</code>"
+
+
+def test_as_a_list_it_is_what_a_person_writes() -> None:
+    strategy = Strategy.of(["fsdp", ("amp_native", "bf16")])
+    assert strategy.to_list() == [["amp_native", {"dtype": "bf16"}], "fsdp"]
+    assert Strategy.of(strategy.to_list()) == strategy
+    with pytest.raises(StrategyError, match="objects of this process"):
+        Strategy.of([("fsdp", {"param_init_fn": print})]).to_list()
+
+
 def test_a_strategy_of_no_methods_is_one():
     assert Strategy()
     assert Strategy.of([])

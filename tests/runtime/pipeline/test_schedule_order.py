@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import StrategyError
-from atorch.report.timeline import expected_bubble, timeline
+from atorch.report.schedule import expected_bubble, timeline
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.pipeline.capture.shapes import shape_of
 from atorch.runtime.pipeline.schedules import PassKind, StagePass, make_schedule, order, stages_of, torch_stage

@@ -22,7 +22,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTimes
 from atorch.cost.memory_interval import memory_band
 from atorch.cost.uncertainty import KINDS, Shares, Uncertainty
-from atorch.report.labels import shown_work
+from atorch.report.figures import shown_work
 
 NEAR = 0.1  # share of the fastest step: candidates slower by more are not considered
 MOST_NEAR = 40  # limit of considered candidates

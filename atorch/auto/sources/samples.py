@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class SampleForm:
         ArgumentError: no batch can be made for it.
     """
 
-    def __init__(self, config: Any, kind: Any, path: Path) -> None:
+    def __init__(self, config: Any, kind: Any, path: object) -> None:
         self.config, self.kind, self.path, self.takes = config, kind, path, _parameters(kind)
         self.text = config.get_text_config()
         self.reads_tokens = "input_ids" in self.takes or "decoder_input_ids" in self.takes

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from atorch.cli import config
+from atorch.auto.sources import config
 from atorch.errors import ArgumentError
 
 SMALL = {
@@ -83,10 +83,10 @@ def test_a_config_means_a_job(data, seq, name, shape, written):
 
 
 @pytest.mark.parametrize(("most", "length"), [(2048, 2048), (131072, 4096)])
-def test_a_sample_is_as_long_as_the_model_takes_and_no_longer_than_usual(most, length, written, capsys):
+def test_a_sample_is_as_long_as_the_model_takes_and_no_longer_than_usual(most, length, written, caplog):
     job = config.job_of(written({**LLAMA, "max_position_embeddings": most}), None)
     assert job["sample_batch"]["input_ids"].shape == (1, length)
-    assert f"--seq is not given: {length:,} tokens a sample" in capsys.readouterr().err
+    assert f"--seq is not given: {length:,} tokens a sample" in caplog.text
 
 
 @pytest.mark.parametrize(

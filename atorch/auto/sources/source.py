@@ -1,17 +1,19 @@
-"""Sources of a plan on the command line: a Hugging Face config, a job in a file, or a transformer's shape."""
+"""Sources of a plan: a Hugging Face config, a job in a file, or a transformer's shape."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from atorch.cli import config, job
+from atorch.auto.sources import config, job
 
 if TYPE_CHECKING:
     from atorch.auto.plan_for_cluster import Subject
+    from atorch.auto.planner.cluster_plan import ClusterPlan
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost.transformer import TransformerShape
 
@@ -47,6 +49,35 @@ def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobS
     if named is not None:
         return _of_name(named)
     return _of_config(path) if path is not None else _of_shape(shape)
+
+
+def is_source(model: object) -> bool:
+    """True for the name of a source, and for a config of transformers."""
+    return isinstance(model, (str, PathLike)) or hasattr(type(model), "model_type")
+
+
+def plan_of(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
+    """Carry out `plan` for a model of which `is_source` is true.
+
+    Raises:
+        ArgumentError: an unknown or invalid argument, or there is no such file or job.
+    """
+    from atorch.auto.arguments import meant, positioned
+    from atorch.auto.plan_for_cluster import OPTIONS, check_names, cluster_of, plan_for
+    from atorch.errors import ArgumentError, shown
+
+    options = {**keywords, **positioned(given, (), keywords)}
+    for name in options:
+        if name not in ("seq", *OPTIONS):
+            remedy = meant(name, ("seq", *OPTIONS))
+            raise ArgumentError(
+                f"a plan of {shown(model)}, which has its own batch, loss and optimizer, has no argument {name!r}; "
+                f"{remedy}"
+            )
+    seq, spec = options.pop("seq", None), cluster_of(cluster)
+    check_names(**{name: options.get(name) for name in ("excluded", "included", "fixed", "extend")})
+    source = _of_name(fspath(model)) if isinstance(model, (str, PathLike)) else _of_config(model)
+    return plan_for(source.subject(seq, spec), spec, **options)
 
 
 def _of_name(named: str) -> JobSource:
@@ -88,7 +119,7 @@ def _of_job(named: str) -> JobSource:
     return JobSource(named, job.takes_seq(loaded), subject)
 
 
-def _of_config(path: Path) -> JobSource:
+def _of_config(path: Any) -> JobSource:
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import subject_of
         from atorch.errors import ArgumentError, AtorchError

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from atorch.cli import job
+from atorch.auto.sources import job
 from atorch.errors import ArgumentError
 
 TEXT = """

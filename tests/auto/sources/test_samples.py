@@ -3,9 +3,9 @@
 import pytest
 import transformers
 
-from atorch.cli.samples import SampleForm
+from atorch.auto.sources.samples import SampleForm
 from atorch.errors import ArgumentError
-from tests.cli.test_config import LLAVA
+from tests.auto.sources.test_config import LLAVA
 
 
 @pytest.fixture

@@ -1,0 +1,288 @@
+"""An optimizer and a DataLoader that exist already: made again exactly, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from atorch import auto_accelerate
+from atorch.auto.adapters import adapted
+from atorch.errors import ArgumentError
+from tests.pool import Pool
+
+PAIRS = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16.0))
+DATA2 = [("parallel_mode", ([("data", 2)], None))]
+STAGES2 = [("parallel_mode", ([("pipeline", 2)], None)), ("pipeline_parallel", {"micro_batches": 2})]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def model_of(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss_func(batch: Any, output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output[:, 0], batch[1])
+
+
+def two_groups(model: nn.Module, kind: Any = torch.optim.AdamW, **settings: Any) -> Any:
+    """An optimizer of weights, and of biases but for the head's, without decay."""
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias") and "head" not in name]
+    return kind([{"params": weights}, {"params": biases, "weight_decay": 0.0}], **{"lr": 0.05, **settings})
+
+
+def trained(strategy: list[Any]) -> list[float]:
+    """The losses of four global batches by an accelerated model."""
+    model = model_of()
+    _, result, _ = auto_accelerate(
+        model,
+        two_groups(model, weight_decay=0.5),
+        DataLoader(PAIRS, batch_size=8),
+        loss_func,
+        model_input_format="unpack_sequence",
+        load_strategy=strategy,
+    )
+    losses = []
+    for _ in range(2):
+        for batch in result.dataloader:
+            batch = result.prepare_input(batch, torch.device("cpu"))
+            result.optim.zero_grad()
+            loss = result.loss_func(batch, result.model(*batch))
+            loss.backward()
+            result.optim.step()
+            losses.append(loss.item())
+    return losses
+
+
+def plain() -> list[float]:
+    model, losses = model_of(), []
+    optim = two_groups(model, weight_decay=0.5)
+    for _ in range(2):
+        for batch in DataLoader(PAIRS, batch_size=8):
+            loss = loss_func(batch, model(*batch))
+            optim.zero_grad()
+            loss.backward()
+            optim.step()
+            losses.append(loss.item())
+    return losses
+
+
+def on_rank(rank: int, size: int, strategies: list[list[Any]]) -> list[list[float]]:
+    return [trained(strategy) for strategy in strategies]
+
+
+def test_one_process_trains_as_without() -> None:
+    assert trained([]) == pytest.approx(plain(), rel=1e-5)
+
+
+def test_groups_survive_strategies_that_replace_parameters(pool: Pool) -> None:
+    strategies = [[*DATA2, name] for name in ("ddp", "zero1", "fsdp")] + [STAGES2]
+    first, second = pool.run(on_rank, strategies)
+    for strategy, losses, others in zip(strategies, first, second, strict=True):
+        mean = [(one + other) / 2 for one, other in zip(losses, others, strict=True)]
+        assert mean == pytest.approx(plain(), rel=1e-4), strategy
+
+
+def test_an_optimizer_is_its_class_arguments_and_groups() -> None:
+    model = model_of()
+    optim = two_groups(model, betas=(0.8, 0.9))
+    job = adapted({"model": model, "optim_func": optim})
+    assert job["optim_func"] is torch.optim.AdamW
+    assert (job["optim_args"]["lr"], job["optim_args"]["betas"]) == (0.05, (0.8, 0.9))
+    other = model_of(1)
+    groups = job["optim_param_func"](other)
+    assert [[id(p) for p in group["params"]] for group in groups] == [
+        [id(p) for p in group["params"]] for group in two_groups(other).param_groups
+    ]
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+    wrapped = nn.Module()
+    wrapped.module = other
+    assert job["optim_param_func"](wrapped) == groups
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad", "RMSprop", "Adafactor", "LBFGS"])
+def test_torchs_optimizers_can_be_made_again(kind: str) -> None:
+    model = model_of()
+    optim = getattr(torch.optim, kind)(model.parameters(), lr=0.03)
+    job = adapted({"model": model, "optim_func": optim})
+    again = job["optim_func"](job["optim_param_func"](model), **job["optim_args"])
+    assert again.defaults == optim.defaults
+    assert [p.shape for p in again.param_groups[0]["params"]] == [p.shape for p in model.parameters()]
+
+
+def test_names_that_were_given_are_kept() -> None:
+    model = model_of()
+    job = adapted({"model": model, "optim_func": torch.optim.SGD(model.named_parameters(), lr=0.1)})
+    assert [name for name, _ in job["optim_param_func"](model)[0]["params"]] == list(dict(model.named_parameters()))
+
+
+class Counted(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float = 0.1, count: int = 1) -> None:
+        super().__init__(params, lr=lr)
+        self.count = count
+
+
+def stepped(model: nn.Module) -> Any:
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optim.step()
+    return optim
+
+
+def scheduled(model: nn.Module) -> Any:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optim, 1)
+    return optim
+
+
+def hooked(model: nn.Module) -> Any:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    optim.register_step_pre_hook(lambda *_: None)
+    return optim
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (stepped, "it has stepped, and its (step|exp_avg) would be lost; give a new one"),
+    (scheduled, "it has a learning-rate scheduler; make that of result.optim afterwards"),
+    (hooked, "_optimizer_step_pre_hooks would be"),
+    (
+        lambda model: Counted(model.parameters(), count=3),
+        r"an optimizer \(Counted\) that was made already .* count would be 1",
+    ),
+    (lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), "that the model does not have"),
+]
+
+
+@pytest.mark.parametrize(("make", "told"), REFUSED)
+def test_an_optimizer_that_would_differ_is_refused(make: Any, told: str) -> None:
+    model = model_of()
+    with pytest.raises(ArgumentError, match=told):
+        auto_accelerate(model, make(model), load_strategy=[])
+
+
+def test_a_subclass_with_usual_settings_is_made_again() -> None:
+    model = model_of()
+    assert adapted({"model": model, "optim_func": Counted(model.parameters())})["optim_func"] is Counted
+
+
+def test_settings_are_given_once() -> None:
+    model = model_of()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ArgumentError, match="optim_func is an optimizer that was made already, .* leave optim_args out"
+    ):
+        auto_accelerate(model, optim, optim_args={"lr": 1.0}, load_strategy=[])
+    with pytest.raises(ArgumentError, match="dataset is a DataLoader .* leave dataloader_args out"):
+        auto_accelerate(model, None, DataLoader(PAIRS), dataloader_args={"batch_size": 2}, load_strategy=[])
+
+
+def test_parameters_that_a_strategy_adds_are_in_no_group() -> None:
+    model = model_of()
+    job = adapted({"model": model, "optim_func": torch.optim.SGD(model.parameters(), lr=0.1)})
+    model.added = nn.Linear(1, 1)
+    with pytest.raises(ArgumentError, match=r"did not have, such as added\.weight"):
+        job["optim_param_func"](model)
+
+
+def seeded(worker: int) -> None:
+    torch.manual_seed(worker)
+
+
+def pairs(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
+def arguments(loader: DataLoader[Any]) -> dict[str, Any]:
+    return adapted({"dataset": loader})["dataloader_args"]
+
+
+def test_a_loader_is_its_settings() -> None:
+    made = DataLoader(
+        PAIRS, batch_size=4, shuffle=True, num_workers=2, collate_fn=pairs, drop_last=True, timeout=3,
+        worker_init_fn=seeded, prefetch_factor=3, persistent_workers=True, multiprocessing_context="spawn",
+    )  # fmt: skip
+    found = arguments(made)
+    assert found["shuffle"] is True
+    assert "pin_memory" not in found
+    again = DataLoader(PAIRS, **found)
+    kept = ("batch_size", "num_workers", "collate_fn", "drop_last", "timeout", "worker_init_fn", "prefetch_factor")
+    for name in (*kept, "persistent_workers", "multiprocessing_context"):
+        assert getattr(again, name) == getattr(made, name), name
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch_size": 5}, {"batch_size": 5, "drop_last": True}, {"batch_size": None}]
+)
+@pytest.mark.parametrize("data", [range(13), Stream()])
+def test_batches_are_the_same(settings: dict[str, Any], data: Any) -> None:
+    loader: DataLoader[Any] = DataLoader(data, **settings)
+    result = auto_accelerate(model_of(), None, loader, load_strategy=[])[1]
+    assert [batch.tolist() for batch in map(torch.as_tensor, result.dataloader)] == [
+        batch.tolist() for batch in map(torch.as_tensor, loader)
+    ]
+
+
+def test_samplers_of_the_users_own_are_carried_over() -> None:
+    subset, chunks = SubsetRandomSampler(range(4)), BatchSampler(SequentialSampler(PAIRS), 3, drop_last=False)
+    assert arguments(DataLoader(PAIRS, sampler=subset))["sampler"] is subset
+    found = arguments(DataLoader(PAIRS, batch_sampler=chunks))
+    assert found["batch_sampler"] is chunks
+    assert not {"batch_size", "shuffle", "sampler", "drop_last"} & found.keys()
+    part = RandomSampler(PAIRS, num_samples=4)
+    assert arguments(DataLoader(PAIRS, sampler=part))["sampler"] is part
+
+
+class MyLoader(DataLoader[Any]):
+    pass
+
+
+def iterated() -> DataLoader[Any]:
+    loader: DataLoader[Any] = DataLoader(PAIRS)
+    loader._iterator = iter(loader)  # as with workers that stay
+    return loader
+
+
+SHARED = DistributedSampler(PAIRS, num_replicas=2, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: MyLoader(PAIRS), "dataset is a MyLoader, which may do more"),
+        (iterated, "that was iterated and whose workers still run"),
+        (lambda: DataLoader(PAIRS, sampler=SHARED), "a sampler that shares samples out already"),
+        (lambda: DataLoader(PAIRS, batch_sampler=BatchSampler(SHARED, 2, False)), "shares samples out already"),
+        (lambda: DataLoader(PAIRS, shuffle=True, generator=torch.Generator()), "shuffles by a generator of its own"),
+    ],
+)
+def test_a_loader_that_would_differ_is_refused(make: Any, told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        auto_accelerate(model_of(), None, make(), load_strategy=[])
