@@ -10,7 +10,6 @@ from enum import Enum
 from typing import Any, get_args
 
 import pytest
-from atorch.report.labels import shown_name, why_not
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -28,7 +27,7 @@ from atorch.distributed import init, rank_table, use_mesh
 from atorch.patrickstar.core import PatrickStarClient
 from atorch.patrickstar.merge import merge_checkpoints
 from atorch.patrickstar.runtime import initialize_engine
-from atorch.report.figures import summary
+from atorch.report.figures import shown_name, summary, why_not
 from tests.house.source import modules
 from tests.house.test_docs import DOCS, DOCUMENTS, name_of, table, tables
 
