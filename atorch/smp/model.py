@@ -15,9 +15,16 @@ from torch.utils.hooks import RemovableHandle
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.checkpointing.local_parts import LocalParts
-from atorch.smp.checkpointing.partial_states import CUTS, PARTIAL
-from atorch.smp.checkpointing.replica_shards import meet_replicas, shards_like, whole_over_shards
-from atorch.smp.checkpointing.whole_states import gathered_state, merged_model_state, whole_on_host
+from atorch.smp.checkpointing.states import (
+    CUTS,
+    PARTIAL,
+    gathered_state,
+    meet_replicas,
+    merged_model_state,
+    shards_like,
+    whole_on_host,
+    whole_over_shards,
+)
 from atorch.smp.options import ModelOptions
 from atorch.smp.session import Session, session
 from atorch.smp.tensor.replacement import replace_registered

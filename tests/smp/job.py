@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import atorch.smp as smp
+from atorch.logs import logger
 from tests.contract.job import distance as relative_distance
 from tests.contract.job import updates
 
@@ -80,6 +82,24 @@ def begun(config: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         smp.shutdown()
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The messages that are logged inside."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+def several(rank: int, size: int, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The results of several functions, each with its arguments, in one group of processes."""
+    return [function(rank, size, *arguments) for function, *arguments in calls]
 
 
 @smp.step

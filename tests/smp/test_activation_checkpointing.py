@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import atorch.smp as smp
 from atorch import logs
 from atorch.errors import ArgumentError
-from atorch.smp.partition_map import PLACE, PartitionMap, partition_of
+from atorch.smp.partition_map import PLACE, PartitionMap, place_of
 from atorch.smp.patches.checkpoint import checkpoint, checkpoint_sequential
 
 WIDTH, ROWS = 16, 8
@@ -209,7 +209,7 @@ def test_runs_end_where_a_partition_does(two_partitions: Any, strategy: str, kep
     net, plain = model(), model()
     expected = passed(plain, plain)
     smp.set_activation_checkpointing(net, strategy=strategy)
-    assert partition_of(net[0]) is None
+    assert place_of(net[0]) is None
     found = passed(net, net)
     assert 6 * UNIT <= found[2] <= 7 * UNIT  # as long as partitions are not known, each layer
     assert same(found, expected)

@@ -119,8 +119,7 @@ def trained(rank: int, size: int, how: str) -> tuple[list[float], dict[str, Tens
         return with_steps(model, optimizer, range(3), step), model.state_dict()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("how", ["loss", "gradients"])
+@pytest.mark.parametrize(("how", "ranks"), [("loss", 4), ("gradients", 2)])
 def test_the_training_step_is_plain_training(pool: Pool, how: str, ranks: int) -> None:
     plain, right = plainly(MyModel(), 3)
     for losses, state in pool.run(trained, how, ranks=ranks):
@@ -230,9 +229,8 @@ def saved_and_loaded(rank: int, size: int, folder: str, partial: bool, before: b
         return losses + with_steps(model, optimizer, range(2, 4))
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before the first step", "after it"])
-@pytest.mark.parametrize("partial", [True, False], ids=["partial", "full"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("partial", "before"), [(True, True), (False, False)], ids=["early", "late"])
 def test_training_goes_on_from_what_was_saved(
     pool: Pool, tmp_path: Path, partial: bool, before: bool, ranks: int
 ) -> None:

@@ -120,7 +120,7 @@ def accelerated(rank: int, size: int, config: dict[str, Any]) -> tuple[list[floa
     ("ranks", "config"),
     [
         (2, {"partitions": 2}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.nightly),
         pytest.param(4, {"partitions": 2, "pipeline": "simple"}, marks=pytest.mark.nightly),
         pytest.param(2, {"shard_optimizer_state": True}, marks=pytest.mark.nightly),
         pytest.param(2, {"tensor_parallel_degree": 2, "prescaled_batch": True}, marks=pytest.mark.nightly),

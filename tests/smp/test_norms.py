@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -14,7 +13,7 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.session import session
 from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, train_step
+from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, logged, loss_of, made, train_step
 from tests.smp.test_parity import DEGREES
 
 LIMIT = 0.02
@@ -38,11 +37,7 @@ def clipped(
     rank: int, size: int, config: dict[str, Any], call: str, how: float
 ) -> tuple[dict[str, Tensor], list[float], list[str]]:
     """The model after some steps, the norms of gradients, and what was logged."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("atorch").addHandler(handler)
-    with begun({"microbatches": MICROBATCHES, "ddp": True, **config}):
+    with begun({"microbatches": MICROBATCHES, "ddp": True, **config}), logged() as told:
         whole = made("gpt2")
         smp.set_tensor_parallelism(whole)
         model = smp.DistributedModel(whole)
@@ -54,7 +49,6 @@ def clipped(
             norm: Any = CALLS[call](model, optimizer, how)
             norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
             optimizer.step()
-        logging.getLogger("atorch").removeHandler(handler)
         return {name: value.clone() for name, value in model.state_dict().items()}, norms, told
 
 

@@ -22,10 +22,8 @@ DEGREES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 SAMPLE = {
-    ("cnn", "alone", "simple", "sum"),
     ("cnn", "pipeline 2", "simple", "sum"),
     ("gpt2", "pipeline 2 data 2", "interleaved", "mean"),
-    ("llama", "pipeline 2", "interleaved", "mean"),
     ("llama", "tensor 2 pipeline 2", "simple", "mean"),
 }
 CASES = [

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import atorch.smp as smp
-from atorch.distributed import collectives
-from atorch.errors import ArgumentError, StrategyError
+from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
-from atorch.smp.checkpointing import replica_shards
 from atorch.smp.session import session
 from tests.pool import Pool
 from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, optimizer_of, train_step
@@ -102,26 +98,6 @@ def test_masters_are_shared_out_too(pool: Pool) -> None:
     for is_shared, share in pool.run(with_masters):
         assert is_shared
         assert 0.4 < share < 0.6
-
-
-def alone(rank: int, size: int) -> str:
-    with begun({"ddp": True, "shard_optimizer_state": True}):
-        model = smp.DistributedModel(made("cnn"))
-        optimizer = smp.DistributedOptimizer(optimizer_of(model))
-        train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
-        optimizer.step()
-        soon = timedelta(seconds=0.1)
-        with mock.patch.object(replica_shards, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
-            if rank == 0:
-                try:
-                    optimizer.state_dict()
-                except ArgumentError as error:
-                    return str(error)
-    return ""
-
-
-def test_who_does_not_save_is_named(pool: Pool) -> None:
-    assert "on rank 0 but not on 1" in pool.run(alone)[0]
 
 
 def lamb(rank: int, size: int) -> str:

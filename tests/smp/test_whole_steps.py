@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
-from atorch.smp.partition_map import partition_of
+from atorch.smp.partition_map import place_of
 from tests.pool import Pool
 from tests.smp.job import STEPS, batch_of, begun, distance, made, plainly_trained, train_step
 
@@ -50,23 +50,19 @@ def novograd(model: nn.Module) -> FusedNovoGrad:
 TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
 
 
+CASES: list[tuple[Any, int, dict[str, Any]]] = [
+    (lamb, 2, {"partitions": 2}),
+    (trusting_lamb, 2, TENSOR),
+    (novograd, 2, {"partitions": 2}),
+    (novograd, 2, TENSOR),
+    (lamb, 4, {"partitions": 2, **TENSOR}),
+    (trusting_lamb, 4, {"partitions": 2, **TENSOR}),
+]
+
+
 @pytest.mark.parametrize(
     ("optimizer_of", "ranks", "config"),
-    [
-        (lamb, 2, {"partitions": 2}),
-        (trusting_lamb, 2, TENSOR),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (
-                (lamb, 2, TENSOR),
-                (novograd, 2, {"partitions": 2}),
-                (novograd, 2, TENSOR),
-                (trusting_lamb, 2, {"partitions": 2}),
-                (lamb, 4, {"partitions": 2, **TENSOR}),
-                (trusting_lamb, 4, {"partitions": 2, **TENSOR}),
-            )
-        ),
-    ],
+    [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.nightly) for case in CASES[2:])],
 )
 def test_optimizers_step_parts_as_the_whole(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, optimizer_of: Callable[[nn.Module], Any], ranks: int, config: Any
@@ -139,12 +135,11 @@ def stepped(rank: int, size: int, strategy: str, delays: bool, auto: bool) -> An
         scaler.step(optimizer)
         scaler.update()
         again = [layer.backwards for layer in net.layers]
-        places = [partition_of(layer) for layer in net.layers]
+        places = [place_of(layer).partition for layer in net.layers]
         return {name: value.clone() for name, value in model.state_dict().items()}, again, places
 
 
-@pytest.mark.parametrize("auto", [False, True])
-@pytest.mark.parametrize(("strategy", "delays"), [("contiguous", True), ("each", False)])
+@pytest.mark.parametrize(("strategy", "delays", "auto"), [("contiguous", True, False), ("each", False, True)])
 def test_delayed_checkpointed_and_scaled(pool: Pool, strategy: str, delays: bool, auto: bool) -> None:
     net = Net(lambda number: nullcontext())
     torch.manual_seed(9)

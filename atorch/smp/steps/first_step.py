@@ -30,7 +30,7 @@ from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import cut, holders
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, by_torch
-from atorch.smp.checkpointing.whole_states import blank_copy
+from atorch.smp.checkpointing.states import blank_copy
 from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
