@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -70,7 +71,7 @@ def loss_of(kind: str, model: nn.Module, data: Tensor, target: Tensor, reduction
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten(), reduction=reduction)
 
 
-def optimizer_of(model: nn.Module, reduction: str = "mean") -> torch.optim.Optimizer:
+def sgd(model: nn.Module, reduction: str = "mean") -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1 if reduction == "mean" else 0.1 / (ROWS * SEQ), momentum=0.9)
 
 
@@ -117,7 +118,7 @@ def trained(
         whole = made(kind)
         smp.set_tensor_parallelism(whole)
         model = smp.DistributedModel(whole, average_grads_across_microbatches=reduction == "mean")
-        optimizer = smp.DistributedOptimizer(optimizer_of(model, reduction))
+        optimizer = smp.DistributedOptimizer(sgd(model, reduction))
         replica = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
         losses = []
         for step in range(STEPS):
@@ -128,19 +129,50 @@ def trained(
         return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def plainly_trained(kind: str, replicas: int, reduction: str = "mean") -> tuple[list[list[float]], dict[str, Tensor]]:
-    """The losses of each replica's batches, and the state."""
+class Plain(NamedTuple):
+    """What plain training of whole batches gives."""
+
+    losses: list[list[float]]  # of each replica's batches
+    norms: list[float]  # before clipping
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+
+def plainly_trained(
+    kind: str,
+    replicas: int,
+    reduction: str = "mean",
+    *,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    passes: int = 1,
+    clip: Callable[[Iterable[Tensor]], Tensor] | None = None,
+    decay: float = 1.0,
+) -> Plain:
+    """Train on the batches of all replicas.
+
+    Args:
+        passes: backward passes of a step.
+        clip: clips gradients and returns their norm.
+        decay: the factor of the learning rate after each step.
+    """
     model = made(kind)
-    optimizer = optimizer_of(model, reduction)
-    losses: list[list[float]] = [[] for _ in range(replicas)]
+    optimizer = sgd(model, reduction) if optimizer_of is None else optimizer_of(model)
+    result = Plain([[] for _ in range(replicas)], [], model, optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for replica in range(replicas):
-            loss = loss_of(kind, model, *batch_of(kind, step, replica), reduction)
+        for replica, number in itertools.product(range(replicas), range(passes)):
+            loss = loss_of(kind, model, *batch_of(kind, passes * step + number, replica), reduction)
             (loss / replicas).backward()
-            losses[replica].append(float(loss.detach()))
+            result.losses[replica].append(float(loss.detach()))
+        if clip is not None:
+            result.norms.append(float(clip(model.parameters())))
         optimizer.step()
-    return losses, model.state_dict()
+        optimizer.param_groups[0]["lr"] *= decay
+    return result
 
 
 def distance(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

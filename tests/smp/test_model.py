@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.distributed import collectives
-from atorch.errors import ArgumentError
 from atorch.smp.checkpointing import states
 from tests.pool import Pool
 from tests.smp.job import begun, logged, several
@@ -320,47 +318,6 @@ def test_the_whole_model_comes_to_the_host(pool: Pool) -> None:
         assert value == pytest.approx(float(plain(rows()).mean().detach()), rel=1e-5)
         assert names == list(plain.state_dict())
         assert "model.cpu()" in after
-
-
-def wrong_calls(rank: int, size: int) -> list[str]:
-    with begun({"microbatches": 2}):
-        wrong: list[Callable[[], Any]] = [
-            lambda: smp.DistributedModel(3),  # type: ignore[arg-type]
-            lambda: smp.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)),
-            lambda: train(None, rows()),
-            lambda: smp.DistributedModel(Blocks(), trace_device="tpu"),  # type: ignore[arg-type]
-            lambda: smp.DistributedModel(Blocks(), trace_device="cpu", trace_execution_times=True),
-            lambda: smp.DistributedModel(Blocks(), backward_passes_per_step=0),
-            lambda: smp.DistributedModel(Blocks(), bucket_cap_mb=0),
-        ]
-        told = [said(call) for call in wrong]
-        model = model_of()
-        stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        told += [
-            said(lambda: smp.DistributedModel(Blocks())),
-            said(lambda: model(rows())),
-            said(lambda: model.backward(rows().mean())),
-            said(lambda: smp.DistributedOptimizer(stranger)),
-            said(lambda: smp.step(3)),  # type: ignore[call-overload]
-            said(lambda: smp.step(non_split_inputs=["y"])(lambda model, x: None)),
-            said(lambda: model.register_post_partition_hook(3)),  # type: ignore[arg-type]
-            said(lambda: model.register_post_step_hook(3)),  # type: ignore[arg-type]
-            said(lambda: model.load_state_dict(3)),  # type: ignore[arg-type]
-        ]
-        return told
-
-
-def test_wrong_calls_are_told(pool: Pool) -> None:
-    told = pool.run(wrong_calls, ranks=1)[0]
-    expected = [
-        "torch.nn.Module", "make the smp.DistributedModel first", "make a smp.DistributedModel", '"cpu" or "gpu"',
-        "must be False", "1 or more", "MiB", "a second smp.DistributedModel", "outside of smp.step",
-        "outside of smp.step", "not the DistributedModel's", "give a function", "no such argument", "give a function",
-        "give a function", "was given 3 as a state",
-    ]  # fmt: skip
-    assert [part in message for part, message in zip(expected, told, strict=True)] == [True] * len(told), told
-    with pytest.raises(ArgumentError, match=r"smp\.init"):
-        smp.DistributedModel(Blocks())
 
 
 def differing(rank: int, size: int, how: str) -> str:

@@ -289,22 +289,6 @@ def test_a_learning_rate_schedule_is_followed(kind: type[Fused]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(held, begin, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "said"),
-    [
-        *((kind, *case) for kind in (FusedLamb, FusedNovoGrad) for case in (
-            ({"amsgrad": True}, "no AMSGrad variant"), ({"lr": -1.0}, "-1.0 as lr"), ({"betas": (0.9, 1.0)}, "betas"),
-            ({"eps": -1e-8}, "eps"), ({"weight_decay": -1}, "weight_decay"),
-        )),
-        (FusedNovoGrad, {"norm_type": 1}, "norm_type"),
-        (FusedLamb, {"max_grad_norm": 0}, r"math\.inf"),
-    ],
-)  # fmt: skip
-def test_settings_that_do_not_hold_are_named(kind: type[Fused], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
-        kind(parameters(), **options)
-
-
 def test_a_group_that_does_not_hold_is_not_added() -> None:
     optimizer = FusedLamb(parameters())
     with pytest.raises(ArgumentError, match="lr"):

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import atorch.smp as smp
 from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.smp.session import session
 from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, optimizer_of, train_step
+from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, made, plainly_trained, sgd, train_step
 from tests.smp.resuming import resumed
 
 
@@ -23,7 +22,7 @@ def shared(rank: int, size: int, config: Mapping[str, Any]) -> Any:
     """The model and its optimizer's state after training, whole and of this partition; the elements kept here."""
     with begun({"microbatches": MICROBATCHES, "ddp": True, "shard_optimizer_state": True, **config}):
         model = smp.DistributedModel(made("gpt2"))
-        given = optimizer_of(model)
+        given = sgd(model)
         optimizer = smp.DistributedOptimizer(given)
         replica = session().mesh.rank("data", "zero")
         for step in range(STEPS):
@@ -38,31 +37,19 @@ def shared(rank: int, size: int, config: Mapping[str, Any]) -> Any:
         return model.state_dict(), whole, kept / own
 
 
-def plain(replicas: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = made("gpt2")
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for replica in range(replicas):
-            (loss_of("gpt2", model, *batch_of("gpt2", step, replica), "mean") / replicas).backward()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] *= 0.5
-    return model, optimizer
-
-
 @pytest.mark.parametrize(("ranks", "config"), [(2, {}), (4, {"partitions": 2})], ids=str)
 def test_training_and_states_are_those_of_plain_training(pool: Pool, ranks: int, config: dict[str, Any]) -> None:
-    model, optimizer = plain(2)
-    wanted = optimizer.state_dict()
+    plain = plainly_trained("gpt2", 2, decay=0.5)
+    wanted = plain.optimizer.state_dict()
     for state, saved, kept in pool.run(shared, config, ranks=ranks):
-        assert distance("gpt2", state, model.state_dict()) < 1e-4
+        assert distance("gpt2", state, plain.state) < 1e-4
         assert 0.45 < kept < 0.55, "the momentum of half of the parameters"
         assert saved["state"].keys() == wanted["state"].keys()
         for number, held in wanted["state"].items():
             for key, value in held.items():
                 assert (saved["state"][number][key] - value).abs().max() < 1e-4
         assert saved["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"]
-        optimizer.load_state_dict(saved)
+        plain.optimizer.load_state_dict(saved)
 
 
 def test_training_goes_on_from_a_saved_state(pool: Pool) -> None:

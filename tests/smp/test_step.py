@@ -14,7 +14,7 @@ import atorch.smp as smp
 from atorch.errors import AtorchError
 from tests.contract.test_steps import num_tensors, num_tensors_soon
 from tests.pool import Pool
-from tests.smp.job import batch_of, begun, made, optimizer_of, several, train_step
+from tests.smp.job import batch_of, begun, made, several, sgd, train_step
 
 WIDTH = 8
 
@@ -306,7 +306,7 @@ def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int,
     """The tensors that are alive after a few steps, and after as many again."""
     with begun({"microbatches": 2, "ddp": True, **config}):
         model = smp.DistributedModel(made("cnn"))
-        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+        optimizer = smp.DistributedOptimizer(sgd(model))
         early = 0
         for step in range(6):
             optimizer.zero_grad()

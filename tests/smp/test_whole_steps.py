@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import atorch.smp as smp
+from atorch.smp.activation_checkpointing import place_of
 from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
-from atorch.smp.partition_map import place_of
 from tests.pool import Pool
 from tests.smp.job import STEPS, batch_of, begun, distance, made, plainly_trained, train_step
 
@@ -65,12 +65,11 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
     [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.nightly) for case in CASES[2:])],
 )
 def test_optimizers_step_parts_as_the_whole(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, optimizer_of: Callable[[nn.Module], Any], ranks: int, config: Any
+    pool: Pool, optimizer_of: Callable[[nn.Module], Any], ranks: int, config: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("tests.smp.job.optimizer_of", lambda model, reduction: optimizer_of(model))
-    _, state = plainly_trained("gpt2", 1)
+    plain = plainly_trained("gpt2", 1, optimizer_of=optimizer_of)
     for held in pool.run(trained, optimizer_of, config, ranks=ranks):
-        assert distance("gpt2", held, state) <= 1e-4
+        assert distance("gpt2", held, plain.state) <= 1e-4
 
 
 class Layer(nn.Module):

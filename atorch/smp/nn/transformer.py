@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.smp.nn.attention import DistributedAttentionLayer
-from atorch.smp.nn.distributed_module import DistributedModule, refuse
-from atorch.smp.nn.initial import drawn_normal, need_layernorm
+from atorch.smp.nn.distributed_module import DistributedModule, drawn_normal, need_layernorm, refuse
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

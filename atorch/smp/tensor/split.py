@@ -150,12 +150,10 @@ class _Matrix(NamedTuple):
 
     @classmethod
     def all_of(cls, model: nn.Module) -> list[_Matrix]:
-        names: dict[int, list[str]] = {}
-        shapes: dict[int, tuple[int, ...]] = {}
+        names: dict[Tensor, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-            shapes[id(parameter)] = tuple(parameter.shape)
-        return [cls(tuple(aliases), shapes[key]) for key, aliases in names.items()]
+            names.setdefault(parameter, []).append(name)
+        return [cls(tuple(aliases), tuple(parameter.shape)) for parameter, aliases in names.items()]
 
 
 def _cuts(layout: ModelLayout, matrices: Iterable[_Matrix]) -> dict[str, ShardedRows]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import atorch.smp as smp
-from atorch.errors import ArgumentError
 from atorch.smp.session import session
 from atorch.smp.training.precision import DynamicScale, loss_scale_of
 from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, loss_of, made, several, train_step
+from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, made, plainly_trained, several, train_step
 from tests.smp.resuming import resumed
 
 BAND = 5e-2
@@ -74,17 +74,11 @@ def in_halves(
 def plainly(
     kind: str, replicas: int, clip: float = 0.0, optimizer_of: Any = sgd
 ) -> tuple[dict[str, Tensor], list[float]]:
-    model = made(kind)
-    optimizer = optimizer_of(model)
-    norms = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for replica in range(replicas):
-            (loss_of(kind, model, *batch_of(kind, step, replica), "mean") / replicas).backward()
-        if clip:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        optimizer.step()
-    return {name: each.detach() for name, each in model.named_parameters()}, norms
+    limit = clip or math.inf
+    plain = plainly_trained(
+        kind, replicas, optimizer_of=optimizer_of, clip=lambda given: nn.utils.clip_grad_norm_(given, limit)
+    )
+    return {name: value.detach() for name, value in plain.model.named_parameters()}, plain.norms if clip else []
 
 
 def deviation(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -233,25 +227,3 @@ def test_a_dynamic_scale_does_what_its_settings_say() -> None:
     assert course("xxx", init_scale=8, min_scale=4) == [4, 4, 4]
     assert course("x.x", init_scale=8, delayed_shift=2) == [8, 8, 4]
     assert course("x.x", init_scale=8, delayed_shift=2, consecutive_hysteresis=True) == [8, 8, 8]
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"scale_windw": 3}, "scale_windw, .*scale_window"),
-        ({"dynamic_loss_args": {"init_scal": 3}}, "init_scal, .*init_scale"),
-        ({"init_scale": 0}, "0 as init_scale; it is a number above 0"),
-        ({"scale_window": 1.5}, "1.5 as scale_window"),
-        ({"scale_factor": 1}, "1 as scale_factor; it is a number above 1"),
-        ({"static_loss_scale": -1.0}, "static_loss_scale; give a number above 0"),
-        ({"dynamic_loss_scale": 2}, "2 as dynamic_loss_scale; it is True or False"),
-    ],
-)
-def test_settings_that_do_not_hold_are_refused(pool: Pool, given: dict[str, Any], told: str) -> None:
-    with begun({"fp16": True}):
-        model = smp.DistributedModel(nn.Linear(2, 2))
-        with pytest.raises(ArgumentError, match=told):
-            smp.DistributedOptimizer(sgd(model), **given)
-        optimizer = smp.DistributedOptimizer(sgd(model))
-        with pytest.raises(ArgumentError, match="before the first smp.step"):
-            optimizer.clip_master_grads(1.0)
