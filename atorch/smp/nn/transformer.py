@@ -116,21 +116,15 @@ class DistributedTransformerLayer(DistributedModule):
         refuse_alibi("DistributedTransformerLayer", use_alibi, alibi_bias_max)
         self.add_cross_attention = add_cross_attention
         shared: dict[str, Any] = {
-            "hidden_size": hidden_size,
-            "hidden_dropout_prob": hidden_dropout_prob,
-            "layernorm_epsilon": layernorm_epsilon,
-            "initializer_range": initializer_range,
-            "use_normal_initialization": use_normal_initialization,
-            "pre_layernorm": pre_layernorm,
+            "hidden_size": hidden_size, "hidden_dropout_prob": hidden_dropout_prob,
+            "layernorm_epsilon": layernorm_epsilon, "initializer_range": initializer_range,
+            "use_normal_initialization": use_normal_initialization, "pre_layernorm": pre_layernorm,
             "post_layernorm": post_layernorm,
-        }
+        }  # fmt: skip
         attention = partial(
-            DistributedAttentionLayer,
-            num_attention_heads,
-            attention_head_size,
-            attention_dropout_prob=attention_dropout_prob,
-            **shared,
-        )
+            DistributedAttentionLayer, num_attention_heads, attention_head_size,
+            attention_dropout_prob=attention_dropout_prob, **shared,
+        )  # fmt: skip
         self.attention = attention(causal_mask_size=causal_mask_size)
         self.cross_attention = attention(cross_attention=True) if add_cross_attention else None
         self.output = DistributedTransformerOutputLayer(

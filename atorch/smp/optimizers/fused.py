@@ -18,6 +18,7 @@ from atorch.runtime.gradients.clip import local_grad, spread_over
 from atorch.runtime.gradients.distributed_norm import Spread
 
 Betas = tuple[float, float]
+Tensors = list[Tensor]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -110,6 +111,18 @@ class Fused(Optimizer):
         """Compute what a step needs from all groups together."""
 
     def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
+        moments = bucket.state(self, "exp_avg")
+        parameters, means = wide(bucket.parameters), wide(moments)
+        updates = self._updates(group, bucket, parameters, means, wide(bucket.gradients))
+        torch._foreach_mul_(updates, group["lr"])
+        torch._foreach_sub_(parameters, updates)
+        write(bucket.parameters, parameters)
+        write(moments, means)
+
+    def _updates(
+        self, group: dict[str, Any], bucket: TensorBucket, parameters: Tensors, means: Tensors, gradients: Tensors
+    ) -> Tensors:
+        """What a learning rate of 1 subtracts from the parameters; changes `means`, and never the gradients."""
         raise NotImplementedError
 
     def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: TensorBucket) -> None:
@@ -199,9 +212,10 @@ def settings(group: dict[str, Any]) -> tuple[Any, ...]:
     return *adam, group["weight_decay"], int(group["grad_averaging"])
 
 
-def new_share(group: dict[str, Any]) -> float:
-    """The weight of a new gradient in the first moment."""
-    return 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
+def add_to_means(means: Tensors, gradients: Tensors, group: dict[str, Any]) -> None:
+    beta1 = group["betas"][0]
+    torch._foreach_mul_(means, beta1)
+    torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -163,7 +163,6 @@ def parity(
         "held": sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in plain.parameters()),
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
         "update": distance(done.whole_state(model.state_dict()), plain.state_dict(), before),
-        "cut": sorted(done.cuts),
         "kept": dict(done.kept),
         "shared": {key: value.clone() for key, value in shared.items()},
     }
