@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -110,23 +111,60 @@ def train_step(model: Any, kind: str, data: Tensor, target: Tensor, reduction: s
     return loss
 
 
+@dataclass(frozen=True)
+class Way:
+    """How to train, beside the batches.
+
+    Args:
+        optimizer_of: makes the optimizer of a model; None for `sgd`.
+        scaling: arguments of the DistributedOptimizer.
+        passes: backward passes of a step.
+        clip: clips the gradients of (model, optimizer) and returns their norm.
+        decay: the factor of the learning rate after each step.
+        look: returns what is to be seen of (model, optimizer) in the end.
+    """
+
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    passes: int = 1
+    clip: Callable[[Any, Any], Any] | None = None
+    decay: float = 1.0
+    look: Callable[[Any, Any], Any] | None = None
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    state: dict[str, Tensor]  # of the whole model
+    norms: list[float]
+    seen: Any  # by `Way.look`
+
+
 def trained(
-    rank: int, size: int, kind: str, config: Mapping[str, Any], reduction: str = "mean"
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of some steps, and the whole model's state after them."""
+    rank: int, size: int, kind: str, config: Mapping[str, Any], reduction: str = "mean", way: Way = Way()
+) -> Trained:
     with begun({"microbatches": MICROBATCHES, "ddp": True, **config}):
         whole = made(kind)
         smp.set_tensor_parallelism(whole)
-        model = smp.DistributedModel(whole, average_grads_across_microbatches=reduction == "mean")
-        optimizer = smp.DistributedOptimizer(sgd(model, reduction))
+        averages = reduction == "mean"
+        model = smp.DistributedModel(
+            whole, average_grads_across_microbatches=averages, backward_passes_per_step=way.passes
+        )
+        given = sgd(model, reduction) if way.optimizer_of is None else way.optimizer_of(model)
+        optimizer = smp.DistributedOptimizer(given, **way.scaling)
         replica = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
-        losses = []
+        losses, norms = [], []
         for step in range(STEPS):
             optimizer.zero_grad()
-            loss = train_step(model, kind, *batch_of(kind, step, replica), reduction)
+            for number in range(way.passes):
+                loss = train_step(model, kind, *batch_of(kind, way.passes * step + number, replica), reduction)
+            losses.append(float(loss.reduce_mean() if averages else loss.reduce_sum()))
+            if way.clip is not None:
+                norm: Any = way.clip(model, optimizer)
+                norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
             optimizer.step()
-            losses.append(float(loss.reduce_mean() if reduction == "mean" else loss.reduce_sum()))
-        return losses, {name: value.clone() for name, value in model.state_dict().items()}
+            given.param_groups[0]["lr"] *= way.decay
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return Trained(losses, state, norms, None if way.look is None else way.look(model, optimizer))
 
 
 class Plain(NamedTuple):

@@ -129,6 +129,6 @@ def accelerated(rank: int, size: int, config: dict[str, Any]) -> tuple[list[floa
 def test_a_model_trains_alike_both_ways(pool: Pool, ranks: int, config: dict[str, Any]) -> None:
     before = pool.run(trained, "gpt2", config, ranks=ranks)
     after = pool.run(accelerated, config, ranks=ranks)
-    for (losses, state), (others, whole) in zip(before, after, strict=True):
-        assert sum(others) == pytest.approx(sum(losses), rel=2e-2)  # their own rows', or the mean over replicas
-        assert distance("gpt2", {name: whole[name] for name in state}, state) < 1e-4
+    for seen, (others, whole) in zip(before, after, strict=True):
+        assert sum(others) == pytest.approx(sum(seen.losses), rel=2e-2)  # their own rows', or the mean over replicas
+        assert distance("gpt2", {name: whole[name] for name in seen.state}, seen.state) < 1e-4

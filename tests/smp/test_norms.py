@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import atorch.smp as smp
-from atorch.smp.session import session
 from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, logged, made, plainly_trained, sgd, train_step
+from tests.smp.job import Trained, Way, begun, distance, logged, plainly_trained, trained
 from tests.smp.test_parity import DEGREES
 
 LIMIT = 0.02
@@ -28,23 +28,14 @@ CALLS = {
 }
 
 
-def clipped(
-    rank: int, size: int, config: dict[str, Any], call: str, how: float
-) -> tuple[dict[str, Tensor], list[float], list[str]]:
-    """The model after some steps, the norms of gradients, and what was logged."""
-    with begun({"microbatches": MICROBATCHES, "ddp": True, **config}), logged() as told:
-        whole = made("gpt2")
-        smp.set_tensor_parallelism(whole)
-        model = smp.DistributedModel(whole)
-        optimizer = smp.DistributedOptimizer(sgd(model))
-        norms = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            train_step(model, "gpt2", *batch_of("gpt2", step, session().mesh.rank("data", "zero")), "mean")
-            norm: Any = CALLS[call](model, optimizer, how)
-            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-            optimizer.step()
-        return {name: value.clone() for name, value in model.state_dict().items()}, norms, told
+def clip(call: str, how: float, model: Any, optimizer: Any) -> Any:
+    return CALLS[call](model, optimizer, how)
+
+
+def clipped(rank: int, size: int, config: dict[str, Any], call: str, how: float) -> tuple[Trained, list[str]]:
+    """What training gives, and what was logged."""
+    with logged() as told:
+        return trained(rank, size, "gpt2", config, "mean", Way(clip=partial(clip, call, how))), told
 
 
 MATRIX = pytest.mark.nightly
@@ -67,15 +58,15 @@ def test_clipping_is_plain_trainings(pool: Pool, degrees: str, call: str, how: f
     replicas = ranks // (config.get("partitions", 1) * config.get("tensor_parallel_degree", 1))
     plain = plainly_trained("gpt2", replicas, clip=lambda given: nn.utils.clip_grad_norm_(given, LIMIT, how))
     assert min(plain.norms) > LIMIT, "or nothing is clipped"
-    for state, found, told in pool.run(clipped, config, call, how, ranks=ranks):
-        assert found == pytest.approx(plain.norms, rel=1e-4)
-        assert distance("gpt2", state, plain.state) < 1e-4
+    for seen, told in pool.run(clipped, config, call, how, ranks=ranks):
+        assert seen.norms == pytest.approx(plain.norms, rel=1e-4)
+        assert distance("gpt2", seen.state, plain.state) < 1e-4
         assert not any("clip_grad_norm_" in each for each in told)
 
 
 @pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("tensor 2", marks=MATRIX)])
 def test_torchs_own_clipping_of_a_part_is_told_once(pool: Pool, degrees: str) -> None:
-    for _, _, told in pool.run(clipped, DEGREES[degrees][1], "torch's", 2.0):
+    for _, told in pool.run(clipped, DEGREES[degrees][1], "torch's", 2.0):
         (said,) = (each for each in told if "clip_grad_norm_" in each)
         assert "call optimizer.clip_master_grads(max_norm)" in said
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import atorch.smp as smp
-from atorch.smp.session import session
 from atorch.smp.training.precision import DynamicScale, loss_scale_of
 from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, made, plainly_trained, several, train_step
+from tests.smp.job import Plain, Way, batch_of, begun, made, plainly_trained, several, train_step, trained
 from tests.smp.resuming import resumed
 
 BAND = 5e-2
@@ -28,6 +27,7 @@ DEGREES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor 2": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
     "tensor 2 pipeline 2": (4, {"tensor_parallel_degree": 2, "partitions": 2, "prescaled_batch": True}),
 }
+LIMIT = 0.5
 SAMPLE = [("fp16", "pipeline 2 data 2"), ("bf16", "tensor 2")]
 
 
@@ -39,51 +39,23 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return smp.optimizers.FusedLamb(model.parameters(), lr=0.01)
 
 
-def in_halves(
-    rank: int,
-    size: int,
-    kind: str,
-    config: Mapping[str, Any],
-    clip: float = 0.0,
-    optimizer_of: Any = sgd,
-    **scaling: Any,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], set[torch.dtype]]:
-    """The masters and the model after some steps, the norms of gradients, and the types of parameters."""
-    with begun({"microbatches": MICROBATCHES, "ddp": True, **config}):
-        whole = made(kind)
-        smp.set_tensor_parallelism(whole)
-        model = smp.DistributedModel(whole)
-        optimizer = smp.DistributedOptimizer(optimizer_of(model), **scaling)
-        replica = session().mesh.rank("data", "zero")
-        norms = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            train_step(model, kind, *batch_of(kind, step, replica), "mean")
-            if clip:
-                optimizer.update_master_grads()
-                norms.append(float(optimizer.clip_master_grads(clip)))
-            optimizer.step()
-        types = {each.dtype for each in model.local_parameters()}
-        own = [name for names in optimizer._names for name in names]
-        state = optimizer.state_dict()["state"]
-        masters = {name: state[number]["master"].clone() for number, name in enumerate(own)}
-        halves = {name: value.clone() for name, value in model.state_dict().items() if name in masters}
-        return masters, halves, norms, types
+def clip(model: Any, optimizer: Any) -> Tensor:
+    optimizer.update_master_grads()
+    norm: Tensor = optimizer.clip_master_grads(LIMIT)
+    return norm
 
 
-def plainly(
-    kind: str, replicas: int, clip: float = 0.0, optimizer_of: Any = sgd
-) -> tuple[dict[str, Tensor], list[float]]:
-    limit = clip or math.inf
-    plain = plainly_trained(
-        kind, replicas, optimizer_of=optimizer_of, clip=lambda given: nn.utils.clip_grad_norm_(given, limit)
-    )
-    return {name: value.detach() for name, value in plain.model.named_parameters()}, plain.norms if clip else []
+def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+    """The masters by name, and the types of parameters."""
+    state, own = optimizer.state_dict()["state"], itertools.chain(*optimizer._names)
+    masters = {name: state[number]["master"].clone() for number, name in enumerate(own)}
+    return masters, {parameter.dtype for parameter in model.local_parameters()}
 
 
-def deviation(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def deviation(kind: str, got: Mapping[str, Tensor], plain: Plain) -> float:
     """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of all updates together."""
-    before = {name: each.detach() for name, each in made(kind).named_parameters()}
+    expected = {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
+    before = {name: parameter.detach() for name, parameter in made(kind).named_parameters()}
     assert got.keys() == expected.keys()
     wrong = torch.stack([(got[name] - expected[name]).norm() for name in expected]).norm()
     return float(wrong / torch.stack([(expected[name] - before[name]).norm() for name in expected]).norm())
@@ -103,31 +75,34 @@ def deviation(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tenso
 def test_sixteen_bits_follow_plain_training(pool: Pool, dtype: str, degrees: str) -> None:
     """Under fp16 gradients are clipped, too, by the norm that plain training sees."""
     ranks, config = DEGREES[degrees]
-    scaling, clip = ({"static_loss_scale": 1024.0}, 0.5) if dtype == "fp16" else ({}, 0.0)
+    way, limit = Way(sgd, look=masters_of), math.inf
+    if dtype == "fp16":
+        way, limit = Way(sgd, {"static_loss_scale": 1024.0}, clip=clip, look=masters_of), LIMIT
     for kind in ("gpt2",) if degrees != "alone" else ("llama", "cnn"):
         replicas = ranks // (config.get("partitions", 1) * config.get("tensor_parallel_degree", 1))
-        expected, norms = plainly(kind, replicas, clip)
-        for masters, model, found, types in pool.run(
-            _halves, kind, {dtype: True, **config}, scaling, clip, ranks=ranks
-        ):
-            assert deviation(kind, masters, expected) < BAND
+        plain = plainly_trained(
+            kind, replicas, optimizer_of=sgd, clip=lambda given: nn.utils.clip_grad_norm_(given, limit)
+        )
+        assert limit == math.inf or min(plain.norms) > limit, "or nothing is clipped"
+        for seen in pool.run(trained, kind, {dtype: True, **config}, "mean", way, ranks=ranks):
+            masters, types = seen.seen
+            assert deviation(kind, masters, plain) < BAND
             assert types == {torch.bfloat16 if dtype == "bf16" else torch.float16}
-            assert all(torch.equal(masters[name].to(value.dtype), value) for name, value in model.items())
-            assert found == pytest.approx(norms, rel=2e-2)
-            assert not clip or min(norms) > clip, "or nothing is clipped"
-
-
-def _halves(rank: int, size: int, kind: str, config: Any, scaling: Any, *how: Any) -> Any:
-    return in_halves(rank, size, kind, config, *how, **scaling)
+            assert all(
+                torch.equal(value.to(seen.state[name].dtype), seen.state[name]) for name, value in masters.items()
+            )
+            assert way.clip is None or seen.norms == pytest.approx(plain.norms, rel=2e-2)
 
 
 @pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("tensor 2 pipeline 2", marks=pytest.mark.nightly)])
 def test_lamb_takes_the_norms_of_the_whole_masters(pool: Pool, degrees: str) -> None:
     ranks, config = DEGREES[degrees]
-    expected, _ = plainly("gpt2", 1, 0.0, lamb)
-    scaling = {"static_loss_scale": 1024.0}
-    for masters, *_ in pool.run(_halves, "gpt2", {"fp16": True, **config}, scaling, 0.0, lamb, ranks=ranks):
-        assert deviation("gpt2", masters, expected) < BAND
+    plain, way = (
+        plainly_trained("gpt2", 1, optimizer_of=lamb),
+        Way(lamb, {"static_loss_scale": 1024.0}, look=masters_of),
+    )
+    for seen in pool.run(trained, "gpt2", {"fp16": True, **config}, "mean", way, ranks=ranks):
+        assert deviation("gpt2", seen.seen[0], plain) < BAND
 
 
 def unrounded(rank: int, size: int) -> float:

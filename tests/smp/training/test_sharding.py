@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError, AtorchError, StrategyError
 from tests.pool import Pool
 from tests.smp.job import (
-    MICROBATCHES,
     STEPS,
+    Way,
     batch_of,
     begun,
     distance,
@@ -25,25 +25,17 @@ from tests.smp.job import (
     several,
     sgd,
     train_step,
+    trained,
 )
 from tests.smp.resuming import resumed
 
 SHARDED = {"sharded_data_parallel_degree": 2, "ddp": True}
 
 
-def trained(rank: int, size: int, kind: str, config: Mapping[str, Any], passes: int) -> tuple[dict[str, Tensor], float]:
-    """The whole model after some steps, and the share of its elements that are kept here."""
-    with begun({"microbatches": MICROBATCHES, **SHARDED, **config}):
-        model = smp.DistributedModel(made(kind), backward_passes_per_step=passes)
-        optimizer = smp.DistributedOptimizer(sgd(model))
-        for step in range(STEPS):
-            for number in range(passes):
-                train_step(model, kind, *batch_of(kind, passes * step + number, rank), "mean")
-            optimizer.step()
-            optimizer.zero_grad()
-        held: list[Any] = list(model.local_parameters())
-        share = sum(each.to_local().numel() for each in held) / sum(each.numel() for each in held)
-        return {name: value.clone() for name, value in model.state_dict().items()}, share
+def share_of(model: Any, optimizer: Any) -> float:
+    """The share of the model's elements that are kept here."""
+    held: list[Any] = list(model.local_parameters())
+    return sum(each.to_local().numel() for each in held) / sum(each.numel() for each in held)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +49,17 @@ def test_training_is_plain_training(pool: Pool, kind: str, ranks: int, config: d
     limit = config["sdp_gradient_clipping"] or math.inf
     plain = plainly_trained(kind, ranks, passes=passes, clip=lambda given: nn.utils.clip_grad_norm_(given, limit))
     assert limit == math.inf or min(plain.norms) > limit, "or nothing is clipped"
-    for state, share in pool.run(trained, kind, config, passes, ranks=ranks):
-        assert distance(kind, state, plain.state) < 1e-4
-        assert 0.4 < share < 0.6
+    way = Way(passes=passes, look=share_of)
+    for seen in pool.run(trained, kind, {**SHARDED, **config}, "mean", way, ranks=ranks):
+        assert distance(kind, seen.state, plain.state) < 1e-4
+        assert 0.4 < seen.seen < 0.6
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
 def test_in_16_bits(pool: Pool, dtype: str) -> None:
     plain = plainly_trained("gpt2", 2)
-    for state, _ in pool.run(trained, "gpt2", {dtype: True, "sdp_gradient_clipping": 0.0}, 1):
+    for seen in pool.run(trained, "gpt2", {**SHARDED, dtype: True, "sdp_gradient_clipping": 0.0}):
+        state = seen.state
         assert {each.dtype for each in state.values()} == {torch.bfloat16 if dtype == "bf16" else torch.float16}
         assert distance("gpt2", {name: each.float() for name, each in state.items()}, plain.state) < 5e-2
 
