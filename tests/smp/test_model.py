@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import atorch.smp as smp
@@ -293,7 +294,10 @@ def alone_in_a_collective(rank: int, size: int, call: str) -> str:
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         train(model, rows())
         with mock.patch.object(states, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
-            return said(model.state_dict if call.startswith("model") else optimizer.state_dict) if rank == 0 else ""
+            ask = model.state_dict if call.startswith("model") else optimizer.state_dict
+            message = said(ask) if rank == 0 else ""
+        dist.barrier()
+        return message
 
 
 @pytest.mark.parametrize("call", STATES)

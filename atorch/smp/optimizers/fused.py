@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError, shown
 from atorch.logs import say_once
+from atorch.model.tensors import local_part
 from atorch.runtime.gradients.clip import local_grad, spread_over
 from atorch.runtime.gradients.distributed_norm import Spread
 
@@ -39,7 +40,7 @@ class TensorBucket:
     gradients: list[Tensor]
 
     def state(self, optimizer: Optimizer, name: str) -> list[Tensor]:
-        return [_local(optimizer.state[parameter][name]) for parameter in self.whose]
+        return [local_part(optimizer.state[parameter][name]) for parameter in self.whose]
 
     @property
     def kind(self) -> tuple[str, torch.dtype]:
@@ -136,7 +137,7 @@ class Fused(Optimizer):
         for parameters in kinds.values():
             for parameter in parameters:
                 self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-            yield TensorBucket(parameters, list(map(_local, parameters)), list(map(local_grad, parameters)))
+            yield TensorBucket(parameters, list(map(local_part, parameters)), list(map(local_grad, parameters)))
 
     def _kernels_for(self, bucket: TensorBucket) -> Kernels | None:
         """apex's kernels if they can step these parameters; else None, and the reason is logged once."""
@@ -216,10 +217,6 @@ def add_to_means(means: Tensors, gradients: Tensors, group: dict[str, Any]) -> N
     beta1 = group["betas"][0]
     torch._foreach_mul_(means, beta1)
     torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
 
 def wide(tensors: list[Tensor]) -> list[Tensor]:
