@@ -133,7 +133,6 @@ ONCE_STEPPED: list[tuple[Call, str]] = [
     (lambda model: model.clip_grad_norm_(1.0, 0), "clip_grad_norm_ was given 0 as norm_type"),
     *((lambda model, given=given: model.clip_grad_norm_(given), "as max_norm; give a number above 0")
       for given in (0, -1.0, True, "1")),
-    (lambda model: smp.set_partition(model.module, 0), "after the first smp.step"),
 ]  # fmt: skip
 
 
