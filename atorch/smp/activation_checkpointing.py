@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -17,13 +17,56 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
+from atorch.logs import say_once
 from atorch.model.method_override import lift_forward, override_forward
 from atorch.runtime.memory.recompute import chained, disable_checkpointing, recomputed
-from atorch.smp.partition_map import PartitionMap, place_of
+from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.session import is_initialized, session
 
 OPTIONS = "_smp_checkpointing"
 """The attribute with the `CheckpointOptions` of a module whose forward is checkpointed."""
+PLACE = "_smp_place"
+"""The module attribute with its `PartitionMap`, once the model is partitioned."""
+
+
+class PartitionMap(NamedTuple):
+    """The partition of a module; `is_here` if it runs in this stage of this process."""
+
+    partition: int
+    is_here: bool
+
+
+def tell_places(part: nn.Module, partition_of: Mapping[str, int]) -> None:
+    """Record in the modules of a stage's model, made by `cut`, the partitions of their units, given by name."""
+    for name, partition in partition_of.items():
+        unit = part.get_submodule(name)
+        stage, _ = vars(unit)[STAGE]
+        is_here = any(call.unit == name for call in stage.route.calls[stage.start : stage.stop])
+        for module in unit.modules():
+            vars(module)[PLACE] = PartitionMap(partition, is_here)
+
+
+def place_of(module: nn.Module) -> PartitionMap | None:
+    """The place of a module and its submodules; None before the model is partitioned.
+
+    A module that is split over several partitions is nowhere `is_here`, which is logged once.
+
+    Raises:
+        ArgumentError: the contexts of `smp.partition` split it.
+    """
+    places: set[PartitionMap] = {vars(inner)[PLACE] for inner in module.modules() if PLACE in vars(inner)}
+    if not places:
+        return PartitionMap(0, True) if not is_initialized() or session().config.partitions == 1 else None
+    if len(places) == 1:
+        return places.pop()
+    name, numbers = type(module).__name__, ", ".join(map(str, sorted({place.partition for place in places})))
+    if not session().config.auto_partition:
+        raise ArgumentError(
+            f"a {name} is to be checkpointed, and its modules are on partitions {numbers}; checkpoint modules that "
+            "lie on one each, or put all of it into one smp.partition"
+        )
+    say_once(f"a {name} is not checkpointed: the partition has split it over {numbers}")
+    return PartitionMap(-1, False)
 
 
 class CheckpointOptions(NamedTuple):

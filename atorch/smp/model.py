@@ -14,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.runtime.pipeline.stage import STAGE
+from atorch.smp.checkpointing import states
 from atorch.smp.checkpointing.local_parts import LocalParts
-from atorch.smp.checkpointing.partial_states import CUTS, PARTIAL
-from atorch.smp.checkpointing.replica_shards import meet_replicas, shards_like, whole_over_shards
-from atorch.smp.checkpointing.whole_states import gathered_state, merged_model_state, whole_on_host
+from atorch.smp.checkpointing.states import CUTS, PARTIAL, gathered_state, meet_replicas, shards_like
 from atorch.smp.options import ModelOptions
 from atorch.smp.session import Session, session
 from atorch.smp.tensor.replacement import replace_registered
@@ -71,16 +70,10 @@ class DistributedModel(LocalParts):
         module = replace_registered(module)
         super().__init__()
         self.options = ModelOptions(
-            trace_device,
-            trace_execution_times,
-            overlapping_allreduce,
-            backward_passes_per_step,
-            average_grads_across_microbatches,
-            bucket_cap_mb,
-            trace_memory_usage,
-            broadcast_buffers,
+            trace_device, trace_execution_times, overlapping_allreduce, backward_passes_per_step,
+            average_grads_across_microbatches, bucket_cap_mb, trace_memory_usage, broadcast_buffers,
             gradient_as_bucket_view,
-        ).checked()
+        ).checked()  # fmt: skip
         self.module = module
         self.division: Division | None = None
         """The modules on each partition; None before partitioning."""
@@ -197,8 +190,7 @@ class DistributedModel(LocalParts):
         Raises:
             ArgumentError: `hook` is not callable, or the model is partitioned already.
         """
-        if not callable(hook):
-            raise ArgumentError(f"register_post_partition_hook was given {shown(hook)}; give a function")
+        _check_hook("register_post_partition_hook", hook)
         if self.partitioned:
             raise ArgumentError("the model is partitioned already; register hooks before the first smp.step")
         handle = RemovableHandle(self._hooks)
@@ -216,8 +208,7 @@ class DistributedModel(LocalParts):
         Raises:
             ArgumentError: `hook` is not callable.
         """
-        if not callable(hook):
-            raise ArgumentError(f"register_post_step_hook was given {shown(hook)}; give a function")
+        _check_hook("register_post_step_hook", hook)
         self.when_partitioned(lambda: hook(*(self, session().optimizer)[: _num_arguments(hook)]))
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
@@ -228,8 +219,7 @@ class DistributedModel(LocalParts):
         """
         if self.comm_hook is not None:
             raise ArgumentError("register_comm_hook was called before; there is one communication hook")
-        if not callable(hook):
-            raise ArgumentError(f"register_comm_hook was given {shown(hook)}; give a function of (state, bucket)")
+        _check_hook("register_comm_hook", hook, " of (state, bucket)")
         self.comm_hook = state, hook
 
     @contextmanager
@@ -288,7 +278,7 @@ class DistributedModel(LocalParts):
         """
         self._need_partition("local_state_dict")
         meet_replicas("model.local_state_dict()", states=False)
-        state = whole_over_shards(self._own_state())
+        state = states.whole_over_shards(self._own_state())
         return {**state, PARTIAL: True, CUTS: self.split.told(state)}
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
@@ -327,7 +317,7 @@ class DistributedModel(LocalParts):
             raise ArgumentError(
                 f"the model was given {shown(state_dict)} as a state; give what its state_dict returned"
             )
-        state = merged_model_state(dict(state_dict))
+        state = states.merged_model_state(dict(state_dict))
         self._check_state(state, strict)
         self.when_partitioned(lambda: self._load(state, strict, assign))
 
@@ -339,7 +329,7 @@ class DistributedModel(LocalParts):
         meet_replicas("model.cpu()", states=False)
         state = gathered_state(self._own_state(), self.names, "model.cpu()", self.split)
         assert self.runner is not None
-        self.module, self._others = whole_on_host(self.runner.blank, state), ()
+        self.module, self._others = states.whole_on_host(self.runner.blank, state), ()
         self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"
         return self
 
@@ -376,6 +366,11 @@ def _check_module(module: Any, owner: Session) -> None:
         )
     if getattr(module, STAGE, None) is not None or isinstance(module, DistributedModel):
         raise ArgumentError("smp.DistributedModel was given a module that is distributed already")
+
+
+def _check_hook(call: str, hook: Any, takes: str = "") -> None:
+    if not callable(hook):
+        raise ArgumentError(f"{call} was given {shown(hook)}; give a function{takes}")
 
 
 def _num_arguments(hook: Callable[..., Any]) -> int:

@@ -14,9 +14,17 @@ from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import ScaledOptimizer
-from atorch.smp.checkpointing.partial_states import CUTS, MARKS, PARTIAL, merged
-from atorch.smp.checkpointing.replica_shards import meet_replicas, shards_like, whole_over_shards
-from atorch.smp.checkpointing.whole_states import PATIENCE, of_all
+from atorch.smp.checkpointing.states import (
+    CUTS,
+    MARKS,
+    PARTIAL,
+    PATIENCE,
+    meet_replicas,
+    merged,
+    of_all,
+    shards_like,
+    whole_over_shards,
+)
 from atorch.smp.model import DistributedModel
 from atorch.smp.norms import ScaledApart, clip, spread_of
 from atorch.smp.session import session

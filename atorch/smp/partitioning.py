@@ -33,9 +33,8 @@ from atorch.runtime.pipeline.capture.partition import partition as least_largest
 from atorch.runtime.pipeline.capture.stage_dataflow import Route, faked
 from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.session import session
+from atorch.smp.steps.slicing import StepArguments
 from atorch.units import format_bytes
-
-TracedCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 MARK = "_smp_partition"
 """The module attribute with the index of the partition in whose context the module was created."""
@@ -203,7 +202,7 @@ def divided_by_cost(
     route: Route,
     units: Mapping[str, nn.Module],
     model: nn.Module,
-    call: TracedCall,
+    call: StepArguments,
     device: DeviceSpec,
     count: int,
     weighing: Weighing,
@@ -257,7 +256,7 @@ def _figures(
     units: Mapping[str, nn.Module],
     called: Sequence[str],
     model: nn.Module,
-    call: TracedCall,
+    call: StepArguments,
     device: DeviceSpec,
     weighing: Weighing,
 ) -> dict[str, tuple[float, float]]:
@@ -285,7 +284,7 @@ def _figures(
 
 
 def _looked_at(
-    units: Mapping[str, nn.Module], model: nn.Module, call: TracedCall, times: bool
+    units: Mapping[str, nn.Module], model: nn.Module, call: StepArguments, times: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     if not times:
         try:
@@ -297,7 +296,7 @@ def _looked_at(
 
 
 def _measured(
-    units: Mapping[str, nn.Module], model: nn.Module, call: TracedCall, *, for_real: bool
+    units: Mapping[str, nn.Module], model: nn.Module, call: StepArguments, *, for_real: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each unit in a forward pass, and bytes of its outputs; on fake tensors unless `for_real`."""
     seconds: dict[str, float] = defaultdict(float)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
 
 import atorch.smp as smp
+from atorch.logs import logger
 from tests.contract.job import distance as relative_distance
 from tests.contract.job import updates
 
@@ -68,7 +72,7 @@ def loss_of(kind: str, model: nn.Module, data: Tensor, target: Tensor, reduction
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten(), reduction=reduction)
 
 
-def optimizer_of(model: nn.Module, reduction: str = "mean") -> torch.optim.Optimizer:
+def sgd(model: nn.Module, reduction: str = "mean") -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1 if reduction == "mean" else 0.1 / (ROWS * SEQ), momentum=0.9)
 
 
@@ -82,6 +86,24 @@ def begun(config: Mapping[str, Any]) -> Iterator[None]:
         smp.shutdown()
 
 
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The messages that are logged inside."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+def several(rank: int, size: int, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The results of several functions, each with its arguments, in one group of processes."""
+    return [function(rank, size, *arguments) for function, *arguments in calls]
+
+
 @smp.step
 def train_step(model: Any, kind: str, data: Tensor, target: Tensor, reduction: str) -> Tensor:
     loss = loss_of(kind, model, data, target, reduction)
@@ -89,38 +111,106 @@ def train_step(model: Any, kind: str, data: Tensor, target: Tensor, reduction: s
     return loss
 
 
+@dataclass(frozen=True)
+class Way:
+    """How to train, beside the batches.
+
+    Args:
+        optimizer_of: makes the optimizer of a model; None for `sgd`.
+        scaling: arguments of the DistributedOptimizer.
+        passes: backward passes of a step.
+        clip: clips the gradients of (model, optimizer) and returns their norm.
+        decay: the factor of the learning rate after each step.
+        look: returns what is to be seen of (model, optimizer) in the end.
+    """
+
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    passes: int = 1
+    clip: Callable[[Any, Any], Any] | None = None
+    decay: float = 1.0
+    look: Callable[[Any, Any], Any] | None = None
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    state: dict[str, Tensor]  # of the whole model
+    norms: list[float]
+    seen: Any  # by `Way.look`
+
+
 def trained(
-    rank: int, size: int, kind: str, config: Mapping[str, Any], reduction: str = "mean"
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of some steps, and the whole model's state after them."""
+    rank: int, size: int, kind: str, config: Mapping[str, Any], reduction: str = "mean", way: Way = Way()
+) -> Trained:
     with begun({"microbatches": MICROBATCHES, "ddp": True, **config}):
         whole = made(kind)
         smp.set_tensor_parallelism(whole)
-        model = smp.DistributedModel(whole, average_grads_across_microbatches=reduction == "mean")
-        optimizer = smp.DistributedOptimizer(optimizer_of(model, reduction))
+        averages = reduction == "mean"
+        model = smp.DistributedModel(
+            whole, average_grads_across_microbatches=averages, backward_passes_per_step=way.passes
+        )
+        given = sgd(model, reduction) if way.optimizer_of is None else way.optimizer_of(model)
+        optimizer = smp.DistributedOptimizer(given, **way.scaling)
         replica = smp.rdp_rank() if config.get("prescaled_batch") else smp.dp_rank()
-        losses = []
+        losses, norms = [], []
         for step in range(STEPS):
             optimizer.zero_grad()
-            loss = train_step(model, kind, *batch_of(kind, step, replica), reduction)
+            for number in range(way.passes):
+                loss = train_step(model, kind, *batch_of(kind, way.passes * step + number, replica), reduction)
+            losses.append(float(loss.reduce_mean() if averages else loss.reduce_sum()))
+            if way.clip is not None:
+                norm: Any = way.clip(model, optimizer)
+                norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
             optimizer.step()
-            losses.append(float(loss.reduce_mean() if reduction == "mean" else loss.reduce_sum()))
-        return losses, {name: value.clone() for name, value in model.state_dict().items()}
+            given.param_groups[0]["lr"] *= way.decay
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return Trained(losses, state, norms, None if way.look is None else way.look(model, optimizer))
 
 
-def plainly_trained(kind: str, replicas: int, reduction: str = "mean") -> tuple[list[list[float]], dict[str, Tensor]]:
-    """The losses of each replica's batches, and the state."""
+class Plain(NamedTuple):
+    """What plain training of whole batches gives."""
+
+    losses: list[list[float]]  # of each replica's batches
+    norms: list[float]  # before clipping
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+
+def plainly_trained(
+    kind: str,
+    replicas: int,
+    reduction: str = "mean",
+    *,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    passes: int = 1,
+    clip: Callable[[Iterable[Tensor]], Tensor] | None = None,
+    decay: float = 1.0,
+) -> Plain:
+    """Train on the batches of all replicas.
+
+    Args:
+        passes: backward passes of a step.
+        clip: clips gradients and returns their norm.
+        decay: the factor of the learning rate after each step.
+    """
     model = made(kind)
-    optimizer = optimizer_of(model, reduction)
-    losses: list[list[float]] = [[] for _ in range(replicas)]
+    optimizer = sgd(model, reduction) if optimizer_of is None else optimizer_of(model)
+    result = Plain([[] for _ in range(replicas)], [], model, optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for replica in range(replicas):
-            loss = loss_of(kind, model, *batch_of(kind, step, replica), reduction)
+        for replica, number in itertools.product(range(replicas), range(passes)):
+            loss = loss_of(kind, model, *batch_of(kind, passes * step + number, replica), reduction)
             (loss / replicas).backward()
-            losses[replica].append(float(loss.detach()))
+            result.losses[replica].append(float(loss.detach()))
+        if clip is not None:
+            result.norms.append(float(clip(model.parameters())))
         optimizer.step()
-    return losses, model.state_dict()
+        optimizer.param_groups[0]["lr"] *= decay
+    return result
 
 
 def distance(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import atorch.smp as smp
 from atorch import logs
 from atorch.errors import ArgumentError
-from atorch.smp.partition_map import PLACE, PartitionMap, partition_of
+from atorch.smp.activation_checkpointing import PLACE, PartitionMap, place_of
 from atorch.smp.patches.checkpoint import checkpoint, checkpoint_sequential
 
 WIDTH, ROWS = 16, 8
@@ -209,7 +209,7 @@ def test_runs_end_where_a_partition_does(two_partitions: Any, strategy: str, kep
     net, plain = model(), model()
     expected = passed(plain, plain)
     smp.set_activation_checkpointing(net, strategy=strategy)
-    assert partition_of(net[0]) is None
+    assert place_of(net[0]) is None
     found = passed(net, net)
     assert 6 * UNIT <= found[2] <= 7 * UNIT  # as long as partitions are not known, each layer
     assert same(found, expected)
@@ -267,39 +267,9 @@ def test_inputs_wait_on_the_host_where_the_session_says_so(
         assert bool(moved) == offloads
 
 
-@pytest.mark.parametrize("strategy", ["all", "group_0", "group_x", "Each", 2, "group_2 "])
-def test_other_strategies_are_named(strategy: Any) -> None:
-    for call in (
-        lambda: smp.set_activation_checkpointing(model(), strategy=strategy),
-        lambda: checkpoint_sequential(model(), data(), strategy=strategy),
-    ):
-        with pytest.raises(ArgumentError, match="there is no strategy") as error:
-            call()
-        assert repr(strategy) in str(error.value)
-        assert "'contiguous'" in str(error.value)
-
-
 class Own(nn.Sequential):
     def forward(self, x: Tensor, twice: bool = False) -> Tensor:
         return super().forward(x) * (2 if twice else 1)
-
-
-def test_what_cannot_be_meant_is_named() -> None:
-    with pytest.raises(ArgumentError, match="strategy 'contiguous' for a Linear"):
-        smp.set_activation_checkpointing(nn.Linear(2, 2), strategy="contiguous")
-    with pytest.raises(ArgumentError, match="pack_args_as_tuple=True for a Own"):
-        smp.set_activation_checkpointing(Own(), pack_args_as_tuple=True)
-    with pytest.raises(ArgumentError, match="give a module, not a function"):
-        smp.set_activation_checkpointing(torch.tanh)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="ModuleList, which has no forward"):
-        smp.set_activation_checkpointing(nn.ModuleList())
-    with pytest.raises(ArgumentError, match="give a module, not a function"):
-        checkpoint(torch.tanh, data())  # type: ignore[arg-type]
-    for other in (nn.Linear(2, 2), Own()):
-        with pytest.raises(ArgumentError, match="give an nn.Sequential"):
-            checkpoint_sequential(other, data())  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="preserve_rng_state"):
-        smp.set_activation_checkpointing(model(), preserve_rng_state="yes")  # type: ignore[arg-type]
 
 
 def test_a_sequential_with_a_forward_of_its_own_is_one_module() -> None:

@@ -1,8 +1,9 @@
-"""`smdistributed.modelparallel.torch` as a name of this package, on request only."""
+"""`smdistributed.modelparallel.torch` as a name of this package, on request only; scripts under it and a launcher."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -13,10 +14,10 @@ import pytest
 
 import atorch.smp  # noqa: F401  which makes no other name
 from atorch.errors import ArgumentError
+from tests.pool import Pool
 
 SCRIPT = """
-import importlib.util, sys
-{first}
+import importlib.util, neighbour, sys
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch import CommGroup, RankType
 from smdistributed.modelparallel.torch.amp import GradScaler
@@ -28,53 +29,60 @@ assert smp is ours and session is atorch.smp.session and smp.amp.GradScaler is G
 assert smdistributed.modelparallel.torch is ours and smdistributed.modelparallel.__version__ == "1.15.0"
 assert ours.__name__ == ours.__spec__.name == "atorch.smp"
 assert importlib.util.find_spec("smdistributed") is not None
-smp.init({{"ddp": True}})
+smp.init()
+degree = smp.pp_size()
+smp.shutdown()
+smp.init({"ddp": True})
 assert session.session() is atorch.smp.session.session()
 smp.barrier()
-smp.save({{"rank": smp.rank()}}, f"model{{smp.rank()}}.pt")
 if __name__ == "__main__":
     # In one piece: two processes write.
-    sys.stdout.write(f"{{smp.rank()}} {{smp.size()}} {{sys.argv[1:]}} {{__file__.rpartition('/')[2]}}\\n")
+    place = __file__.rpartition("/")[2]
+    sys.stdout.write(f"{smp.rank()} {smp.size()} {degree} {smp.rdp_size()} {sys.argv[1:]} {place}\\n")
 """
-PLAIN = SCRIPT.format(first="")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def run(folder: Path, *command: str, text: str = PLAIN, cwd: str = ".") -> subprocess.CompletedProcess[str]:
+def run(folder: Path, degree: int, *command: str, cwd: str = ".") -> subprocess.CompletedProcess[str]:
     """A command in a folder that has the text as `train.py`, with a neighbour that scripts can import."""
-    (folder / "train.py").write_text("import neighbour\n" + text)
+    (folder / "train.py").write_text(SCRIPT)
     (folder / "neighbour.py").write_text("")
     (folder / "elsewhere").mkdir()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "SMP_CONFIG": json.dumps({"partitions": degree, "horovod": False}),
+    }
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=folder / cwd
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=environment, cwd=folder / cwd
     )
 
 
-def test_one_line_makes_the_name(tmp_path: Path) -> None:
-    done = run(tmp_path, "train.py", "--lr", "1", text=SCRIPT.format(first="import atorch.smp.alias"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 1 ['--lr', '1'] train.py\n"
-
-
 def test_a_module_runs_as_it_is(tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "atorch.smp.alias", "-m", "train", "--lr", "1", "-m")
+    done = run(tmp_path, 1, "-m", "atorch.smp.alias", "-m", "train", "--lr", "1", "-m")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 1 ['--lr', '1', '-m'] train.py\n"
+    assert done.stdout == "0 1 1 1 ['--lr', '1', '-m'] train.py\n"
 
 
 @pytest.mark.nightly
 def test_a_script_runs_as_it_is_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atorch.smp.alias")
-    done = run(tmp_path, *launcher, "../train.py", "--lr", "1", cwd="elsewhere")
+    done = run(tmp_path, 2, *launcher, "../train.py", "--lr", "1", cwd="elsewhere")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{rank} 2 ['--lr', '1'] train.py" for rank in range(2)]
-    assert (tmp_path / "elsewhere" / "model1.pt_0").exists()
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 2 2 2 ['--lr', '1'] train.py" for rank in range(2)]
+    assert done.stderr.count("these keys have no effect here: horovod") == 1  # rank 0's
 
 
-def test_without_a_script_it_says_how_it_is_used(tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "atorch.smp.alias")
-    assert done.returncode == 1
-    assert done.stderr.startswith("usage: python -m atorch.smp.alias (SCRIPT | -m MODULE)")
+def usage(rank: int, size: int) -> str:
+    from atorch.smp import alias
+
+    with pytest.raises(SystemExit) as ended:
+        alias.run([])
+    return str(ended.value)
+
+
+def test_without_a_script_it_says_how_it_is_used(pool: Pool) -> None:
+    assert pool.run(usage, ranks=1)[0].startswith("usage: python -m atorch.smp.alias (SCRIPT | -m MODULE)")
 
 
 def test_the_name_is_made_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 import atorch.smp as smp
 from atorch.errors import ArgumentError
 from tests.pool import Pool
+from tests.smp.job import several
 
 
 @pytest.fixture
@@ -103,11 +104,10 @@ def stepped(rank: int, size: int, bad: int, config: dict[str, Any] | None, optio
 
 
 @pytest.mark.parametrize("options", [{}, {"lr": 0.1}], ids=["sgd", "fused"])
-@pytest.mark.parametrize(("ranks", "config"), [(2, {"partitions": 2}), (4, {"partitions": 2, "ddp": True})])
-def test_all_skip_where_one_must(pool: Pool, ranks: int, config: dict[str, Any], options: dict[str, Any]) -> None:
-    for bad in (0, ranks - 1):
-        assert pool.run(stepped, bad, config, options, ranks=ranks) == [(True, 8.0, False, 16.0, 1.0)] * ranks
-    assert pool.run(stepped, -1, config, options, ranks=ranks) == [(False, 32.0, False, 64.0, 0.25)] * ranks
+def test_all_skip_where_one_must(pool: Pool, options: dict[str, Any]) -> None:
+    config = {"partitions": 2, "ddp": True}
+    for results in pool.run(several, [(stepped, bad, config, options) for bad in (0, 3, -1)], ranks=4):
+        assert results == [*[(True, 8.0, False, 16.0, 1.0)] * 2, (False, 32.0, False, 64.0, 0.25)]
 
 
 def test_without_a_session_each_skips_by_itself(pool: Pool) -> None:

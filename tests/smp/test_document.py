@@ -86,18 +86,26 @@ def train_step_with_gradients(model: Any, inputs: Tensor, targets: Tensor) -> tu
     return outputs, loss_of(outputs, targets)
 
 
-def plainly(model: nn.Module, steps: int) -> tuple[nn.Module, list[float]]:
-    """The model after plain training, and the losses."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+def adam(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def plainly(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+    """The losses of plain training."""
     losses = []
-    for number in range(steps):
+    for number in numbers:
         optimizer.zero_grad()
         inputs, targets = batch_of(number)
         loss = loss_of(model(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return model, losses
+    return losses
+
+
+def plain_losses(number: int = 4) -> list[float]:
+    model = MyModel()
+    return plainly(model, adam(model), range(number))
 
 
 def with_steps(model: Any, optimizer: Any, numbers: range, step: Any = train_step) -> list[float]:
@@ -119,10 +127,10 @@ def trained(rank: int, size: int, how: str) -> tuple[list[float], dict[str, Tens
         return with_steps(model, optimizer, range(3), step), model.state_dict()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("how", ["loss", "gradients"])
+@pytest.mark.parametrize(("how", "ranks"), [("loss", 4), ("gradients", 2)])
 def test_the_training_step_is_plain_training(pool: Pool, how: str, ranks: int) -> None:
-    plain, right = plainly(MyModel(), 3)
+    plain = MyModel()
+    right = plainly(plain, adam(plain), range(3))
     for losses, state in pool.run(trained, how, ranks=ranks):
         assert losses == pytest.approx(right, rel=1e-4)
         for name, value in plain.state_dict().items():
@@ -143,7 +151,8 @@ def test_nested_partitions_are_where_the_comments_say(pool: Pool) -> None:
     with pytest.MonkeyPatch.context() as patch:  # whole, without a session
         patch.setattr(smp, "partition", lambda index: nullcontext())
         torch.manual_seed(0)
-        _, right = plainly(Model(), 2)
+        model = Model()
+        right = plainly(model, adam(model), range(2))
     results = pool.run(nested, False, ranks=3)
     places = {"child0": 1, "child1": 2, "child2": 1, "child3": 0}
     for rank, (found, held, loss) in enumerate(results):
@@ -230,13 +239,12 @@ def saved_and_loaded(rank: int, size: int, folder: str, partial: bool, before: b
         return losses + with_steps(model, optimizer, range(2, 4))
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before the first step", "after it"])
-@pytest.mark.parametrize("partial", [True, False], ids=["partial", "full"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("partial", "before"), [(True, True), (False, False)], ids=["early", "late"])
 def test_training_goes_on_from_what_was_saved(
     pool: Pool, tmp_path: Path, partial: bool, before: bool, ranks: int
 ) -> None:
-    _, right = plainly(MyModel(), 4)
+    right = plain_losses()
     for losses in pool.run(saved_and_loaded, str(tmp_path), partial, before, ranks=ranks):
         assert losses == pytest.approx(right, rel=1e-4)
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -253,18 +261,13 @@ def loaded_from_torch(rank: int, size: int, folder: str) -> list[float]:
 
 
 def test_a_full_checkpoint_of_plain_training_goes_on_in_parallel(pool: Pool, tmp_path: Path) -> None:
-    _, right = plainly(MyModel(), 4)
     model = MyModel()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for number in range(2):
-        inputs, targets = batch_of(number)
-        optimizer.zero_grad()
-        loss_of(model(inputs), targets).backward()
-        optimizer.step()
+    optimizer = adam(model)
+    plainly(model, optimizer, range(2))
     held = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
     torch.save(held, tmp_path / "checkpoint.pt")
     for losses in pool.run(loaded_from_torch, str(tmp_path)):
-        assert losses == pytest.approx(right[2:], rel=1e-4)
+        assert losses == pytest.approx(plain_losses()[2:], rel=1e-4)
 
 
 def carried_on_plainly(rank: int, size: int, folder: str) -> None:
@@ -276,19 +279,10 @@ def carried_on_plainly(rank: int, size: int, folder: str) -> None:
 
 
 def test_a_full_checkpoint_goes_on_in_plain_training(pool: Pool, tmp_path: Path) -> None:
-    _, right = plainly(MyModel(), 4)
     pool.run(carried_on_plainly, str(tmp_path))
     checkpoint = torch.load(tmp_path / "checkpoint.pt")
     model = MyModel()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    optimizer = adam(model, lr=0.5)
     model.load_state_dict(checkpoint["model_state_dict"])
     optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
-    losses = []
-    for number in range(2, 4):
-        inputs, targets = batch_of(number)
-        optimizer.zero_grad()
-        loss = loss_of(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses == pytest.approx(right[2:], rel=1e-4)
+    assert plainly(model, optimizer, range(2, 4)) == pytest.approx(plain_losses()[2:], rel=1e-4)

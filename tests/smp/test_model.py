@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import atorch.smp as smp
-from atorch.errors import ArgumentError
-from atorch.smp.checkpointing import whole_states
+from atorch.distributed import collectives
+from atorch.smp.checkpointing import states
 from tests.pool import Pool
-from tests.smp.job import begun
+from tests.smp.job import begun, logged, several
 from tests.smp.test_step import Blocks, model_of, rows, said
 
 
@@ -85,9 +82,8 @@ def in_order(rank: int, size: int) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_step_partitions_loads_and_calls_hooks_in_this_order(pool: Pool, ranks: int) -> None:
-    for events in pool.run(in_order, ranks=ranks):
+def test_the_first_step_partitions_loads_and_calls_hooks_in_this_order(pool: Pool) -> None:
+    for events in pool.run(in_order):
         assert events == [
             "told early",
             "told early",
@@ -155,17 +151,16 @@ def optioned(rank: int, size: int, how: str, partitions: int) -> Any:
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-@pytest.mark.parametrize("how", OPTIONS)
-def test_options_of_averaging(pool: Pool, how: str, partitions: int) -> None:
-    _, _, factor = OPTIONS[how]
+def test_options_of_averaging(pool: Pool, partitions: int) -> None:
     right = plain_gradients(rows(), rows() + 1)
-    for found, before, overlapped, buckets, inside in pool.run(optioned, how, partitions, ranks=2 * partitions):
-        assert same(found, right, factor)
-        assert overlapped == (0 if how == "at the end" else buckets)
-        assert (buckets > 2) == (how == "small buckets")
-        assert inside == (how == "views")
-        if how == "every second":
-            assert not same(before, right), "the first of two passes is not averaged"
+    for results in pool.run(several, [(optioned, how, partitions) for how in OPTIONS], ranks=2 * partitions):
+        for how, (found, before, overlapped, buckets, inside) in zip(OPTIONS, results, strict=True):
+            assert same(found, right, OPTIONS[how][2]), how
+            assert overlapped == (0 if how == "at the end" else buckets)
+            assert (buckets > 2) == (how == "small buckets")
+            assert inside == (how == "views")
+            if how == "every second":
+                assert not same(before, right), "the first of two passes is not averaged"
 
 
 class Branching(Blocks):
@@ -286,84 +281,30 @@ def test_replicas_join_with_uneven_numbers_of_batches(pool: Pool, divides: bool)
         assert all(torch.allclose(state[name], each, rtol=1e-4, atol=1e-6) for name, each in plain.state_dict().items())
 
 
-def stated(rank: int, size: int) -> Any:
-    with begun({"microbatches": 2, "partitions": size}):
+STATES: dict[str, dict[str, Any]] = {
+    "model.state_dict()": {"partitions": 2},
+    "optimizer.state_dict()": {"ddp": True, "shard_optimizer_state": True},
+}
+
+
+def alone_in_a_collective(rank: int, size: int, call: str) -> str:
+    soon = timedelta(seconds=0.1)
+    with begun({"microbatches": 2, **STATES[call]}):
         model = model_of()
-        optimizer = sgd(model)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for _ in range(2):
-            optimizer.zero_grad()
-            train(model, rows())
-            optimizer.step()
-            scheduler.step()
-        parts = copy.deepcopy((model.local_state_dict(), optimizer.local_state_dict()))
-        wholes = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        optimizer.zero_grad()
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         train(model, rows())
-        optimizer.step()
-        after = copy.deepcopy(model.state_dict())
-        results = []
-        for saved in (parts, copy.deepcopy(wholes)):  # an optimizer goes on with the tensors that it loads
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            optimizer.zero_grad()
-            train(model, rows())
-            optimizer.step()
-            results.append(
-                all(
-                    torch.allclose(each, again, atol=1e-6)
-                    for each, again in zip(after.values(), model.state_dict().values(), strict=True)
-                )
-            )
-        return wholes, results, optimizer.param_groups[0]["lr"]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_states_partial_and_whole_are_loaded_and_plain_ones_are_equal(pool: Pool, ranks: int) -> None:
-    torch.manual_seed(0)
-    plain = Blocks()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1, eps=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for _ in range(2):
-        optimizer.zero_grad()
-        plain(rows()).square().mean().backward()
-        optimizer.step()
-        scheduler.step()
-    right = optimizer.state_dict()
-    for (state, optim), results, rate in pool.run(stated, ranks=ranks):
-        assert results == [True, True]
-        assert rate == pytest.approx(0.025)
-        assert all(torch.allclose(each, state[name], atol=1e-6) for name, each in plain.state_dict().items())
-        assert list(optim["state"]) == list(right["state"])
-        for key, held in right["state"].items():
-            assert torch.allclose(held["exp_avg"], optim["state"][key]["exp_avg"], atol=1e-6)
-        assert [group["params"] for group in optim["param_groups"]] == [
-            group["params"] for group in right["param_groups"]
-        ]
-
-
-def alone_in_a_collective(rank: int, size: int) -> str:
-    with begun({"microbatches": 2, "partitions": 2}):
-        model = model_of()
-        train(model, rows())
-        if rank == 0:
-            patience, whole_states.PATIENCE = whole_states.PATIENCE, timedelta(seconds=1)
-            begin = time.monotonic()
-            try:
-                message = said(model.state_dict)
-            finally:
-                whole_states.PATIENCE = patience
-            assert time.monotonic() - begin < 10
-            dist.barrier()
-            return message
+        with mock.patch.object(states, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
+            ask = model.state_dict if call.startswith("model") else optimizer.state_dict
+            message = said(ask) if rank == 0 else ""
         dist.barrier()
-        return ""
+        return message
 
 
-def test_a_state_that_some_ranks_do_not_ask_for_names_them(pool: Pool) -> None:
-    message, _ = pool.run(alone_in_a_collective, timeout=60)
-    assert "model.state_dict()" in message
-    assert "not on 1" in message
+@pytest.mark.parametrize("call", STATES)
+def test_a_state_that_some_ranks_do_not_ask_for_names_them(pool: Pool, call: str) -> None:
+    message, _ = pool.run(alone_in_a_collective, call, timeout=60)
+    assert call in message
+    assert "on rank 0 but not on 1" in message
 
 
 def on_the_host(rank: int, size: int) -> Any:
@@ -374,55 +315,13 @@ def on_the_host(rank: int, size: int) -> Any:
         return float(whole(rows()).mean().detach()), list(whole.state_dict()), said(lambda: train(model, rows()))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_whole_model_comes_to_the_host(pool: Pool, ranks: int) -> None:
+def test_the_whole_model_comes_to_the_host(pool: Pool) -> None:
     torch.manual_seed(0)
     plain = Blocks()
-    for value, names, after in pool.run(on_the_host, ranks=ranks):
+    for value, names, after in pool.run(on_the_host):
         assert value == pytest.approx(float(plain(rows()).mean().detach()), rel=1e-5)
         assert names == list(plain.state_dict())
         assert "model.cpu()" in after
-
-
-def wrong_calls(rank: int, size: int) -> list[str]:
-    with begun({"microbatches": 2}):
-        wrong: list[Callable[[], Any]] = [
-            lambda: smp.DistributedModel(3),  # type: ignore[arg-type]
-            lambda: smp.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)),
-            lambda: train(None, rows()),
-            lambda: smp.DistributedModel(Blocks(), trace_device="tpu"),  # type: ignore[arg-type]
-            lambda: smp.DistributedModel(Blocks(), trace_device="cpu", trace_execution_times=True),
-            lambda: smp.DistributedModel(Blocks(), backward_passes_per_step=0),
-            lambda: smp.DistributedModel(Blocks(), bucket_cap_mb=0),
-        ]
-        told = [said(call) for call in wrong]
-        model = model_of()
-        stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        told += [
-            said(lambda: smp.DistributedModel(Blocks())),
-            said(lambda: model(rows())),
-            said(lambda: model.backward(rows().mean())),
-            said(lambda: smp.DistributedOptimizer(stranger)),
-            said(lambda: smp.step(3)),  # type: ignore[call-overload]
-            said(lambda: smp.step(non_split_inputs=["y"])(lambda model, x: None)),
-            said(lambda: model.register_post_partition_hook(3)),  # type: ignore[arg-type]
-            said(lambda: model.register_post_step_hook(3)),  # type: ignore[arg-type]
-            said(lambda: model.load_state_dict(3)),  # type: ignore[arg-type]
-        ]
-        return told
-
-
-def test_wrong_calls_are_told(pool: Pool) -> None:
-    told = pool.run(wrong_calls, ranks=1)[0]
-    expected = [
-        "torch.nn.Module", "make the smp.DistributedModel first", "make a smp.DistributedModel", '"cpu" or "gpu"',
-        "must be False", "1 or more", "MiB", "a second smp.DistributedModel", "outside of smp.step",
-        "outside of smp.step", "not the DistributedModel's", "give a function", "no such argument", "give a function",
-        "give a function", "was given 3 as a state",
-    ]  # fmt: skip
-    assert [part in message for part, message in zip(expected, told, strict=True)] == [True] * len(told), told
-    with pytest.raises(ArgumentError, match=r"smp\.init"):
-        smp.DistributedModel(Blocks())
 
 
 def differing(rank: int, size: int, how: str) -> str:
@@ -444,26 +343,19 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize("how", DIFFERENCES)
-def test_a_process_that_differs_is_told_on_all(pool: Pool, how: str) -> None:
-    for message in pool.run(differing, how, ranks=4, timeout=40):
-        assert DIFFERENCES[how] in message
+def test_a_process_that_differs_is_told_on_all(pool: Pool) -> None:
+    for messages in pool.run(several, [(differing, how) for how in DIFFERENCES], ranks=4, timeout=40):
+        for how, message in zip(DIFFERENCES, messages, strict=True):
+            assert DIFFERENCES[how] in message
 
 
 def own_batches(rank: int, size: int, differ: bool) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("atorch").addHandler(handler)
-    try:
-        with begun({"microbatches": 2, "partitions": 2}):
-            train(model_of(), rows() + rank * differ)
-    finally:
-        logging.getLogger("atorch").removeHandler(handler)
+    with begun({"microbatches": 2, "partitions": 2}), logged() as told:
+        train(model_of(), rows() + rank * differ)
     return told
 
 
 def test_processes_of_a_pipeline_with_batches_of_their_own_are_warned(pool: Pool) -> None:
-    for differ in (False, True):
-        found = pool.run(own_batches, differ)
-        assert any("different batches" in each for each in found[0]) == differ
+    alike, apart = pool.run(several, [(own_batches, False), (own_batches, True)])[0]
+    assert not any("different batches" in message for message in alike)
+    assert any("different batches" in message for message in apart)

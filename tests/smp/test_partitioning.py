@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from tests.pool import Pool
-from tests.smp.job import begun, gpt2
+from tests.smp.job import begun, gpt2, logged, several
 from tests.smp.test_step import WIDTH, Blocks, rows, said
 
 
@@ -48,26 +47,54 @@ def nested(rank: int, size: int, active: int, pipeline: str) -> Any:
         model = smp.DistributedModel(Nested(smp.partition))
         outside = said(lambda: smp.partition(3).__enter__())
         loss = train(model, rows()).reduce_mean().item()
-        found = {name: each.grad for name, each in model.local_named_parameters()}
+        found = {name: parameter.grad for name, parameter in model.local_named_parameters()}
         return loss, found, model.division.partition_of, model.division.places, outside
 
 
-@pytest.mark.parametrize(("active", "pipeline"), [(1, "interleaved"), (5, "interleaved"), (2, "simple")])
-def test_the_innermost_context_decides_and_a_partition_may_be_visited_twice(
-    pool: Pool, active: int, pipeline: str
-) -> None:
+def test_the_innermost_context_decides_and_a_partition_may_be_visited_twice(pool: Pool) -> None:
     torch.manual_seed(0)
     plain = Nested()
     right = plain(rows()).square().mean()
     right.backward()
-    for rank, (loss, found, places, stages, outside) in enumerate(pool.run(nested, active, pipeline, ranks=3)):
-        assert loss == pytest.approx(float(right.detach()), rel=1e-5)
-        assert places == {"child0": 1, "child1": 2, "child2": 1, "child3": 0}
-        assert stages == (1, 2, 1, 0)
-        assert {name.partition(".")[0] for name in found} == {name for name, at in places.items() if at == rank}
-        assert "0 to 2" in outside
-        for name, each in found.items():
-            torch.testing.assert_close(each, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    schedules = ((1, "interleaved"), (5, "interleaved"), (2, "simple"))
+    for rank, results in enumerate(pool.run(several, [(nested, *schedule) for schedule in schedules], ranks=3)):
+        for loss, found, places, stages, outside in results:
+            assert loss == pytest.approx(float(right.detach()), rel=1e-5)
+            assert places == {"child0": 1, "child1": 2, "child2": 1, "child3": 0}
+            assert stages == (1, 2, 1, 0)
+            assert {name.partition(".")[0] for name in found} == {name for name, at in places.items() if at == rank}
+            assert "0 to 2" in outside
+            for name, gradient in found.items():
+                torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+class Again(Blocks):
+    """Calls its first layer once more at the end: two stages of one process have its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers[0](super().forward(x)))
+
+
+def called_again(rank: int, size: int) -> dict[str, Any]:
+    with begun({"microbatches": 2, "partitions": 2, "auto_partition": False, "ddp": True}):
+        torch.manual_seed(0)
+        whole = Again(2)
+        for number, layer in enumerate(whole.layers):
+            smp.set_partition(layer, number)
+        model: Any = smp.DistributedModel(whole)
+        train(model, rows() + smp.dp_rank())
+        assert model.division.places == (0, 1, 0)
+        return {name: parameter.grad for name, parameter in model.local_named_parameters()}
+
+
+def test_replicas_average_a_layer_of_two_stages_once_both_have_run(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain = Again(2)
+    for replica in range(2):
+        (plain(rows() + replica).square().mean() / 2).backward()
+    for found in pool.run(called_again, ranks=4):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 
 
 class Uneven(nn.Module):
@@ -106,20 +133,19 @@ def tokens(rows: int = 8, length: int = 12) -> Tensor:
 
 
 def test_time_and_memory_are_weighed(pool: Pool) -> None:
-    by_time, told = pool.run(divided, Uneven(), {"memory_weight": 0.0}, {}, tokens())[0]
-    assert by_time == {"table": 0, "narrow": 0, "middle": 0, "wide": 1}
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"memory_weight": 0.0}, {}),
+        ({"memory_weight": 1.0}, {}),
+        ({"memory_weight": 0.0, "skip_tracing": True}, {}),
+        ({"memory_weight": 0.0}, {"trace_memory_usage": True}),
+        ({"memory_weight": 0.0}, {"trace_execution_times": True}),
+    ]
+    first, second = pool.run(several, [(divided, Uneven(), *way, tokens()) for way in ways])
+    (by_time, told), (by_memory, _), (by_parameters, _), (traced, _), _ = first
+    assert by_time == traced == {"table": 0, "narrow": 0, "middle": 0, "wide": 1}
     assert "partition 1: wide (" in told
-    by_memory, _ = pool.run(divided, Uneven(), {"memory_weight": 1.0}, {}, tokens())[0]
-    assert by_memory == {"table": 0, "narrow": 1, "middle": 1, "wide": 1}
-    for options in ({"trace_memory_usage": True}, {"trace_execution_times": True}):
-        found = pool.run(divided, Uneven(), {"memory_weight": 0.0}, options, tokens())
-        assert "trace_memory_usage" not in options or found[0][0]["wide"] == 1  # what is measured may be anything
-        assert found[0][0] == found[1][0], "all processes have one division"
-
-
-def test_without_tracing_parameters_alone_count(pool: Pool) -> None:
-    found, _ = pool.run(divided, Uneven(), {"memory_weight": 0.0, "skip_tracing": True}, {}, tokens())[0]
-    assert found == {"table": 0, "narrow": 1, "middle": 1, "wide": 1}
+    assert by_memory == by_parameters == {"table": 0, "narrow": 1, "middle": 1, "wide": 1}
+    assert first[-1][0] == second[-1][0], "of measured times, which may be anything, all processes have one division"
 
 
 def test_modules_that_share_a_parameter_are_together(pool: Pool) -> None:
@@ -130,15 +156,8 @@ def test_modules_that_share_a_parameter_are_together(pool: Pool) -> None:
 
 
 def told(rank: int, size: int) -> list[str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("atorch").addHandler(handler)
-    try:
-        with begun({"microbatches": 2, "partitions": size}):
-            train(smp.DistributedModel(Blocks(2)), rows())
-    finally:
-        logging.getLogger("atorch").removeHandler(handler)
+    with logged() as messages, begun({"microbatches": 2, "partitions": size}):
+        train(smp.DistributedModel(Blocks(2)), rows())
     return messages
 
 
@@ -165,14 +184,9 @@ def contexts(rank: int, size: int, how: str) -> Any:
         return message, None if made.division is None else dict(made.division.partition_of)
 
 
-def test_contexts_are_ignored_where_partitions_are_automatic(pool: Pool) -> None:
-    for message, found in pool.run(contexts, "auto"):
-        assert (message, found) == ("", {"layers.0": 0, "layers.1": 1})
-
-
-def test_modules_outside_of_contexts_are_on_the_default_partition(pool: Pool) -> None:
-    for message, found in pool.run(contexts, "default"):
-        assert (message, found) == ("", {"layers.0": 0, "layers.1": 1})
+def test_contexts_are_ignored_where_partitions_are_automatic_and_may_be_missing(pool: Pool) -> None:
+    for results in pool.run(several, [(contexts, "auto"), (contexts, "default")]):
+        assert results == [("", {"layers.0": 0, "layers.1": 1})] * 2
 
 
 def empty(rank: int, size: int, count: int) -> str:
@@ -182,7 +196,6 @@ def empty(rank: int, size: int, count: int) -> str:
 
 
 def test_partitions_that_would_be_empty_are_refused(pool: Pool) -> None:
-    for message in pool.run(empty, 0):
-        assert "partition 1 of 2 has no module" in message
-    for message in pool.run(empty, 1):
-        assert "2 partitions need as many modules" in message
+    for by_hand, automatic in pool.run(several, [(empty, 0), (empty, 1)]):
+        assert "partition 1 of 2 has no module" in by_hand
+        assert "2 partitions need as many modules" in automatic

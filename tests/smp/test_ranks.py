@@ -81,11 +81,6 @@ def test_placements_by_arithmetic(placement: str, pipeline: int, tensor: int) ->
         assert found == {kind: ranks for kind, ranks in expected(config, rank).items() if kind != "world"}
 
 
-def test_the_last_letter_varies_fastest() -> None:
-    config = Config.read({"partitions": 2, "tensor_parallel_degree": 2, "ddp": True})
-    assert places(config) == [{"D": r >> 2, "P": r >> 1 & 1, "T": r & 1} for r in range(8)]
-
-
 def found_by_names(rank: int, size: int, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each configuration: every rank, size and group by its documented name, and a sum over each group."""
     answers = []
@@ -109,8 +104,8 @@ def found_by_names(rank: int, size: int, given: list[dict[str, Any]]) -> list[di
     return answers
 
 
-def check_on_eight(pool: Pool, given: list[dict[str, Any]]) -> None:
-    given = [{"ddp": True, **each} for each in given]
+def test_on_eight_processes(pool: Pool) -> None:
+    given = [{"ddp": True, **config} for config, _ in PUBLISHED]
     for rank, answers in enumerate(pool.run(found_by_names, given, ranks=8)):
         for config, answer in zip(given, answers, strict=True):
             groups = expected(Config.read(config), rank)
@@ -120,16 +115,6 @@ def check_on_eight(pool: Pool, given: list[dict[str, Any]]) -> None:
             for kind in KINDS[1:]:
                 assert answer[f"{kind}_rank"] == groups[kind].index(rank)
                 assert answer[f"{kind}_size"] == len(groups[kind])
-
-
-def test_on_eight_processes(pool: Pool) -> None:
-    check_on_eight(pool, [given for given, _ in PUBLISHED])
-
-
-def test_every_permutation_on_eight_processes(pool: Pool) -> None:
-    check_on_eight(
-        pool, [{"partitions": 2, "tensor_parallel_degree": 2, "placement_strategy": each} for each in PERMUTATIONS]
-    )
 
 
 def test_sharded_replicas_are_replicas() -> None:

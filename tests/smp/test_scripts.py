@@ -14,6 +14,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,18 @@ def numbers(text: str, before: str) -> list[float]:
 
 PIPELINE_2 = {"partitions": 2, "microbatches": 4, "ddp": True}
 DATA_2 = {"microbatches": 2, "ddp": True}
-DEGREES = [
-    pytest.param(2, PIPELINE_2, id="pipeline 2"),
-    pytest.param(2, DATA_2, id="data 2", marks=pytest.mark.nightly),
-    pytest.param(4, PIPELINE_2, id="pipeline 2 data 2"),
-]
+DEGREES = {"pipeline 2": (2, PIPELINE_2), "data 2": (2, DATA_2), "pipeline 2 data 2": (4, PIPELINE_2)}
 
 
-@pytest.mark.parametrize("amp", ["0", pytest.param("1", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(("ranks", "parameters"), DEGREES)
-def test_mnist(pool: Pool, tmp_path: Path, ranks: int, parameters: Parameters, amp: str) -> None:
+def sampled(names: Collection[str], sample: str) -> list[Any]:
+    """All names, of which one is not nightly."""
+    return [pytest.param(name, marks=[] if name == sample else pytest.mark.nightly) for name in names]
+
+
+@pytest.mark.parametrize("amp", sampled("01", "0"))
+@pytest.mark.parametrize("degrees", sampled(DEGREES, "pipeline 2 data 2"))
+def test_mnist(pool: Pool, tmp_path: Path, degrees: str, amp: str) -> None:
+    ranks, parameters = DEGREES[degrees]
     folders = [str(tmp_path / name) for name in ("plain", "smp")]
     given = ("--save_full_model", "--amp", amp, "--model-dir")
     (plain,) = pool.run(printed, "mnist.py", (*given, folders[0]), None, ranks=1)
@@ -92,9 +95,10 @@ def test_mnist(pool: Pool, tmp_path: Path, ranks: int, parameters: Parameters, a
     assert numbers(again, "Average loss") == pytest.approx(numbers(right, "Average loss"), rel=1e-3)
 
 
-@pytest.mark.parametrize(("ranks", "parameters"), DEGREES)
-def test_bert_pretraining(pool: Pool, tmp_path: Path, ranks: int, parameters: Parameters) -> None:
+@pytest.mark.parametrize("degrees", sampled(DEGREES, "pipeline 2"))
+def test_bert_pretraining(pool: Pool, tmp_path: Path, degrees: str) -> None:
     """Eight steps, plainly, and four, a checkpoint by ranks, and four more."""
+    ranks, parameters = DEGREES[degrees]
     (plain,) = pool.run(
         printed, "bert_pretrain.py", ("--steps_this_run", "8", "--output_dir", str(tmp_path / "plain")), None, ranks=1
     )
@@ -118,12 +122,9 @@ GPT: dict[str, tuple[int, str]] = {
     "data 2": (2, "--microbatches 2 --gradient_accumulation 2"),
     "late parameters": (2, "--pipeline_parallel_degree 2 --microbatches 2 --delayed_param 1 --logits_output yes"),
 }
-SAMPLED = ("by hand", "pipeline 2 data 2")
 
 
-@pytest.mark.parametrize(
-    "degrees", [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.nightly) for name in GPT]
-)
+@pytest.mark.parametrize("degrees", sampled(GPT, "by hand"))
 def test_gpt(pool: Pool, tmp_path: Path, degrees: str) -> None:
     """Eight steps, plainly, and four, a checkpoint, and four more."""
     ranks, options = GPT[degrees]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +14,7 @@ from atorch.errors import ArgumentError
 from atorch.smp.config import Config
 from atorch.smp.session import AXES_OF, session, slices
 from tests.pool import Pool
+from tests.smp.job import several
 
 
 @pytest.fixture
@@ -103,36 +100,11 @@ def begin(rank: int, size: int, given: list[dict[str, Any]]) -> str:
 
 
 def test_ranks_begin_together_or_not_at_all(pool: Pool) -> None:
-    assert pool.run(begin, [{"partitions": 2}] * 2) == ["(('tensor', 1), ('pipeline', 2), ('data', 1))"] * 2
-    told = pool.run(begin, [{"partitions": 2}, {"partitions": 2, "microbatches": 2}])
-    assert len(set(told)) == 1
-    assert "config['microbatches'] is 1 on rank 0 and 2 on rank 1" in told[0]
-    told = pool.run(begin, [{"partitions": 2}, {"partitions": 2, "microbatch": 2}])
-    assert "rank 1 failed: config: there is no key 'microbatch'" in told[0]
-    assert "there is no key 'microbatch'" in told[1]
-
-
-SCRIPT = """
-import sys
-import atorch.smp as smp
-from atorch.smp.session import session
-smp.init()
-smp.shutdown()
-smp.init({"partitions": 1, "ddp": True})
-sys.stdout.write(f"{session().mesh.rank('data')} {session().mesh.slices}\\n")  # in one piece: two processes write
-"""
-
-
-def test_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "script.py")]
-    environment = {
-        **os.environ,
-        "SMP_CONFIG": '{"partitions": 2, "horovod": false}',
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{i} (('tensor', 1), ('pipeline', 1), ('data', 2))" for i in range(2)]
-    assert done.stderr.count("these keys have no effect here: horovod") == 1  # rank 0's
+    two = {"partitions": 2}
+    ways = ([two, two], [two, {**two, "microbatches": 2}], [two, {**two, "microbatch": 2}])
+    (alike, first, waiting), (other, second, faulty) = pool.run(several, [(begin, list(way)) for way in ways])
+    assert alike == other == "(('tensor', 1), ('pipeline', 2), ('data', 1))"
+    assert first == second
+    assert "config['microbatches'] is 1 on rank 0 and 2 on rank 1" in first
+    assert "rank 1 failed: config: there is no key 'microbatch'" in waiting
+    assert "there is no key 'microbatch'" in faulty

@@ -2,71 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import atorch.smp as smp
-from atorch.distributed import collectives
-from atorch.errors import ArgumentError, StrategyError
+from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
-from atorch.smp.checkpointing import replica_shards
-from atorch.smp.session import session
 from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, optimizer_of, train_step
+from tests.smp.job import Way, batch_of, begun, distance, made, plainly_trained, train_step, trained
 from tests.smp.resuming import resumed
 
 
-def shared(rank: int, size: int, config: Mapping[str, Any]) -> Any:
-    """The model and its optimizer's state after training, whole and of this partition; the elements kept here."""
-    with begun({"microbatches": MICROBATCHES, "ddp": True, "shard_optimizer_state": True, **config}):
-        model = smp.DistributedModel(made("gpt2"))
-        given = optimizer_of(model)
-        optimizer = smp.DistributedOptimizer(given)
-        replica = session().mesh.rank("data", "zero")
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            train_step(model, "gpt2", *batch_of("gpt2", step, replica), "mean")
-            optimizer.step()
-            given.param_groups[0]["lr"] *= 0.5  # as a scheduler of the optimizer that was given does
-        kept = sum(each.numel() for held in optimizer.inner.state.values() for each in held.values() if each.dim())
-        own = sum(each.numel() for each in model.local_parameters())
-        partial, whole = optimizer.local_state_dict(), optimizer.state_dict()
-        assert partial["state"].keys() == dict(model.local_named_parameters()).keys()
-        return model.state_dict(), whole, kept / own
-
-
-def plain(replicas: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = made("gpt2")
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for replica in range(replicas):
-            (loss_of("gpt2", model, *batch_of("gpt2", step, replica), "mean") / replicas).backward()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] *= 0.5
-    return model, optimizer
+def states_of(model: Any, optimizer: Any) -> tuple[dict[str, Any], float]:
+    """The whole state of the optimizer, and the share of this partition's that is kept here."""
+    kept = sum(each.numel() for held in optimizer.inner.state.values() for each in held.values() if each.dim())
+    own = sum(each.numel() for each in model.local_parameters())
+    partial = optimizer.local_state_dict()
+    assert partial["state"].keys() == dict(model.local_named_parameters()).keys()
+    return optimizer.state_dict(), kept / own
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(2, {}), (4, {"partitions": 2})], ids=str)
 def test_training_and_states_are_those_of_plain_training(pool: Pool, ranks: int, config: dict[str, Any]) -> None:
-    model, optimizer = plain(2)
-    wanted = optimizer.state_dict()
-    for state, saved, kept in pool.run(shared, config, ranks=ranks):
-        assert distance("gpt2", state, model.state_dict()) < 1e-4
+    plain = plainly_trained("gpt2", 2, decay=0.5)
+    wanted = plain.optimizer.state_dict()
+    way = Way(decay=0.5, look=states_of)  # as a scheduler of the optimizer that was given does
+    for seen in pool.run(trained, "gpt2", {"shard_optimizer_state": True, **config}, "mean", way, ranks=ranks):
+        saved, kept = seen.seen
+        assert distance("gpt2", seen.state, plain.state) < 1e-4
         assert 0.45 < kept < 0.55, "the momentum of half of the parameters"
         assert saved["state"].keys() == wanted["state"].keys()
         for number, held in wanted["state"].items():
             for key, value in held.items():
                 assert (saved["state"][number][key] - value).abs().max() < 1e-4
         assert saved["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"]
-        optimizer.load_state_dict(saved)
+        plain.optimizer.load_state_dict(saved)
 
 
 def test_training_goes_on_from_a_saved_state(pool: Pool) -> None:
@@ -102,26 +75,6 @@ def test_masters_are_shared_out_too(pool: Pool) -> None:
     for is_shared, share in pool.run(with_masters):
         assert is_shared
         assert 0.4 < share < 0.6
-
-
-def alone(rank: int, size: int) -> str:
-    with begun({"ddp": True, "shard_optimizer_state": True}):
-        model = smp.DistributedModel(made("cnn"))
-        optimizer = smp.DistributedOptimizer(optimizer_of(model))
-        train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
-        optimizer.step()
-        soon = timedelta(seconds=0.1)
-        with mock.patch.object(replica_shards, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
-            if rank == 0:
-                try:
-                    optimizer.state_dict()
-                except ArgumentError as error:
-                    return str(error)
-    return ""
-
-
-def test_who_does_not_save_is_named(pool: Pool) -> None:
-    assert "on rank 0 but not on 1" in pool.run(alone)[0]
 
 
 def lamb(rank: int, size: int) -> str:

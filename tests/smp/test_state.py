@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
 from tests.pool import Pool
 from tests.smp.job import begun
-from tests.smp.test_step import WIDTH, Blocks, rows, said
+from tests.smp.test_step import Blocks, rows, said
 
 
 def test_the_session_is_read_by_name() -> None:
@@ -59,18 +59,6 @@ def test_modules_that_exist_are_put_on_partitions(pool: Pool) -> None:
         assert "2 partitions, 0 to 1" in refused[0]
         assert "give a torch.nn.Module" in refused[1]
         assert "after the first smp.step" in late
-
-
-def test_a_context_and_a_later_word() -> None:
-    with begun({"auto_partition": False}):
-        with smp.partition(0):
-            made = nn.Linear(WIDTH, WIDTH)
-        smp.set_partition(made, 0)
-        with (
-            pytest.raises(ArgumentError, match="smp.partition was given 1, and there are 1 partitions"),
-            smp.partition(1),
-        ):
-            pass
 
 
 def test_outputs_lose_their_graphs() -> None:

@@ -14,7 +14,7 @@ import atorch.smp as smp
 from atorch.errors import AtorchError
 from tests.contract.test_steps import num_tensors, num_tensors_soon
 from tests.pool import Pool
-from tests.smp.job import batch_of, begun, made, optimizer_of, train_step
+from tests.smp.job import batch_of, begun, made, several, sgd, train_step
 
 WIDTH = 8
 
@@ -74,11 +74,10 @@ def nested_outputs(rank: int, size: int) -> Any:
         }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_results_are_put_together_in_every_nesting_and_on_every_process(pool: Pool, ranks: int) -> None:
+def test_results_are_put_together_in_every_nesting_and_on_every_process(pool: Pool) -> None:
     torch.manual_seed(0)
     right = float(Blocks()(rows()).mean().detach())
-    for found in pool.run(nested_outputs, ranks=ranks):
+    for found in pool.run(nested_outputs):
         assert found["mean"] == pytest.approx(right, rel=1e-5)
         assert found["whole"] == pytest.approx(right, rel=1e-5)
         assert (found["x"], found["stack"], found["count"]) == (True, (4, 2, WIDTH), 8)
@@ -111,9 +110,8 @@ def ways_of_cutting(rank: int, size: int) -> Any:
     return seen[-2:]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_arguments_are_cut_as_they_are_told(pool: Pool, ranks: int) -> None:
-    for found in pool.run(ways_of_cutting, ranks=ranks):
+def test_arguments_are_cut_as_they_are_told(pool: Pool) -> None:
+    for found in pool.run(ways_of_cutting):
         assert found == [(2, 3, (WIDTH, 2), [0.0], 2, 0), (2, 3, (WIDTH, 2), [1.0], 2, 0)]
 
 
@@ -131,11 +129,10 @@ def evaluated(rank: int, size: int) -> tuple[float, bool, bool]:
         return value, model.training, any(each.grad is not None for each in model.parameters())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_without_backward_leave_no_gradients(pool: Pool, ranks: int) -> None:
+def test_steps_without_backward_leave_no_gradients(pool: Pool) -> None:
     torch.manual_seed(0)
     right = float(Blocks()(rows()).mean().detach())
-    for value, training, has_gradients in pool.run(evaluated, ranks=ranks):
+    for value, training, has_gradients in pool.run(evaluated):
         assert value == pytest.approx(right, rel=1e-5)
         assert (training, has_gradients) == (False, False)
 
@@ -164,16 +161,18 @@ def several_losses(rank: int, size: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["two calls", "a list", "gradients", "a penalty"])
-def test_losses_of_every_kind_give_plain_gradients(pool: Pool, how: str, ranks: int) -> None:
-    torch.manual_seed(0)
-    plain = Blocks()
-    out = plain(rows())
-    penalty = sum(each.square().sum() for each in plain.layers[-1].parameters()) if how == "a penalty" else 0.0
-    (out.mean() + out.square().mean() + penalty).backward()
-    found = {name: each for part in pool.run(several_losses, how, ranks=ranks) for name, each in part.items()}
-    for name, each in plain.named_parameters():
-        torch.testing.assert_close(found[name], each.grad, rtol=1e-4, atol=1e-6)
+def test_losses_of_every_kind_give_plain_gradients(pool: Pool, ranks: int) -> None:
+    ways = ("two calls", "a list", "gradients", "a penalty")
+    results = pool.run(several, [(several_losses, how) for how in ways], ranks=ranks)
+    for how, parts in zip(ways, zip(*results, strict=True), strict=True):
+        torch.manual_seed(0)
+        plain = Blocks()
+        out = plain(rows())
+        penalty = sum(each.square().sum() for each in plain.layers[-1].parameters()) if how == "a penalty" else 0.0
+        (out.mean() + out.square().mean() + penalty).backward()
+        found = {name: gradient for part in parts for name, gradient in part.items()}
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def drawn_before(rank: int, size: int) -> list[float]:
@@ -254,11 +253,11 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", FAULTS)
-def test_faults_are_told_on_all_processes_soon(pool: Pool, how: str, ranks: int) -> None:
-    for message, goes_on in pool.run(faults, how, ranks=ranks, timeout=40):
-        assert FAULTS[how] in message
-        assert goes_on
+def test_faults_are_told_on_all_processes_soon(pool: Pool, ranks: int) -> None:
+    for results in pool.run(several, [(faults, how) for how in FAULTS], ranks=ranks, timeout=60):
+        for how, (message, goes_on) in zip(FAULTS, results, strict=True):
+            assert FAULTS[how] in message
+            assert goes_on
 
 
 def one_alone(rank: int, size: int, how: str, folder: str) -> str:
@@ -297,17 +296,17 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("how", ALONE)
-def test_what_one_process_does_alone_is_told_on_all(pool: Pool, how: str, tmp_path: Path) -> None:
-    for message in pool.run(one_alone, how, str(tmp_path), timeout=40):
-        assert ALONE[how] in message
+def test_what_one_process_does_alone_is_told_on_all(pool: Pool, tmp_path: Path) -> None:
+    for messages in pool.run(several, [(one_alone, how, str(tmp_path)) for how in ALONE], timeout=60):
+        for how, message in zip(ALONE, messages, strict=True):
+            assert ALONE[how] in message
 
 
 def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int, int]:
     """The tensors that are alive after a few steps, and after as many again."""
     with begun({"microbatches": 2, "ddp": True, **config}):
         model = smp.DistributedModel(made("cnn"))
-        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+        optimizer = smp.DistributedOptimizer(sgd(model))
         early = 0
         for step in range(6):
             optimizer.zero_grad()
@@ -318,7 +317,7 @@ def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int,
         return early, num_tensors_soon(early)
 
 
-@pytest.mark.parametrize("config", [{}, {"partitions": 2}, {"partitions": 2, "pipeline": "simple"}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"partitions": 2}], ids=str)
 def test_steps_leave_nothing_behind(pool: Pool, config: dict[str, Any]) -> None:
     for early, late in pool.run(held_after_steps, config, ranks=2):
         assert late <= early

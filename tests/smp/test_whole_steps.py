@@ -1,4 +1,4 @@
-"""Optimizers, scaler, checkpoints and delayed parameters of smp in whole steps, against plain training of the same."""
+"""Scaler, checkpoints and delayed parameters of smp in a whole step, against plain training of the same."""
 
 from __future__ import annotations
 
@@ -11,70 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import atorch.smp as smp
-from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
-from atorch.smp.partition_map import partition_of
+from atorch.smp.activation_checkpointing import place_of
 from tests.pool import Pool
-from tests.smp.job import STEPS, batch_of, begun, distance, made, plainly_trained, train_step
+from tests.smp.job import begun
 
 ROWS, WIDTH = 8, 6
-
-
-def trained(rank: int, size: int, optimizer_of: Callable[[nn.Module], Any], config: dict[str, Any]) -> Any:
-    """The whole model's state after some steps."""
-    with begun({"microbatches": 2, "ddp": True, **config}):
-        whole = made("gpt2")
-        smp.set_tensor_parallelism(whole)
-        model = smp.DistributedModel(whole)
-        optimizer = smp.DistributedOptimizer(optimizer_of(model))
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            train_step(model, "gpt2", *batch_of("gpt2", step, 0), "mean")
-            optimizer.step()
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def lamb(model: nn.Module) -> FusedLamb:
-    """One whose every update is as large as the clipped gradient, so that the norm of the whole model shows."""
-    return FusedLamb(model.parameters(), lr=0.1, max_grad_norm=0.05, eps=1.0, weight_decay=0.0)
-
-
-def trusting_lamb(model: nn.Module) -> FusedLamb:
-    """One whose every update is as large as its parameter, so that norms of whole parameters show."""
-    return FusedLamb(model.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def novograd(model: nn.Module) -> FusedNovoGrad:
-    return FusedNovoGrad(model.parameters(), lr=0.5, weight_decay=0.01)
-
-
-TENSOR = {"tensor_parallel_degree": 2, "prescaled_batch": True}
-
-
-@pytest.mark.parametrize(
-    ("optimizer_of", "ranks", "config"),
-    [
-        (lamb, 2, {"partitions": 2}),
-        (trusting_lamb, 2, TENSOR),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (
-                (lamb, 2, TENSOR),
-                (novograd, 2, {"partitions": 2}),
-                (novograd, 2, TENSOR),
-                (trusting_lamb, 2, {"partitions": 2}),
-                (lamb, 4, {"partitions": 2, **TENSOR}),
-                (trusting_lamb, 4, {"partitions": 2, **TENSOR}),
-            )
-        ),
-    ],
-)
-def test_optimizers_step_parts_as_the_whole(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch, optimizer_of: Callable[[nn.Module], Any], ranks: int, config: Any
-) -> None:
-    monkeypatch.setattr("tests.smp.job.optimizer_of", lambda model, reduction: optimizer_of(model))
-    _, state = plainly_trained("gpt2", 1)
-    for held in pool.run(trained, optimizer_of, config, ranks=ranks):
-        assert distance("gpt2", held, state) <= 1e-4
 
 
 class Layer(nn.Module):
@@ -139,12 +80,11 @@ def stepped(rank: int, size: int, strategy: str, delays: bool, auto: bool) -> An
         scaler.step(optimizer)
         scaler.update()
         again = [layer.backwards for layer in net.layers]
-        places = [partition_of(layer) for layer in net.layers]
+        places = [place_of(layer).partition for layer in net.layers]
         return {name: value.clone() for name, value in model.state_dict().items()}, again, places
 
 
-@pytest.mark.parametrize("auto", [False, True])
-@pytest.mark.parametrize(("strategy", "delays"), [("contiguous", True), ("each", False)])
+@pytest.mark.parametrize(("strategy", "delays", "auto"), [("contiguous", True, False), ("each", False, True)])
 def test_delayed_checkpointed_and_scaled(pool: Pool, strategy: str, delays: bool, auto: bool) -> None:
     net = Net(lambda number: nullcontext())
     torch.manual_seed(9)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
 from atorch.model.wrapper import Wrapper
-from atorch.smp.tensor.split import TensorSplit, distributed_modules, is_distributed_parameter, is_scaled_batch
+from atorch.runtime.tensor_parallel.layout.model_layout import full_name
+from atorch.smp.nn.distributed_module import DistributedModule
+from atorch.smp.tensor.split import TensorSplit
 
 
 class LocalParts(Wrapper):
@@ -77,24 +79,35 @@ class LocalParts(Wrapper):
         yield from self.named_buffers()
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """The local modules that are split over tensor ranks."""
-        return distributed_modules(self, self.split)
+        """The local modules with cut parameters of their own, and outermost distributed modules that contain some."""
+        outermost: list[str] = []
+        for path, module in self.named_modules():
+            is_below = any(path.startswith(f"{above}.") or not above for above in outermost)
+            is_outermost = isinstance(module, DistributedModule) and not is_below
+            names = (full_name(path, name) for name, _ in module.named_parameters(recurse=is_outermost))
+            if any(name in self.split.cuts for name in names):
+                yield module
+                outermost += [path] if is_outermost else []
 
     def is_distributed_parameter(self, parameter: Tensor) -> bool:
         """True if the parameter is split over tensor ranks."""
-        return is_distributed_parameter(self, self.split, parameter)
+        named = self.named_parameters(remove_duplicate=False)
+        return any(other is parameter and name in self.split.cuts for name, other in named)
 
     def is_distributed_buffer(self, buffer: Tensor) -> bool:
         """Always False: every tensor rank has whole buffers."""
         return False
 
     def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
-        """True if the tensor ranks share batches, so that the gradient is averaged over RDP_GROUP only."""
-        return is_scaled_batch(self.split)
+        """True if the tensor ranks share batches, so that the gradient is averaged over RDP_GROUP only.
+
+        It holds for all parameters and buffers of a model, or for none.
+        """
+        return self.split.degree > 1
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
         """`is_scaled_batch_parameter` for a buffer."""
-        return is_scaled_batch(self.split)
+        return self.split.degree > 1
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose gradients are averaged over DP_GROUP, by name."""

@@ -20,7 +20,7 @@ from atorch.errors import CheckpointError, shown
 from atorch.files.access import check_source, replacing
 from atorch.files.weights import CHECKPOINT, read_weights
 from atorch.logs import OF_THIS_RANK, logger
-from atorch.smp.checkpointing.partial_states import is_partial, merged
+from atorch.smp.checkpointing.states import is_partial, merged
 from atorch.smp.ranks import mp_rank, mp_size, pp_size, tp_size
 from atorch.smp.session import session
 

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.smp.nn.attention import DistributedAttentionLayer
-from atorch.smp.nn.distributed_module import DistributedModule, refuse
-from atorch.smp.nn.initial import drawn_normal, need_layernorm
+from atorch.smp.nn.distributed_module import DistributedModule, drawn_normal, need_layernorm, refuse
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -117,21 +116,15 @@ class DistributedTransformerLayer(DistributedModule):
         refuse_alibi("DistributedTransformerLayer", use_alibi, alibi_bias_max)
         self.add_cross_attention = add_cross_attention
         shared: dict[str, Any] = {
-            "hidden_size": hidden_size,
-            "hidden_dropout_prob": hidden_dropout_prob,
-            "layernorm_epsilon": layernorm_epsilon,
-            "initializer_range": initializer_range,
-            "use_normal_initialization": use_normal_initialization,
-            "pre_layernorm": pre_layernorm,
+            "hidden_size": hidden_size, "hidden_dropout_prob": hidden_dropout_prob,
+            "layernorm_epsilon": layernorm_epsilon, "initializer_range": initializer_range,
+            "use_normal_initialization": use_normal_initialization, "pre_layernorm": pre_layernorm,
             "post_layernorm": post_layernorm,
-        }
+        }  # fmt: skip
         attention = partial(
-            DistributedAttentionLayer,
-            num_attention_heads,
-            attention_head_size,
-            attention_dropout_prob=attention_dropout_prob,
-            **shared,
-        )
+            DistributedAttentionLayer, num_attention_heads, attention_head_size,
+            attention_dropout_prob=attention_dropout_prob, **shared,
+        )  # fmt: skip
         self.attention = attention(causal_mask_size=causal_mask_size)
         self.cross_attention = attention(cross_attention=True) if add_cross_attention else None
         self.output = DistributedTransformerOutputLayer(

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError, shown
 from atorch.logs import say_once
+from atorch.model.pytree import local_part
 from atorch.runtime.gradients.clip import Spread, local_grad, spread_over
 
 Betas = tuple[float, float]
+Tensors = list[Tensor]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -37,7 +39,7 @@ class TensorBucket:
     gradients: list[Tensor]
 
     def state(self, optimizer: Optimizer, name: str) -> list[Tensor]:
-        return [_local(optimizer.state[parameter][name]) for parameter in self.whose]
+        return [local_part(optimizer.state[parameter][name]) for parameter in self.whose]
 
     @property
     def kind(self) -> tuple[str, torch.dtype]:
@@ -109,6 +111,18 @@ class Fused(Optimizer):
         """Compute what a step needs from all groups together."""
 
     def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
+        moments = bucket.state(self, "exp_avg")
+        parameters, means = wide(bucket.parameters), wide(moments)
+        updates = self._updates(group, bucket, parameters, means, wide(bucket.gradients))
+        torch._foreach_mul_(updates, group["lr"])
+        torch._foreach_sub_(parameters, updates)
+        write(bucket.parameters, parameters)
+        write(moments, means)
+
+    def _updates(
+        self, group: dict[str, Any], bucket: TensorBucket, parameters: Tensors, means: Tensors, gradients: Tensors
+    ) -> Tensors:
+        """What a learning rate of 1 subtracts from the parameters; changes `means`, and never the gradients."""
         raise NotImplementedError
 
     def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: TensorBucket) -> None:
@@ -122,7 +136,7 @@ class Fused(Optimizer):
         for parameters in kinds.values():
             for parameter in parameters:
                 self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-            yield TensorBucket(parameters, list(map(_local, parameters)), list(map(local_grad, parameters)))
+            yield TensorBucket(parameters, list(map(local_part, parameters)), list(map(local_grad, parameters)))
 
     def _kernels_for(self, bucket: TensorBucket) -> Kernels | None:
         """apex's kernels if they can step these parameters; else None, and the reason is logged once."""
@@ -198,13 +212,10 @@ def settings(group: dict[str, Any]) -> tuple[Any, ...]:
     return *adam, group["weight_decay"], int(group["grad_averaging"])
 
 
-def new_share(group: dict[str, Any]) -> float:
-    """The weight of a new gradient in the first moment."""
-    return 1.0 - group["betas"][0] if group["grad_averaging"] else 1.0
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+def add_to_means(means: Tensors, gradients: Tensors, group: dict[str, Any]) -> None:
+    beta1 = group["betas"][0]
+    torch._foreach_mul_(means, beta1)
+    torch._foreach_add_(means, gradients, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
 
 
 def wide(tensors: list[Tensor]) -> list[Tensor]:

@@ -14,8 +14,9 @@ from atorch.smp.optimizers.fused import (
     Fused,
     Kernels,
     TensorBucket,
+    Tensors,
+    add_to_means,
     corrections,
-    new_share,
     settings,
     wide,
     write,
@@ -80,35 +81,30 @@ class FusedLamb(Fused):
                 "clips nothing"
             )
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
         super().__init__(params, defaults, amsgrad, set_grad_none)
         self.adam_w_mode, self.use_nvlamb = bool(adam_w_mode), bool(use_nvlamb)
 
     def _begin(self) -> None:
         self._norm = self.spread.norm_of_grads(tensor for group in self.param_groups for tensor in group["params"])
 
-    def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    def _updates(
+        self, group: dict[str, Any], bucket: TensorBucket, parameters: Tensors, means: Tensors, gradients: Tensors
+    ) -> Tensors:
+        beta2, decay = group["betas"][1], group["weight_decay"]
         correction1, correction2 = corrections(group)
-        parameters, means, squares = (
-            wide(tensors) for tensors in (bucket.parameters, bucket.state(self, "exp_avg"), self._squares(bucket))
-        )
+        squares = wide(self._squares(bucket))
         most = self.defaults["max_grad_norm"]
         excess = torch.where(self._norm > most, self._norm / most, 1.0).to(parameters[0].device)
-        gradients = torch._foreach_div(wide(bucket.gradients), excess)
+        clipped = list(torch._foreach_div(gradients, excess))
         if decay and not self.adam_w_mode:
-            torch._foreach_add_(gradients, parameters, alpha=decay)
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=new_share(group))
+            torch._foreach_add_(clipped, parameters, alpha=decay)
+        add_to_means(means, clipped, group)
         torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        torch._foreach_addcmul_(squares, clipped, clipped, 1 - beta2)
+        write(self._squares(bucket), squares)
         roots = torch._foreach_div(squares, correction2)
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
@@ -120,11 +116,7 @@ class FusedLamb(Fused):
             size, change = (self.spread.norms(tensors, bucket.whose) for tensors in (parameters, updates))
             trust = torch.where((size != 0) & (change != 0), size / change, 1.0)
             torch._foreach_mul_(updates, list(trust.unbind()))
-        torch._foreach_mul_(updates, group["lr"])
-        torch._foreach_sub_(parameters, updates)
-        write(bucket.parameters, parameters)
-        write(bucket.state(self, "exp_avg"), means)
-        write(self._squares(bucket), squares)
+        return list(updates)
 
     def _squares(self, bucket: TensorBucket) -> list[Tensor]:
         for parameter in bucket.whose:

@@ -13,11 +13,10 @@ from atorch.smp.optimizers.fused import (
     Fused,
     Kernels,
     TensorBucket,
+    Tensors,
+    add_to_means,
     corrections,
-    new_share,
     settings,
-    wide,
-    write,
 )
 
 
@@ -67,15 +66,9 @@ class FusedNovoGrad(Fused):
         set_grad_none: bool = True,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero,
+        }  # fmt: skip
         super().__init__(params, defaults, amsgrad, set_grad_none)
         self.reg_inside_moment = bool(reg_inside_moment)
 
@@ -107,11 +100,11 @@ class FusedNovoGrad(Fused):
     def _keep(self, bucket: TensorBucket, norms: Tensor) -> None:
         torch._foreach_copy_([self.state[parameter]["exp_avg_sq"] for parameter in bucket.whose], list(norms.unbind()))
 
-    def _step(self, group: dict[str, Any], bucket: TensorBucket) -> None:
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    def _updates(
+        self, group: dict[str, Any], bucket: TensorBucket, parameters: Tensors, means: Tensors, gradients: Tensors
+    ) -> Tensors:
+        beta2, decay = group["betas"][1], group["weight_decay"]
         correction1, correction2 = corrections(group)
-        parameters, means = wide(bucket.parameters), wide(bucket.state(self, "exp_avg"))
-        gradients = wide(bucket.gradients)
         before = self._norms(group, bucket, gradients)
         now = self.spread.norms(gradients, bucket.whose, _power(group)).float()
         if group["norm_type"] == 2:
@@ -123,16 +116,12 @@ class FusedNovoGrad(Fused):
         if self.reg_inside_moment:
             gradients = list(torch._foreach_div(gradients, divisors))
             torch._foreach_add_(gradients, parameters, alpha=decay)
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=new_share(group))
+        add_to_means(means, gradients, group)
         updates = torch._foreach_div(means, correction1)
         if not self.reg_inside_moment:
             torch._foreach_div_(updates, divisors)
             torch._foreach_add_(updates, parameters, alpha=decay)
-        torch._foreach_mul_(updates, group["lr"])
-        torch._foreach_sub_(parameters, updates)
-        write(bucket.parameters, parameters)
-        write(bucket.state(self, "exp_avg"), means)
+        return list(updates)
 
     def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: TensorBucket) -> None:
         norms = self._norms(group, bucket, bucket.gradients)

@@ -29,11 +29,11 @@ from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import cut, holders
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, by_torch
-from atorch.smp.checkpointing.whole_states import blank_copy
+from atorch.smp.activation_checkpointing import tell_places
+from atorch.smp.checkpointing.states import blank_copy
 from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
-from atorch.smp.partition_map import tell_places
 from atorch.smp.partitioning import (
     Division,
     Weighing,

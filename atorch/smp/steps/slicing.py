@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -126,7 +127,7 @@ class Slicing:
         Raises:
             ArgumentError: a tensor has no such axis, or its length is no multiple of `count`.
         """
-        return [self._mapped(arguments, _Cut(number, count)) for number in range(count)]
+        return [self._mapped(arguments, partial(_cut, number, count)) for number in range(count)]
 
     def gathered(self, arguments: StepArguments, group: dist.ProcessGroup) -> StepArguments:
         """The arguments of all processes of a group, concatenated to one batch in rank order.
@@ -134,7 +135,7 @@ class Slicing:
         Raises:
             ArgumentError: tensors differ in shape.
         """
-        return arguments if group.size() == 1 else self._mapped(arguments, _Gathered(group))
+        return arguments if group.size() == 1 else self._mapped(arguments, partial(_gather, group))
 
     def _mapped(self, arguments: StepArguments, change: Callable[[Any, int, str], Any]) -> StepArguments:
         args, kwargs = arguments
@@ -162,47 +163,35 @@ class Slicing:
         return map_leaves(leaf, value, name)
 
 
-class _Cut:
-    """Cuts micro-batch `number` of `count` out of a leaf."""
-
-    def __init__(self, number: int, count: int) -> None:
-        self._number, self._count = number, count
-
-    def __call__(self, leaf: Any, axis: int, place: str) -> Any:
-        number, count = self._number, self._count
-        if hasattr(leaf, "smp_slice"):
-            return leaf.smp_slice(count, number, axis)
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            return leaf
-        length = _length(leaf, axis, place)
-        if length % count:
-            raise ArgumentError(
-                f"{place} has {length} entries along axis {axis}, which {count} micro-batches do not divide; give "
-                f"batches of a multiple of {count} (drop_last=True), or name it in non_split_inputs"
-            )
-        size = length // count
-        return leaf.narrow(axis, number * size, size)
+def _cut(number: int, count: int, leaf: Any, axis: int, place: str) -> Any:
+    """Micro-batch `number` of `count` of a leaf."""
+    if hasattr(leaf, "smp_slice"):
+        return leaf.smp_slice(count, number, axis)
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return leaf
+    length = _length(leaf, axis, place)
+    if length % count:
+        raise ArgumentError(
+            f"{place} has {length} entries along axis {axis}, which {count} micro-batches do not divide; give "
+            f"batches of a multiple of {count} (drop_last=True), or name it in non_split_inputs"
+        )
+    return leaf.narrow(axis, number * (length // count), length // count)
 
 
-class _Gathered:
-    """Concatenates a leaf over all processes of a group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, leaf: Any, axis: int, place: str) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            return leaf
-        _length(leaf, axis, place)
-        shapes = gather_objects(tuple(leaf.shape), self._group)
-        if len(set(shapes)) > 1:
-            raise ArgumentError(
-                f"{place} is {' and '.join(str(shape) for shape in dict.fromkeys(shapes))} on processes of one tensor "
-                "group, whose batches become one; pad them alike, or set prescaled_batch and give all of them one batch"
-            )
-        parts = [torch.empty_like(leaf, memory_format=torch.contiguous_format) for _ in shapes]
-        dist.all_gather(parts, leaf.detach().contiguous(), group=self._group)
-        return torch.cat(parts, axis)
+def _gather(group: dist.ProcessGroup, leaf: Any, axis: int, place: str) -> Any:
+    """A leaf of all processes of a group, concatenated."""
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return leaf
+    _length(leaf, axis, place)
+    shapes = gather_objects(tuple(leaf.shape), group)
+    if len(set(shapes)) > 1:
+        raise ArgumentError(
+            f"{place} is {' and '.join(str(shape) for shape in dict.fromkeys(shapes))} on processes of one tensor "
+            "group, whose batches become one; pad them alike, or set prescaled_batch and give all of them one batch"
+        )
+    parts = [torch.empty_like(leaf, memory_format=torch.contiguous_format) for _ in shapes]
+    dist.all_gather(parts, leaf.detach().contiguous(), group=group)
+    return torch.cat(parts, axis)
 
 
 def _length(leaf: Tensor, axis: int, place: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,30 +142,6 @@ def split_marked(
     return split
 
 
-def distributed_modules(model: nn.Module, split: TensorSplit) -> Iterator[nn.Module]:
-    """The modules of a split model that hold cut parameters, and outermost distributed modules that contain some."""
-    outermost: list[str] = []
-    for path, module in model.named_modules():
-        is_below = any(path.startswith(f"{above}.") or not above for above in outermost)
-        is_outermost = isinstance(module, DistributedModule) and not is_below
-        if any(full_name(path, name) in split.cuts for name, _ in module.named_parameters(recurse=is_outermost)):
-            yield module
-            outermost += [path] if is_outermost else []
-
-
-def is_distributed_parameter(model: nn.Module, split: TensorSplit, parameter: Any) -> bool:
-    """True if a parameter of a split model is cut over tensor ranks."""
-    named = model.named_parameters(remove_duplicate=False)
-    return any(other is parameter and name in split.cuts for name, other in named)
-
-
-def is_scaled_batch(split: TensorSplit) -> bool:
-    """True if the tensor ranks process their batches as one, so that gradients are averaged over RDP_GROUP, the ranks
-    with the same parameters; else over DP_GROUP. It holds for all parameters and buffers of a model.
-    """
-    return split.degree > 1
-
-
 class _Matrix(NamedTuple):
     """All names of a parameter, and its shape."""
 
@@ -174,12 +150,10 @@ class _Matrix(NamedTuple):
 
     @classmethod
     def all_of(cls, model: nn.Module) -> list[_Matrix]:
-        names: dict[int, list[str]] = {}
-        shapes: dict[int, tuple[int, ...]] = {}
+        names: dict[Tensor, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-            shapes[id(parameter)] = tuple(parameter.shape)
-        return [cls(tuple(aliases), shapes[key]) for key, aliases in names.items()]
+            names.setdefault(parameter, []).append(name)
+        return [cls(tuple(aliases), tuple(parameter.shape)) for parameter, aliases in names.items()]
 
 
 def _cuts(layout: ModelLayout, matrices: Iterable[_Matrix]) -> dict[str, ShardedRows]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -87,23 +88,23 @@ def saved(
     return seen
 
 
-def resumed_in(rank: int, size: int, path: str, is_apart: bool, given: dict[str, Any]) -> Any:
-    """What a process gets of the checkpoint."""
+def resumed_in(rank: int, size: int, path: str, is_partial: bool, is_apart: bool) -> list[Any]:
+    """What a process gets of the checkpoint, by its tag and as the newest."""
     with inside(path, is_apart) as folder:
-        return resumed(rank, size, folder, PIPELINE, given)
+        ways = ({"tag": "one", "partial": is_partial}, {"partial": is_partial})
+        return [resumed(rank, size, folder, PIPELINE, given) for given in ways]
 
 
 def value_of(pool: Pool, path: Path, is_partial: bool, is_apart: bool) -> float:
     """The one value that a checkpoint consists of, by its tag and as the newest."""
     values = set()
-    for given in ({"tag": "one"}, {}):
-        for found in pool.run(resumed_in, str(path), is_apart, {**given, "partial": is_partial}):
-            assert not isinstance(found, str), found
-            content, (state, _), held = found
-            values |= {float(content["step"])}
-            values |= {float(each) for row in state.values() if isinstance(row, torch.Tensor) for each in row}
-            if is_partial:
-                values |= {float(each) / 2 for of in held["state"].values() for each in of["exp_avg"]}
+    for found in itertools.chain(*pool.run(resumed_in, str(path), is_partial, is_apart)):
+        assert not isinstance(found, str), found
+        content, (state, _), held = found
+        values |= {float(content["step"])}
+        values |= {float(each) for row in state.values() if isinstance(row, torch.Tensor) for each in row}
+        if is_partial:
+            values |= {float(each) / 2 for of in held["state"].values() for each in of["exp_avg"]}
     assert len(values) == 1
     return values.pop()
 
@@ -132,19 +133,11 @@ def to_whole(number: int, target: str) -> bool:
     return target.rpartition(".")[0].endswith(("one_partial", "one_full"))
 
 
-def to_old(number: int, target: str) -> bool:
-    return target.endswith(".old")
-
-
 def to_its_place(number: int, target: str) -> bool:
     return target.endswith(("/one_partial", "checkpoints/one")) and "one_partial." not in target
 
 
-def to_newest(number: int, target: str) -> bool:
-    return target.endswith("newest")
-
-
-@pytest.mark.parametrize("dies", [to_whole, to_old, to_its_place, to_newest])
+@pytest.mark.parametrize("dies", [to_whole, to_its_place])
 def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(pool: Pool, tmp_path: Path, dies: Dies) -> None:
     pool.run(saved, str(tmp_path / "base"), 1, True, True, -1, 0)
     assert survives(pool, tmp_path / "base", tmp_path / "killed", True, True, 1, dies)

@@ -19,7 +19,7 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.smp.checkpointing.atomic_save import Staged
 from atorch.smp.checkpointing.folder import _write_parts
-from atorch.smp.checkpointing.partial_states import PARTIAL
+from atorch.smp.checkpointing.states import PARTIAL
 from atorch.smp.session import session
 from tests.pool import Pool
 

@@ -182,27 +182,3 @@ def test_residuals_are_added_in_fp32_where_that_is_asked() -> None:
         assert result.dtype == torch.float16
         finite[in_fp32] = bool(result.isfinite().all())
     assert finite == {False: False, True: True}
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda: smp.nn.DistributedTransformerLayer(pre_layernorm=False, post_layernorm=False), "at least one of them"),
-        (lambda: smp.nn.DistributedTransformerOutputLayer(activation="swish"), "known: gelu, gelu_new, relu"),
-        (lambda: smp.nn.DistributedTransformerLayer(use_alibi=True), "use_alibi True, which atorch.smp has not"),
-        (lambda: smp.nn.DistributedTransformer(1, alibi_bias_max=4), "alibi_bias_max 4"),
-        (lambda: smp.nn.DistributedEmbedding(4, 2, _skip_allgather=True), "_skip_allgather True"),
-        (lambda: language_model()((torch.zeros(1, 1),)), "a tuple of 5: input_ids"),
-        (
-            lambda: language_model()((torch.zeros(1, 1).long(), None, torch.zeros(1, 1).long(), None, None)),
-            "make it with num_token_types",
-        ),
-        (
-            lambda: language_model(causal_mask_size=2)((torch.zeros(1, 3).long(), None, None, None, None)),
-            "the sequence has 3 tokens, and causal_mask_size is 2",
-        ),
-    ],
-)
-def test_what_cannot_be_is_told(make: Any, told: str) -> None:
-    with pytest.raises(ArgumentError, match=told):
-        make()

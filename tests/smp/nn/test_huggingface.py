@@ -14,10 +14,10 @@ from transformers.models.roberta.modeling_roberta import RobertaEncoder
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
-from atorch.smp.checkpointing.partial_states import PARTIAL
+from atorch.smp.checkpointing.states import PARTIAL
 from atorch.smp.nn.huggingface import bert, gpt2, gptj, gptneo, roberta
 from tests.pool import Pool
-from tests.smp.job import begun
+from tests.smp.job import begun, several
 
 SEQ, VOCAB, WIDTH, HEADS, LAYERS = 8, 40, 16, 2, 2
 IDS = torch.arange(2 * SEQ).reshape(2, SEQ) % VOCAB
@@ -139,14 +139,9 @@ def test_a_model_that_keeps_its_names_reads_states_as_they_are() -> None:
             assert same(getattr(module, f"translate_state_dict_to_hf_{name}")(state, SEQ), state)
 
 
-SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-PICTURES = torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8)
-SPLIT: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
-    "gpt2": ("GPT2LMHeadModel", {"n_positions": SEQ, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}, {}),
+SPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": (
-        "GPTJForCausalLM",
-        {"n_positions": SEQ, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "rotary_dim": 4},
-        {},
+        "GPTJForCausalLM", {"n_positions": SEQ, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "rotary_dim": 4},
     ),
     "gptneo": (
         "GPTNeoForCausalLM",
@@ -154,32 +149,15 @@ SPLIT: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
             "max_position_embeddings": SEQ, "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS,
             "attention_types": [[["global", "local"], 1]], "window_size": 3, "intermediate_size": 32,
         },
-        {},
-    ),
-    "bert": ("BertForMaskedLM", {**SIZES, "max_position_embeddings": SEQ, "intermediate_size": 32}, {}),
-    "roberta": ("RobertaForMaskedLM", {**SIZES, "max_position_embeddings": SEQ + 2, "intermediate_size": 32}, {}),
-    "opt": (
-        "OPTForCausalLM", {**SIZES, "max_position_embeddings": SEQ, "ffn_dim": 32, "word_embed_proj_dim": WIDTH}, {},
-    ),
-    "t5": (
-        "T5ForConditionalGeneration",
-        {"d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": VOCAB},
-        {"decoder_input_ids": IDS.flip(1)},
-    ),
-    "vit": (
-        "ViTForImageClassification",
-        {**SIZES, "intermediate_size": 32, "image_size": 8, "patch_size": 4, "num_labels": 6},
-        {"pixel_values": PICTURES},
     ),
 }  # fmt: skip
 
 
-def split_model(name: str, seed: int) -> tuple[Any, dict[str, Tensor]]:
-    """A model of Hugging Face's, and what it is called with."""
-    cls, sizes, more = SPLIT[name]
+def split_model(name: str, seed: int) -> Any:
+    cls, sizes = SPLIT[name]
     torch.manual_seed(seed)
-    model = drawn(getattr(transformers, cls)(getattr(transformers, cls).config_class(**{"vocab_size": VOCAB, **sizes})))
-    return model, more if name == "vit" else {"input_ids": IDS, "attention_mask": MASK, **more}
+    config = getattr(transformers, cls).config_class(vocab_size=VOCAB, **sizes)
+    return drawn(getattr(transformers, cls)(config))
 
 
 @smp.step
@@ -189,19 +167,18 @@ def squared(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-def loaded_and_trained(rank: int, size: int, name: str, degrees: dict[str, Any]) -> tuple[float, float, bool, int]:
+def loaded_and_trained(rank: int, size: int, name: str) -> tuple[float, float, bool, int]:
     """How far logits and a step's parameters are from plain PyTorch's, whether the state came back, what was split."""
-    with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, **degrees}):
-        theirs, batch = split_model(name, 1)
+    with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}):
+        theirs, whole, batch = split_model(name, 1), split_model(name, 2), {"input_ids": IDS, "attention_mask": MASK}
         state = {key: value.clone() for key, value in theirs.state_dict().items()}
-        whole, _ = split_model(name, 2)
         smp.set_tensor_parallelism(whole)
         model: Any = smp.DistributedModel(whole)
-        module = getattr(smp.nn.huggingface, name, None)  # documented for some
-        translated = state if module is None else module.translate_hf_state_dict_to_smdistributed(state)
-        model.load_state_dict(translated)
+        module = getattr(smp.nn.huggingface, name)
+        back = getattr(module, f"translate_state_dict_to_hf_{name}")
+        model.load_state_dict(module.translate_hf_state_dict_to_smdistributed(state))
         came_back: list[bool] = []
-        model.register_post_partition_hook(lambda: came_back.append(same(_back(name, model.state_dict()), state)))
+        model.register_post_partition_hook(lambda: came_back.append(same(back(model.state_dict()), state)))
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         logits = squared(model, batch).concat()
         expected = theirs(**batch).logits
@@ -213,25 +190,13 @@ def loaded_and_trained(rank: int, size: int, name: str, degrees: dict[str, Any])
         return float((logits - expected).detach().abs().max()), far, came_back == [True], len(model.split.cuts)
 
 
-def _back(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    module = getattr(smp.nn.huggingface, name, None)
-    return state if module is None else getattr(module, f"translate_state_dict_to_hf_{name}")(state)
-
-
-@pytest.mark.parametrize("degrees", [{}, pytest.param({"partitions": 2}, marks=pytest.mark.nightly)], ids=str)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("gptj", "gptneo") else pytest.mark.nightly) for name in SPLIT]
-)
-def test_models_that_keep_their_names_are_split_with_a_loaded_state(
-    pool: Pool, name: str, degrees: dict[str, Any]
-) -> None:
-    for logits, step, came_back, num_cut in pool.run(
-        loaded_and_trained, name, degrees, ranks=2 * degrees.get("partitions", 1)
-    ):
-        assert logits < 1e-4
-        assert step < 1e-4
-        assert came_back
-        assert num_cut > 5 * LAYERS / degrees.get("partitions", 1)
+def test_models_that_keep_their_names_are_split_with_a_loaded_state(pool: Pool) -> None:
+    for results in pool.run(several, [(loaded_and_trained, name) for name in SPLIT]):
+        for logits, step, came_back, num_cut in results:
+            assert logits < 1e-4
+            assert step < 1e-4
+            assert came_back
+            assert num_cut > 5 * LAYERS
 
 
 @smp.step

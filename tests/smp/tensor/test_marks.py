@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from typing import Any
 
 import pytest
-import torch
 import transformers
 from torch import nn
 
 import atorch.smp as smp
-from atorch.errors import ArgumentError
 from atorch.smp.tensor.marks import marked_parameters
 
 
@@ -110,19 +107,6 @@ def test_as_a_decorator() -> None:
         return nn.Linear(2, 2)
 
     assert marked(make()) == {""}
-
-
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (lambda: smp.set_tensor_parallelism([nn.Linear(2, 2)]), "give a module of the model"),  # type: ignore[arg-type]
-        (lambda: smp.set_tensor_parallelism(nn.Linear(2, 2), 4), "given 4 as enabled; it is True or False"),  # type: ignore[arg-type]
-        (lambda: smp.tensor_parallelism(torch.ones(1)).__enter__(), "as enabled; it is True or False"),  # type: ignore[arg-type]
-    ],
-)
-def test_bad_arguments(call: Any, told: str) -> None:
-    with pytest.raises(ArgumentError, match=told):
-        call()
 
 
 def test_says_where_there_is_nothing_to_split(caplog: pytest.LogCaptureFixture) -> None:

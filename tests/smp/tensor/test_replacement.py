@@ -188,27 +188,17 @@ def with_hook(**hooks: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("make", "told"),
     [
-        (lambda: smp.tp_register(len), None),  # the class comes later
-        (lambda: smp.tp_register(len)(own_class(Own)), "dist_module <built-in function len>; give a subclass"),
-        (lambda: smp.tp_register_with_module("Linear", nn.Linear), "module_cls 'Linear'; give a subclass"),
-        (lambda: smp.tp_register_with_module(own_class(Own), nn.Linear, init_hook=4), "init_hook 4; give a function"),
-        (lambda: replace_registered(made_before()), "was made before its class Wrapping was registered"),
-        (lambda: replace_registered(checkpointed()), "call smp.set_activation_checkpointing after"),
-        (lambda: replace_registered(with_hook(init_hook=lambda n: (n, n))), "the init_hook for Wrapping returned"),
-        (
-            lambda: replace_registered(with_hook(init_hook=lambda n: ((n, n), {}))),
-            "was given hidden_sise, but no registered module is replaced by one with such an argument",
-        ),
+        (made_before, "was made before its class Wrapping was registered"),
+        (checkpointed, "call smp.set_activation_checkpointing after"),
+        (lambda: with_hook(init_hook=lambda n: (n, n)), "the init_hook for Wrapping returned"),
+        (lambda: with_hook(init_hook=lambda n: ((n, n), {})), "was given hidden_sise, but no registered module"),
     ],
 )
-def test_what_cannot_be_is_told(call: Any, told: str | None) -> None:
-    if told is None:
-        call()
-        return
+def test_what_cannot_be_replaced_is_told(make: Any, told: str) -> None:
     with pytest.raises(ArgumentError, match=told):
-        call()
+        replace_registered(make())
 
 
 def split_of_replaced(rank: int, size: int) -> tuple[float, list[str]]:
@@ -293,9 +283,8 @@ def in_steps(rank: int, size: int, config: dict[str, Any]) -> dict[str, Any]:
         smp.shutdown()
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(2, {}), (4, {"partitions": 2})], ids=["tensor", "tensor and pipeline"])
-def test_in_steps_of_a_distributed_model(pool: Pool, ranks: int, config: dict[str, Any]) -> None:
-    results = pool.run(in_steps, {"tensor_parallel_degree": 2, **config}, ranks=ranks)
+def test_in_steps_of_a_distributed_model(pool: Pool) -> None:
+    results = pool.run(in_steps, {"tensor_parallel_degree": 2, "partitions": 2}, ranks=4)
     for seen in results:
         assert seen["kind"] == "DistributedLinear"
         assert seen["update"] <= 1e-4

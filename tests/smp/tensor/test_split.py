@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,14 +14,9 @@ from torch.nn import functional as F
 import atorch.smp as smp
 from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError
-from atorch.smp.tensor.split import (
-    TensorSplit,
-    distributed_modules,
-    is_distributed_parameter,
-    is_scaled_batch,
-    split_marked,
-)
+from atorch.smp.tensor.split import TensorSplit, split_marked
 from tests.pool import Pool
+from tests.smp.job import logged, several
 
 VOCAB, STEPS = 63, 3  # a vocabulary that no number of ranks divides
 
@@ -43,22 +36,6 @@ class HandWritten(nn.Module):
         hidden = self.norm(self.table(ids))
         logits: Tensor = self.head(hidden + self.down(F.gelu(self.up(hidden))))
         return logits
-
-
-class Pictures(nn.Module):
-    """A convolution, and an MLP of which one layer is marked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.inner = nn.Linear(16, 10)
-        self.head = nn.Linear(10, VOCAB)
-        smp.set_tensor_parallelism(self.inner)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        pictures = (ids.float() / VOCAB).reshape(-1, 1, 4, 4)
-        logits: Tensor = self.head(torch.relu(self.inner(self.conv(pictures).flatten(1))))
-        return logits[:, None]
 
 
 class Tied(nn.Module):
@@ -118,30 +95,8 @@ def llama() -> nn.Module:
     return Logits(model, lambda model, ids: model(ids).logits)
 
 
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    model = transformers.BertForMaskedLM(config)
-    smp.set_tensor_parallelism(model)
-    return Logits(model, lambda model, ids: model(ids).logits)
-
-
-def odd_heads() -> nn.Module:
-    """Three heads: no number of ranks here divides them."""
-    return Logits(
-        smp.nn.DistributedTransformer(
-            num_layers=2, num_attention_heads=3, attention_head_size=4, hidden_size=VOCAB, intermediate_size=24,
-            attention_dropout_prob=0.0, hidden_dropout_prob=0.0,
-        ),
-        lambda model, ids: model((F.one_hot(ids, VOCAB).float(), None))[0],
-    )  # fmt: skip
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "hand-written": HandWritten, "pictures": Pictures, "tied": Tied, "language model": language_model,
-    "gpt2": gpt2, "llama": llama, "bert": bert, "odd heads": odd_heads,
+    "hand-written": HandWritten, "tied": Tied, "language model": language_model, "gpt2": gpt2, "llama": llama,
 }  # fmt: skip
 
 
@@ -208,96 +163,39 @@ def parity(
         "held": sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in plain.parameters()),
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
         "update": distance(done.whole_state(model.state_dict()), plain.state_dict(), before),
-        "cut": sorted(done.cuts),
         "kept": dict(done.kept),
         "shared": {key: value.clone() for key, value in shared.items()},
     }
 
 
 # The most that one of two ranks holds of the parameters.
-HELD = {
-    "hand-written": 0.7, "pictures": 0.92, "tied": 0.55, "language model": 0.55, "gpt2": 0.52, "llama": 0.52,
-    "bert": 0.54, "odd heads": 0.54,
-}  # fmt: skip
-ON_FOUR = [
-    pytest.param(name, 4, marks=() if name in ("hand-written", "language model", "llama") else pytest.mark.nightly)
-    for name in MODELS
+HELD = {"hand-written": 0.7, "tied": 0.55, "language model": 0.55, "gpt2": 0.52}
+WAYS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    *((name, {}, ()) for name in HELD),
+    ("gpt2", {"as_dtensors": True}, ()),
+    ("gpt2", {"loss_parallel": True}, ()),
+    ("language model", {}, ("attention", "dense1", "word_embedding")),  # recomputed
 ]
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), *ON_FOUR])
-def test_trains_as_the_whole_model(pool: Pool, name: str, size: int) -> None:
-    results = pool.run(parity, name, {}, ranks=size)
-    for seen in results:
-        assert seen["same state"]
-        assert seen["loss"] <= 1e-5
-        assert seen["update"] <= 1e-4
-        assert seen["held"] < HELD[name]
-        for key, value in seen["shared"].items():
-            assert torch.equal(value, results[0]["shared"][key]), key
-        if size == 2:
+def test_trains_as_the_whole_model(pool: Pool) -> None:
+    first, other = pool.run(several, [(parity, *way) for way in WAYS])
+    for (name, options, _), *pair in zip(WAYS, first, other, strict=True):
+        for seen in pair:
+            assert seen["same state"]
+            assert seen["loss"] <= 1e-5
+            assert seen["update"] <= 1e-4
+            assert seen["held"] < HELD[name] or "as_dtensors" in options  # which count what all ranks hold
             assert not seen["kept"]
-        elif name == "llama":  # of two heads of keys and values, which each rank has whole and works with its rows of
-            assert set(seen["kept"].values()) == {"several ranks need the same of its rows"}
-            assert {each.split(".")[-2] for each in seen["kept"]} == {"k_proj", "v_proj"}
+        assert all(torch.equal(value, pair[1]["shared"][key]) for key, value in pair[0]["shared"].items())
 
 
-@pytest.mark.parametrize("options", [{"as_dtensors": True}, {"loss_parallel": True}])
-def test_parts_can_be_dtensors_and_logits_stay_split(pool: Pool, options: dict[str, Any]) -> None:
-    for seen in pool.run(parity, "gpt2", options):
-        assert seen["same state"]
+def test_rows_that_several_ranks_need_are_whole_on_each(pool: Pool) -> None:
+    """Of two heads of keys and values on four ranks."""
+    for seen in pool.run(parity, "llama", {}, ranks=4):
         assert seen["update"] <= 1e-4
-
-
-@pytest.mark.parametrize("recomputed", [("0", "1"), ("attention", "dense1", "word_embedding"), ("inner",)])
-def test_what_is_recomputed_is_computed_as_before(pool: Pool, recomputed: tuple[str, ...]) -> None:
-    for seen in pool.run(parity, "language model", {}, recomputed):
-        assert seen["update"] <= 1e-4
-        assert seen["held"] < HELD["language model"]
-
-
-def replicas(rank: int, size: int) -> float:
-    """Two tensor ranks, two replicas that see other batches: gradients are averaged over the replicas alone."""
-    model, plain = make("language model"), make("language model")
-    before = {key: value.clone() for key, value in plain.state_dict().items()}
-    mesh = Mesh((("tensor", 2), ("pipeline", 1), ("data", 2)), None, "cpu")
-    ids = [batch_of_all(step, 2) for step in range(2)]  # of each replica
-    own = ids[mesh.rank("data")]
-    done = split_marked(model, lambda: model(own), mesh)
-    loss_of(model(own), own).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, group=mesh.group("data"))
-        parameter.grad /= 2
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    loss_of(plain(torch.cat(ids)), torch.cat(ids)).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    return distance(done.whole_state(model.state_dict()), plain.state_dict(), before)
-
-
-def test_beside_replicas(pool: Pool) -> None:
-    assert max(pool.run(replicas, ranks=4)) <= 1e-4
-
-
-def with_dropout(rank: int, size: int) -> Any:
-    torch.manual_seed(rank)
-    model = smp.nn.DistributedTransformer(
-        num_layers=2, num_attention_heads=4, attention_head_size=4, hidden_size=16, intermediate_size=24,
-        attention_dropout_prob=0.3, hidden_dropout_prob=0.3,
-    )  # fmt: skip
-    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    mesh = Mesh((("tensor", size), ("pipeline", 1), ("data", 1)), None, "cpu")
-    split_marked(model, lambda: model((x, None)), mesh)
-    drawn = [model((x, None))[0] for _ in range(2)]
-    drawn[1].sum().backward()
-    norms = {name: p.grad for name, p in model.named_parameters() if "layernorm" in name}
-    return [each.detach() for each in drawn], norms
-
-
-def test_dropout_of_what_is_whole_falls_alike_on_all_ranks(pool: Pool) -> None:
-    (first, norms), (other, other_norms) = pool.run(with_dropout)
-    torch.testing.assert_close(first, other)
-    assert not torch.equal(first[0], first[1])
-    torch.testing.assert_close(norms, other_norms)
+        assert set(seen["kept"].values()) == {"several ranks need the same of its rows"}
+        assert {name.split(".")[-2] for name in seen["kept"]} == {"k_proj", "v_proj"}
 
 
 def moved_on(rank: int, size: int) -> dict[str, Any]:
@@ -331,28 +229,6 @@ def test_state_goes_and_comes_whole(pool: Pool) -> None:
         assert seen["same"]
         assert all(seen["shapes"].values())
         assert "was given with shape (3, 16), and the whole model's is (63, 16)" in seen["told"]
-
-
-def asked(rank: int, size: int) -> dict[str, Any]:
-    model = make("language model" if size > 1 else "tied")
-    done = split(model, size)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        "modules": [type(each).__name__ for each in distributed_modules(model, done)][:2],
-        "cut": {name for name, each in named.items() if is_distributed_parameter(model, done, each)} == set(done.cuts),
-        "whole": [name for name, each in named.items() if not is_distributed_parameter(model, done, each)],
-        "scaled": is_scaled_batch(done),
-    }
-
-
-def test_what_is_split_can_be_asked(pool: Pool) -> None:
-    for seen in pool.run(asked):
-        assert seen["modules"] == ["DistributedTransformerLMHead", "Embedding"]
-        assert seen["cut"]
-        assert all("norm" in name or name.endswith(("dense.bias", "dense2.bias")) for name in seen["whole"])
-        assert seen["scaled"]
-    alone = asked(0, 1)
-    assert (alone["modules"], alone["scaled"]) == ([], False)
 
 
 def delayed(rank: int, size: int) -> tuple[dict[str, Tensor], int, list[float]]:
@@ -421,43 +297,32 @@ def refused(rank: int, size: int, what: str) -> list[str]:
         "no call": lambda: None,
         "other rows": lambda: model(batch(rank)),
         "raises": lambda: model(batch(0)) if rank else model(torch.zeros(1)),
-        "other marks": lambda: model(batch(0)),
-        "unmarked": lambda: model(batch(0)),
     }
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("atorch").addHandler(handler)
-    try:
-        done = split_marked(model, runs[what], mesh)
-        said.append(f"{done.degree} {len(done.cuts)}")
-    except (AtorchError, RuntimeError) as error:
-        said.append(str(error))
-    finally:
-        logging.getLogger("atorch").removeHandler(handler)
+    with logged() as said:
+        try:
+            done = split_marked(model, runs.get(what, lambda: model(batch(0))), mesh)
+            said.append(f"{done.degree} {len(done.cuts)}")
+        except (AtorchError, RuntimeError) as error:
+            said.append(str(error))
     return said
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("no call", "the step did not call the model, a Tied; call it in the step's body"),
-        ("other rows", "the ranks of the tensor axis compute other outputs"),
-        ("raises", "rank 0 failed: "),
-        ("other marks", "what is marked for tensor parallelism differs between processes: rank 0 has"),
-    ],
-)
-def test_all_ranks_refuse_together(pool: Pool, what: str, told: str) -> None:
-    first, other = pool.run(refused, what)
-    assert told in other[-1]
-    assert told in first[-1] or what == "raises"
+REFUSED = {
+    "no call": "the step did not call the model, a Tied; call it in the step's body",
+    "other rows": "the ranks of the tensor axis compute other outputs",
+    "raises": "rank 0 failed: ",
+    "other marks": "what is marked for tensor parallelism differs between processes: rank 0 has",
+    "unmarked": "2 0",
+}
 
 
-def test_says_what_to_mark_where_nothing_is(pool: Pool) -> None:
-    said, other = pool.run(refused, "unmarked")
-    assert "nothing of Sequential is marked for tensor parallelism" in said[0]
-    assert "smp.set_tensor_parallelism(model)" in said[0]
-    assert said[-1] == other[-1] == "2 0"
+def test_all_ranks_refuse_together(pool: Pool) -> None:
+    first, other = pool.run(several, [(refused, what) for what in REFUSED])
+    for (what, told), one, two in zip(REFUSED.items(), first, other, strict=True):
+        assert told in two[-1]
+        assert told in one[-1] or what == "raises"
+    assert "nothing of Sequential is marked for tensor parallelism" in first[-1][0]
+    assert "smp.set_tensor_parallelism(model)" in first[-1][0]
 
 
 def test_one_rank_splits_nothing() -> None:
@@ -465,4 +330,4 @@ def test_one_rank_splits_nothing() -> None:
     mesh = Mesh((("tensor", 1), ("pipeline", 1), ("data", 1)), None, "cpu")
     done = split_marked(model, lambda: model(batch(0)), mesh)
     assert done.whole_state(model.state_dict()).keys() == model.state_dict().keys()
-    assert not list(distributed_modules(model, done))
+    assert not done.cuts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -12,67 +13,55 @@ from torch import Tensor, nn
 import atorch.smp as smp
 from atorch.errors import ArgumentError, AtorchError, StrategyError
 from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, batch_of, begun, distance, loss_of, made, train_step
+from tests.smp.job import (
+    STEPS,
+    Way,
+    batch_of,
+    begun,
+    distance,
+    loss_of,
+    made,
+    plainly_trained,
+    several,
+    sgd,
+    train_step,
+    trained,
+)
 from tests.smp.resuming import resumed
 
 SHARDED = {"sharded_data_parallel_degree": 2, "ddp": True}
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def trained(rank: int, size: int, kind: str, config: Mapping[str, Any], passes: int) -> tuple[dict[str, Tensor], float]:
-    """The whole model after some steps, and the share of its elements that are kept here."""
-    with begun({"microbatches": MICROBATCHES, **SHARDED, **config}):
-        model = smp.DistributedModel(made(kind), backward_passes_per_step=passes)
-        optimizer = smp.DistributedOptimizer(sgd(model))
-        for step in range(STEPS):
-            for number in range(passes):
-                train_step(model, kind, *batch_of(kind, passes * step + number, rank), "mean")
-            optimizer.step()
-            optimizer.zero_grad()
-        held: list[Any] = list(model.local_parameters())
-        share = sum(each.to_local().numel() for each in held) / sum(each.numel() for each in held)
-        return {name: value.clone() for name, value in model.state_dict().items()}, share
-
-
-def plainly_trained(kind: str, replicas: int, passes: int, clip: float) -> dict[str, Tensor]:
-    model = made(kind)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for replica in range(replicas):
-            for number in range(passes):
-                batch = batch_of(kind, passes * step + number, replica)
-                (loss_of(kind, model, *batch, "mean") / replicas).backward()
-        if clip:
-            assert float(nn.utils.clip_grad_norm_(model.parameters(), clip)) > clip, "or nothing is clipped"
-        optimizer.step()
-    return model.state_dict()
+def share_of(model: Any, optimizer: Any) -> float:
+    """The share of the model's elements that are kept here."""
+    held: list[Any] = list(model.local_parameters())
+    return sum(each.to_local().numel() for each in held) / sum(each.numel() for each in held)
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "config", "passes"),
     [
-        ("gpt2", 2, {"sdp_gradient_clipping": 0.0}, 1),
         ("gpt2", 4, {"sdp_gradient_clipping": 0.5, "pipeline": "simple"}, 1),
         ("cnn", 2, {"sdp_gradient_clipping": 0.0}, 2),
     ],
 )
 def test_training_is_plain_training(pool: Pool, kind: str, ranks: int, config: dict[str, Any], passes: int) -> None:
-    expected = plainly_trained(kind, ranks, passes, config["sdp_gradient_clipping"])
-    for state, share in pool.run(trained, kind, config, passes, ranks=ranks):
-        assert distance(kind, state, expected) < 1e-4
-        assert 0.4 < share < 0.6
+    limit = config["sdp_gradient_clipping"] or math.inf
+    plain = plainly_trained(kind, ranks, passes=passes, clip=lambda given: nn.utils.clip_grad_norm_(given, limit))
+    assert limit == math.inf or min(plain.norms) > limit, "or nothing is clipped"
+    way = Way(passes=passes, look=share_of)
+    for seen in pool.run(trained, kind, {**SHARDED, **config}, "mean", way, ranks=ranks):
+        assert distance(kind, seen.state, plain.state) < 1e-4
+        assert 0.4 < seen.seen < 0.6
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
 def test_in_16_bits(pool: Pool, dtype: str) -> None:
-    expected = plainly_trained("gpt2", 2, 1, 0.0)
-    for state, _ in pool.run(trained, "gpt2", {dtype: True, "sdp_gradient_clipping": 0.0}, 1):
+    plain = plainly_trained("gpt2", 2)
+    for seen in pool.run(trained, "gpt2", {**SHARDED, dtype: True, "sdp_gradient_clipping": 0.0}):
+        state = seen.state
         assert {each.dtype for each in state.values()} == {torch.bfloat16 if dtype == "bf16" else torch.float16}
-        assert distance("gpt2", {name: each.float() for name, each in state.items()}, expected) < 5e-2
+        assert distance("gpt2", {name: each.float() for name, each in state.items()}, plain.state) < 5e-2
 
 
 @pytest.mark.parametrize(
@@ -122,13 +111,14 @@ def failing(rank: int, size: int, place: str) -> tuple[str, float]:
         return told, looked
 
 
-@pytest.mark.parametrize("place", ["before", "behind"])
-def test_where_one_fails_all_do(pool: Pool, place: str) -> None:
-    (first, one), (second, other) = pool.run(failing, place)
-    model, (data, again) = made("cnn"), (batch_of("cnn", 0, rank)[0] for rank in range(2))
-    assert [one, other] == pytest.approx([float(model(each).sum().detach()) for each in (data, again)], rel=1e-4)
-    assert first == f"rank 1 failed: ValueError: {place} the model"
-    assert second == f"{place} the model"
+def test_where_one_fails_all_do(pool: Pool) -> None:
+    model, places = made("cnn"), ("before", "behind")
+    right = [float(model(batch_of("cnn", 0, rank)[0]).sum().detach()) for rank in range(2)]
+    firsts, seconds = pool.run(several, [(failing, place) for place in places])
+    for place, (first, one), (second, other) in zip(places, firsts, seconds, strict=True):
+        assert [one, other] == pytest.approx(right, rel=1e-4)
+        assert first == f"rank 1 failed: ValueError: {place} the model"
+        assert second == f"{place} the model"
 
 
 def failing_inside(rank: int, size: int, place: str, bad: Collection[int]) -> tuple[list[str], dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.smp.checkpointing.partial_states import MARKS, PARTIAL
+from atorch.smp.checkpointing.states import MARKS, PARTIAL
 from atorch.smp.session import is_initialized, session
 
 StateDict = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Partial states, each one process's part of a model or its optimizer, and their merge to whole states.
+"""Partial states, each one process's part of a model or its optimizer, and the whole states that they make up.
 
 A partial state of a model is `{"_smp_is_partial": True, name: tensor, …}`; one of an optimizer is
 `{"_smp_is_partial": True, "state": {name: {…}}, "param_groups": [{…, "params": [name, …]}]}`. For parameters that are
@@ -9,16 +9,25 @@ in the whole parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from atorch.distributed.collectives import checked_barrier, gather_objects
 from atorch.errors import CheckpointError
 from atorch.files.weights import is_same
+from atorch.model.copy import duplicate
+from atorch.runtime.tensor_parallel.state import of_all_stages
+from atorch.smp.session import session
+from atorch.smp.tensor.split import TensorSplit
 
 PARTIAL = "_smp_is_partial"
 CUTS = "_smp_cuts"
 MARKS = frozenset({PARTIAL, CUTS})
+PATIENCE = timedelta(seconds=10)
+"""The wait of a process, after its warning, for others that must make the same collective call."""
 
 PartialState = Mapping[str, Any]
 
@@ -112,3 +121,84 @@ def _whole(parts: Sequence[tuple[Any, Mapping[str, Any] | None]], place: str) ->
             f"{place} lacks {num_missing} of its {is_there.numel()} rows along dim {cut['dim']}; {_ADVICE}"
         )
     return whole
+
+
+def meet_replicas(call: str, *, states: bool = True) -> bool:
+    """Wait for all processes to make this call if replicas shard what it gathers; returns True if they do.
+
+    states: the call gathers optimizer states, which replicas may shard without the parameters.
+
+    Raises:
+        ArgumentError: some did not make the call; the error lists them.
+    """
+    owner = session()
+    if not ((states and owner.config.shard_optimizer_state) or owner.config.sharded_data_parallel_degree > 1):
+        return False
+    checked_barrier(call, owner.mesh.group("data", "zero", "pipeline", "tensor"), longest=PATIENCE)
+    return True
+
+
+def whole_over_shards(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather sharded tensors; all processes with shards call it together."""
+    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in held.items()}
+
+
+def shards_like(parameter: Tensor, held: Mapping[str, Any]) -> dict[str, Any]:
+    """Shard tensors of a parameter's whole shape as the parameter; others are returned unchanged."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return dict(held)
+    from torch.distributed.tensor import distribute_tensor
+
+    return {
+        key: distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in held.items()
+    }
+
+
+def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, split: TensorSplit) -> dict[str, Any]:
+    """The state of the whole model, in the order of `names`, on all processes that hold parts of one replica.
+
+    Raises:
+        ArgumentError: some of them did not call it; the error lists them.
+    """
+    mesh = session().mesh
+    if mesh.size("pipeline", "tensor") > 1:
+        checked_barrier(call, mesh.group("pipeline", "tensor"), longest=PATIENCE)
+    state = split.whole_state(own)
+    if mesh.size("pipeline") > 1:
+        state = of_all_stages(state, names, mesh.group("pipeline"))
+    return {name: state[name] for name in (*names, *state) if name in state}
+
+
+def merged_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole state, or merge the partial states that all processes of a replica contribute."""
+    if not state.get(PARTIAL):
+        return {name: value for name, value in state.items() if name not in MARKS}
+    whole: dict[str, Any] = merged(of_all(state), "the model's state")
+    return whole
+
+
+def of_all(state: Mapping[str, Any]) -> list[Any]:
+    """Gather the states of all processes of a replica."""
+    mesh = session().mesh
+    if mesh.size("pipeline", "tensor") == 1:
+        return [dict(state)]
+    return gather_objects(dict(state), mesh.group("pipeline", "tensor"))
+
+
+def blank_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model with parameters on the meta device."""
+    memo: dict[int, Any] = {
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+        for tensor in model.parameters()
+    }
+    return duplicate(model, memo)
+
+
+def whole_on_host(blank: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """Load a whole state into a blank copy, in host memory."""
+    blank.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
+    return blank.cpu()
