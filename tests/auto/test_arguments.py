@@ -142,7 +142,7 @@ DIFFERENCES = {
     "time limit": "time_limit is 4 on rank 0 and 3 on rank 1",
     "option": "find_unused_parameters is False on rank 0 and True on rank 1",
     "unknown keyword": "rank 1 failed: .* no argument 'verbos'; did you mean 'verbose'",
-    "keyword of one": "time_limit is not given on rank 0 and 3 on rank 1",
+    "keyword of one": "time_limit is None on rank 0 and 3 on rank 1",
     "saved": "save_strategy_to_file is not given on rank 0 and given on rank 1",
     "saved by rank 0": "save_strategy_to_file is given on rank 0 and not given on rank 1",
     "file of one": "rank 1 failed: .*none.json",
