@@ -114,7 +114,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         StrategyError: with `verify`, if its first pass differs from plain training's.
     """
     waits_for_values = ctx.initial is None and has_meta([ctx.root])
-    cuts = any("pipeline" in method.splits for method in strategy)
+    cuts = strategy.splits_over("pipeline")
     ctx = _checked(ctx, strategy)
     if (verify or cuts) and strategy.methods:
         ctx = replace(ctx, plain_pass=_reference_step(ctx, batch_place(strategy, ctx.device.type)[1], verify))
@@ -189,7 +189,7 @@ def _verify(applied: Context, result: AccelerateResult) -> None:
         return
     check(applied, result, expected)
     # A method that splits the model may fail on one process and leave the others waiting; only dry runs are guarded.
-    if all(set(method.splits) <= set(BATCH_AXES) for method in applied.strategy or ()):
+    if all(set(method.splits) <= set(BATCH_AXES) for method in applied.strategy):
         cannot = cannot_evaluate(applied, result, expected)
         if cannot is not None:
             logger.warning("under %s %s", applied.strategy, cannot)
