@@ -1,4 +1,4 @@
-"""Carries out a call of an entry point: make the context, load or search a strategy, apply it, build, save."""
+"""Carries out a call of an entry point in steps: prepare → choose → reference step → apply → build → verify."""
 
 from __future__ import annotations
 
