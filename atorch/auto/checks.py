@@ -215,7 +215,7 @@ def checked_loss(loss_func: Any) -> Any:
     if isinstance(loss_func, type):
         raise ArgumentError(f"loss_func is the class {loss_func.__name__}; give a function (input, output) -> loss")
     name = getattr(loss_func, "__name__", "")
-    of_targets = ""  # the loss of (output, target), and its call
+    of_targets = called = ""  # the loss of (output, target), and its name in a call
     if isinstance(loss_func, nn.modules.loss._Loss) and not isinstance(loss_func, SYMMETRIC):
         of_targets, called = str(loss_func), "criterion"
     elif getattr(loss_func, "__module__", "") == "torch.nn.functional" and name not in SYMMETRIC_FUNCTIONS:
