@@ -234,7 +234,7 @@ def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> 
     """
     options = call.options
     knobs = (getattr(method, "param_init_fn", None) for method in given or ())
-    functions = [function for function in (options.param_init_fn, *knobs) if function is not None]
+    functions: list[Any] = [function for function in (options.param_init_fn, *knobs) if function is not None]
     if not has_meta([model]):
         if options.empty_init:
             raise ArgumentError("empty_init=True is for a model on the meta device; this one has values, leave it out")

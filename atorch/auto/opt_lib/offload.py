@@ -114,12 +114,12 @@ class Offload(Method):
                 num_offloaded(self.activations, sum(len(repeated_blocks(part)) for part in ctx.parts))
             except ArgumentError as error:
                 raise StrategyError(f"offload: {error}") from None
-        if self.parameters and "fsdp" not in strategy:
+        if self.parameters and "fsdp" not in strategy.names():
             raise StrategyError(
                 f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
                 "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"
             )
-        if self.optimizer and "chunk" in strategy:
+        if self.optimizer and "chunk" in strategy.names():
             raise StrategyError(
                 "offload was given optimizer beside chunk, which decides itself which states wait in host memory; give "
                 'it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
@@ -140,7 +140,7 @@ class Offload(Method):
         """Save activations of blocks on the host, and step the optimizer there; fsdp has placed the parameters."""
         self.check(ctx)
         inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
-        if "chunk" not in ctx.strategy:  # chunk has moved them itself, before it traced live bytes
+        if "chunk" not in ctx.strategy.names():  # chunk has moved them itself, before it traced live bytes
             ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:
             return replace(ctx)
