@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
     from atorch.auto.context import AccelerateResult, ParamGroups
-    from atorch.auto.job import InputFormat
     from atorch.auto.planner.plan import Plan
     from atorch.auto.strategy import Exactness, Strategy
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import ModelProfile
-    from atorch.model.user_functions import LossFunc
+    from atorch.model.user_functions import InputFormat, LossFunc
 
 
 def auto_accelerate(
@@ -43,6 +42,20 @@ def auto_accelerate(
     lr_scheduler_args: Mapping[str, Any] | None = None,
     finetune_strategy: bool = False,
     save_strategy_to_file: str | os.PathLike[str] | None = None,
+    *,
+    ignore_dryrun_on_load_strategy: bool = True,
+    verbose: bool = False,
+    time_limit: float | None = None,
+    precision: Exactness | None = None,
+    calibration: bool | str | os.PathLike[str] = True,
+    find_unused_parameters: bool = False,
+    sampler_seed: int = 0,
+    loss_weight: str | Callable[[Any], Any] = "auto",
+    sample_batch: Any = None,
+    verify: bool = True,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    empty_init: bool = False,
+    timeout: float = 600.0,
     **kargs: Any,
 ) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """Make `model` train as fast as the hardware allows.
@@ -69,15 +82,22 @@ def auto_accelerate(
         lr_scheduler_cls, lr_scheduler_args: a scheduler that is built on the resulting optimizer.
         finetune_strategy: search the knobs that `load_strategy` leaves unset.
         save_strategy_to_file: the path to write the resulting strategy to, as JSON.
-        **kargs: see `CallOptions`: ignore_dryrun_on_load_strategy, verbose, time_limit (seconds), precision (the least
-            exact numbers: "fp32", "autocast", "half" or "fp8"), find_unused_parameters, sampler_seed,
-            loss_weight (what the loss is a mean over, if atorch should not detect it), sample_batch
-            (for methods that observe the model, if there is no dataset), verify (compare a strategy's first
-            pass with plain training's; True), param_init_fn (fills a module of a model on the meta device, in
-            place of its `reset_parameters`), empty_init (such a model stays without values, for a checkpoint that is
-            loaded before the first step; False), timeout (seconds that processes wait for one another, 600; a
-            group that you made keeps its own), and calibration: the search uses and keeps measurements of this
-            machine in the user's cache directory (True) or in the file at that path, or none (False).
+        ignore_dryrun_on_load_strategy: apply a given strategy without a dry run.
+        verbose: log the steps.
+        time_limit: seconds for the search.
+        precision: the least exact numbers of a search: "fp32", "autocast", "half" or "fp8"; None for "autocast", and
+            less exact only where nothing else fits.
+        calibration: the search uses and keeps measurements of this machine in the user's cache directory (True) or in
+            the file at that path, or none (False).
+        find_unused_parameters: ddp looks for parameters that a forward pass did not use.
+        sampler_seed: seed of the order of samples.
+        loss_weight: the items that the loss is a mean over, if atorch should not detect it.
+        sample_batch: a batch for methods that observe the model, if there is no dataset.
+        verify: compare a strategy's first pass with plain training's.
+        param_init_fn: fills a module of a model on the meta device, in place of its `reset_parameters`.
+        empty_init: such a model stays without values, for a checkpoint that is loaded before the first step.
+        timeout: seconds that processes wait for one another; a group that you made keeps its own.
+        **kargs: refused, with the argument to give instead.
 
     Returns:
         `(status, result, best_strategy)`. `result` unpacks as (model, optim, dataloader, loss_func, prepare_input,
@@ -88,12 +108,12 @@ def auto_accelerate(
         ArgumentError, StrategyError, CapabilityError: on every rank, for an invalid argument.
     """
     given = dict(locals())  # must stay the first statement, so that it holds exactly the arguments
-    del given["kargs"]
+    others = given.pop("kargs")
 
     from atorch.auto.arguments import call_of_auto_accelerate
     from atorch.auto.session import run
 
-    return run(call_of_auto_accelerate(given, kargs))
+    return run(call_of_auto_accelerate(given, others))
 
 
 @overload

@@ -9,29 +9,28 @@ values of weights, which are broadcast from rank 0.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, SkipValidation, ValidationInfo
 
 from atorch.auto.adapters import adapted
-from atorch.auto.checks import check_job
+from atorch.auto.checks import Arguments
+from atorch.auto.job import Job
 from atorch.auto.strategy import EXACTNESS, METHODS, RECIPES, Exactness, Strategy
+from atorch.cost.memory import RESERVE
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import Fact, Facts, described, described_dataset, described_model, structure
-from atorch.errors import ArgumentError, near_miss, shown
+from atorch.errors import ArgumentError, near_miss
 from atorch.files.access import FileKind, check_target
 
-if TYPE_CHECKING:
-    from atorch.auto.planner.dry_runs.calibration import CalibrationPath
-
-_ABOUT_STRATEGIES = ("excluded", "included", "load_strategy", "finetune_strategy", "save_strategy_to_file")
-FOR_A_CLUSTER = ("sample_batch", "global_batch", "fixed", "extend", "objective", "reserve", "verify")  # of `plan`
+MAX_SIMULATED = 32
 INSTEAD: Mapping[str, str] = {
     r"lr|learning_rate|weight_decay|betas|eps|momentum": "give it to the optimizer, as optim_args={'lr': 1e-3}",
     r"optim|optimizer|optim(izer)?_(cls|class|fn|type)": (
@@ -81,126 +80,145 @@ OWN = ("model", "dataset", "load_strategy", "sample_batch", "save_strategy_to_fi
 """Arguments that have a fingerprint of their own kind, or none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallOptions:
-    """The keywords of `auto_accelerate` and `plan` beyond their signature."""
-
-    ignore_dryrun_on_load_strategy: bool = True
-    verbose: bool = False
-    time_limit: float | None = None  # seconds for the search
-    precision: Exactness | None = None  # the least exact numbers: one of EXACTNESS; None: see `ranking.Wanted`
-    calibration: CalibrationPath = True  # file of the measurements on this machine, for this search and later ones
-    find_unused_parameters: bool = False
-    sampler_seed: int = 0
-    loss_weight: Any = "auto"  # the items that the loss is a mean over: see LossWeight
-    sample_batch: Any = None  # a batch for `prepare_input`, for methods that observe the model if there is no dataset
-    verify: bool = True  # compare a strategy's first pass with plain training's
-    param_init_fn: Any = None  # fills a module whose parameters are on the meta device, instead of reset_parameters
-    empty_init: bool = False  # leave such parameters without values, for a checkpoint that is loaded later
-    timeout: float = worlds.TIMEOUT.total_seconds()  # seconds that processes wait for one another in their groups
-
-    @classmethod
-    def of(cls, keywords: Mapping[str, Any], others: Sequence[str] = ()) -> CallOptions:
-        """The options from keywords; raises ArgumentError for an unknown or invalid one.
-
-        others: further arguments of the entry point, to suggest for a misspelt name.
-        """
-        names = [field.name for field in fields(cls)]
-        for name in keywords:
-            if name not in names:
-                raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, (*names, *others))}")
-        options = cls(**keywords)
-        limit = options.time_limit
-        if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
-            raise ArgumentError(f"time_limit is {limit!r}; it is a number of seconds above 0, or None")
-        if not _is_timeout(options.timeout):
-            raise ArgumentError(f"timeout is {options.timeout!r}; it is a finite number of seconds above 0")
-        if options.param_init_fn is not None and not callable(options.param_init_fn):
-            raise ArgumentError(
-                f"param_init_fn is {shown(options.param_init_fn)}; it is a function that writes the parameters of a "
-                "module that it is called with"
-            )
-        for name in ("ignore_dryrun_on_load_strategy", "verbose", "find_unused_parameters", "verify", "empty_init"):
-            need_bool(name, getattr(options, name))
-        seed = options.sampler_seed
-        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            raise ArgumentError(f"sampler_seed is {seed!r}; it is a whole number from 0 on")
-        if options.precision is not None and options.precision not in EXACTNESS:
-            raise ArgumentError(
-                f"precision is {options.precision!r}; it is the least exact that you allow: one of "
-                f"{', '.join(map(repr, EXACTNESS))}, or None for 'autocast' and less exact only where nothing else fits"
-            )
-        source = options.calibration
-        if not isinstance(source, (bool, str, os.PathLike)) or (not isinstance(source, bool) and Path(source).is_dir()):
-            raise ArgumentError(
-                f"calibration is {source!r}; it is True for this machine's file in your cache directory, False for "
-                "none, or the path of a file"
-            )
-        weight = options.loss_weight
-        if not (callable(weight) or (isinstance(weight, str) and weight)):
-            raise ArgumentError(
-                f"loss_weight is {weight!r}; it is 'auto', 'rows', 'sum', 'labels', 'shifted_labels', the name of a "
-                "mask or of labels in the batch, or a function of the batch that counts what its loss is a mean over"
-            )
-        return options
+def _bool(given: object) -> object:
+    return bool(given) if isinstance(given, int) and given in (0, 1) else given
 
 
-def need_bool(name: str, given: object) -> None:
-    """Raise ArgumentError unless the value is True or False; 'no' would count as true."""
-    if not isinstance(given, int) or given not in (0, 1):
-        raise ArgumentError(f"{name} is {shown(given)}; it is True or False")
+def _names(given: Any, info: ValidationInfo) -> tuple[str, ...] | None:
+    from atorch.auto.planner.search_space.method_names import names_in
+
+    return None if given is None else names_in(given, str(info.field_name))
+
+
+def _strategy(given: Any) -> Strategy | None:
+    return None if given is None else Strategy.of(given)
+
+
+def _file(given: bool | str | os.PathLike[str]) -> bool | str | os.PathLike[str]:
+    if not isinstance(given, bool) and Path(given).is_dir():
+        raise ValueError("a folder")
+    return given
+
+
+def _rule(given: Any) -> Any:
+    if not (callable(given) or (isinstance(given, str) and given)):
+        raise ValueError("no rule")
+    return given
+
+
+def _flag(default: bool) -> Any:
+    return Field(default, description="True or False")
+
+
+Flag = Annotated[bool, BeforeValidator(_bool)]
+MethodNames = Annotated[tuple[str, ...] | None, PlainValidator(_names)]
+
+
+class CallOptions(Arguments):
+    """The arguments of `auto_accelerate` beyond the job, most of which `plan` takes, too."""
+
+    load_strategy: Any = None
+    finetune_strategy: Flag = _flag(False)
+    save_strategy_to_file: str | os.PathLike[str] | None = Field(None, description="the path of a file")
+    excluded: MethodNames = None
+    included: MethodNames = None
+    ignore_dryrun_on_load_strategy: Flag = _flag(True)
+    verbose: Flag = _flag(False)
+    time_limit: float | None = Field(None, gt=0, description="a number of seconds above 0, or None")
+    precision: Exactness | None = Field(
+        None,
+        description=f"the least exact that you allow: one of {', '.join(map(repr, EXACTNESS))}, or None for "
+        "'autocast' and less exact only where nothing else fits",
+    )
+    calibration: Annotated[bool | str | os.PathLike[str], AfterValidator(_file)] = Field(
+        True,
+        description="True for this machine's file in your cache directory, False for none, or the path of a file",
+    )
+    find_unused_parameters: Flag = _flag(False)
+    sampler_seed: int = Field(0, ge=0, description="a whole number from 0 on")
+    loss_weight: Annotated[Any, PlainValidator(_rule)] = Field(
+        "auto",
+        description="'auto', 'rows', 'sum', 'labels', 'shifted_labels', the name of a mask or of labels in the batch, "
+        "or a function of the batch that counts what its loss is a mean over",
+    )
+    sample_batch: Any = None
+    verify: Flag = _flag(True)
+    param_init_fn: Callable[..., Any] | None = Field(
+        None, description="a function that writes the parameters of a module that it is called with"
+    )
+    empty_init: Flag = _flag(False)
+    timeout: float = Field(
+        worlds.TIMEOUT.total_seconds(),
+        gt=0,
+        le=timedelta.max.days,
+        description="a finite number of seconds above 0",
+    )
+
+
+class PlanOptions(Arguments):
+    """The arguments of `plan` for a cluster beyond the job."""
+
+    global_batch: int | None = Field(None, ge=1, description="the samples of a step, at least 1")
+    excluded: MethodNames = None
+    included: MethodNames = None
+    fixed: Annotated[Strategy | None, PlainValidator(_strategy)] = None
+    extend: Annotated[Strategy | None, PlainValidator(_strategy)] = None
+    precision: SkipValidation[Exactness] = "half"  # the search checks it, and objective
+    host_memory: SkipValidation[bool | None] = None
+    objective: SkipValidation[str] = "step_time"
+    reserve: float = Field(RESERVE, ge=0, lt=1, description="the share of a device's memory to keep free, as 0.08")
+    verify: int | None = Field(
+        None, ge=0, le=MAX_SIMULATED, description=f"how many are simulated, from 0 to {MAX_SIMULATED}"
+    )
+
+
+OF_STRATEGIES = ("load_strategy", "finetune_strategy", "save_strategy_to_file")
+"""Options that `plan` does not take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The arguments of an entry point, read and checked, equal on all processes."""
 
-    job: Mapping[str, Any]  # arguments of `make_context`
+    job: Job
     options: CallOptions
-    strategy: Strategy | None = None  # the user's own
-    finetune: bool = False
-    excluded: Any = None
-    included: Any = None
-    target: str | os.PathLike[str] | None = None
+    strategy: Strategy | None = None  # the user's own, for the job's model
 
     @property
     def searches(self) -> bool:
-        return self.strategy is None or self.finetune
+        return self.strategy is None or self.options.finetune_strategy
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Request:
+        options = CallOptions.of({name: given[name] for name in given if name in CallOptions.model_fields})
+        job = Job.of(adapted({name: given[name] for name in given if name in Job.model_fields}))
+        source, target = options.load_strategy, options.save_strategy_to_file
+        strategy = None if source is None else Strategy.of(source).settled(job.model)
+        request = cls(job=job, options=options, strategy=strategy)
+        if request.searches or not options.ignore_dryrun_on_load_strategy:
+            _need_for_steps(job)
+        if target is not None and worlds.init().rank == 0:
+            _check_target(target)
+            if strategy is not None:
+                strategy.to_json()  # raises now if the strategy cannot be saved later
+        return request
 
 
-def call_of_auto_accelerate(given: Mapping[str, Any], keywords: Mapping[str, Any]) -> Request:
-    """Read a call of `auto_accelerate` from its arguments and extra keywords. All processes call this together.
+def call_of_auto_accelerate(given: Mapping[str, Any], others: Mapping[str, Any]) -> Request:
+    """Read a call of `auto_accelerate` from its arguments, with `others` that it does not have.
+
+    All processes call this together.
 
     Raises:
         AtorchError: on every process, if an argument is invalid on one, or differs between them.
     """
-    job = {name: value for name, value in given.items() if name not in _ABOUT_STRATEGIES}
 
     def read() -> Request:
-        options = CallOptions.of(keywords, list(given))
-        job.update(adapted(job))
-        check_job(**job)
-        need_bool("finetune_strategy", given["finetune_strategy"])
-        source, target = given["load_strategy"], given["save_strategy_to_file"]
-        call = Request(
-            job=job,
-            options=options,
-            strategy=None if source is None else Strategy.of(source).settled(job["model"]),
-            finetune=given["finetune_strategy"],
-            excluded=_names(given["excluded"], "excluded"),
-            included=_names(given["included"], "included"),
-            target=target,
-        )
-        if call.searches or not options.ignore_dryrun_on_load_strategy:
-            _need_for_steps(job)
-        if target is not None and worlds.init().rank == 0:
-            _check_target(target)
-            if call.strategy is not None:
-                call.strategy.to_json()  # raises now if the strategy cannot be saved later
-        return call
+        for name in others:
+            raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, given)}")
+        return Request.of(given)
 
-    worlds.init(timeout=_timeout_of(keywords))
-    return call_on_all_ranks("auto_accelerate", lambda: _argument_facts({**given, **keywords}), read, _call_facts)
+    return _agreed("auto_accelerate", {**given, **others}, read)
 
 
 def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) -> Request:
@@ -210,35 +228,31 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
         AtorchError: on every process, if an argument is invalid on one, or differs between them.
     """
     names = ("optim_func", "dataset", "loss_func")
+    known = [name for name in (*Job.model_fields, *CallOptions.model_fields) if name not in OF_STRATEGIES]
 
     def read() -> Request:
-        wanted, options = _split({**keywords, **positioned(given, names, keywords)})
-        excluded, included = (_names(wanted.pop(name, None), name) for name in ("excluded", "included"))
-        job = adapted({"model": model, **wanted})
-        call = Request(job=job, options=CallOptions.of(options), excluded=excluded, included=included)
-        check_job(**job)
-        _need_for_steps(job)
-        return call
+        wanted = {"model": model, **keywords, **positioned(given, names, keywords)}
+        for name in wanted:
+            if name in PlanOptions.model_fields and name not in known:
+                raise ArgumentError(
+                    f"{name} is for a plan for a cluster; give one, as in plan(model, sample_batch, "
+                    f"cluster='8xH100-80GB', {name}=…)"
+                )
+            if name not in known:
+                raise ArgumentError(f"plan has no argument {name!r}; {meant(name, known)}")
+        return Request.of(wanted)
 
-    worlds.init(timeout=_timeout_of(keywords))
-    arguments = {"model": model, **keywords, **dict(zip(names, given, strict=False))}
-    return call_on_all_ranks("plan", lambda: _argument_facts(arguments), read, _call_facts)
-
-
-def _names(names: Any, argument: str) -> tuple[str, ...] | None:
-    from atorch.auto.planner.search_space.method_names import names_in
-
-    return None if names is None else names_in(names, argument)
+    return _agreed("plan", {"model": model, **keywords, **dict(zip(names, given, strict=False))}, read)
 
 
-def _timeout_of(keywords: Mapping[str, Any]) -> timedelta:
-    """The timeout for the first exchange; an invalid one is refused later, when all processes can exchange errors."""
-    timeout = keywords.get("timeout")
-    return timedelta(seconds=timeout) if _is_timeout(timeout) else worlds.TIMEOUT
-
-
-def _is_timeout(timeout: Any) -> TypeGuard[float]:
-    return isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout <= timedelta.max.days
+def _agreed(door: str, arguments: Mapping[str, Any], read: Callable[[], Request]) -> Request:
+    """The request that `read` makes of a call, equal on all processes."""
+    try:
+        timeout = CallOptions.of({"timeout": arguments["timeout"]}).timeout if "timeout" in arguments else None
+    except ArgumentError:  # raised again in `read`, when all processes can exchange errors
+        timeout = None
+    worlds.init(timeout=worlds.TIMEOUT if timeout is None else timedelta(seconds=timeout))
+    return call_on_all_ranks(door, lambda: _argument_facts(arguments), read, _call_facts)
 
 
 def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,22 +278,6 @@ def meant(name: str, known: Collection[str]) -> str:
     return near_miss(name, known)
 
 
-def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keywords of `plan` into those of the job and the options; raises ArgumentError for others."""
-    option_names = {field.name for field in fields(CallOptions)}
-    job = {name: value for name, value in keywords.items() if name not in option_names}
-    job_names = {*inspect.signature(check_job).parameters, "excluded", "included"}
-    for name in job:
-        if name in FOR_A_CLUSTER:
-            raise ArgumentError(
-                f"{name} is for a plan for a cluster; give one, as in plan(model, sample_batch, "
-                f"cluster='8xH100-80GB', {name}=…)"
-            )
-        if name not in job_names:
-            raise ArgumentError(f"plan has no argument {name!r}; {meant(name, job_names | option_names)}")
-    return job, {name: value for name, value in keywords.items() if name in option_names}
-
-
 def _argument_facts(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
     """Fingerprints of the unread arguments that must be equal."""
     facts: dict[str, Fact] = {}
@@ -296,21 +294,19 @@ def _argument_facts(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
 def _call_facts(call: Request) -> Mapping[str, Facts]:
     """Fingerprints of the strategy and the model that must be equal."""
     strategy = Fact("None" if call.strategy is None else f"[{call.strategy}]")
-    return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job["model"])}
+    return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job.model)}
 
 
 def _check_target(path: str | os.PathLike[str]) -> None:
     """Check before a search that the strategy can be saved at this path."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"save_strategy_to_file is {path!r}; it is the path of a file")
     try:
         check_target(path, FileKind("strategy file", ArgumentError))
     except ArgumentError as error:
         raise ArgumentError(f"save_strategy_to_file names a place where no file can be written: {error}") from None
 
 
-def _need_for_steps(job: Mapping[str, Any]) -> None:
-    missing = [name for name in ("optim_func", "dataset", "loss_func") if job.get(name) is None]
+def _need_for_steps(job: Job) -> None:
+    missing = [name for name in ("optim_func", "dataset", "loss_func") if getattr(job, name) is None]
     if missing:
         raise ArgumentError(
             f"the fully automatic mode and dry runs take real steps, so they need {' and '.join(missing)}; "

@@ -1,83 +1,60 @@
-"""Checks the arguments that describe a job, before anything is planned, moved or built."""
+"""Checks of the arguments that describe a job, one function each: returns the argument, or raises ArgumentError."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from typing_extensions import Self
 
-from atorch.errors import ArgumentError, near_miss, shown
+from atorch.errors import ArgumentError, AtorchError, near_miss, shown
 
 SYMMETRIC = (nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss)
 """torch's losses that are symmetric in their two arguments."""
 SYMMETRIC_FUNCTIONS = ("l1_loss", "mse_loss", "smooth_l1_loss", "huber_loss")
-SAMPLING: Mapping[str, Any] = dict.fromkeys(("num_replicas", "rank", "shuffle", "seed"))
-"""Arguments of a sampler's class after the dataset."""
 
 
-def check_job(
-    model: nn.Module,
-    optim_func: Callable[..., Any] | None = None,
-    dataset: Dataset[Any] | None = None,
-    loss_func: Callable[..., Any] | None = None,
-    prepare_input: Callable[..., Any] | None = None,
-    model_input_format: str | None = None,
-    optim_args: Mapping[str, Any] | None = None,
-    optim_param_func: Callable[..., Any] | None = None,
-    dataloader_args: Mapping[str, Any] | None = None,
-    distributed_sampler_cls: Callable[..., Any] | None = None,
-    lr_scheduler_cls: Callable[..., Any] | None = None,
-    lr_scheduler_args: Mapping[str, Any] | None = None,
-) -> None:
-    """Check every argument alone and together with the others; see `make_context`.
+class Arguments(BaseModel):
+    """Base of models of a call's arguments. The description of a field completes the error `name is value; it is …`."""
 
-    Raises:
-        ArgumentError: an invalid argument.
-    """
-    _check_mode()
-    _check_model(model)
-    _check_optimizer(optim_func)
-    _check_trainable(model, optim_func)
-    _check_dataset(dataset)
-    _check_loss(loss_func)
-    _check_class("lr_scheduler_cls", lr_scheduler_cls, "lr_scheduler_args", torch.optim.lr_scheduler)
-    _check_class("distributed_sampler_cls", distributed_sampler_cls, None, torch.utils.data)
-    for name, value in (("prepare_input", prepare_input), ("optim_param_func", optim_param_func)):
-        if value is not None and not callable(value):
-            raise ArgumentError(f"{name} is {shown(value)}, which cannot be called; give a function, or leave it out")
-    for name, given in (
-        ("optim_args", optim_args),
-        ("dataloader_args", dataloader_args),
-        ("lr_scheduler_args", lr_scheduler_args),
-    ):
-        _check_keywords(name, given)
-    if optim_args is not None and "params" in optim_args:
-        raise ArgumentError("optim_args has params; give the optimizer's parameters by optim_param_func(model)")
-    if model_input_format not in [None, "unpack_sequence", "unpack_dict"]:  # by equality: it need not be hashable
-        raise ArgumentError(
-            f"model_input_format is {shown(model_input_format)}; it is None, 'unpack_sequence' or 'unpack_dict'"
-        )
-    if lr_scheduler_cls is not None and optim_func is None:
-        raise ArgumentError("lr_scheduler_cls needs an optimizer; give optim_func too")
-    if lr_scheduler_args and lr_scheduler_cls is None:
-        raise ArgumentError(
-            f"lr_scheduler_args is {shown(lr_scheduler_args)}, of no scheduler; give its class too, such as "
-            "lr_scheduler_cls=torch.optim.lr_scheduler.StepLR, or leave it out"
-        )
-    _check_call("optim_func", optim_func, "parameters", optim_args, "optim_args")
-    _check_call("optim_param_func", optim_param_func, "model")
-    _check_call("loss_func", loss_func, "input, output")
-    _check_call("prepare_input", prepare_input, "data, device")
-    _check_call("lr_scheduler_cls", lr_scheduler_cls, "optimizer", lr_scheduler_args, "lr_scheduler_args")
-    _check_call("distributed_sampler_cls", distributed_sampler_cls, "dataset", SAMPLING)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+        defer_build=True,
+    )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The model of the `given` arguments.
+
+        Raises:
+            AtorchError: for the first invalid argument.
+        """
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            told = fault.get("ctx", {}).get("error")
+            if isinstance(told, AtorchError):
+                raise told from told.__cause__
+            name = str(fault["loc"][0])
+            if name not in cls.model_fields:
+                raise ArgumentError(f"there is no argument {name!r}; {near_miss(name, cls.model_fields)}") from None
+            raise ArgumentError(
+                f"{name} is {shown(fault['input'])}; it is {cls.model_fields[name].description}"
+            ) from None
 
 
-def _check_call(
+def check_call(
     name: str, function: Any, by_place: str, keywords: Mapping[str, Any] | None = None, source: str = ""
 ) -> None:
     """Check that a function's or class's signature accepts the arguments of its call.
@@ -124,7 +101,8 @@ def _check_mode() -> None:
         )
 
 
-def _check_model(model: object) -> None:
+def checked_model(model: object) -> nn.Module:
+    _check_mode()
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ArgumentError(f"model is the class {model.__name__}; give an instance, such as {model.__name__}()")
     if not isinstance(model, nn.Module):
@@ -152,6 +130,7 @@ def _check_model(model: object) -> None:
             )
     if hasattr(model, "_atorch"):
         raise ArgumentError("this model was accelerated before; give a fresh one, a strategy changes modules in place")
+    return model
 
 
 def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -162,30 +141,18 @@ def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _modules(child, f"{name}.{child_name}" if name else child_name)
 
 
-def _check_trainable(model: nn.Module, optim_func: object) -> None:
-    if optim_func is not None and not any(p.requires_grad for p in model.parameters()):
-        count = sum(1 for _ in model.parameters())
-        raise ArgumentError(
-            f"{type(model).__name__} has no trainable parameter ({count} in all); "
-            "set requires_grad on some, or leave optim_func out"
-        )
-
-
-def _check_optimizer(optim_func: object) -> None:
+def checked_optimizer(optim_func: Any) -> Any:
     if isinstance(optim_func, (DataLoader, Dataset, list, tuple)):
         raise ArgumentError(
             f"optim_func is a {type(optim_func).__name__}; the order is (model, optim_func, dataset, loss_func), as in "
             "(model, torch.optim.AdamW, dataset, loss_func)"
         )
     if isinstance(optim_func, torch.optim.Optimizer):
-        name = type(optim_func).__name__
+        home = "torch.optim." if type(optim_func).__module__.startswith("torch.optim") else ""
         args = {key: value for key, value in optim_func.defaults.items() if key in ("lr", "momentum", "weight_decay")}
         raise ArgumentError(
-            f"optim_func is an optimizer that was made already, of parameters which a strategy may replace; give "
-            f"its class and its arguments: optim_func=torch.optim.{name}, optim_args={args!r}"
-            if type(optim_func).__module__.startswith("torch.optim")
-            else f"optim_func is a {name} that was made already, of parameters which a strategy may replace; give its "
-            f"class, optim_func={name}, and its arguments as optim_args={args!r}"
+            "optim_func is an optimizer that was made already, of parameters which a strategy may replace; give its "
+            f"class and its arguments: optim_func={home}{type(optim_func).__name__}, optim_args={args!r}"
         )
     if isinstance(optim_func, str):
         match = next((name for name in dir(torch.optim) if name.lower() == optim_func.lower()), "AdamW")
@@ -197,9 +164,10 @@ def _check_optimizer(optim_func: object) -> None:
         raise ArgumentError(
             f"optim_func is {shown(optim_func)}, which makes no optimizer; give torch.optim.AdamW or such"
         )
+    return optim_func
 
 
-def _check_dataset(dataset: object) -> None:
+def checked_dataset(dataset: Any) -> Any:
     if isinstance(dataset, DataLoader):
         size = dataset.batch_size or getattr(dataset.batch_sampler, "batch_size", None)
         raise ArgumentError(
@@ -223,6 +191,7 @@ def _check_dataset(dataset: object) -> None:
             f"dataset is a {type(dataset).__name__} of {len(dataset)} tensors of {len(dataset[0])} rows each, which "
             "would be its samples; give torch.utils.data.TensorDataset(*dataset), whose samples are the rows"
         )
+    return dataset
 
 
 def _instead_of(dataset: object) -> str:
@@ -242,47 +211,58 @@ def _are_columns(dataset: Sequence[Any]) -> bool:
     return len({column.shape for column in dataset}) > 1 and len({len(column) for column in dataset}) == 1
 
 
-def _check_loss(loss_func: object) -> None:
+def checked_loss(loss_func: Any) -> Any:
     if isinstance(loss_func, type):
         raise ArgumentError(f"loss_func is the class {loss_func.__name__}; give a function (input, output) -> loss")
-    if isinstance(loss_func, nn.modules.loss._Loss) and not isinstance(loss_func, SYMMETRIC):
-        raise ArgumentError(
-            f"loss_func is {loss_func}, which takes (output, target), and loss_func is called with (input, output); "
-            "give `lambda batch, output: criterion(output, batch[1])`, where batch[1] is the target"
-        )
     name = getattr(loss_func, "__name__", "")
-    if getattr(loss_func, "__module__", "") == "torch.nn.functional" and name not in SYMMETRIC_FUNCTIONS:
+    of_targets = called = ""  # the loss of (output, target), and its name in a call
+    if isinstance(loss_func, nn.modules.loss._Loss) and not isinstance(loss_func, SYMMETRIC):
+        of_targets, called = str(loss_func), "criterion"
+    elif getattr(loss_func, "__module__", "") == "torch.nn.functional" and name not in SYMMETRIC_FUNCTIONS:
+        of_targets, called = f"torch.nn.functional.{name}", name
+    if of_targets:
         raise ArgumentError(
-            f"loss_func is torch.nn.functional.{name}, which takes (output, target), and loss_func is called with "
-            f"(input, output); give `lambda batch, output: {name}(output, batch[1])`, where batch[1] is the target"
+            f"loss_func is {of_targets}, which takes (output, target), and loss_func is called with (input, output); "
+            f"give `lambda batch, output: {called}(output, batch[1])`, where batch[1] is the target"
         )
     if loss_func is not None and not callable(loss_func):
         raise ArgumentError(f"loss_func is {shown(loss_func)}, which cannot be called")
+    return loss_func
 
 
-def _check_class(name: str, given: Any, arguments: str | None, home: Any) -> None:
-    """Check that the argument is callable, and neither an instance nor a name of a class of torch's module `home`."""
+def checked_function(given: Any, info: ValidationInfo) -> Any:
+    if given is not None and not callable(given):
+        raise ArgumentError(f"{info.field_name} is {shown(given)}, which cannot be called; give it, or leave it out")
+    return given
+
+
+def checked_class(given: Any, info: ValidationInfo) -> Any:
+    """Check that a sampler's or scheduler's class is neither an instance, nor a name, nor of another kind."""
+    name = info.field_name
+    home = torch.optim.lr_scheduler if name == "lr_scheduler_cls" else torch.utils.data
     if isinstance(given, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
-        rest = f", and its arguments as {arguments}" if arguments else ""
+        rest = ", and its arguments as lr_scheduler_args" if name == "lr_scheduler_cls" else ""
         raise ArgumentError(
             f"{name} is a {type(given).__name__} that was made already; give its class, {name}="
             f"{type(given).__name__}{rest}: it is made for what the strategy makes"
         )
     if isinstance(given, str) and hasattr(home, given):
         raise ArgumentError(f"{name} is {given!r}; give the class itself, {home.__name__}.{given}")
-    if given is not None and not callable(given):
-        raise ArgumentError(f"{name} is {shown(given)}, which cannot be called; give a class, or leave it out")
     if isinstance(given, type) and issubclass(given, (torch.optim.Optimizer, nn.Module)):
         raise ArgumentError(f"{name} is {given.__name__}; give a class of {home.__name__}")
+    return checked_function(given, info)
 
 
-def _check_keywords(name: str, given: object) -> None:
-    if isinstance(given, DataLoader):
-        raise ArgumentError(f"{name} is a DataLoader; give a dict of its arguments, as {{'batch_size': 32}}")
+def checked_keywords(given: Any, info: ValidationInfo) -> dict[str, Any]:
+    """The argument as a new dict; an empty one if it is None."""
     if given is not None and not isinstance(given, Mapping):
-        raise ArgumentError(f"{name} is {shown(given)}; give a dict of keyword arguments")
+        value, hint = shown(given), ""
+        if isinstance(given, DataLoader):
+            value, hint = "a DataLoader", ", as {'batch_size': 32}"
+        raise ArgumentError(f"{info.field_name} is {value}; give a dict of keyword arguments{hint}")
     for key in given or ():
         if not isinstance(key, str):
             raise ArgumentError(
-                f"{name} has the key {shown(key)}; give a dict of keyword arguments, whose keys are names"
+                f"{info.field_name} has the key {shown(key)}; give a dict of keyword arguments, whose keys are names"
             )
+    return dict(given or {})

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
@@ -37,7 +38,6 @@ from atorch.runtime.tensor_parallel.layout.model_layout import rows_of
 
 if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep
-    from atorch.auto.strategy import Strategy
     from atorch.runtime.tensor_parallel import ModelLayout
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -106,7 +106,7 @@ class Context:
     mesh: Mesh | None = None
     compute_dtype: torch.dtype | None = None  # of matmuls, if a precision method set one
     find_unused_parameters: bool = False
-    strategy: Strategy | None = None  # the one that is being applied, for methods that depend on the others
+    strategy: Strategy = Strategy()  # the one that is being applied, for methods that depend on the others
 
     make_param_groups: Callable[[tuple[nn.Module, ...]], ParamGroups]
     make_optimizer: Callable[[ParamGroups], Optimizer] | None = None

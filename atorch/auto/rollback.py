@@ -7,18 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from atorch.auto.context import Context
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, FaultBarrier, forget_compiled
+from atorch.auto.strategy import Strategy
 from atorch.distributed.mesh import set_current
 from atorch.distributed.rng import RandomState
+from atorch.errors import StrategyError
+from atorch.logs import logger
 from atorch.model.state import Snapshot
 from atorch.units import format_bytes
 
+if TYPE_CHECKING:
+    from atorch.auto.planner.plan import Plan
+
 T = TypeVar("T")
+MAX_ATTEMPTS = 24  # at applying the choice and the next best ones
+MAX_KEPT = 50  # rejected compositions in a strategy's report
+
+
+def adopt(ctx: Context, strategy: Strategy, found: Plan, accelerate: Callable[..., T]) -> T:
+    """Apply the search's choice, or the next best one after a failure, which leaves the model as before.
+
+    Raises:
+        NoFeasiblePlanError, StrategyError: all failed, or `MAX_ATTEMPTS` did.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        if found.baseline is not None and found.baseline.strategy == found.strategy:
+            return accelerate(ctx, strategy)
+        need = None if found.measured or found.estimate is None else found.estimate.memory.get("optimizer", 0.0)
+        made, failure = attempt(ctx, partial(accelerate, strategy=strategy), need)
+        if made is not None:
+            return made
+        assert found.instead is not None, "of a search"
+        found = found.instead(str(failure))
+        logger.warning("%s", found.notes[-1])
+        metadata = {**strategy.metadata, "report": trimmed(found.to_json_data())}
+        strategy = replace(found.strategy, metadata=metadata)
+    raise StrategyError(f"{MAX_ATTEMPTS} strategies failed when they were applied: {found.notes[-1]}")
+
+
+def trimmed(report: dict[str, Any]) -> dict[str, Any]:
+    """The report for a strategy's file: without compositions that were not run, whose estimates can be made again."""
+    rejections = [rejection for rejection in report["rejected"] if rejection["why"] != "not run"][:MAX_KEPT]
+    return {**report, "rejected": rejections}
 
 
 def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None = None) -> tuple[T | None, str | None]:

@@ -1,4 +1,4 @@
-"""Carries out a call of an entry point: make the context, load or search a strategy, apply it, build, save."""
+"""Carries out a call of an entry point in steps: prepare → choose → reference step → apply → build → verify."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from atorch.auto.arguments import CallOptions, Request
+from atorch.auto.arguments import Request
 from atorch.auto.context import AccelerateResult, Context
-from atorch.auto.job import make_context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.shared.optimizer_compatibility import tell_kernel
 from atorch.auto.opt_lib.shared.precision import tell_of_16_bits
 from atorch.auto.reference_step import ReferenceStep, plain_pass
-from atorch.auto.rollback import attempt
+from atorch.auto.rollback import adopt, trimmed
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.auto.verification import as_strategy_errors, cannot_evaluate, check
 from atorch.cluster.spec import ClusterSpec
@@ -38,32 +37,22 @@ from atorch.model.storages import separate
 from atorch.runtime.data_parallel.batch_consistency import watch_batches
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.dry_runs.calibration import Calibration
     from atorch.auto.planner.plan import Plan
-
-MAX_KEPT = 50  # rejected compositions in a strategy's report
-MAX_ATTEMPTS = 24  # at applying the choice and the next best ones
 
 
 def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
-    """Do the work of `auto_accelerate` with its arguments."""
-    began, options, target = time.monotonic(), call.options, call.target
+    """Do the work of `auto_accelerate`: prepare, choose, and `accelerate` with the choice; then save it."""
+    began, options = time.monotonic(), call.options
     with speaking(options.verbose and worlds.init().rank == 0):
-        ctx = _context(call)
-        given = None if call.strategy is None else _loaded(call.strategy, ctx)
-        ctx = replace(ctx, initial=all_or_none(lambda: _initial_values(ctx.root, given, call)))
-        if not call.searches and (call.excluded or call.included or options.time_limit is not None):
-            logger.warning(
-                "excluded, included and time_limit are the search's; the load_strategy is applied as it is "
-                "(finetune_strategy=True searches the knobs that it leaves unset)"
-            )
+        ctx, given = _prepare(call)
         try:
-            strategy, found = _chosen(ctx, given, call, began)
+            strategy, found = _choose(ctx, given, call, began)
             logger.info("the strategy is %s", strategy)
             if found is None:
                 result, strategy = accelerate(ctx, strategy, options.verify)
             else:
-                result, strategy = _adopted(replace(ctx, plain_pass=found.plain_pass), strategy, found, options.verify)
+                ctx = replace(ctx, plain_pass=found.plain_pass)
+                result, strategy = adopt(ctx, strategy, found, partial(accelerate, verify=options.verify))
         except NoFeasiblePlanError as error:
             if ctx.world.rank == 0:
                 from atorch.report.text import show_rejections
@@ -71,6 +60,7 @@ def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
                 show_rejections(error.rejected)
             logger.warning("%s", error)
             return False, None, None
+        target = options.save_strategy_to_file
         if target is not None:
             all_or_none(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
         return True, result, strategy
@@ -81,51 +71,106 @@ def searched(call: Request) -> Plan:
     return _searched(_context(call), None, call, began)
 
 
+def _prepare(call: Request) -> tuple[Context, Strategy | None]:
+    """The context of the job, and the user's strategy, complete for these processes."""
+    options = call.options
+    ctx = _context(call)
+    given = None if call.strategy is None else _loaded(call.strategy, ctx)
+    ctx = replace(ctx, initial=all_or_none(lambda: _initial_values(ctx.root, given, call)))
+    if not call.searches and (options.excluded or options.included or options.time_limit is not None):
+        logger.warning(
+            "excluded, included and time_limit are the search's; the load_strategy is applied as it is "
+            "(finetune_strategy=True searches the knobs that it leaves unset)"
+        )
+    return ctx, given
+
+
 def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float) -> Plan:
     from atorch.auto.planner import search
+    from atorch.auto.planner.dry_runs.calibration import Calibration
     from atorch.auto.planner.dry_runs.time_budget import TimeBudget
 
-    excluded = call.excluded
+    options = call.options
+    excluded = options.excluded
     if ctx.initial is not None:
         excluded = (*(excluded or ()), *(name for name in METHODS if METHODS[name].needs_values))
     return search(
         ctx,
         excluded=excluded,
-        included=call.included,
+        included=options.included,
         fixed=fixed,
-        precision=call.options.precision,
-        clock=TimeBudget(call.options.time_limit, began=began),
-        verbose=call.options.verbose,
-        calibration=_calibration(call.options, ctx),
-        verify=call.options.verify,
+        precision=options.precision,
+        clock=TimeBudget(options.time_limit, began=began),
+        verbose=options.verbose,
+        calibration=Calibration.of(options.calibration, ctx.cluster, versions()),
+        verify=options.verify,
     )
 
 
 def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[AccelerateResult, Strategy]:
-    """Apply a complete strategy to the context's model and build: the result, and the strategy with learnt metadata.
+    """Carry out a complete strategy: reference step → apply → build → verify. The strategy gets learnt metadata.
 
     Raises:
         StrategyError: with `verify`, if its first pass differs from plain training's.
     """
-    place = batch_place(strategy, ctx.device.type)
+    waits_for_values = ctx.initial is None and has_meta([ctx.root])
+    cuts = strategy.splits_over("pipeline")
+    ctx = _checked(ctx, strategy)
+    if (verify or cuts) and strategy.methods:
+        ctx = replace(ctx, plain_pass=_reference_step(ctx, batch_place(strategy, ctx.device.type)[1], verify))
+    else:
+        ctx = replace(ctx, plain_pass=None)
+    applied = _apply(ctx, strategy)
+    result = _build(applied, waits_for_values, cuts)
+    if verify:
+        _verify(applied, result)
+    mesh = applied.need_mesh()
+    together_on = [axis for axis in AXES if axis not in BATCH_AXES and mesh.size(axis) > 1]
+    watch_batches(result.model, {axis: mesh.group(axis) for axis in together_on})
+    return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
+
+
+def _checked(ctx: Context, strategy: Strategy) -> Context:
+    """The context, ready for the strategy: checked, with a sample, and with values of its own that ranks share."""
     if ctx.make_loader is not None:
-        make = ctx.make_loader  # called once in advance, so that an error leaves the model unchanged
-        all_or_none(lambda: make(*place))
+        make, place = ctx.make_loader, batch_place(strategy, ctx.device.type)
+        all_or_none(lambda: make(*place))  # made once in advance, so that an error leaves the model unchanged
     all_or_none(lambda: strategy.check(ctx))
     strategy.check_optimizer(ctx)
     ctx = with_sample(ctx, strategy)
     tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
-    waits_for_values = ctx.initial is None and has_meta([ctx.root])
     separate(tensors)
     if ctx.world.size > 1:
         synchronise(tensors)
-    cuts = any("pipeline" in method.splits for method in strategy)
-    expected = _reference_step(ctx, place[1], verify) if (verify or cuts) and strategy.methods else None
-    ctx = replace(ctx, plain_pass=expected)
-    is_run = expected is not None and expected.why_not is None  # plain training ran the model
+    return ctx
+
+
+def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
+    """The reference step, from the search if it made one. Warns if there is none although a step is possible.
+
+    A search that had no time for one gives a reason instead, and the pass is not run afterwards.
+    """
+    can_step = None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
+    reference = ctx.plain_pass
+    if reference is None and can_step:
+        from atorch.auto.planner.dry_runs.trial_context import Feed
+
+        reference = plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
+    elif reference is None:
+        reference = ReferenceStep(why_not="it takes optim_func, dataset and loss_func")
+    if verify and reference.why_not is not None and can_step:
+        logger.warning("the strategy cannot be held to plain training's first pass: %s", reference.why_not)
+    return reference
+
+
+def _apply(ctx: Context, strategy: Strategy) -> Context:
     tell_of_16_bits(ctx, strategy)
+    is_run = ctx.plain_pass is not None and ctx.plain_pass.why_not is None  # plain training ran the model
     with as_strategy_errors(strategy) if is_run else nullcontext():
-        applied = strategy.apply(ctx)
+        return strategy.apply(ctx)
+
+
+def _build(applied: Context, waits_for_values: bool, cuts: bool) -> AccelerateResult:
     result = all_or_none(applied.build)  # the user's optimizer and scheduler may raise
     if waits_for_values and applied.write_value is None:
         need_values(result.model)
@@ -134,71 +179,17 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         call_on_all_ranks(
             "optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)}
         )
-    if verify and expected is not None:
-        _check(applied, result, expected)
-    mesh = applied.need_mesh()
-    together_on = [axis for axis in AXES if axis not in BATCH_AXES and mesh.size(axis) > 1]
-    watch_batches(result.model, {axis: mesh.group(axis) for axis in together_on})
-    return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
+    return result
 
 
-def _adopted(ctx: Context, strategy: Strategy, found: Plan, verify: bool) -> tuple[AccelerateResult, Strategy]:
-    """Apply the search's choice, or the next best one after a failure, which leaves the model as before.
-
-    Raises:
-        NoFeasiblePlanError, StrategyError: all failed, or `MAX_ATTEMPTS` did.
-    """
-    for _ in range(MAX_ATTEMPTS):
-        if found.baseline is not None and found.baseline.strategy == found.strategy:
-            return accelerate(ctx, strategy, verify)
-        need = None if found.measured or found.estimate is None else found.estimate.memory.get("optimizer", 0.0)
-        made, failure = attempt(ctx, partial(accelerate, strategy=strategy, verify=verify), need)
-        if made is not None:
-            return made
-        assert found.instead is not None, "of a search"
-        found = found.instead(str(failure))
-        logger.warning("%s", found.notes[-1])
-        metadata = {**strategy.metadata, "report": _trimmed(found.to_json_data())}
-        strategy = replace(found.strategy, metadata=metadata)
-    raise StrategyError(f"{MAX_ATTEMPTS} strategies failed when they were applied: {found.notes[-1]}")
-
-
-def _trimmed(report: dict[str, Any]) -> dict[str, Any]:
-    """The report for a strategy's file: without compositions that were not run, whose estimates can be made again."""
-    rejections = [rejection for rejection in report["rejected"] if rejection["why"] != "not run"][:MAX_KEPT]
-    return {**report, "rejected": rejections}
-
-
-def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
-    """The reference step, from the search if it made one. Warns if there is none although a step is possible.
-
-    A search that had no time for one gives a reason instead, and the pass is not run afterwards.
-    """
-    reference = ctx.plain_pass
-    if reference is None:
-        reference = _plain_pass(ctx, shares)
-    if verify and reference.why_not is not None and _can_step(ctx):
-        logger.warning("the strategy cannot be held to plain training's first pass: %s", reference.why_not)
-    return reference
-
-
-def _can_step(ctx: Context) -> bool:
-    """True if the user gave all that a training step needs."""
-    return None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
-
-
-def _plain_pass(ctx: Context, shares: int) -> ReferenceStep:
-    from atorch.auto.planner.dry_runs.trial_context import Feed
-
-    if not _can_step(ctx):
-        return ReferenceStep(why_not="it takes optim_func, dataset and loss_func")
-    return plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
-
-
-def _check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> None:
+def _verify(applied: Context, result: AccelerateResult) -> None:
+    """Compare the first pass with the reference step; warn if the model can only train, not be evaluated."""
+    expected = applied.plain_pass
+    if expected is None:
+        return
     check(applied, result, expected)
     # A method that splits the model may fail on one process and leave the others waiting; only dry runs are guarded.
-    if all(set(method.splits) <= set(BATCH_AXES) for method in applied.strategy or ()):
+    if all(set(method.splits) <= set(BATCH_AXES) for method in applied.strategy):
         cannot = cannot_evaluate(applied, result, expected)
         if cannot is not None:
             logger.warning("under %s %s", applied.strategy, cannot)
@@ -231,22 +222,8 @@ def _context(call: Request) -> Context:
     options = call.options
     world = worlds.init(timeout=timedelta(seconds=options.timeout))
     cluster = ClusterSpec.detect(world, measure=call.searches)
-    made = all_or_none(
-        lambda: make_context(
-            **call.job,
-            world=world,
-            cluster=cluster,
-            find_unused_parameters=options.find_unused_parameters,
-            sampler_seed=options.sampler_seed,
-        )
-    )
+    made = all_or_none(lambda: call.job.context(world, cluster, options.find_unused_parameters, options.sampler_seed))
     return replace(made, sample_batch=options.sample_batch, loss_weight=options.loss_weight)
-
-
-def _calibration(options: CallOptions, ctx: Context) -> Calibration | None:
-    from atorch.auto.planner.dry_runs.calibration import Calibration
-
-    return Calibration.of(options.calibration, ctx.cluster, versions())
 
 
 def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> InitialValues | None:
@@ -257,7 +234,7 @@ def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> 
     """
     options = call.options
     knobs = (getattr(method, "param_init_fn", None) for method in given or ())
-    functions = [function for function in (options.param_init_fn, *knobs) if function is not None]
+    functions: list[Any] = [function for function in (options.param_init_fn, *knobs) if function is not None]
     if not has_meta([model]):
         if options.empty_init:
             raise ArgumentError("empty_init=True is for a model on the meta device; this one has values, leave it out")
@@ -270,7 +247,7 @@ def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> 
             f"{name} has parameters on the meta device, and empty_init=True leaves them without values, but a search "
             "takes real steps; leave empty_init out and load the checkpoint afterwards, or give a load_strategy"
         )
-    asking = needs_values(given or ()) or needs_values(call.included or ())
+    asking = needs_values(given or ()) or needs_values(call.options.included or ())
     if asking is not None:
         raise ArgumentError(
             f"{name} has parameters on the meta device, and {asking} tries itself on their values before it splits "
@@ -342,9 +319,9 @@ def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     return completed
 
 
-def _chosen(ctx: Context, given: Strategy | None, call: Request, began: float) -> tuple[Strategy, Plan | None]:
+def _choose(ctx: Context, given: Strategy | None, call: Request, began: float) -> tuple[Strategy, Plan | None]:
     """The given strategy, after a dry run if the user wants one; or the search's strategy and its plan."""
-    if given is not None and not call.finetune:
+    if given is not None and not call.options.finetune_strategy:
         if not call.options.ignore_dryrun_on_load_strategy:
             from atorch.auto.planner import dry_run
 
@@ -356,7 +333,7 @@ def _chosen(ctx: Context, given: Strategy | None, call: Request, began: float) -
         from atorch.report.text import show_plan
 
         show_plan(report)
-    metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": _trimmed(report)}
+    metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": trimmed(report)}
     if given is not None and "rejected" in given.metadata:
         metadata["rejected"] = given.metadata["rejected"]
     return replace(found.strategy, metadata=metadata), found

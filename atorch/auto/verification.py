@@ -74,7 +74,6 @@ def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -
         return
     precision = coarser(expected.precision, _precision_of(applied))
     band, noise = BANDS[precision], NOISE.get(precision, 1.0)
-    assert applied.strategy is not None, "applied"
     with as_strategy_errors(applied.strategy):
         actual, plain, is_exact = _run(applied, result, expected, noise)
     if actual.lost is not None:
@@ -299,7 +298,7 @@ def _why_not(applied: Context, result: AccelerateResult, expected: ReferenceStep
     """The reason why a strategy is not compared with plain training's first pass; None if it is."""
     if expected.why_not is not None:
         return expected.why_not
-    if any(getattr(method, "backend", None) == "deepspeed" for method in applied.strategy or ()):
+    if any(method.engine == "deepspeed" for method in applied.strategy):
         return "DeepSpeed's engine reduces gradients when it steps"
     return None
 
@@ -331,7 +330,7 @@ def _is_a_number(actual: Figures) -> bool:
 
 
 def _precision_of(applied: Context) -> str:
-    if applied.strategy is not None and "fp8" in applied.strategy.names():
+    if applied.strategy.uses("fp8"):
         return "fp8"
     dtypes = {applied.compute_dtype}
     return "bf16" if torch.bfloat16 in dtypes else "fp16" if torch.float16 in dtypes else "fp32"

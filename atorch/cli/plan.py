@@ -94,10 +94,9 @@ def plan(
     save: Annotated[File, _file("--save", "Write the chosen strategy to a file.")] = None,
 ) -> None:
     """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs."""
-    from atorch.auto.plan_for_cluster import check_names
+    from atorch.auto.arguments import PlanOptions
 
     outputs = Outputs(json_file, html, save, shlex.join(["atorch", *(context.obj or ())]))
-    check_names(excluded=_names(exclude), included=_names(include), fixed=fixed, extend=extend)
     shape = {
         "layers": layers,
         "hidden": hidden,
@@ -108,8 +107,6 @@ def plan(
         "experts": experts,
         "top-k": top_k,
     }
-    source, clusters = source_of(named, model, shape), clusters_of(cluster)
-    outputs.check(len(clusters))
     wanted = {
         "global_batch": batch,
         "excluded": _names(exclude),
@@ -121,7 +118,9 @@ def plan(
         "objective": objective,
         "reserve": reserve,
     }
-
+    PlanOptions.of(wanted)  # before the model is read, which may take minutes
+    source, clusters = source_of(named, model, shape), clusters_of(cluster)
+    outputs.check(len(clusters))
     several = len(clusters) > 1
     read = _reader(source, seq, once=several)
     verify = 0 if several else verify  # side by side, results of simulations are not shown

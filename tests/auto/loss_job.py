@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from atorch import auto_accelerate
 from atorch.runtime.loss.reduction import IGNORED
+from tests.auto.training import accelerated_steps, steps
 
 F = nn.functional
 VOCAB, SEQ, BATCH, STEPS = 11, 6, 8, 3
@@ -137,12 +138,8 @@ def plain(name: str, data: Samples, batch_size: int = BATCH) -> dict[str, Tensor
     make, loss_func = LOSSES[name]
     model = make()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    for start in range(0, len(data), batch_size):
-        samples = [data[i] for i in range(start, min(start + batch_size, len(data)))]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-        value(loss_func(batch, model(**batch))).backward()
-        optim.step()
-        optim.zero_grad()
+    starts = range(0, len(data), batch_size)
+    steps(model, optim, loss_func, (batch_of(data, *range(len(data))[start : start + batch_size]) for start in starts))
     return {key: each.detach().clone() for key, each in model.named_parameters()}
 
 
@@ -171,11 +168,7 @@ def deviation(rank: int, size: int, name: str, strategy: Any, full_first: bool =
         **more,
     )
     assert result is not None
-    for batch in result.dataloader:
-        batch = result.prepare_input(batch, torch.device("cpu"))
-        value(result.loss_func(batch, result.model(**batch))).backward()
-        result.optim.step()
-        result.optim.zero_grad()
+    accelerated_steps(result)
     return distance(state_of(result.model), name, data, batch_size)
 
 

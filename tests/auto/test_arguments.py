@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from atorch.patrickstar.core import PatrickStarClient
 from atorch.patrickstar.runtime import PatrickStarEngine, initialize_engine
 from tests.auto.planner.jobs import cluster
 from tests.auto.test_accelerate import PAIRS, Net, job, loss_func
+from tests.auto.training import run_each
 from tests.pool import Pool
 
 
@@ -142,7 +143,7 @@ DIFFERENCES = {
     "time limit": "time_limit is 4 on rank 0 and 3 on rank 1",
     "option": "find_unused_parameters is False on rank 0 and True on rank 1",
     "unknown keyword": "rank 1 failed: .* no argument 'verbos'; did you mean 'verbose'",
-    "keyword of one": "time_limit is not given on rank 0 and 3 on rank 1",
+    "keyword of one": "time_limit is None on rank 0 and 3 on rank 1",
     "saved": "save_strategy_to_file is not given on rank 0 and given on rank 1",
     "saved by rank 0": "save_strategy_to_file is given on rank 0 and not given on rank 1",
     "file of one": "rank 1 failed: .*none.json",
@@ -174,10 +175,12 @@ def told_by(call: Callable[[], Any]) -> Told:
     return "accepted", 0.0, 0.0
 
 
-def soon(told: list[Told]) -> list[str]:
-    """What the ranks say, each within 5 seconds of when the last of them came."""
-    assert max(raised for _, _, raised in told) - max(came for _, came, _ in told) <= 5.0
-    return [text for text, _, _ in told]
+def check_told(by_case: Sequence[list[Told]], messages: Iterable[str]) -> None:
+    """Both ranks say the message of each case, within 5 seconds of when the last of them came."""
+    for ((first, *one), (second, *other)), message in zip(by_case, messages, strict=True):
+        assert re.search(message, first)
+        assert re.search(message.removeprefix("rank 1 failed: "), second)
+        assert max(one[1], other[1]) - max(one[0], other[0]) <= 5.0, message
 
 
 def accelerate_as_given(rank: int, size: int, case: str, folder: str) -> Told:
@@ -185,12 +188,10 @@ def accelerate_as_given(rank: int, size: int, case: str, folder: str) -> Told:
     return told_by(lambda: auto_accelerate(arguments.pop("model"), **arguments))
 
 
-@pytest.mark.parametrize("case", DIFFERENCES)
-def test_a_difference_is_told_on_all_ranks(pool: Pool, case: str, tmp_path: Path) -> None:
+def test_a_difference_is_told_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "ddp.json").write_text('["ddp"]')
-    first, second = soon(pool.run(accelerate_as_given, case, str(tmp_path), timeout=20))
-    assert re.search(DIFFERENCES[case], first)
-    assert re.search(DIFFERENCES[case].removeprefix("rank 1 failed: "), second)
+    told = run_each(pool, accelerate_as_given, [(case, str(tmp_path)) for case in DIFFERENCES])
+    check_told(told, DIFFERENCES.values())
 
 
 def of_its_own(rank: int, size: int, case: str, folder: str) -> bool:
@@ -199,7 +200,12 @@ def of_its_own(rank: int, size: int, case: str, folder: str) -> bool:
     if case == "weights":
         torch.manual_seed(rank)
         model = Net()
-    more: dict[str, Any] = {
+    more = own_arguments(rank, folder)[case]
+    return bool(auto_accelerate(model, **job(**{"load_strategy": ["ddp"], **more}))[0])
+
+
+def own_arguments(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+    return {
         "weights": {},
         "verbose": {"verbose": rank == 0},
         "where it is saved": {"save_strategy_to_file": f"{folder}/{rank}.json"},
@@ -215,8 +221,7 @@ def of_its_own(rank: int, size: int, case: str, folder: str) -> bool:
         "forms of a number": {"optim_args": {"lr": 1 if rank else 1.0}},
         "sizes of a sample": {"sample_batch": (torch.zeros(2, 4 + rank), torch.zeros(2))},
         "callable instances": {"loss_func": Loss(rank)},
-    }[case]
-    return bool(auto_accelerate(model, **job(**{"load_strategy": ["ddp"], **more}))[0])
+    }
 
 
 def moved(data: Any, device: Any, rank: int) -> Any:
@@ -234,26 +239,11 @@ class Loss:
         return loss_func(batch, output)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "weights",
-        "verbose",
-        "where it is saved",
-        "where it is read",
-        "forms of a strategy",
-        "device of the inputs",
-        "worker",
-        "forms of nothing",
-        "forms of a number",
-        "sizes of a sample",
-        "callable instances",
-    ],
-)
-def test_what_is_a_processs_own_may_differ(pool: Pool, case: str, tmp_path: Path) -> None:
+def test_what_is_a_processs_own_may_differ(pool: Pool, tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"read{rank}.json").write_text('["ddp"]')
-    assert pool.run(of_its_own, case, str(tmp_path)) == [True, True]
+    cases = [(case, str(tmp_path)) for case in own_arguments(0, "")]
+    assert run_each(pool, of_its_own, cases) == [[True, True]] * len(cases)
 
 
 def plan_differently(rank: int, size: int, case: str) -> Told:
@@ -266,16 +256,15 @@ def plan_differently(rank: int, size: int, case: str) -> Told:
     return told_by(lambda: atorch.plan(Net(), torch.optim.SGD, dataset, loss_func, **more))  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("keyword", "did you mean 'time_limit'"),
-        ("value", "is 0.1 on rank 0 and 0.2 on"),
-        ("dataset", "8 samples on rank 1"),
-    ],
-)
-def test_plans_are_told_too(pool: Pool, case: str, message: str) -> None:
-    assert all(message in told for told in soon(pool.run(plan_differently, case, timeout=20)))
+PLANS = {
+    "keyword": "did you mean 'time_limit'",
+    "value": "is 0.1 on rank 0 and 0.2 on",
+    "dataset": "8 samples on rank 1",
+}
+
+
+def test_plans_are_told_too(pool: Pool) -> None:
+    check_told(run_each(pool, plan_differently, [(case,) for case in PLANS]), PLANS.values())
 
 
 def start_engines(rank: int, size: int, case: str) -> Told:
@@ -294,21 +283,17 @@ def start_engines(rank: int, size: int, case: str) -> Told:
     )
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("learning rate", "lr'] is 0.01 on rank 0 and 1.01 on rank 1"),
-        ("key", "'optimiser'"),
-        (
-            "model",
-            "model_func is tests.auto.test_accelerate.Net on rank 0 and tests.auto.test_arguments.Wide on rank 1",
-        ),
-        ("by hand", "parameter 0 of the model is 'linear.weight' (1, 4)"),
-        ("another door", "the call is auto_accelerate on rank 0 and initialize_engine on rank 1"),
-    ],
-)
-def test_engines_are_told_too(pool: Pool, case: str, message: str) -> None:
-    assert all(message in told for told in soon(pool.run(start_engines, case, timeout=20)))
+ENGINES = {
+    "learning rate": r"lr'\] is 0.01 on rank 0 and 1.01 on rank 1",
+    "key": "'optimiser'",
+    "model": "model_func is tests.auto.test_accelerate.Net on rank 0 and tests.auto.test_arguments.Wide on rank 1",
+    "by hand": r"parameter 0 of the model is 'linear.weight' \(1, 4\)",
+    "another door": "the call is auto_accelerate on rank 0 and initialize_engine on rank 1",
+}
+
+
+def test_engines_are_told_too(pool: Pool) -> None:
+    check_told(run_each(pool, start_engines, [(case,) for case in ENGINES]), ENGINES.values())
 
 
 def apply_differently(rank: int, size: int, case: str) -> Told:
@@ -319,12 +304,14 @@ def apply_differently(rank: int, size: int, case: str) -> Told:
     return told_by(lambda: complete(strategy, size).apply(ctx))
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [("strategy", "the strategy is .*ddp.* on rank 0 and .*zero1.* on rank 1"), ("model", "parameter 0 of the model")],
-)
-def test_strategies_by_hand_are_told_too(pool: Pool, case: str, message: str) -> None:
-    assert all(re.search(message, told) for told in soon(pool.run(apply_differently, case, timeout=20)))
+BY_HAND = {
+    "strategy": "the strategy is .*ddp.* on rank 0 and .*zero1.* on rank 1",
+    "model": "parameter 0 of the model",
+}
+
+
+def test_strategies_by_hand_are_told_too(pool: Pool) -> None:
+    check_told(run_each(pool, apply_differently, [(case,) for case in BY_HAND]), BY_HAND.values())
 
 
 def call_alone(rank: int, size: int) -> tuple[str, list[str]]:
@@ -367,9 +354,9 @@ def count_collectives(rank: int, size: int, case: str) -> list[str]:
     return calls[:1]
 
 
-@pytest.mark.parametrize("case", ["search and load", "no dataset", "unknown keyword", "no model", "eval"])
-def test_the_first_collective_is_the_agreement(pool: Pool, case: str) -> None:
-    assert pool.run(count_collectives, case) == [["auto_accelerate"], ["auto_accelerate"]]
+def test_the_first_collective_is_the_agreement(pool: Pool) -> None:
+    cases = [(case,) for case in ("search and load", "no dataset", "unknown keyword", "no model", "eval")]
+    assert run_each(pool, count_collectives, cases) == [[["auto_accelerate"]] * 2] * len(cases)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, "60", True, float("inf"), float("nan")])

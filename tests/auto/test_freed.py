@@ -6,13 +6,13 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
+from tests.auto.training import run_each
 from tests.pool import Pool
 
 
@@ -52,13 +52,8 @@ def is_freed(rank: int, size: int, strategy: list[Any]) -> bool:
     return held() is None
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        *([name] for name in ("ddp", "zero1", "zero2", "fsdp", "chunk")),
-        ["ddp", ("micro_batch", {"size": 1}), ("offload", {"optimizer": 1.0})],
-    ],
-    ids=lambda strategy: strategy[0] if len(strategy) == 1 else "ddp and others",
-)
-def test_a_model_is_freed(pool: Pool, strategy: list[Any]) -> None:
-    assert all(pool.run(is_freed, strategy))
+def test_a_model_is_freed(pool: Pool) -> None:
+    strategies: list[list[Any]] = [[name] for name in ("ddp", "zero1", "zero2", "fsdp", "chunk")]
+    strategies.append(["ddp", ("micro_batch", {"size": 1}), ("offload", {"optimizer": 1.0})])
+    found = run_each(pool, is_freed, [(strategy,) for strategy in strategies])
+    assert not [strategy for strategy, by_rank in zip(strategies, found, strict=True) if not all(by_rank)]

@@ -1,6 +1,5 @@
 """On several processes gradients are those of the whole batch's loss, whatever the loss is a mean over, or a sum."""
 
-import logging
 import math
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
 from atorch.errors import ArgumentError
-from atorch.logs import logger
 from atorch.profiler.comm_counter import CommCounter
 from tests.auto.loss_job import (
     BATCH,
@@ -29,6 +27,7 @@ from tests.auto.loss_job import (
     in_a_tuple,
     value,
 )
+from tests.auto.training import assert_trains_like_plain, messages, run_each
 
 EXACT = 1e-4
 
@@ -46,28 +45,29 @@ SPLIT_BY_DATA = {
     "one micro-batch": ["ddp", ("micro_batch", {"size": "auto"})],
     "micro_batch of fsdp": ["fsdp", ("micro_batch", {"size": 2, "reduce": "each"})],
 }
+IN_PARTS = ("micro_batch", "one micro-batch", "micro_batch of fsdp")
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_ddp_is_training_on_the_whole_batch(pool, name):
-    assert max(pool.run(deviation, name, ["ddp"], ranks=2)) <= EXACT
+MICRO = ("micro_batch", {"size": 2})
 
 
-@pytest.mark.parametrize("name", ["sum", "labels", "causal"])
-@pytest.mark.parametrize("method", SPLIT_BY_DATA)
-def test_every_way_to_share_out_samples(pool, method, name):
-    assert max(pool.run(deviation, name, SPLIT_BY_DATA[method], ranks=2)) <= EXACT
+def test_ddp_is_training_on_the_whole_batch(pool):
+    assert_trains_like_plain(pool, deviation, [(name, ["ddp"]) for name in LOSSES])
 
 
-@pytest.mark.parametrize("name", ["labels", "causal", "by row"])
-@pytest.mark.parametrize("beside", [[], [("micro_batch", {"size": 2})]], ids=["whole", "in micro-batches"])
-def test_labels_that_differ_in_later_batches_alone(pool, name, beside):
-    assert max(pool.run(later, name, ["ddp", *beside], ranks=2)) <= EXACT
+def test_every_way_to_share_out_samples(pool):
+    cases = [("labels", strategy) for strategy in SPLIT_BY_DATA.values()]
+    cases += [(name, SPLIT_BY_DATA[way]) for way in IN_PARTS for name in ("sum", "causal")]
+    assert_trains_like_plain(pool, deviation, [*cases, ("sum", ["zero1"]), ("causal", ["fsdp"]), ("sum", ["chunk"])])
 
 
-@pytest.mark.parametrize("name", ["sum", "labels", "mask", "causal"])
-def test_one_row_a_rank(pool, name):
-    assert max(pool.run(alone, name, ["fsdp"], ranks=2)) <= EXACT
+def test_labels_that_differ_in_later_batches_alone(pool):
+    cases = [(name, ["ddp", *beside]) for name in ("labels", "causal", "by row") for beside in ([], [MICRO])]
+    assert_trains_like_plain(pool, later, cases)
+
+
+def test_one_row_a_rank(pool):
+    assert_trains_like_plain(pool, alone, [(name, ["fsdp"]) for name in ("sum", "labels", "mask", "causal")])
 
 
 def later(rank, size, name, strategy):
@@ -84,17 +84,16 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("name", ["sum", "labels"])
-@pytest.mark.parametrize("axis", SPLIT)
-def test_beside_what_splits_the_model(pool, axis, name):
-    mesh = ("parallel_mode", ([(axis, 2), ("data", 2)], None))
-    assert max(pool.run(deviation, name, [mesh, *SPLIT[axis]], ranks=4)) <= EXACT
+def test_beside_what_splits_the_model(pool):
+    meshes = {axis: ("parallel_mode", ([(axis, 2), ("data", 2)], None)) for axis in SPLIT}
+    cases = [(name, [meshes[axis], *SPLIT[axis]]) for axis in SPLIT for name in ("sum", "labels")]
+    assert_trains_like_plain(pool, deviation, cases, ranks=4)
 
 
-@pytest.mark.parametrize("name", ["sum", "labels"])
-@pytest.mark.parametrize("beside", [[], [("micro_batch", {"size": 2})]], ids=["whole", "in micro-batches"])
-def test_loss_scales(pool, beside, name):
-    assert max(pool.run(deviation, name, ["ddp", ("amp_native", "fp16"), *beside], ranks=2)) <= 1e-2
+def test_loss_scales(pool):
+    fp16 = ("amp_native", "fp16")
+    cases = [(name, ["ddp", fp16, *beside]) for name in ("sum", "labels") for beside in ([], [MICRO])]
+    assert_trains_like_plain(pool, deviation, cases, band=1e-2)
 
 
 def ragged(rank, size, name):
@@ -110,9 +109,8 @@ def ragged(rank, size, name):
     return max(errors)
 
 
-@pytest.mark.parametrize("name", ["rows", "sum", "labels", "causal"])
-def test_ranks_with_different_numbers_of_rows(pool, name):
-    assert max(pool.run(ragged, name, ranks=2)) <= EXACT
+def test_ranks_with_different_numbers_of_rows(pool):
+    assert_trains_like_plain(pool, ragged, [(name,) for name in ("rows", "sum", "labels", "causal")])
 
 
 def without_labels(rank, size, name, strategy):
@@ -129,10 +127,9 @@ def without_labels(rank, size, name, strategy):
     return max(*errors, gradient_error(result, make, loss_func, shares, rank))
 
 
-@pytest.mark.parametrize("name", ["labels", "mask", "causal"])
-@pytest.mark.parametrize("strategy", [["ddp"], ["ddp", ("micro_batch", {"size": 2})]], ids=["whole", "micro-batches"])
-def test_a_rank_without_labels_spoils_nothing(pool, name, strategy):
-    assert max(pool.run(without_labels, name, strategy, ranks=2)) <= EXACT
+def test_a_rank_without_labels_spoils_nothing(pool):
+    cases = [(name, ["ddp", *beside]) for name in ("labels", "mask", "causal") for beside in ([], [MICRO])]
+    assert_trains_like_plain(pool, without_labels, cases)
 
 
 def printed(rank, size):
@@ -155,7 +152,7 @@ def test_the_loss_that_is_printed_is_the_users(pool):
 
 
 def sent(rank, size, name):
-    """What is sent in the third step, when all has been found out, and what DistributedDataParallel alone sends."""
+    """Calls and bytes that the third step, when all has been found out, sends beyond DistributedDataParallel's own."""
     make, loss_func = LOSSES[name]
     _, result, _ = auto_accelerate(
         make(),
@@ -167,32 +164,23 @@ def sent(rank, size, name):
         dataloader_args={"batch_size": BATCH},
         load_strategy=["ddp"],
     )
-    counts = []
     for batch in result.dataloader:
-        with CommCounter() as messages:
+        with CommCounter() as mine:
             result.step(batch)
-        counts.append([(kind, *figures) for (kind, _), figures in messages.counts.items()])
-    return counts[-1:], accelerated_alone(make, loss_func)
-
-
-def accelerated_alone(make, loss_func):
-    """What torch's DistributedDataParallel sends in its steps."""
-    model, data, counts = DistributedDataParallel(make(), gradient_as_bucket_view=True), Samples(), []
+    model, data = DistributedDataParallel(make(), gradient_as_bucket_view=True), Samples()
     for _ in range(3):
-        with CommCounter() as messages:
+        with CommCounter() as theirs:
             batch = batch_of(data, 0, 1)
             value(loss_func(batch, model(**batch))).backward()
-        counts.append([(kind, *figures) for (kind, _), figures in messages.counts.items()])
-    return counts[-1:]
+    totals = [[sum(figures) for figures in zip(*sends.counts.values(), strict=True)] for sends in (mine, theirs)]
+    return tuple(one - other for one, other in zip(*totals, strict=True))
 
 
-@pytest.mark.parametrize(("name", "more"), [("rows", 0), ("sum", 0), ("tuple", 0), ("labels", 1)])
-def test_a_mean_over_rows_costs_nothing_a_step_and_one_over_labels_a_number(pool, name, more):
-    for mine, plain in pool.run(sent, name, ranks=2):
-        for step, theirs in zip(mine, plain, strict=True):
-            calls = sum(count for _, count, _ in step) - sum(count for _, count, _ in theirs)
-            size = sum(size for *_, size in step) - sum(size for *_, size in theirs)
-            assert (calls, size) == (more, 8.0 * more)
+def test_a_mean_over_rows_costs_nothing_a_step_and_one_over_labels_a_number(pool):
+    expected = {"rows": 0, "sum": 0, "tuple": 0, "labels": 1}
+    by_name = run_each(pool, sent, [(name,) for name in expected])
+    for more, by_rank in zip(expected.values(), by_name, strict=True):
+        assert by_rank == [(more, 8.0 * more)] * 2
 
 
 def classes(rank, size):
@@ -210,9 +198,9 @@ def classes(rank, size):
     )
     counts = []
     for batch in result.dataloader:
-        with CommCounter() as messages:
+        with CommCounter() as sends:
             result.loss_func(batch, result.model(batch[0])).backward()
-        counts.append(sum(count for count, _ in messages.counts.values()))
+        counts.append(sum(count for count, _ in sends.counts.values()))
     return counts
 
 
@@ -224,17 +212,11 @@ def test_classes_of_rows_cost_nothing_a_step(pool):
 
 def told(rank, size, loss_weight):
     """What a loss over the whole batch is told, in three steps."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
+    with messages() as records:
         result, data = accelerated(Net, contrast, loss_weight=loss_weight), Samples()
         for step in range(3):
             batch = batch_of(data, *range(4 * rank + 8 * step, 4 * rank + 8 * step + 4))
             result.loss_func(batch, result.model(**batch)).backward()
-    finally:
-        logger.removeHandler(handler)
     return [message for message in records if "averaged over the processes" in message]
 
 
@@ -249,13 +231,9 @@ def test_a_loss_that_compares_samples_is_told_once(pool):
 
 def told_of_classes(rank, size):
     """What a mean by class weights is told whose first batch has one class."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger.addHandler(handler)
     x, y = torch.randn(16, 6), torch.tensor([0] * 8 + [1, 0, 0, 0] * 2)
     weight = torch.tensor([1.0, 9.0])
-    try:
+    with messages() as records:
         _, result, _ = auto_accelerate(
             nn.Linear(6, 2),
             torch.optim.SGD,
@@ -266,8 +244,6 @@ def told_of_classes(rank, size):
         for step in range(2):
             rows = slice(8 * step + 4 * rank, 8 * step + 4 * rank + 4)
             result.loss_func((x[rows], y[rows]), result.model(x[rows])).backward()
-    finally:
-        logger.removeHandler(handler)
     return ["a later batch shows" in message for message in records if "averaged over the processes" in message]
 
 
@@ -316,10 +292,9 @@ def padding_free(rank, size, strategy, inside):
     return (off / sum(float((each - base[name]).square().sum()) for name, each in ref.items())) ** 0.5
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_padding_free_rows_of_different_lengths(pool, strategy, inside):
-    assert max(pool.run(padding_free, strategy, inside, ranks=2)) < 1e-5
+def test_padding_free_rows_of_different_lengths(pool):
+    cases = [(strategy, inside) for strategy in ("ddp", "fsdp") for inside in (True, False)]
+    assert_trains_like_plain(pool, padding_free, cases, band=1e-5)
 
 
 def two_losses(rank, size):
@@ -352,18 +327,16 @@ def compiled(rank, size, beside):
     return off, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("beside", ["ddp", ("chunk", {"budget_bytes": 100_000})], ids=["ddp", "chunk"])
-def test_parts_of_a_batch_are_not_compiled_for(pool, beside):
-    for off, num_graphs in pool.run(compiled, beside, ranks=2):
-        assert off <= EXACT
-        assert num_graphs == 1
+def test_parts_of_a_batch_are_not_compiled_for(pool):
+    for by_rank in run_each(pool, compiled, [("ddp",), (("chunk", {"budget_bytes": 100_000}),)]):
+        for off, num_graphs in by_rank:
+            assert off <= EXACT
+            assert num_graphs == 1
 
 
 def named(rank, size, name, loss_weight):
     make, loss_func = LOSSES[name]
-    data = Samples()
-    result = accelerated(make, loss_func, loss_weight=loss_weight)
-    calls = []
+    data, calls = Samples(), []
 
     def counted(batch, output):
         calls.append(1)
@@ -374,15 +347,12 @@ def named(rank, size, name, loss_weight):
     return gradient_error(result, make, loss_func, shares, rank), len(calls)
 
 
-@pytest.mark.parametrize(
-    ("name", "loss_weight"),
-    [("sum", "sum"), ("labels", "labels"), ("causal", "shifted_labels"), ("mask", "mask"), ("mask", count_mask)],
-    ids=["sum", "labels", "shifted", "mask", "function"],
-)
-def test_a_named_rule_is_taken_as_it_is(pool, name, loss_weight):
-    for error, calls in pool.run(named, name, loss_weight, ranks=2):
-        assert error <= EXACT
-        assert calls == 1
+def test_a_named_rule_is_taken_as_it_is(pool):
+    cases = [("sum", "sum"), ("labels", "labels"), ("causal", "shifted_labels"), ("mask", "mask"), ("mask", count_mask)]
+    for by_rank in run_each(pool, named, cases):
+        for error, calls in by_rank:
+            assert error <= EXACT
+            assert calls == 1
 
 
 @pytest.mark.parametrize("wrong", [None, 3, ""])
@@ -392,7 +362,6 @@ def test_wrong_rules_are_refused(wrong):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("method", SPLIT_BY_DATA)
-def test_on_four_ranks(pool, method, name):
-    assert max(pool.run(deviation, name, SPLIT_BY_DATA[method], ranks=4)) <= EXACT
+def test_on_four_ranks(pool, method):
+    assert_trains_like_plain(pool, deviation, [(name, SPLIT_BY_DATA[method]) for name in LOSSES], ranks=4)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from atorch.auto.strategy import METHODS
 from atorch.errors import ArgumentError
 from atorch.model.deferred_init import InitialValues
 from atorch.model.pytree import local_part
-from tests.contract.job import BATCH, STEPS, VOCAB, Tokens
+from tests.auto.training import accelerated_steps, run_each, steps
+from tests.contract.job import BATCH, VOCAB, Tokens, arguments
 from tests.pool import Pool
 
 SEED = 5
@@ -129,15 +131,8 @@ def trained_plainly(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch
     model = made(kind, on_meta=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        tokens = Tokens().tokens[step * BATCH : (step + 1) * BATCH]
-        batch = {"input_ids": tokens, "labels": tokens}
-        loss = loss_func(batch, model(**batch))
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
+    batches = ({"input_ids": tokens, "labels": tokens} for tokens in Tokens().tokens.split(BATCH))
+    losses, _ = steps(model, optim, loss_func, batches)
     return before, dict(model.state_dict()), losses
 
 
@@ -147,32 +142,20 @@ def farthest(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return max(((got[name].float() - expected[name].float()).abs().max().item(), name) for name in expected)
 
 
+def accelerated(model: nn.Module, strategy: Any, **more: Any) -> Any:
+    given = {"loss_func": loss_func, "optim_args": {"lr": 0.1, "momentum": 0.9}, **more}
+    return auto_accelerate(model, load_strategy=strategy, **arguments(**given))[1]
+
+
 def started(rank: int, size: int, kind: str, strategy: Any, **more: Any) -> tuple[float, float, float]:
     """How far values are from plain ones before a step and after three, and the losses."""
     model = made(kind, on_meta=True)
     torch.manual_seed(SEED + rank)  # rank 0's count
-    _, result, _ = auto_accelerate(
-        model,
-        torch.optim.SGD,
-        Tokens(),
-        loss_func,
-        model_input_format="unpack_dict",
-        optim_args={"lr": 0.1, "momentum": 0.9},
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=strategy,
-        **more,
-        param_init_fn=None if kind == "decoder" else KINDS[kind][1](model),
-    )
+    fill = None if kind == "decoder" else KINDS[kind][1](model)
+    result = accelerated(model, strategy, param_init_fn=fill, **more)
     before, after, losses = trained_plainly(kind)
     first, _ = farthest(whole_state(result.model), before)
-    found = []
-    for batch in result.dataloader:
-        batch = result.prepare_input(batch, torch.device("cpu"))
-        loss = result.loss_func(batch, result.model(**batch))
-        loss.backward()
-        result.optim.step()
-        result.optim.zero_grad()
-        found.append(float(loss))
+    found, _ = accelerated_steps(result)
     mean = torch.tensor(found, dtype=torch.float64)
     if size > 1:
         dist.all_reduce(mean)
@@ -210,23 +193,26 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     ),
     "pipeline + tensor": (4, [mesh(pipeline=2, tensor=2), "pipeline_parallel", "tensor_parallel"]),
 }
-SAMPLE = {("decoder", "fsdp"), ("decoder", "tensor + fsdp"), ("llama", "pipeline"), ("decoder", "chunk")}
+SAMPLE = [("decoder", "fsdp"), ("decoder", "tensor + fsdp"), ("llama", "pipeline"), ("decoder", "chunk")]
+ALL = [(kind, name) for kind in KINDS for name in STRATEGIES]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(kind, name, marks=[] if (kind, name) in SAMPLE else pytest.mark.nightly)
-        for kind in KINDS
-        for name in STRATEGIES
-    ],
-)
-def test_it_starts_and_trains_as_plainly(pool: Pool, kind: str, name: str) -> None:
-    ranks, strategy = STRATEGIES[name]
-    for first, last, loss in pool.run(started, kind, strategy, ranks=ranks):
-        assert first == 0.0
-        assert last <= 2e-5
-        assert loss <= 1e-5
+def by_size(names: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The names of strategies of as many processes, by their number."""
+    for size, same in groupby(sorted(names, key=lambda name: STRATEGIES[name][0]), lambda name: STRATEGIES[name][0]):
+        yield size, list(same)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pairs", [SAMPLE, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["few", "all"])
+def test_it_starts_and_trains_as_plainly(pool: Pool, pairs: list[tuple[str, str]], kind: str) -> None:
+    for ranks, names in by_size(name for of, name in pairs if of == kind):
+        cases = [(kind, STRATEGIES[name][1]) for name in names]
+        for name, by_rank in zip(names, run_each(pool, started, cases, ranks=ranks, timeout=600), strict=True):
+            for first, last, loss in by_rank:
+                assert first == 0.0, name
+                assert last <= 2e-5, name
+                assert loss <= 1e-5, name
 
 
 def started_by_search(rank: int, size: int, among: tuple[str, ...]) -> tuple[list[str], tuple[float, float, float]]:
@@ -235,7 +221,12 @@ def started_by_search(rank: int, size: int, among: tuple[str, ...]) -> tuple[lis
     excluded = set(METHODS) - {"parallel_mode", *among}
     with pytest.MonkeyPatch.context() as patch:
         accelerate = session.accelerate
-        patch.setattr(session, "accelerate", lambda *given: chosen.append(given[1]) or accelerate(*given))
+
+        def choosing(ctx: Any, strategy: Any, verify: bool) -> Any:
+            chosen.append(strategy)
+            return accelerate(ctx, strategy, verify)
+
+        patch.setattr(session, "accelerate", choosing)
         distances = started(rank, size, "decoder", None, excluded=excluded)
     report = chosen[-1].metadata["report"]
     failed = [each["reason"] for each in report["rejected"] if each["why"] == "failed"]
@@ -401,17 +392,7 @@ def test_what_cannot_start_is_told(make: Callable[[], nn.Module], more: dict[str
 def loaded(rank: int, size: int, strategy: Any, path: str | None) -> tuple[str, float, float]:
     """What a call says before the values are there, and how far they and those after training are from plain ones."""
     model = made("decoder", on_meta=True)
-    _, result, _ = auto_accelerate(
-        model,
-        torch.optim.SGD,
-        Tokens(),
-        loss_func,
-        model_input_format="unpack_dict",
-        optim_args={"lr": 0.1, "momentum": 0.9},
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=strategy,
-        empty_init=True,
-    )
+    result = accelerated(model, strategy, empty_init=True)
     before, after, _ = trained_plainly("decoder")
     told = "load a checkpoint"
     if "chunk" not in strategy:
@@ -424,26 +405,24 @@ def loaded(rank: int, size: int, strategy: Any, path: str | None) -> tuple[str, 
         load_whole_state(result.model, {**before, "offset": torch.ones(3)})
     load_whole_state(result.model, before if path is None else path)
     first, _ = farthest(whole_state(result.model), before)
-    for batch in result.dataloader:
-        loss = result.loss_func(batch, result.model(**batch))
-        loss.backward()
-        result.optim.step()
-        result.optim.zero_grad()
+    accelerated_steps(result)
     last, _ = farthest(whole_state(result.model), after)
     load_whole_state(result.model, before)  # while some of it may be gathered
     return told, max(first, farthest(whole_state(result.model), before)[0]), last
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in ("tensor + fsdp", "interleaved") else pytest.mark.nightly) for n in STRATEGIES],
-)
-def test_a_checkpoint_fills_it(pool: Pool, name: str) -> None:
-    ranks, strategy = STRATEGIES[name]
-    for told, first, last in pool.run(loaded, strategy, None, ranks=ranks):
-        assert "load a checkpoint" in told
-        assert first == 0.0
-        assert last <= 2e-5
+FEW = ("tensor + fsdp", "interleaved")
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(STRATEGIES, marks=pytest.mark.nightly)], ids=["few", "all"])
+def test_a_checkpoint_fills_it(pool: Pool, names: Iterable[str]) -> None:
+    for ranks, same in by_size(names):
+        found = run_each(pool, loaded, [(STRATEGIES[name][1], None) for name in same], ranks=ranks, timeout=600)
+        for name, by_rank in zip(same, found, strict=True):
+            for told, first, last in by_rank:
+                assert "load a checkpoint" in told, name
+                assert first == 0.0, name
+                assert last <= 2e-5, name
 
 
 def test_a_checkpoint_comes_from_files(tmp_path: Path) -> None:
@@ -497,16 +476,7 @@ def peak(rank: int, size: int, strategy: Any, width: int, depth: int) -> tuple[f
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = _resident("VmHWM")
-        _, result, _ = auto_accelerate(
-            model,
-            torch.optim.SGD,
-            Tokens(),
-            loss_func,
-            model_input_format="unpack_dict",
-            optim_args={"lr": 0.1},
-            dataloader_args={"batch_size": BATCH},
-            load_strategy=strategy,
-        )
+        result = accelerated(model, strategy, optim_args={"lr": 0.1})
         found = _resident("VmHWM") - before
         held = sum(local_part(each).nbytes for each in result.model.parameters()) / 2**20
         del result

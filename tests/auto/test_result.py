@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from tests.auto.loss_job import BATCH, Net, Samples, rows
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated, loss_func
+from tests.auto.training import run_each
 from tests.pool import Pool
 from tests.runtime import sharing
 from tests.runtime.sharing import make
@@ -109,15 +111,10 @@ def clipped(rank: int, size: int, kind: type[nn.Module], strategy: list[Any]) ->
     return result.model.clip_grad_norm_(0.1), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
 
 
-@pytest.mark.parametrize("strategy", [["zero1"], ["fsdp"]], ids=["zero1", "fsdp"])
-def test_the_model_clips_by_the_norm_of_all(pool: Pool, strategy: list[Any]) -> None:
-    for norm, expected in pool.run(clipped, Net, strategy):
-        assert float(norm) == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_models_own_method_stays(pool: Pool) -> None:
-    for (whose, norm), expected in pool.run(clipped, Clips, ["zero1"]):
-        assert whose == "its own"
+def test_the_model_clips_by_the_norm_of_all_or_by_its_own_method(pool: Pool) -> None:
+    zero1, fsdp, own = run_each(pool, clipped, [(Net, ["zero1"]), (Net, ["fsdp"]), (Clips, ["zero1"])])
+    assert {whose for (whose, _), _ in own} == {"its own"}
+    for norm, expected in (*zero1, *fsdp, *((norm, expected) for (_, norm), expected in own)):
         assert float(norm) == pytest.approx(expected, rel=1e-5)
 
 
@@ -129,9 +126,8 @@ def added(rank: int, size: int, strategy: list[Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("strategy", [["ddp"], ["fsdp"]], ids=["ddp", "fsdp"])
-def test_parameters_that_the_model_does_not_have_cannot_be_added(pool: Pool, strategy: list[Any]) -> None:
-    for said in pool.run(added, strategy):
+def test_parameters_that_the_model_does_not_have_cannot_be_added(pool: Pool) -> None:
+    for said in chain(*run_each(pool, added, [(["ddp"],), (["fsdp"],)])):
         assert said.startswith("optim.add_param_group was given a parameter of shape (3, 3) that the model does not")
 
 
@@ -151,10 +147,9 @@ def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[st
     return [(name, now, then) for then, now, name in seen if then != now]
 
 
-@pytest.mark.parametrize("path", ["", "layers.1"])
-@pytest.mark.parametrize("strategy", [["zero1"], ["fsdp", "checkpoint"]], ids=["zero1", "fsdp+checkpoint"])
-def test_what_is_in_eval_mode_stays_so(pool: Pool, strategy: list[Any], path: str) -> None:
-    assert pool.run(modes, strategy, path) == [[], []]
+def test_what_is_in_eval_mode_stays_so(pool: Pool) -> None:
+    cases = [(strategy, path) for strategy in (["zero1"], ["fsdp", "checkpoint"]) for path in ("", "layers.1")]
+    assert run_each(pool, modes, cases) == [[[], []]] * len(cases)
 
 
 def clipped_by_torch(rank: int, size: int, strategy: list[Any]) -> str:
@@ -184,36 +179,36 @@ def over(*axes: tuple[str, int]) -> tuple[str, Any]:
     return "parallel_mode", (axes, None)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "told"),
-    [
-        (["ddp"], 2, ""),
-        (["zero2"], 2, ""),
-        (["fsdp", ("micro_batch", {"size": 1})], 2, ""),
-        (["chunk"], 1, ""),
-        (["chunk"], 2, "is spread over 2 processes"),
-        ([FP16], 1, "loss scale"),
-        ([FP16, "ddp"], 2, "loss scale"),
-        ([FP16, "chunk"], 1, "loss scale"),
-        ([("half", "fp16"), "fsdp"], 2, "loss scale"),
-        ([over(("tensor", 2)), "tensor_parallel"], 2, "the axis tensor"),
-        ([over(("tensor", 2), ("zero", 2)), "tensor_parallel", "fsdp"], 4, "atorch.clip_grad_norm(model, max_norm)"),
-        ([over(("pipeline", 2)), PIPELINE], 2, "of one stage"),
-        ([over(("pipeline", 2), ("data", 2)), PIPELINE, "ddp"], 4, "of one stage"),
-        ([over(("pipeline", 2), ("zero", 2)), PIPELINE, "fsdp"], 4, "of one stage"),
-        (
-            [over(("pipeline", 2)), ("pipeline_parallel", {"micro_batches": 2, "schedule": "zero_bubble"})],
-            2,
-            "of one stage",
-        ),
+ZERO_BUBBLE = ("pipeline_parallel", {"micro_batches": 2, "schedule": "zero_bubble"})
+CLIPPED: dict[int, list[tuple[list[Any], str]]] = {
+    1: [(["chunk"], ""), ([FP16], "loss scale"), ([FP16, "chunk"], "loss scale")],
+    2: [
+        (["ddp"], ""),
+        (["zero2"], ""),
+        (["fsdp", ("micro_batch", {"size": 1})], ""),
+        (["chunk"], "is spread over 2 processes"),
+        ([FP16, "ddp"], "loss scale"),
+        ([("half", "fp16"), "fsdp"], "loss scale"),
+        ([over(("tensor", 2)), "tensor_parallel"], "the axis tensor"),
+        ([over(("pipeline", 2)), PIPELINE], "of one stage"),
+        ([over(("pipeline", 2)), ZERO_BUBBLE], "of one stage"),
     ],
-    ids=repr,
-)
-def test_torchs_clipping_is_plain_trainings_or_refused(pool: Pool, strategy: list[Any], ranks: int, told: str) -> None:
+    4: [
+        ([over(("tensor", 2), ("zero", 2)), "tensor_parallel", "fsdp"], "atorch.clip_grad_norm(model, max_norm)"),
+        ([over(("pipeline", 2), ("data", 2)), PIPELINE, "ddp"], "of one stage"),
+        ([over(("pipeline", 2), ("zero", 2)), PIPELINE, "fsdp"], "of one stage"),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", CLIPPED)
+def test_torchs_clipping_is_plain_trainings_or_refused(pool: Pool, ranks: int) -> None:
     """It would clip by the norm of a process's own part, and training would be another one without a word."""
-    for said in pool.run(clipped_by_torch, strategy, ranks=ranks):
-        assert told in said
-        assert bool(told) == bool(said)
+    by_case = run_each(pool, clipped_by_torch, [(strategy,) for strategy, _ in CLIPPED[ranks]], ranks=ranks)
+    for (strategy, told), by_rank in zip(CLIPPED[ranks], by_case, strict=True):
+        for said in by_rank:
+            assert told in said, strategy
+            assert bool(told) == bool(said), strategy
 
 
 def told_of_state(rank: int, size: int, strategy: list[Any]) -> list[str]:
@@ -227,16 +222,15 @@ def told_of_state(rank: int, size: int, strategy: list[Any]) -> list[str]:
     return [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "part"),
-    [
+def test_who_asks_for_a_part_of_the_state_is_told_once(pool: Pool) -> None:
+    parts: list[tuple[list[Any], list[str]]] = [
         ([over(("tensor", 2)), "tensor_parallel"], ["this process's rows of split parameters"]),
         ([over(("pipeline", 2)), PIPELINE], ["the stages of this process"]),
         (["zero1"], []),
         (["fsdp"], []),
-    ],
-    ids=repr,
-)
-def test_who_asks_for_a_part_of_the_state_is_told_once(pool: Pool, strategy: list[Any], part: list[str]) -> None:
-    for said in pool.run(told_of_state, strategy):
-        assert [each.split(" alone: ")[0] for each in said] == [f"model.state_dict() has {each}" for each in part]
+    ]
+    by_case = run_each(pool, told_of_state, [(strategy,) for strategy, _ in parts])
+    for (_, part), by_rank in zip(parts, by_case, strict=True):
+        for said in by_rank:
+            got = [each.split(" alone: ")[0] for each in said]
+            assert got == [f"model.state_dict() has {each}" for each in part]

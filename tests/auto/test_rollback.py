@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.errors import StrategyError
 from atorch.model.copy import lazy_clone
 from tests.auto.planner.jobs import context
+from tests.auto.training import messages, run_each
 from tests.pool import Pool
 from tests.roads import job, net, trained_plainly
 
@@ -72,10 +73,6 @@ def found(strategy: list[Any], size: int) -> Plan:
 
 def fallen_back(rank: int, size: int, how: str, where: int, others: list[Any]) -> tuple[str, Any, str, bool]:
     """The strategy, its report and what was said; whether it then trains as torch does."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("atorch").addHandler(handler)
     model, torch_state = net("ByLambda"), torch.get_rng_state()
     expected, before = trained_plainly(net("ByLambda")), copy.deepcopy(model.state_dict())
     names = {name: id(each) for name, each in model.named_parameters()}
@@ -96,14 +93,11 @@ def fallen_back(rank: int, size: int, how: str, where: int, others: list[Any]) -
             )
         return apply(ctx, strategy, verify)
 
-    try:
-        with failing(how, where), mock.patch.object(session, "accelerate", look):
-            plan = found([*others, "failing"], size)
-            with mock.patch.object(session, "_searched", return_value=plan):
-                torch.set_rng_state(torch_state)
-                _, result, strategy = auto_accelerate(model, **job())
-    finally:
-        logging.getLogger("atorch").removeHandler(handler)
+    with messages() as said, failing(how, where), mock.patch.object(session, "accelerate", look):
+        plan = found([*others, "failing"], size)
+        with mock.patch.object(session, "_searched", return_value=plan):
+            torch.set_rng_state(torch_state)
+            _, result, strategy = auto_accelerate(model, **job())
     assert result is not None
     assert strategy is not None
     for batch in result.dataloader:
@@ -112,7 +106,7 @@ def fallen_back(rank: int, size: int, how: str, where: int, others: list[Any]) -
         result.optim.zero_grad()
     for name, value in result.model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
-    return str(strategy), strategy.report, "\n".join(messages), looked == [True]
+    return str(strategy), strategy.report, "\n".join(said), looked == [True]
 
 
 HALF: list[Any] = ["half"]
@@ -137,11 +131,14 @@ def test_what_is_next_best_takes_the_place_of_a_choice_that_fails(how: str, othe
     assert "failing was chosen, and failed when it was applied" in said
 
 
-@pytest.mark.parametrize(
-    ("how", "others"), [("memory", ["fsdp"]), ("memory", ["zero1"]), ("memory", ["ddp"]), ("wrong", ["zero2"])]
-)
-def test_all_processes_fall_back_together(pool: Pool, how: str, others: list[Any]) -> None:
-    for strategy, report, _, is_as_before in pool.run(fallen_back, how, 1, others):
+def test_all_processes_fall_back_together(pool: Pool) -> None:
+    cases: list[Any] = [
+        ("memory", 1, ["fsdp"]),
+        ("memory", 1, ["zero1"]),
+        ("memory", 1, ["ddp"]),
+        ("wrong", 1, ["zero2"]),
+    ]
+    for strategy, report, _, is_as_before in chain(*run_each(pool, fallen_back, cases)):
         assert strategy == "parallel_mode(data 2) + ddp"
         assert is_as_before
         assert "on rank" in report["notes"][-1]

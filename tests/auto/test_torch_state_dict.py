@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from atorch import auto_accelerate, whole_state
 from atorch.errors import ArgumentError
 from tests.auto.opt_lib.sharing_job import accelerated
+from tests.auto.training import run_each
 from tests.pool import Pool
 from tests.runtime.sharing import make
 
@@ -57,24 +58,18 @@ def stored_and_loaded(rank: int, size: int, strategy: list[Any]) -> tuple[set[st
     return set(stored), set(moments), same
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
+def test_what_torch_stores_it_loads(pool: Pool) -> None:
+    strategies: list[list[Any]] = [
         ["ddp"],
         ["zero1", ("half", "bf16")],
         ["ddp", ("amp_native", "bf16"), ("micro_batch", {"size": 2})],
         ["zero2"],
         ["fsdp", ("half", "bf16")],
-    ],
-    ids=["ddp", "zero1+half", "ddp+amp+micro_batch", "zero2", "fsdp+half"],
-)
-def test_what_torch_stores_it_loads(pool: Pool, strategy: list[Any]) -> None:
+    ]
     plain = make("awkward")
     trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
-    for names, with_states, same in pool.run(stored_and_loaded, strategy):
-        assert names == set(plain.state_dict())
-        assert with_states == trained
-        assert same
+    found = run_each(pool, stored_and_loaded, [(strategy,) for strategy in strategies])
+    assert found == [[(set(plain.state_dict()), trained, True)] * 2] * len(strategies)
 
 
 SHARDED: dict[str, bool] = {}
@@ -104,12 +99,11 @@ CASES = [(["zero1"], FLAT), (["zero1"], ON_ONE), (["zero1", ("half", "bf16")], W
 MORE = [(strategy, options) for strategy in (["ddp"], ["zero1"], ["zero2"]) for options in (SHARDED, WHOLE, ON_ONE)]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)]
-)
-def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, strategy: list[Any], options: dict[str, bool]) -> None:
-    for expected, got in pool.run(resumed, strategy, options):
-        assert got == expected
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["few", "more"])
+def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, cases: list[Any]) -> None:
+    for case, by_rank in zip(cases, run_each(pool, resumed, cases), strict=True):
+        for expected, got in by_rank:
+            assert got == expected, case
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -149,12 +143,9 @@ def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: st
     return str(refusal.value), loss, read
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [["fsdp"], [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]],
-    ids=["fsdp", "tensor_parallel"],
-)
-def test_hugging_faces_files_have_the_whole_model(pool: Pool, strategy: list[Any], tmp_path: Path) -> None:
-    refusal, loss, read = pool.run(saved_for_hugging_face, strategy, str(tmp_path))[0]
-    assert "state = atorch.whole_state(result.model)" in refusal
-    assert read == pytest.approx(loss, rel=1e-6)
+def test_hugging_faces_files_have_the_whole_model(pool: Pool, tmp_path: Path) -> None:
+    strategies: list[list[Any]] = [["fsdp"], [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]]
+    cases = [(strategy, str(tmp_path / str(number))) for number, strategy in enumerate(strategies)]
+    for (refusal, loss, read), _ in run_each(pool, saved_for_hugging_face, cases):
+        assert "state = atorch.whole_state(result.model)" in refusal
+        assert read == pytest.approx(loss, rel=1e-6)

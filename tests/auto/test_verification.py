@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,8 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.model.state import children_in_eval, preserved_state, restored_state
 from atorch.runtime.gradients.backward_targets import expects_none
 from tests.auto.planner.jobs import cluster
-from tests.pool import Pool, RankFailure
+from tests.auto.training import messages, refusal, run_each
+from tests.pool import Pool
 
 ROWS, FEATURES = 8, 6
 CHECKPOINT = ("checkpoint", (nn.Linear,))
@@ -239,13 +241,14 @@ def shared_out(rank: int, size: int, damage: Callable[[Context], None], load_str
 
 
 @pytest.mark.parametrize("damage", [halve_in_training, halve_from_the_second_on])
-def test_training_mode_and_a_second_pass_are_looked_at(pool: Pool, damage: Callable[[Context], None]) -> None:
+def test_training_mode_and_a_second_pass_are_looked_at(damage: Callable[[Context], None]) -> None:
     """Whatever depends on the share: of random numbers and statistics, too."""
     shared_out(0, 1, damage, [])
-    assert all(pool.run(shared_out, damage, ["ddp"]))
 
 
 def compares(rank: int, size: int) -> bool:
+    for damage in (halve_in_training, halve_from_the_second_on):
+        shared_out(rank, size, damage, ["ddp"])
     return shared_out(rank, size, halve_in_training, ["ddp"], loss_func=contrast)
 
 
@@ -253,7 +256,7 @@ def contrast(batch: Any, output: torch.Tensor) -> torch.Tensor:
     return (output @ output.T).logsumexp(1).mean()
 
 
-def test_a_loss_that_compares_samples_is_held_to_that_of_the_shares(pool: Pool) -> None:
+def test_so_they_are_on_several_processes_and_if_the_loss_compares_samples(pool: Pool) -> None:
     assert all(pool.run(compares))
 
 
@@ -305,12 +308,11 @@ def under(rank: int, size: int, load_strategy: Any, model: dict[str, Any], most_
     return True
 
 
-@pytest.mark.parametrize("most_shares", [1, 8])
-@pytest.mark.parametrize("load_strategy", [["ddp"], ["fsdp"], [("micro_batch", {"size": 2}), "zero1"]])
-def test_right_strategies_are_taken(pool: Pool, load_strategy: Any, most_shares: int) -> None:
+def test_right_strategies_are_taken(pool: Pool) -> None:
     """Also where statistics are of half a batch, and random numbers are other ones."""
-    for model in ({}, {"norm": True}, {"dropout": 0.5}):
-        assert all(pool.run(under, load_strategy, model, most_shares))
+    strategies: list[Any] = [["ddp"], ["fsdp"], [("micro_batch", {"size": 2}), "zero1"]]
+    models: list[dict[str, Any]] = [{}, {"norm": True}, {"dropout": 0.5}]
+    run_each(pool, under, [(strategy, model, most) for strategy in strategies for model in models for most in (1, 8)])
 
 
 def sum_loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
@@ -374,17 +376,15 @@ def reduces_one_twice(rank: int, size: int) -> None:
         under(rank, size, [broken, "ddp"], {}, 8)
 
 
-@pytest.mark.parametrize("model", [{}, {"norm": True, "dropout": 0.3}], ids=["exact", "random"])
-def test_gradients_that_are_not_reduced_are_noticed(pool: Pool, model: dict[str, Any]) -> None:
-    with pytest.raises(RankFailure, match="does not compute what plain training does") as failure:
-        pool.run(without_reduction, model, 8)
-    assert str(failure.value).count("StrategyError: ") == 2, "on both ranks"
-
-
-def test_a_gradient_that_one_rank_loses_is_noticed_on_all(pool: Pool) -> None:
-    with pytest.raises(RankFailure, match="does not compute what plain training does") as failure:
-        pool.run(reduces_one_twice)
-    assert str(failure.value).count("StrategyError: ") == 2
+def test_gradients_that_are_not_reduced_or_that_one_rank_loses_are_noticed_on_all(pool: Pool) -> None:
+    cases: list[tuple[Any, ...]] = [
+        (without_reduction, {}, 8),
+        (without_reduction, {"norm": True, "dropout": 0.3}, 8),
+        (reduces_one_twice,),
+    ]
+    for told in chain(*run_each(pool, refusal, cases)):
+        assert told.startswith("StrategyError: ")
+        assert "does not compute what plain training does" in told
 
 
 @pytest.mark.parametrize(
@@ -484,15 +484,8 @@ def test_a_search_drops_what_cannot_generate(pool: Pool) -> None:
 
 def contrastive(rank: int, size: int) -> list[str]:
     """What is said of a loss that compares samples with one another, none of whose shares tell anything."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("atorch")
-    logger.addHandler(handler)
-    try:
+    with messages() as records:
         accelerate(Net(), ["ddp"], loss_func=contrast)
-    finally:
-        logger.removeHandler(handler)
     return records
 
 

@@ -1,49 +1,7 @@
 """The methods and recipes, one a file. Importing this package registers them all."""
 
-from atorch.auto.opt_lib import (
-    amp_native,
-    checkpoint,
-    chunk,
-    compile,
-    context_parallel,
-    cross_entropy,
-    ddp,
-    ds_3d_parallel,
-    fp8,
-    fsdp,
-    half,
-    micro_batch,
-    mixed_parallel,
-    module_replace,
-    offload,
-    parallel_mode,
-    pipeline_parallel,
-    sequence_parallel,
-    tensor_parallel,
-    zero1,
-    zero2,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "amp_native",
-    "checkpoint",
-    "chunk",
-    "compile",
-    "context_parallel",
-    "cross_entropy",
-    "ddp",
-    "ds_3d_parallel",
-    "fp8",
-    "fsdp",
-    "half",
-    "micro_batch",
-    "mixed_parallel",
-    "module_replace",
-    "offload",
-    "parallel_mode",
-    "pipeline_parallel",
-    "sequence_parallel",
-    "tensor_parallel",
-    "zero1",
-    "zero2",
-]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -19,7 +19,6 @@ from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.shared.divisibility import uncuttable, unmet_tokens
 from atorch.auto.opt_lib.shared.model_requirements import fp8_beside, has_compiled_loss, need_parts_of_tokens
 from atorch.auto.opt_lib.shared.sample_batch import on_samples
-from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -67,11 +66,11 @@ class ContextParallel(Method):
 
     def check(self, ctx: Context) -> None:
         """Check that no other method needs all tokens at once, and that ranks along sequence are neighbours."""
-        strategy, mode = ctx.strategy or Strategy(), (ctx.strategy or Strategy()).get(ParallelMode)
+        strategy, mode = ctx.strategy, ctx.strategy.get(ParallelMode)
         if size_of(ctx, "context") == 1:
             return
         need_parts_of_tokens(strategy, self.name)
-        by_sequence = size_of(ctx, "sequence") > 1 and any("sequence" in other.splits for other in strategy)
+        by_sequence = size_of(ctx, "sequence") > 1 and strategy.splits_over("sequence")
         if by_sequence and mode is not None:
             _need_neighbours(Mesh(mode.slices, mode.rank_order, ctx.device.type))
 
@@ -91,7 +90,7 @@ class ContextParallel(Method):
         (model,) = ctx.parts  # stages are cut later
         group = mesh.group("context")
         exchange: Exchange = RingExchange(group, load_balance=self.load_balance)
-        if mesh.size("sequence") > 1 and any("sequence" in other.splits for other in ctx.strategy or ()):
+        if mesh.size("sequence") > 1 and ctx.strategy.splits_over("sequence"):
             all_or_none(lambda: _need_neighbours(mesh))
             exchange = UlyssesRing(mesh.group("sequence"), group, load_balance=self.load_balance)
             group = mesh.group("context", "sequence")

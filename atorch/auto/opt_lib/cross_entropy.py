@@ -88,7 +88,7 @@ class CrossEntropy(Method):
 
     def check(self, ctx: Context) -> None:
         """Check that there is a head, and that no other method splits, moves or compiles its logits."""
-        for other in ctx.strategy or ():
+        for other in ctx.strategy:
             if other.name in _REFUSED:
                 raise StrategyError(_exclusion(other.name))
             if isinstance(other, Fsdp) and other.reshard_after_forward not in (None, False):
@@ -98,12 +98,12 @@ class CrossEntropy(Method):
                 )
         if has_compiled_loss(ctx):
             raise StrategyError("cross_entropy is beyond a compiled loss_func; give the function that was compiled")
-        if ctx.strategy is None or "fp8" not in ctx.strategy.names():
+        if not ctx.strategy.uses("fp8"):
             self._heads(ctx)
 
     def apply(self, ctx: Context) -> Context:
         """Make the heads return lazy logits, in place."""
-        lasting = ctx.strategy is None or ctx.strategy.get(Fsdp) is None
+        lasting = ctx.strategy.get(Fsdp) is None
         for name, head in self._heads(ctx).items():
             chunk_logits(head, self.chunk_tokens, without_gradients=lasting)
             logger.info("cross_entropy: losses of %s (%d classes) are taken by chunks", name, head.out_features)
@@ -138,7 +138,7 @@ class CrossEntropy(Method):
 
 def _compiled(ctx: Context, part: nn.Module) -> Iterable[nn.Module]:
     """The modules that `compile` will compile, if they exist already."""
-    other = ctx.strategy.get(Compile) if ctx.strategy is not None else None
+    other = ctx.strategy.get(Compile)
     is_known = other is not None and not (other.wrap_class and changes_modules(ctx))
     return other.chosen(part).values() if other is not None and is_known else ()
 

@@ -71,8 +71,8 @@ class Ddp(Method):
 
 def looks_for_unused(ctx: Context, is_asked: bool = False) -> bool:
     """True if DDP should look for unused parameters; never if the loss function runs backward in parts, later."""
-    names = () if ctx.strategy is None else ctx.strategy.names()
-    return (is_asked or ctx.find_unused_parameters) and {"micro_batch", "pipeline_parallel"}.isdisjoint(names)
+    later = "micro_batch" in ctx.strategy.names() or ctx.strategy.splits_over("pipeline")
+    return (is_asked or ctx.find_unused_parameters) and not later
 
 
 def averages_before_steps(built: Built) -> Built:

@@ -143,7 +143,7 @@ class Fp8(Method):
 
     def _suitable_backend(self, ctx: Context) -> Backend:
         """The backend that suits the other methods: recompute would run outside of te's fp8 region."""
-        if ctx.strategy is None or "checkpoint" not in ctx.strategy.names():
+        if "checkpoint" not in ctx.strategy.names():
             return self.backend
         if self.backend == "te":
             raise StrategyError(

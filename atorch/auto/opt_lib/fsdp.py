@@ -31,6 +31,7 @@ from atorch.auto.opt_lib.shared.model_requirements import (
     need_real_parameters,
 )
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, state_bytes
+from atorch.auto.opt_lib.shared.precision import DTYPES, short_name
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.compat.fsdp1_arguments import knobs_of, names_within, wrapped_names
@@ -50,19 +51,7 @@ if TYPE_CHECKING:
 
 SETTLED = ("auto_wrap_policy", "ignored_modules")
 KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_NAMES: Mapping[Any, str] = {
-    **{dtype: name for name, dtype in DTYPES.items()},
-    **{str(dtype): name for name, dtype in DTYPES.items()},
-    **{str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()},
-}
-
-
-def _as_name(value: Any) -> Any:
-    return _NAMES.get(value, value) if isinstance(value, (str, torch.dtype)) else value
-
-
-Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_as_name)]
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(short_name)]
 
 
 class MixedPrecision(BaseModel):
@@ -86,7 +75,7 @@ class MixedPrecision(BaseModel):
     @classmethod
     def of_compute(cls, dtype: torch.dtype) -> Self:
         """Compute in `dtype`, reduce in fp32."""
-        return cls(param_dtype=_NAMES[dtype], reduce_dtype="fp32")
+        return cls(param_dtype=short_name(dtype), reduce_dtype="fp32")
 
     @staticmethod
     def from_torch(value: Any) -> Any:
@@ -291,7 +280,7 @@ class Fsdp(Method):
                 f"{self.name}.reshard_after_forward was given {group}; parameters are spread over {shards} processes, "
                 "and it must be a divisor of that other than 1 and itself, or True or False"
             )
-        may_change = ctx.strategy is not None and (changes_modules(ctx) or "pipeline_parallel" in ctx.strategy.names())
+        may_change = changes_modules(ctx) or ctx.strategy.splits_over("pipeline")
         for part in () if may_change else ctx.parts:  # else names may refer to later modules or another stage
             self._groups(part)
         ignored = () if may_change else [parameter for part in ctx.parts for parameter in self._ignored(part)]

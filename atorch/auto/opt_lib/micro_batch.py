@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
 from atorch.auto.opt_lib.shared.accumulation import reduce_once
@@ -106,20 +107,19 @@ class MicroBatch(Method):
             raise StrategyError("micro_batch runs forward and backward inside loss_func; give auto_accelerate one")
         if _in_pipeline(ctx):
             return
-        for other in ctx.strategy or ():
-            if getattr(other, "backend", None) == "deepspeed":
+        for other in ctx.strategy:
+            if other.engine == "deepspeed":
                 raise StrategyError(
                     f"micro_batch needs loss.backward(), and {other.name} with the deepspeed backend has a backward of "
                     f"its own; leave the backend of {other.name} out"
                 )
-        gathers = ctx.strategy is not None and not {"fsdp", "zero2"}.isdisjoint(ctx.strategy.names())
-        if self.reduce == "each" and not gathers:
+        if self.reduce == "each" and ctx.strategy.get(Fsdp) is None:
             raise StrategyError(
                 'micro_batch was given reduce="each", but only gradients that fsdp or zero2 shards gain by that; '
                 'leave reduce at "once", or add fsdp'
             )
-        chunks = ctx.strategy is not None and "chunk" in ctx.strategy.names()
-        if self.size == "auto" and self.count is None and chunks and is_distributed() and ctx.device.type == "cuda":
+        is_searched = self.size == "auto" and self.count is None
+        if is_searched and "chunk" in ctx.strategy.names() and is_distributed() and ctx.device.type == "cuda":
             raise StrategyError(
                 'micro_batch was given size="auto" beside chunks on several processes: one that runs out of memory '
                 "alone would leave the others in a collective; give a size or a count"
@@ -150,8 +150,7 @@ class MicroBatch(Method):
 
 
 def _in_pipeline(ctx: Context) -> bool:
-    names = () if ctx.strategy is None else ctx.strategy.names()
-    return "pipeline_parallel" in names and size_of(ctx, "pipeline") > 1
+    return ctx.strategy.splits_over("pipeline") and size_of(ctx, "pipeline") > 1
 
 
 def is_ample(cost: Cost) -> bool:

@@ -106,15 +106,15 @@ class Offload(Method):
 
     def check(self, ctx: Context) -> None:
         """Check that parameters have fsdp, and that no other method steps the optimizer or places its states."""
-        strategy = ctx.strategy or Strategy()
+        strategy = ctx.strategy
         if self.optimizer and ctx.make_optimizer is None:
             raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
-        if self.activations and "pipeline_parallel" not in strategy.names():  # its stages have fewer blocks
+        if self.activations and not strategy.splits_over("pipeline"):  # its stages have fewer blocks
             try:
                 num_offloaded(self.activations, sum(len(repeated_blocks(part)) for part in ctx.parts))
             except ArgumentError as error:
                 raise StrategyError(f"offload: {error}") from None
-        if self.parameters and ctx.strategy is not None and "fsdp" not in strategy.names():
+        if self.parameters and "fsdp" not in strategy.names():
             raise StrategyError(
                 f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
                 "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"
@@ -125,11 +125,10 @@ class Offload(Method):
                 'it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
             )
         for other in strategy if self.optimizer else ():
-            backend = getattr(other, "backend", None)
-            if backend in ("deepspeed", "fairscale"):
+            if other.engine:
                 raise StrategyError(
-                    f"offload was given optimizer beside {other.name} with the {backend} backend, which steps itself; "
-                    f"leave the backend of {other.name} out"
+                    f"offload was given optimizer beside {other.name} with the {other.engine} backend, which steps "
+                    f"itself; leave the backend of {other.name} out"
                 )
 
     def check_optimizer(self, ctx: Context) -> None:
@@ -141,8 +140,7 @@ class Offload(Method):
         """Save activations of blocks on the host, and step the optimizer there; fsdp has placed the parameters."""
         self.check(ctx)
         inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
-        names = () if ctx.strategy is None else ctx.strategy.names()
-        if "chunk" not in names:  # chunk has moved them itself, before it traced live bytes
+        if "chunk" not in ctx.strategy.names():  # chunk has moved them itself, before it traced live bytes
             ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:
             return replace(ctx)
@@ -179,9 +177,9 @@ class Offload(Method):
         return replace(ctx, on_host=(*ctx.on_host, origin))
 
 
-def parameters_on_host(strategy: Strategy | None) -> float:
+def parameters_on_host(strategy: Strategy) -> float:
     """The share of parameters that stays in host memory."""
-    offload = None if strategy is None else strategy.get(Offload)
+    offload = strategy.get(Offload)
     return 0.0 if offload is None else offload.parameters
 
 

@@ -148,7 +148,7 @@ def size_of(ctx: Context, *names: str) -> int:
     """The product of the axes' sizes in the context's mesh or, before there is one, in the strategy's."""
     if ctx.mesh is not None:
         return ctx.mesh.size(*names)
-    mode = None if ctx.strategy is None else ctx.strategy.get(ParallelMode)
+    mode = ctx.strategy.get(ParallelMode)
     if mode is None:
         return ctx.world.size if "data" in names else 1
     return mode.resized(ctx.world.size).size(*names)

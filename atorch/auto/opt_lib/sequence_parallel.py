@@ -75,7 +75,7 @@ class SequenceParallel(Method):
 
     def check(self, ctx: Context) -> None:
         """Check that megatron has tensor_parallel, and that no other method needs all tokens at once."""
-        strategy = ctx.strategy or Strategy()
+        strategy = ctx.strategy
         if self.mode == "megatron":
             self._need_companions(strategy)
         elif size_of(ctx, "sequence") > 1:
@@ -95,7 +95,7 @@ class SequenceParallel(Method):
                 group = mesh.group("tensor")
                 all_or_none(lambda: check_tokens(ctx.parts[0], on_samples(ctx, self.name), group))
             return ctx
-        is_split = mesh.size("context") > 1 and any("context" in other.splits for other in ctx.strategy or ())
+        is_split = mesh.size("context") > 1 and ctx.strategy.splits_over("context")
         if mesh.size("sequence") == 1 or is_split:  # context_parallel splits over both axes
             return ctx
         (model,) = ctx.parts  # stages are cut later

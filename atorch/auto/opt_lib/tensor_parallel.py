@@ -103,7 +103,7 @@ class TensorParallel(Method):
 
     def check(self, ctx: Context) -> None:
         if size_of(ctx, "tensor") > 1:
-            _check_neighbours(ctx.strategy or Strategy())
+            _check_neighbours(ctx.strategy)
 
     def apply(self, ctx: Context) -> Context:
         """Split the model in place.
@@ -113,7 +113,7 @@ class TensorParallel(Method):
                 plan, parameter_bytes is too small, or nothing can be split. The model is unchanged.
             ArgumentError: there is no sample batch.
         """
-        mesh, strategy = ctx.need_mesh(), ctx.strategy or Strategy()
+        mesh, strategy = ctx.need_mesh(), ctx.strategy
         if mesh.size("tensor") == 1:
             return ctx
         self.check(ctx)
@@ -199,13 +199,12 @@ def _warn_of_order(ctx: Context, layout: ModelLayout) -> None:
 
 def _check_neighbours(strategy: Strategy) -> None:
     for other in strategy:
-        backend = getattr(other, "backend", None)
-        if other.slot == "data_parallel" and backend in ("fairscale", "deepspeed") and not in_pipeline(strategy):
+        if other.slot == "data_parallel" and other.engine and not in_pipeline(strategy):
             raise StrategyError(
-                f"{other.name} was given backend {backend!r} beside tensor_parallel, and {backend} would take each "
-                "process's part of a parameter for the whole; leave backend out"
+                f"{other.name} was given backend {other.engine!r} beside tensor_parallel, and {other.engine} would "
+                "take each process's part of a parameter for the whole; leave backend out"
             )
-        if other.name == "fp8":
+        if other.exactness == "fp8":
             raise StrategyError(BESIDE_FP8)
 
 

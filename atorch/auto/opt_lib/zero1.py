@@ -47,6 +47,10 @@ class Zero1(Method):
         return None
 
     @property
+    def engine(self) -> str:
+        return "" if self.backend == "torch" else self.backend
+
+    @property
     def spans_blocks(self) -> bool:
         return True  # its shards do
 

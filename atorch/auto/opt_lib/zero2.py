@@ -53,6 +53,10 @@ class Zero2(Fsdp):
         need_backend(self.backend)
         return None
 
+    @property
+    def engine(self) -> str:
+        return "" if self.backend == "fsdp" else self.backend
+
     def cost(self, cost: Cost) -> Cost:
         """The cost of fsdp with kept parameters; other backends have full ones and reduce a gradient to its owner."""
         if self.backend == "fsdp":

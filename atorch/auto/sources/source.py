@@ -62,20 +62,20 @@ def plan_of(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[st
     Raises:
         ArgumentError: an unknown or invalid argument, or there is no such file or job.
     """
-    from atorch.auto.arguments import meant, positioned
-    from atorch.auto.plan_for_cluster import OPTIONS, check_names, cluster_of, plan_for
+    from atorch.auto.arguments import PlanOptions, meant, positioned
+    from atorch.auto.plan_for_cluster import cluster_of, plan_for
     from atorch.errors import ArgumentError, shown
 
     options = {**keywords, **positioned(given, (), keywords)}
     for name in options:
-        if name not in ("seq", *OPTIONS):
-            remedy = meant(name, ("seq", *OPTIONS))
+        if name not in ("seq", *PlanOptions.model_fields):
+            remedy = meant(name, ("seq", *PlanOptions.model_fields))
             raise ArgumentError(
                 f"a plan of {shown(model)}, which has its own batch, loss and optimizer, has no argument {name!r}; "
                 f"{remedy}"
             )
     seq, spec = options.pop("seq", None), cluster_of(cluster)
-    check_names(**{name: options.get(name) for name in ("excluded", "included", "fixed", "extend")})
+    PlanOptions.of(options)  # before the model is read, which may take minutes
     source = _of_name(fspath(model)) if isinstance(model, (str, PathLike)) else _of_config(model)
     return plan_for(source.subject(seq, spec), spec, **options)
 

@@ -149,6 +149,11 @@ class Method(BaseModel):
         return ()
 
     @property
+    def engine(self) -> str:
+        """The package with backward or optimizer steps of its own, such as deepspeed; empty if they are torch's."""
+        return ""
+
+    @property
     def numbers(self) -> str:
         """The effect on the numbers of training, as a clause; empty if they stay the model's own."""
         return ""

@@ -9,7 +9,7 @@ from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from atorch.auto.strategy.method import METHODS, Method
+from atorch.auto.strategy.method import METHODS, Exactness, Method
 from atorch.errors import StrategyError, shown
 
 if TYPE_CHECKING:
@@ -139,6 +139,14 @@ class Strategy(Sequence[Method]):
     def names(self) -> tuple[str, ...]:
         """The methods' names, in order."""
         return tuple(method.name for method in self.methods)
+
+    def splits_over(self, axis: str) -> bool:
+        """True if a method of the strategy splits the model over this axis of the mesh."""
+        return any(axis in method.splits for method in self.methods)
+
+    def uses(self, exactness: Exactness) -> bool:
+        """True if a method of the strategy trains in this number format."""
+        return any(method.exactness == exactness for method in self.methods)
 
     def get(self, kind: type[M]) -> M | None:
         """The strategy's method of class `kind`."""

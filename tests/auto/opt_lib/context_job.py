@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from atorch import auto_accelerate
 from atorch.profiler.comm_counter import CommCounter
+from tests.auto.training import steps
 from tests.contract.job import distance, snapshot, updates
 from tests.runtime.tensor_parallel.models import VOCAB, make
 
@@ -62,15 +63,10 @@ def plain(name: str) -> tuple[dict[str, Tensor], list[float]]:
     model = make(name)
     before = snapshot(model)
     optim = torch.optim.SGD(model.parameters(), lr=0.02)
-    data, losses = Tokens(name == "bert"), []
-    for step in range(STEPS):
-        rows = slice(step * BATCH, (step + 1) * BATCH)
-        batch = {"input_ids": data.tokens[rows], "attention_mask": data.mask[rows]}
-        loss = loss_func(batch, model(**batch))
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
+    data = Tokens(name == "bert")
+    rows = [slice(step * BATCH, (step + 1) * BATCH) for step in range(STEPS)]
+    batches = ({"input_ids": data.tokens[part], "attention_mask": data.mask[part]} for part in rows)
+    losses, _ = steps(model, optim, loss_func, batches)
     return updates(before, snapshot(model)), losses
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,10 +12,9 @@ from torch import nn
 
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.opt_lib.amp_native import AmpNative
-from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.errors import StrategyError
 from atorch.runtime.precision.amp import ScaledOptimizer
+from tests.auto.training import run_each
 from tests.contract.job import deviation
 from tests.pool import Pool
 
@@ -35,27 +35,6 @@ def test_documented_configurations(config: Any, dtype: str, skips: bool) -> None
     method = AmpNative.of(config)
     assert (method.dtype, method.skip_if_nonfinite) == (dtype, skips)
     assert AmpNative.of(method.model_dump(mode="json")) == method
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("fp64", "'fp64'"),
-        ({"dtype": torch.float32}, "dtype"),
-        ({"dtyp": "bf16"}, "did you mean 'dtype'"),
-        ({"skip_if_nonfinite", True}, "write the dict"),
-        ({"growth_interval": 0}, "growth_interval"),
-        ({"loss_scale": -1.0}, "loss_scale"),
-    ],
-)
-def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(StrategyError, match=message):
-        AmpNative.of(config)
-
-
-def test_one_precision_a_strategy() -> None:
-    with pytest.raises(StrategyError, match="exclude each other"):
-        Strategy.of(["amp_native", "half"])
 
 
 def test_bf16_needs_the_hardware() -> None:
@@ -163,7 +142,7 @@ def test_without_an_optimizer_gradients_are_not_scaled() -> None:
 
 
 def test_two_ranks_train_as_one(pool: Pool) -> None:
-    for update_error, loss_error in pool.run(deviation, [("amp_native", "fp16")]):
+    for update_error, loss_error in chain(*run_each(pool, deviation, [(["amp_native"],), (["amp_native", "zero1"],)])):
         assert update_error < 1e-2
         assert loss_error < 1e-2
 
@@ -180,10 +159,7 @@ def one_overflows(rank: int, size: int, strategy: Any) -> tuple[bool, list[float
     return result.optim.step_was_skipped and same, [result.optim.scale()]
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "zero1", "fsdp"])
-@pytest.mark.parametrize("precision", ["amp_native", "half"])
-def test_ranks_skip_together(pool: Pool, precision: str, sharding: str) -> None:
-    config = {"atorch_wrap_cls": ("Linear",)} if sharding == "fsdp" else None
-    for skipped, scale in pool.run(one_overflows, [precision, (sharding, config)]):
-        assert skipped
-        assert scale == [2.0**15]
+def test_ranks_skip_together(pool: Pool) -> None:
+    shardings = ("ddp", "zero1", ("fsdp", {"atorch_wrap_cls": ("Linear",)}))
+    cases = [([precision, sharding],) for precision in ("amp_native", "half") for sharding in shardings]
+    assert run_each(pool, one_overflows, cases) == [[(True, [2.0**15])] * 2] * len(cases)

@@ -49,21 +49,9 @@ def test_a_configuration_wraps_what_it_names(config: Any, expected: list[str]) -
     assert wrapped(config) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("GPT2Blok", "did you mean 'GPT2Block'"),
-        ({"wrap_class": (3,)}, "wrap_class has 3"),
-        ({"wrap_clas": "GPT2Block"}, "did you mean 'wrap_class'"),
-        ({"max_checkpoint_module_num": 0}, "max_checkpoint_module_num"),
-        ({"selective": True, "no_reentrant": False}, "selective needs a forward that is not reentrant"),
-        ({"selective": True, "offload_to_cpu": True}, "give one of them"),
-        (3, "give module classes or names"),
-    ],
-)
-def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(StrategyError, match=message):
-        auto_accelerate(make_model(), load_strategy=[("checkpoint", config)])
+def test_a_class_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(StrategyError, match="did you mean 'GPT2Block'"):
+        auto_accelerate(make_model(), load_strategy=[("checkpoint", "GPT2Blok")])
 
 
 def test_a_model_without_modules_is_refused() -> None:

@@ -95,28 +95,24 @@ def test_alike_blocks_are_run_a_few_times_however_many_there_are() -> None:
     }
 
 
-@pytest.mark.parametrize("way", ["cast", "lingering", "compiled", "meta", "checkpointed", "given", "autocast"])
+@pytest.mark.parametrize("way", ["lingering under autocast", "cast and compiled", "given, on meta", "checkpointed"])
 def test_what_is_foreseen_otherwise_is_so_for_all_blocks(way: str) -> None:
-    model, how = Net(*blocks()), {}
-    if way == "cast":
-        how = {"dtype": torch.bfloat16}
-    elif way == "lingering":
-        how = {"lingering": True}
-    elif way == "compiled":
-        how = {"compiled": [f"layers.{index}.up" for index in range(DEEP)]}
-    elif way == "meta":
-        model.to("meta")
-    elif way == "checkpointed":
-        model = Checkpointed(*blocks())
-    elif way == "given":
-        model = Positioned(*blocks())
+    kind = {"given, on meta": Positioned, "checkpointed": Checkpointed}.get(way, Net)
+    how: dict[str, Any] = {
+        "lingering under autocast": {"lingering": True},
+        "cast and compiled": {
+            "dtype": torch.bfloat16,
+            "compiled": [f"layers.{index}.up" for index in range(DEEP)],
+        },
+    }.get(way, {})
+    model = kind(*blocks()).to("meta" if way == "given, on meta" else "cpu")
 
     def cast(model: nn.Module, batch: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=way == "autocast"):
+        with torch.autocast("cpu", enabled=way == "lingering under autocast"):
             return loss(model, batch)
 
-    both_runs = both(model, ids(), cast, **how)[1]
-    assert both_runs == FEW + (5 + 6 + 7 if way == "checkpointed" else 0), "backward computes again"
+    _, runs = both(model, ids(), cast, **how)
+    assert runs == FEW + (5 + 6 + 7 if way == "checkpointed" else 0), "backward computes again"
 
 
 class Checkpointed(Net):

@@ -53,13 +53,9 @@ def test_a_model_without_repeated_blocks_is_compiled_whole() -> None:
     assert compiled({}, nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == ["Sequential"]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"wrap_class": "GPT2Blok"}, "did you mean 'GPT2Block'"), ({"backnd": "eager"}, "did you mean 'backend'")],
-)
-def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(StrategyError, match=message):
-        auto_accelerate(make_model(), load_strategy=[("compile", config)])
+def test_a_class_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(StrategyError, match="did you mean 'GPT2Block'"):
+        auto_accelerate(make_model(), load_strategy=[("compile", {"wrap_class": "GPT2Blok"})])
 
 
 def test_knobs_go_through_json() -> None:

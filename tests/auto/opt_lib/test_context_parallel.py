@@ -23,6 +23,7 @@ from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 from tests.auto.opt_lib import context_job
 from tests.auto.opt_lib.context_job import BATCH, accelerated, trained
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
+from tests.auto.training import run_each
 from tests.contract.job import make_model
 from tests.pool import Pool
 from tests.runtime.tensor_parallel.models import VOCAB, make
@@ -79,43 +80,41 @@ EXACT, ROUNDED = 1e-4, 3e-2
 """Of the updates' norm, in fp32 and beside bf16."""
 
 
-def matrix(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.nightly)
+TRAINED: list[tuple[str, list[Any], int]] = [
+    ("llama", [ALONE, "context_parallel"], 2),
+    ("gpt2", [ALONE, OUT_OF_ORDER], 2),
+    ("bert", [ALONE, "context_parallel"], 2),
+    ("llama", [WITH_DATA, "context_parallel", "ddp", ("amp_native", "bf16")], 4),
+    ("gpt2", [WITH_DATA, "context_parallel", "fsdp", "checkpoint"], 4),
+    ("llama", [TWO_AXES, "context_parallel", "sequence_parallel"], 4),
+]
+MATRIX: list[tuple[str, list[Any], int]] = [
+    ("bert", [TWO_AXES, OUT_OF_ORDER, "sequence_parallel", "checkpoint"], 4),
+    ("gpt2", [ALONE, "context_parallel"], 2),
+    ("bert", [ALONE, OUT_OF_ORDER], 2),
+    ("bert", [WITH_DATA, "context_parallel", "fsdp"], 4),
+    ("llama", [WITH_DATA, "context_parallel", "zero1", "checkpoint"], 4),
+    ("llama", [WITH_DATA, "context_parallel", "zero2"], 4),
+    ("llama", [WITH_DATA, "context_parallel", ("micro_batch", {"size": 1})], 4),
+    ("llama", [ALONE, "context_parallel", ("checkpoint", {"selective": True})], 2),
+    ("llama", [ALONE, "context_parallel", ("compile", {"backend": "aot_eager"})], 2),
+    ("mixtral", [ALONE, "context_parallel"], 2),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy", "ranks"),
-    [
-        ("llama", [ALONE, "context_parallel"], 2),
-        ("gpt2", [ALONE, OUT_OF_ORDER], 2),
-        ("bert", [ALONE, "context_parallel"], 2),
-        ("llama", [WITH_DATA, "context_parallel", "ddp", ("amp_native", "bf16")], 4),
-        ("gpt2", [WITH_DATA, "context_parallel", "fsdp", "checkpoint"], 4),
-        ("llama", [TWO_AXES, "context_parallel", "sequence_parallel"], 4),
-        matrix("bert", [TWO_AXES, OUT_OF_ORDER, "sequence_parallel", "checkpoint"], 4),
-        matrix("gpt2", [ALONE, "context_parallel"], 2),
-        matrix("bert", [ALONE, OUT_OF_ORDER], 2),
-        matrix("bert", [WITH_DATA, "context_parallel", "fsdp"], 4),
-        matrix("llama", [WITH_DATA, "context_parallel", "zero1", "checkpoint"], 4),
-        matrix("llama", [WITH_DATA, "context_parallel", "zero2"], 4),
-        matrix("llama", [WITH_DATA, "context_parallel", ("micro_batch", {"size": 1})], 4),
-        matrix("llama", [ALONE, "context_parallel", ("checkpoint", {"selective": True})], 2),
-        matrix("llama", [ALONE, "context_parallel", ("compile", {"backend": "aot_eager"})], 2),
-        matrix("mixtral", [ALONE, "context_parallel"], 2),
-    ],
-    ids=str,
-)
-def test_it_trains_as_one_process_does(pool: Pool, name: str, strategy: list[Any], ranks: int) -> None:
-    named = [each if isinstance(each, str) else each[0] for each in strategy]
-    band = ROUNDED if "amp_native" in named else EXACT
-    again = "checkpoint" in named
-    pieces = BATCH // 2 if "micro_batch" in named else 1
-    for found in pool.run(trained, name, strategy, ranks=ranks):
-        assert found["update"] <= band
-        assert found["loss"] <= max(1e-5, band if band > EXACT else 0)
-        assert {*found["sends"][1:]} == {
-            pieces * BLOCKS * (4 if again else 3)
-        }  # micro_batch compares, in the first step
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("jobs", [TRAINED, pytest.param(MATRIX, marks=pytest.mark.nightly)], ids=["few", "all"])
+def test_it_trains_as_one_process_does(pool: Pool, jobs: list[tuple[str, list[Any], int]], ranks: int) -> None:
+    cases = [(name, strategy) for name, strategy, size in jobs if size == ranks]
+    for (_, strategy), by_rank in zip(cases, run_each(pool, trained, cases, ranks=ranks, timeout=600), strict=True):
+        named = [each if isinstance(each, str) else each[0] for each in strategy]
+        band = ROUNDED if "amp_native" in named else EXACT
+        pieces = BATCH // 2 if "micro_batch" in named else 1
+        sends = pieces * BLOCKS * (4 if "checkpoint" in named else 3)
+        for found in by_rank:
+            assert found["update"] <= band, strategy
+            assert found["loss"] <= max(1e-5, band if band > EXACT else 0), strategy
+            assert {*found["sends"][1:]} == {sends}, strategy  # micro_batch compares, in the first step
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,30 @@
-"""ddp through the front door: awkward models, clipping, unused parameters, and several axes of samples."""
+"""ddp, zero1 and zero2 through the front door: awkward models, clipping, several axes of samples; ddp's knobs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from atorch.auto.opt_lib.ddp import Ddp
-from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.replicate import Replicated
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
+from tests.auto.training import assert_trains_like_plain, run_each
 from tests.pool import Pool
 
-
-@pytest.mark.parametrize("name", ["awkward", "llama", "lora"])
-def test_trains_and_clips_as_one_process_does(pool: Pool, name: str) -> None:
-    assert max(pool.run(deviation, ["ddp"], name, True)) <= 1e-4
+FAIRSCALE = {"backend": "fairscale"}
 
 
-def test_replicates_over_data_and_zero(pool: Pool) -> None:
+def test_trains_and_clips_as_one_process_does(pool: Pool) -> None:
+    names, methods = ("awkward", "llama", "lora"), ("ddp", "zero1", ("zero1", FAIRSCALE), "zero2", ("zero2", FAIRSCALE))
+    assert_trains_like_plain(pool, deviation, [([method], name, True) for method in methods for name in names])
+
+
+def test_shares_over_data_and_zero(pool: Pool) -> None:
     mesh = ("parallel_mode", ([("data", 2), ("zero", 2)], None))
-    assert max(pool.run(deviation, [mesh, "ddp"], "awkward", ranks=4)) <= 1e-4
+    cases = [([mesh, method], "awkward", True) for method in ("ddp", "zero1")]
+    assert_trains_like_plain(pool, deviation, cases, ranks=4)
+
+
+def test_one_process_trains(pool: Pool) -> None:
+    assert_trains_like_plain(pool, deviation, [(["zero1"], "awkward")], ranks=1)
 
 
 def knobs(rank: int, size: int, config: Any, more: dict[str, Any]) -> tuple[bool, bool, int]:
@@ -30,22 +34,12 @@ def knobs(rank: int, size: int, config: Any, more: dict[str, Any]) -> tuple[bool
     return replicas.find_unused_parameters, replicas.static_graph, replicas.bucket_bytes_cap
 
 
-@pytest.mark.parametrize(
-    ("config", "more", "expected"),
-    [
+def test_knobs_reach_torch(pool: Pool) -> None:
+    expected: list[tuple[Any, dict[str, Any], tuple[bool, bool, int]]] = [
         (None, {}, (False, False, 25)),
         ({"find_unused_parameters": True, "bucket_cap_mb": 1}, {}, (True, False, 1)),
         (None, {"find_unused_parameters": True}, (True, False, 25)),
         ({"static_graph": True}, {}, (False, True, 25)),
-    ],
-)
-def test_knobs_reach_torch(pool: Pool, config: Any, more: dict[str, Any], expected: tuple[bool, bool, int]) -> None:
-    unused, static, mib = expected
-    assert pool.run(knobs, config, more) == [(unused, static, mib * 2**20)] * 2
-
-
-def test_what_does_not_hold_is_refused() -> None:
-    with pytest.raises(StrategyError, match="did you mean 'static_graph'"):
-        Ddp.of({"static_grap": True})
-    with pytest.raises(StrategyError, match="bucket_cap_mb"):
-        Ddp.of({"bucket_cap_mb": 0})
+    ]
+    found = run_each(pool, knobs, [(config, more) for config, more, _ in expected])
+    assert found == [[(unused, static, mib * 2**20)] * 2 for *_, (unused, static, mib) in expected]

@@ -51,20 +51,6 @@ def test_documented_examples_go_through_json(config: dict[str, Any]) -> None:
     assert Strategy.of(strategy.to_json()) == strategy
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"fp8_format": "E5M2"}, r"fp8\.fp8_format was given 'E5M2'"),
-        ({"amax_compute_algo": "mean"}, r"fp8\.amax_compute_algo"),
-        ({"margin": -1}, r"fp8\.margin"),
-        ({"amax_history_length": 16}, "did you mean 'amax_history_len'"),
-    ],
-)
-def test_bad_knobs_are_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(StrategyError, match=message):
-        Fp8.of(config)
-
-
 class TestUnmet:
     def test_hardware(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: object())

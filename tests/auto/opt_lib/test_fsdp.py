@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from atorch.compat.fsdp1_arguments import ROWS
 from atorch.errors import StrategyError
 from atorch.model.structure import find_modules
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
-from tests.pool import Pool, RankFailure
+from tests.auto.training import assert_trains_like_plain, run_each
+from tests.pool import Pool
 from tests.runtime.sharing import Block, make
 
 RECOMMENDED = {
@@ -55,40 +57,39 @@ def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     return recurse or nonwrapped_numel > 100
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("awkward", None),
-        ("awkward", RECOMMENDED),
-        ("awkward", {"atorch_ignored_cls": ("mixer", "blocks.0.down.weight")}),
-        ("llama", {"atorch_wrap_cls": "LlamaMLP"}),
-        ("llama", {"atorch_size_based_min_num_params": 500}),
-        ("llama", {"cpu_offload": True}),
-        ("llama", {"reshard_after_forward": True}),
-        ("llama", {"reshard_after_forward": False}),
-        ("lora", None),
-        ("lora", {"fsdp_wrap_params_outmost": True}),
-        ("llama", {"atorch_wrap_cls": ("mlp", "embed_tokens")}),
-        ("awkward", {"sharding_strategy": "NO_SHARD"}),
-        ("llama", {"auto_wrap_policy": large}),
-    ],
-)
-def test_trains_and_clips_as_one_process_does(pool: Pool, name: str, config: Any) -> None:
-    assert max(pool.run(deviation, [("fsdp", config)], name, True)) <= 1e-4
+CONFIGS: list[tuple[str, Any]] = [
+    ("awkward", None),
+    ("awkward", RECOMMENDED),
+    ("awkward", {"atorch_ignored_cls": ("mixer", "blocks.0.down.weight")}),
+    ("llama", {"atorch_wrap_cls": "LlamaMLP"}),
+    ("llama", {"atorch_size_based_min_num_params": 500}),
+    ("llama", {"cpu_offload": True}),
+    ("llama", {"reshard_after_forward": True}),
+    ("llama", {"reshard_after_forward": False}),
+    ("lora", None),
+    ("lora", {"fsdp_wrap_params_outmost": True}),
+    ("llama", {"atorch_wrap_cls": ("mlp", "embed_tokens")}),
+    ("awkward", {"sharding_strategy": "NO_SHARD"}),
+    ("llama", {"auto_wrap_policy": large}),
+]
+HYBRID = ("parallel_mode", ([("zero", 2), ("data", 2)], None))
 
 
-@pytest.mark.parametrize("config", [None, {"sharding_strategy": "HYBRID_SHARD"}])
-def test_shards_over_zero_and_replicates_over_data(pool: Pool, config: Any) -> None:
-    mesh = ("parallel_mode", ([("zero", 2), ("data", 2)], None))
-    assert max(pool.run(deviation, [mesh, ("fsdp", config)], "awkward", True, ranks=4)) <= 1e-4
+def test_trains_and_clips_as_one_process_does(pool: Pool) -> None:
+    assert_trains_like_plain(pool, deviation, [([("fsdp", config)], name, True) for name, config in CONFIGS])
 
 
-def test_gathered_parameters_may_stay_over_some_of_the_processes(pool: Pool) -> None:
-    assert max(pool.run(deviation, [("fsdp", {"reshard_after_forward": 2})], "llama", ranks=4)) <= 1e-4
+def test_four_processes_share_out_both_ways(pool: Pool) -> None:
+    cases: list[Any] = [([HYBRID, "fsdp"], "awkward", True)]
+    cases.append(([HYBRID, ("fsdp", {"sharding_strategy": "HYBRID_SHARD"})], "awkward", True))
+    cases.append(([("fsdp", {"reshard_after_forward": 2})], "llama"))
+    assert_trains_like_plain(pool, deviation, cases, ranks=4)
+    ((found, *_),) = run_each(pool, sharded, [("llama", None, [HYBRID])], ranks=4)
+    assert found["placements"] == "(Replicate(), Shard(dim=0))"
 
 
 def test_one_process_trains(pool: Pool) -> None:
-    assert pool.run(deviation, ["fsdp"], "awkward", ranks=1)[0] <= 1e-4
+    assert_trains_like_plain(pool, deviation, [(["fsdp"], "awkward")], ranks=1)
 
 
 def sharded(rank: int, size: int, name: str, config: Any, strategy: list[Any]) -> dict[str, Any]:
@@ -102,27 +103,21 @@ def sharded(rank: int, size: int, name: str, config: Any, strategy: list[Any]) -
     }
 
 
-def test_nothing_named_gathers_blocks_and_tied_embeddings(pool: Pool) -> None:
-    first, second = pool.run(sharded, "llama", None, [])
+def test_what_is_gathered_and_what_stays_whole(pool: Pool) -> None:
+    ignored = {"ignored_modules": ["mixer"], "ignored_states": "blocks.1.down.bias"}
+    cases = [
+        ("llama", None, []),
+        ("llama", {"atorch_wrap_cls": ("LlamaMLP",)}, []),
+        ("awkward", ignored, []),
+        ("llama", {"sharding_strategy": "NO_SHARD"}, []),
+    ]
+    (first, second), (named, _), (partly, _), unsharded = run_each(pool, sharded, cases)
     layers = ["llama.model.layers.0", "llama.model.layers.1"]
     assert first["gathered"] == ["", "llama.model.embed_tokens", *layers, "llama.lm_head"]
     assert first["bytes"] + second["bytes"] == first["all_bytes"]
-
-
-def test_what_is_named_is_gathered_and_nothing_else(pool: Pool) -> None:
-    found = pool.run(sharded, "llama", {"atorch_wrap_cls": ("LlamaMLP",)}, [])[0]
-    assert found["gathered"] == ["", "llama.model.layers.0.mlp", "llama.model.layers.1.mlp"]
-
-
-def test_ignored_modules_stay_whole(pool: Pool) -> None:
-    config = {"ignored_modules": ["mixer"], "ignored_states": "blocks.1.down.bias"}
-    found = pool.run(sharded, "awkward", config, [])[0]
-    assert sorted(found["whole"]) == ["blocks.1.down.bias", "mixer.bias", "mixer.weight", "scale"]
-
-
-def test_hybrid_shards_over_zero(pool: Pool) -> None:
-    mesh = [("parallel_mode", ([("zero", 2), ("data", 2)], None))]
-    assert pool.run(sharded, "llama", None, mesh, ranks=4)[0]["placements"] == "(Replicate(), Shard(dim=0))"
+    assert named["gathered"] == ["", "llama.model.layers.0.mlp", "llama.model.layers.1.mlp"]
+    assert sorted(partly["whole"]) == ["blocks.1.down.bias", "mixer.bias", "mixer.weight", "scale"]
+    assert all(each["bytes"] == each["all_bytes"] for each in unsharded)
 
 
 def dtypes(rank: int, size: int, config: Any, strategy: list[Any]) -> tuple[str, str, str]:
@@ -139,20 +134,16 @@ def dtypes(rank: int, size: int, config: Any, strategy: list[Any]) -> tuple[str,
 FP32, BF16 = "torch.float32", "torch.bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("config", "strategy", "expected"),
-    [
+def test_precision_is_the_users_else_the_precision_methods(pool: Pool) -> None:
+    expected: list[tuple[Any, list[Any], tuple[str, str, str]]] = [
         (None, [], (FP32, FP32, FP32)),
         ({"mixed_precision": {"param_dtype": torch.bfloat16}}, [], (BF16, FP32, FP32)),
         (None, [("amp_native", "bf16")], (BF16, FP32, FP32)),
         ({"mixed_precision": {}}, [("amp_native", "bf16")], (FP32, FP32, FP32)),
         (None, [("half", "bf16")], (BF16, BF16, BF16)),
-    ],
-)
-def test_precision_is_the_users_else_the_precision_methods(
-    pool: Pool, config: Any, strategy: list[Any], expected: tuple[str, str, str]
-) -> None:
-    assert pool.run(dtypes, config, strategy)[0] == expected
+    ]
+    found = run_each(pool, dtypes, [(config, strategy) for config, strategy, _ in expected])
+    assert [first for first, _ in found] == [dtypes for *_, dtypes in expected]
 
 
 def test_the_table_has_every_argument_of_fsdp1() -> None:
@@ -214,45 +205,21 @@ def test_mixed_precision_takes_torchs_objects(given: Any, expected: Any) -> None
     assert got == expected
 
 
-REFUSALS: list[tuple[Any, str]] = [
-    ({"auto_wrap_policy": Block}, "for classes and names give atorch_wrap_cls"),
-    ({"auto_wrap_policy": lambda *_: True, "atorch_wrap_cls": "A"}, "not both"),
-    ({"backward_prefetch": "BACKWARD"}, "it is BACKWARD_PRE, BACKWARD_POST or None"),
-    ({"limit_all_gathers": 3}, "it is a bool"),
-    ({"process_group": object()}, "parallel_mode"),
-    ({"device_mesh": object()}, "parallel_mode"),
-    ({"param_init_fn": "print"}, "it is a function"),
-    ({"ignored_modules": [3]}, "or their names or classes"),
-    ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
-    ({"mixed_precision": {"param_dtype": "int8"}}, "mixed_precision.param_dtype"),
-    ({"mixed_precision": {"param_type": "bf16"}}, "param_type"),
-    ({"atorch_wrap_cls": "A", "atorch_size_based_min_num_params": 10}, "not both"),
-    ({"atorch_wrap_cls": "A", "auto_wrap_policy": ModuleWrapPolicy({Block})}, "give one of the two"),
-    ({"atorch_wrap_cls": [3]}, "atorch_wrap_cls has 3"),
-    ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "leave reshard_after_forward out"),
-    ({"fsdp_wrap_params_outmost": True, "wrap_trainable_outmost": False}, "differ"),
-    ({"forward_prefech": True}, "did you mean 'forward_prefetch'"),
+REFUSED_HERE: list[tuple[Any, str]] = [
+    ({"sharding_strategy": "HYBRID_SHARD"}, "no two axes"),
+    ({"reshard_after_forward": 2}, "divisor"),
+    ({"atorch_wrap_cls": "Blok"}, "did you mean 'Block'"),
+    ({"atorch_ignored_cls": "mixr"}, "atorch_ignored_cls names 'mixr'"),
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), REFUSALS)
-def test_what_cannot_be_meant_is_refused(config: Any, message: str) -> None:
+def refused(rank: int, size: int, config: Any, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
-        Fsdp.of(config)
+        accelerated([("fsdp", config)], "awkward")
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"sharding_strategy": "HYBRID_SHARD"}, "no two axes"),
-        ({"reshard_after_forward": 2}, "divisor"),
-        ({"atorch_wrap_cls": "Blok"}, "did you mean 'Block'"),
-        ({"atorch_ignored_cls": "mixr"}, "atorch_ignored_cls names 'mixr'"),
-    ],
-)
-def test_what_cannot_be_meant_here_is_refused(pool: Pool, config: Any, message: str) -> None:
-    with pytest.raises(RankFailure, match=message):
-        pool.run(sharded, "awkward", config, [])
+def test_what_cannot_be_meant_here_is_refused(pool: Pool) -> None:
+    run_each(pool, refused, REFUSED_HERE)
 
 
 def buffers(rank: int, size: int) -> str:
@@ -268,9 +235,8 @@ def seeded_apart(rank: int, size: int, config: Any) -> float:
     return float((model.mixer.weight.full_tensor() - make("awkward").mixer.weight).abs().max())
 
 
-@pytest.mark.parametrize("config", [None, {"sync_module_states": True}])
-def test_processes_seeded_apart_start_from_rank_zero(pool: Pool, config: Any) -> None:
-    assert pool.run(seeded_apart, config) == [0.0, 0.0]
+def test_processes_seeded_apart_start_from_rank_zero(pool: Pool) -> None:
+    assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
 
 
 def trainable_in_root(rank: int, size: int) -> list[bool]:
@@ -410,11 +376,6 @@ def test_a_function_fills_what_is_on_the_meta_device(pool: Pool, tmp_path: Path)
     assert pool.run(filled, str(tmp_path)) == [16.0, 16.0]
 
 
-def test_what_is_not_sharded_is_whole(pool: Pool) -> None:
-    found = pool.run(sharded, "llama", {"sharding_strategy": "NO_SHARD"}, [])
-    assert all(each["bytes"] == each["all_bytes"] for each in found)
-
-
 class Recurrent(nn.Module):
     """Makes its first hidden state from a parameter, as PyTorch's word_language_model does."""
 
@@ -453,12 +414,12 @@ def recurrent_losses(rank: int, size: int, strategy: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("method", ["fsdp", "zero2"])
-def test_what_a_forward_makes_from_a_parameter_is_a_plain_tensor(pool: Pool, method: str) -> None:
-    plain = recurrent_losses(0, 1, [])
-    for losses in pool.run(recurrent_losses, [method]):
+def test_what_a_forward_makes_from_a_parameter_is_a_plain_tensor(pool: Pool) -> None:
+    plain, methods = recurrent_losses(0, 1, []), ("fsdp", "zero2")
+    for losses in chain(*run_each(pool, recurrent_losses, [([method],) for method in methods])):
         assert losses == pytest.approx(plain, rel=1e-5)
-    assert recurrent_losses(0, 1, [method]) == pytest.approx(plain, rel=1e-6)
+    for method in methods:
+        assert recurrent_losses(0, 1, [method]) == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero2", "chunk"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, on_mesh
+from tests.auto.training import run_each
 from tests.contract.job import deviation
 from tests.pool import Pool
 
@@ -21,21 +23,6 @@ from tests.pool import Pool
 def test_configurations_go_through_json(config: Any) -> None:
     method = MicroBatch.of(config)
     assert MicroBatch.of(method.model_dump(mode="json")) == method
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"size": 2, "count": 2}, "both given"),
-        ({"size": 0}, "size"),
-        ({"count": -1}, "count"),
-        ({"siz": 2}, "did you mean 'size'"),
-        ({"size": "automatic"}, "size"),
-    ],
-)
-def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(StrategyError, match=message):
-        MicroBatch.of(config)
 
 
 def make_model() -> torch.nn.Module:
@@ -103,10 +90,10 @@ def test_in_16_bits() -> None:
     assert norms == pytest.approx(expected_norms, rel=5e-2)
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "zero1", "fsdp"])
-def test_two_ranks_train_as_one(pool: Pool, sharding: str) -> None:
+def test_two_ranks_train_as_one(pool: Pool) -> None:
     # Three of each rank's four rows, then one.
-    for update_error, loss_error in pool.run(deviation, [sharding, ("micro_batch", {"size": 3})]):
+    cases = [([sharding, ("micro_batch", {"size": 3})],) for sharding in ("ddp", "zero1", "fsdp")]
+    for update_error, loss_error in chain(*run_each(pool, deviation, cases)):
         assert update_error < 1e-4
         assert loss_error < 1e-5
 

@@ -37,18 +37,6 @@ def test_leaves_the_knobs_of_what_is_beside_it():
     assert "interleaved" in str(strategy)
 
 
-@pytest.mark.parametrize(
-    ("items", "match"),
-    [
-        ([("parallel_mode", ([("data", 8)], None)), "mixed_parallel"], "no axis for mixed_parallel to split over"),
-        ([("mixed_parallel", {"tensor": 2})], r"strategy\[0\]\[1\].*it has no knobs: degrees stand in parallel_mode"),
-    ],
-)
-def test_what_does_not_hold(items, match):
-    with pytest.raises(StrategyError, match=match):
-        Strategy.of(items)
-
-
 SHAPE = TransformerShape(
     layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq_len=2048, head_dim=128
 )

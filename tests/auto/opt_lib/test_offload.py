@@ -11,6 +11,7 @@ from atorch.cost import peak_memory
 from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
+from tests.auto.training import run_each
 from tests.contract.job import arguments, distance, make_model, snapshot, updates
 
 
@@ -57,19 +58,6 @@ def test_nothing_of_fsdp_is_left_but_what_is_gathered():
     assert (memory.parameters, memory.gradients, memory.optimizer) == (0, 0, 0)
     assert memory.transient > 0
     assert memory == peak_memory(cost_of({"data": 2}, ("fsdp", {"cpu_offload": True})))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"parameters": 1.0, "optimizer": 0.5}, "parameters is 1 and optimizer 0.5"),
-        ({"optimizer": 0.0}, "all shares are 0"),
-        ({"activations": 1.5}, "less than or equal to 1"),
-    ],
-)
-def test_what_does_not_hold_is_refused(config, message):
-    with pytest.raises(StrategyError, match=message):
-        Offload.of(config)
 
 
 def test_beside_chunk_it_has_activations_alone():
@@ -140,19 +128,13 @@ def as_without(rank, size, beside, shares):
     return distance(got, expected), norms == expected_norms, same_state
 
 
-@pytest.mark.parametrize(
-    ("beside", "shares"),
-    [
+def test_training_with_adam_clipping_and_a_schedule_is_the_same_bit_for_bit(pool):
+    cases = [
         (["ddp"], {"optimizer": 0.6, "activations": 1.0}),
         (["zero1", ("half", "bf16")], {}),
         (["fsdp", ("half", "bf16")], {"parameters": 0.5}),
-    ],
-)
-def test_training_with_adam_clipping_and_a_schedule_is_the_same_bit_for_bit(pool, beside, shares):
-    for error, same_norms, same_state in pool.run(as_without, beside, shares):
-        assert error == 0
-        assert same_norms
-        assert same_state
+    ]
+    assert run_each(pool, as_without, cases) == [[(0, True, True)] * 2] * len(cases)
 
 
 @pytest.mark.parametrize(

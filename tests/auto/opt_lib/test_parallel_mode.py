@@ -44,23 +44,6 @@ def test_sizes_that_do_not_divide_the_world_are_refused_with_sizes_that_do() -> 
         slices_of([("tensor", 4)], 1)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ([("dta", 2)], "did you mean 'data'"),
-        ([("data", 2), ("data", 4)], "given twice"),
-        ([("tensor", 0)], "at least 1"),
-        ([("tensor", "2")], r"takes \(\[\(name, size\)"),
-        ([("tensor", True)], r"takes \(\[\(name, size\)"),
-        ("data", "takes a dict"),
-        ({"slice": []}, "did you mean 'slices'"),
-    ],
-)
-def test_what_does_not_hold_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(StrategyError, match=message):
-        ParallelMode.of(config)
-
-
 def test_a_rank_order_must_be_a_permutation_of_the_world() -> None:
     assert ParallelMode.of(([("data", 2)], [1, 0])).resized(2).rank_order == (1, 0)
     with pytest.raises(StrategyError, match="rank_order"):

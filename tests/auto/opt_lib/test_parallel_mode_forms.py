@@ -22,20 +22,6 @@ def test_three_and_four_entries_and_the_axis_pipe(config: Any) -> None:
     assert Strategy.of([("parallel_mode", {"slices": SLICES})]) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ((SLICES, None, True), "start a job for each"),
-        ((SLICES, None, 3), "True, False or None may stand there"),
-        (([("pipe", 2), ("pipeline", 2)], None), "is given twice"),
-        ((SLICES, None, False, True, 1), "it takes"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(config: Any, told: str) -> None:
-    with pytest.raises(StrategyError, match=told):
-        Strategy.of([("parallel_mode", config)])
-
-
 def test_triples() -> None:
     given = [("parallel_mode", None, False), ("amp_native", {"dtype": "bf16"}, False), ["checkpoint", None, True]]
     assert Strategy.of(given) == Strategy.of(["parallel_mode", ("amp_native", {"dtype": "bf16"}), "checkpoint"])

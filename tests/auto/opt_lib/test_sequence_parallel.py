@@ -17,9 +17,9 @@ from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.cost import peak_memory
 from atorch.errors import AtorchError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
+from tests.auto.training import accelerated_steps, run_each, steps
 from tests.contract.job import (
     BATCH,
-    STEPS,
     Tokens,
     arguments,
     deviation,
@@ -32,6 +32,7 @@ from tests.contract.job import (
 from tests.pool import Pool
 
 MEGATRON = SequenceParallel(mode="megatron")
+MAX_NORM = 0.05
 
 
 def test_ulysses_divides_activations_and_no_parameters():
@@ -100,37 +101,25 @@ def sequence(size: int, **more: Any) -> Any:
     return "parallel_mode", ([("sequence", size), *more.items()], None)
 
 
-def trained(rank: int, size: int, strategy: list[Any], clips: float | None) -> dict[str, Any]:
+def trained(rank: int, size: int, strategy: list[Any]) -> dict[str, Any]:
     """The documented loop under a strategy, against plain training on the same global batches."""
     model, plain = model_of(), model_of()
     before = snapshot(plain)
     _, result, used = auto_accelerate(model, load_strategy=strategy, **arguments())
-    norms, losses = [], []
-    for batch in result.dataloader:
-        batch = result.prepare_input(batch, torch.device("cpu"))
-        loss = result.loss_func(batch, result.model(**batch))
-        loss.backward()
-        if clips is not None:
-            norms.append(float(clip_grad_norm(result.model, clips)))
-        result.optim.step()
-        result.optim.zero_grad()
-        losses.append(loss.item())
-    optim, expected_norms, expected_losses = torch.optim.SGD(plain.parameters(), lr=0.1), [], []
-    for step in range(STEPS):
-        tokens = Tokens().tokens[step * BATCH : (step + 1) * BATCH]
-        loss = loss_func({"labels": tokens}, plain(input_ids=tokens))
-        loss.backward()
-        if clips is not None:
-            expected_norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), clips)))
-        optim.step()
-        optim.zero_grad()
-        expected_losses.append(loss.item())
+    losses, norms = accelerated_steps(result, lambda model: clip_grad_norm(model, MAX_NORM))
+    expected_losses, expected_norms = steps(
+        plain,
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        loss_func,
+        ({"input_ids": tokens, "labels": tokens} for tokens in Tokens().tokens.split(BATCH)),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM),
+    )
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
     return {
         "update": distance(updates(before, snapshot(result.model)), updates(before, snapshot(plain))),
         "loss": float((mean / size - torch.tensor(expected_losses)).abs().max()),
-        "norms": max((abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)), default=0.0),
+        "norms": max(abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)),
         "methods": used.names(),
         "held": sum(p.numel() for p in result.model.parameters()) / sum(p.numel() for p in plain.parameters()),
         "rows": len(next(iter(result.dataloader))["input_ids"]),
@@ -138,7 +127,7 @@ def trained(rank: int, size: int, strategy: list[Any], clips: float | None) -> d
 
 
 def test_trains_as_one_process_and_ddp_is_added(pool: Pool) -> None:
-    for seen in pool.run(trained, [sequence(2), "sequence_parallel"], 0.05):
+    for seen in pool.run(trained, [sequence(2), "sequence_parallel"]):
         assert seen["update"] <= 1e-4
         assert seen["loss"] <= 1e-5
         assert seen["norms"] <= 1e-4
@@ -146,51 +135,28 @@ def test_trains_as_one_process_and_ddp_is_added(pool: Pool) -> None:
         assert seen["rows"] == BATCH, "every rank has all samples"
 
 
-@pytest.mark.parametrize(
-    "methods",
-    [
-        ("fsdp", "checkpoint"),
-        pytest.param(("ddp",), marks=pytest.mark.nightly),
-        pytest.param(("zero1", "micro_batch"), marks=pytest.mark.nightly),
-        pytest.param(("zero2", "compile"), marks=pytest.mark.nightly),
-    ],
-    ids="+".join,
-)
-def test_beside_data(pool: Pool, methods: tuple[str, ...]) -> None:
-    knobs = {"micro_batch": {"size": 2}, "compile": {"backend": "aot_eager"}}
-    strategy = [sequence(2, data=2), "sequence_parallel", *((name, knobs.get(name)) for name in methods)]
-    for seen in pool.run(trained, strategy, 0.05, ranks=4):
-        assert seen["update"] <= 1e-4
-        assert seen["loss"] <= 1e-5
-        assert seen["norms"] <= 1e-4
-        assert seen["rows"] == BATCH // 2
+ULYSSES = [sequence(2, data=2), "sequence_parallel"]
+ON_TENSOR = [("parallel_mode", ([("tensor", 2), ("data", 2)], None)), "tensor_parallel", MEGATRON]
+ON_BOTH = [("parallel_mode", ([("tensor", 2), ("sequence", 2)], None)), "tensor_parallel", "sequence_parallel"]
+FEW: list[list[Any]] = [[*ULYSSES, "fsdp", "checkpoint"], ON_BOTH, [*ON_TENSOR, "fsdp", "checkpoint"]]
+MANY: list[list[Any]] = [
+    [*ULYSSES, "ddp"],
+    [*ULYSSES, "zero1", ("micro_batch", {"size": 2})],
+    [*ULYSSES, "zero2", ("compile", {"backend": "aot_eager"})],
+    [*ON_TENSOR, "ddp"],
+]
 
 
-def test_beside_tensor_heads_are_shared_out_over_both(pool: Pool) -> None:
-    mesh = ("parallel_mode", ([("tensor", 2), ("sequence", 2)], None))
-    for seen in pool.run(trained, [mesh, "tensor_parallel", "sequence_parallel"], 0.05, ranks=4):
-        assert seen["update"] <= 1e-4
-        assert seen["loss"] <= 1e-5
-        assert seen["norms"] <= 1e-4
-        assert seen["held"] < 0.51
-
-
-@pytest.mark.parametrize(
-    "methods",
-    [("fsdp", "checkpoint"), pytest.param(("ddp",), marks=pytest.mark.nightly)],
-    ids="+".join,
-)
-def test_megatron_beside_data(pool: Pool, methods: tuple[str, ...]) -> None:
-    mesh = ("parallel_mode", ([("tensor", 2), ("data", 2)], None))
-    for seen in pool.run(trained, [mesh, "tensor_parallel", MEGATRON, *methods], 0.05, ranks=4):
-        assert seen["update"] <= 1e-4
-        assert seen["loss"] <= 1e-5
-        assert seen["norms"] <= 1e-4
-
-
-def test_megatron_alone_is_refused(pool: Pool) -> None:
-    for message in pool.run(refused, "sdpa", [MEGATRON], {}):
-        assert "completes tensor_parallel, which is not in the strategy" in message
+@pytest.mark.parametrize("strategies", [FEW, pytest.param(MANY, marks=pytest.mark.nightly)], ids=["few", "many"])
+def test_beside_data_and_tensor(pool: Pool, strategies: list[list[Any]]) -> None:
+    by_case = run_each(pool, trained, [(strategy,) for strategy in strategies], ranks=4)
+    for strategy, by_rank in zip(strategies, by_case, strict=True):
+        for seen in by_rank:
+            assert seen["update"] <= 1e-4, strategy
+            assert seen["loss"] <= 1e-5, strategy
+            assert seen["norms"] <= 1e-4, strategy
+            assert seen["rows"] == (BATCH if strategy is ON_BOTH else BATCH // 2)
+            assert strategy is not ON_BOTH or seen["held"] < 0.51, "heads are shared out over both"
 
 
 class OddTokens(Tokens):
@@ -219,7 +185,7 @@ def test_megatron_refuses_tokens_that_cannot_be_cut_before_anything_is(pool: Poo
 @pytest.mark.nightly
 def test_shards_beside_replicas(pool: Pool) -> None:
     strategy = [sequence(2, zero=2, data=2), "sequence_parallel", "fsdp"]
-    for seen in pool.run(trained, strategy, 0.05, ranks=8):
+    for seen in pool.run(trained, strategy, ranks=8):
         assert seen["update"] <= 1e-4
         assert seen["norms"] <= 1e-4
 
@@ -230,18 +196,25 @@ def refused(rank: int, size: int, attention: str, strategy: list[Any], more: dic
     return str(caught.value)
 
 
-def test_attention_that_is_written_out_is_refused_with_the_remedy(pool: Pool) -> None:
-    for message in pool.run(refused, "eager", [sequence(2), "sequence_parallel"], {}):
-        assert "model.layers.0 calls no scaled_dot_product_attention" in message
-        assert "attn_implementation='sdpa'" in message
+REFUSED: list[tuple[tuple[str, list[Any], dict[str, Any]], list[str]]] = [
+    (("sdpa", [MEGATRON], {}), ["completes tensor_parallel, which is not in the strategy"]),
+    (
+        ("eager", [sequence(2), "sequence_parallel"], {}),
+        ["model.layers.0 calls no scaled_dot_product_attention", "attn_implementation='sdpa'"],
+    ),
+    (
+        ("sdpa", [sequence(2), "sequence_parallel"], {"dataset": None}),
+        ["sequence_parallel watches the model at work", "sample_batch"],
+    ),
+]
+
+
+def test_what_does_not_hold_is_refused_with_the_remedy(pool: Pool) -> None:
+    by_case = run_each(pool, refused, [case for case, _ in REFUSED])
+    for (_, signs), by_rank in zip(REFUSED, by_case, strict=True):
+        assert all(sign in message for sign in signs for message in by_rank), by_rank
 
 
 def test_module_replace_is_the_other_remedy(pool: Pool) -> None:
     for error, _ in pool.run(deviation, [sequence(2), "module_replace", "sequence_parallel"]):
         assert error <= 1e-4
-
-
-def test_without_a_batch_to_watch_the_model_on_it_says_so(pool: Pool) -> None:
-    for message in pool.run(refused, "sdpa", [sequence(2), "sequence_parallel"], {"dataset": None}):
-        assert "sequence_parallel watches the model at work" in message
-        assert "sample_batch" in message

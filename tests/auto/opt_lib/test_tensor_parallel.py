@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from atorch.distributed.world import World
 from atorch.errors import AtorchError, StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.auto.test_meta_start import Decoder
+from tests.auto.training import messages, run_each
 from tests.pool import Pool
 from tests.runtime.data_parallel.test_collective_order import CAN_FIND
 from tests.runtime.tensor_parallel import models
@@ -95,9 +96,8 @@ def indivisible() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(3, 15), nn.ReLU(), nn.Linear(15, 3)) for _ in range(2)))
 
 
-@pytest.mark.parametrize(
-    ("model", "strategy", "more", "signs"),
-    [
+def test_it_is_refused_on_every_rank_with_the_model_as_it_was(pool: Pool) -> None:
+    cases: list[tuple[nn.Module, list[Any], dict[str, Any], list[str]]] = [
         (three_heads(), ["tensor_parallel"], {}, ["StrategyError", "tensor is 2", "3 heads", "self_attn.o_proj", "3"]),
         (
             contract.make_model(),
@@ -118,15 +118,11 @@ def indivisible() -> nn.Module:
             {"dataset": None, "sample_batch": torch.ones(4, 3), "model_input_format": None},
             ["nothing of Sequential can be split", "2 ranks do not divide its 15 columns", "leave tensor_parallel out"],
         ),
-    ],
-    ids=["heads", "plan", "no sample", "input format", "nothing"],
-)
-def test_it_is_refused_on_every_rank_with_the_model_as_it_was(
-    pool: Pool, model: nn.Module, strategy: list[Any], more: dict[str, Any], signs: list[str]
-) -> None:
-    for told, same in pool.run(refused, model, strategy, more):
-        assert all(sign in told for sign in signs), told
-        assert same
+    ]
+    for (*_, signs), by_rank in zip(cases, run_each(pool, refused, [case[:3] for case in cases]), strict=True):
+        for told, same in by_rank:
+            assert all(sign in told for sign in signs), told
+            assert same
 
 
 @pytest.mark.parametrize(
@@ -157,16 +153,10 @@ def kept(rank: int, size: int) -> dict[str, Any]:
         contract.make_model(), load_strategy=text, verify=False, **contract.arguments(prepare_input=counted)
     )
     assert again is not None
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("atorch").addHandler(handler)
-    other = three_heads()
-    other.config.num_attention_heads = 3
     wider = contract.make_model()
     wider.model.layers.append(type(wider.model.layers[0])(wider.config, 2))
-    _, derived, _ = auto_accelerate(wider, load_strategy=text, **contract.arguments())
-    logging.getLogger("atorch").removeHandler(handler)
+    with messages() as told:
+        _, derived, _ = auto_accelerate(wider, load_strategy=text, **contract.arguments())
     assert derived is not None
     shapes = [{name: tuple(p.shape) for name, p in each.model.named_parameters()} for each in (first, again)]
     return {
@@ -234,9 +224,9 @@ def clipped(rank: int, size: int, method: Any) -> dict[str, Any]:
     return {"norms": max(map(abs, norms)), "values": max(float((got[n] - expected[n]).abs().max()) for n in expected)}
 
 
-@pytest.mark.parametrize("method", ["ddp", "zero1", *(["fsdp"] if CAN_FIND else [])])
-def test_clipping_and_unused_parameters_over_a_mesh(pool: Pool, method: str) -> None:
-    for seen in pool.run(clipped, method, ranks=4):
+def test_clipping_and_unused_parameters_over_a_mesh(pool: Pool) -> None:
+    methods = ["ddp", "zero1", *(["fsdp"] if CAN_FIND else [])]
+    for seen in chain(*run_each(pool, clipped, [(method,) for method in methods], ranks=4)):
         assert seen["norms"] <= 1e-5
         assert seen["values"] <= 1e-5
 
@@ -357,24 +347,18 @@ def test_each_of_64_ranks_holds_its_part(name: str, method: str) -> None:
 
 def rows_told(rank: int, size: int, method: str) -> list[str]:
     """The warnings about the order of rows, of a model whose queries, keys and values are one parameter."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("atorch").addHandler(handler)
-    try:
+    with messages() as heard:
         auto_accelerate(
             Decoder(),
             load_strategy=[("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel", method],
             **{**contract.arguments(), "loss_func": lambda batch, output: output.square().mean()},
         )
-    finally:
-        logging.getLogger("atorch").removeHandler(handler)
     return [each for each in heard if "stand in the order of the processes" in each]
 
 
 def test_rows_that_are_no_neighbours_are_told_of(pool: Pool) -> None:
-    (told,), others = pool.run(rows_told, "fsdp")
+    ((told,), others), of_ddp = run_each(pool, rows_told, [("fsdp",), ("ddp",)])
     assert "blocks.0.qkv.weight and 7 more" in told
     assert "atorch.load_whole_state" in told
     assert others == []
-    assert pool.run(rows_told, "ddp") == [[], []]  # parts have shapes of their own
+    assert of_ddp == [[], []]  # parts have shapes of their own

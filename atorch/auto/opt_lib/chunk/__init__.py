@@ -142,7 +142,7 @@ class Chunk(Method):
 
     def check(self, ctx: Context) -> None:
         """Check that no other method fixes parameters in memory; they are floating-point and their gradients dense."""
-        for other in ctx.strategy or ():
+        for other in ctx.strategy:
             if other.name in _REFUSED:
                 raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
             if isinstance(other, Compile) and other.mode in _WITH_GRAPHS:
@@ -167,7 +167,7 @@ class Chunk(Method):
     def apply(self, ctx: Context) -> Context:
         """Move the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps the chunks."""
         self.check(ctx)
-        offload = None if ctx.strategy is None else ctx.strategy.get(Offload)
+        offload = ctx.strategy.get(Offload)
         if offload is not None:
             ctx = offload.move_activations(ctx)
         (part,), mesh = ctx.parts, ctx.need_mesh()
@@ -227,7 +227,7 @@ class Chunk(Method):
 
     def _between(self, ctx: Context) -> str | None:
         """A method that changes gradients after backward, with its effect, or None."""
-        for other in ctx.strategy or ():
+        for other in ctx.strategy:
             if isinstance(other, MicroBatch):
                 return f"{other} adds gradients of several passes up"
             if getattr(other, "dtype", None) == "fp16" or getattr(other, "skip_if_nonfinite", False):
@@ -236,7 +236,7 @@ class Chunk(Method):
 
     def _adds_up(self, ctx: Context) -> bool:
         """True if the strategy runs several backward passes a step."""
-        return ctx.strategy is not None and ctx.strategy.get(MicroBatch) is not None
+        return ctx.strategy.get(MicroBatch) is not None
 
     def _host_state_bytes(self, ctx: Context) -> float | None:
         """Bytes of the optimizer's states in host memory per element; None in a simulation, which allocates none."""
@@ -308,7 +308,7 @@ def _compiled(ctx: Context, part: nn.Module) -> list[str]:
     Raises:
         StrategyError: it will compile the whole model.
     """
-    for other in ctx.strategy or ():
+    for other in ctx.strategy:
         if isinstance(other, Compile):
             return outermost(other.chosen(part))
     return []
@@ -347,7 +347,7 @@ def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.
 
 def _rows(ctx: Context, rows: int) -> int:
     """Rows of the largest micro-batch, or of the batch if it is not split."""
-    for other in ctx.strategy or ():
+    for other in ctx.strategy:
         if isinstance(other, MicroBatch):
             if isinstance(other.size, int):
                 return min(rows, other.size)

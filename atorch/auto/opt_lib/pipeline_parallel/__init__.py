@@ -71,6 +71,10 @@ class PipelineParallel(Method):
         return (self.interleave or 2) if self.schedule == "interleaved" else 1
 
     @property
+    def engine(self) -> str:
+        return self.backend if self.backend == "deepspeed" else ""
+
+    @property
     def splits(self) -> tuple[str, ...]:
         return ("pipeline",)
 

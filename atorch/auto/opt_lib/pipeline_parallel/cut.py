@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from atorch.auto.context import Context
-from atorch.auto.strategy import Phase, Strategy
+from atorch.auto.strategy import Phase
 from atorch.cost import Cost
 from atorch.cost.pipeline_stages import in_flight
 from atorch.errors import StrategyError
@@ -76,7 +76,7 @@ def _within_memory(
 
 def _folded(ctx: Context, micro_batches: int, cost: Cost) -> Cost:
     cost = cost.but(axes=dict(ctx.need_mesh().slices))
-    for method in ctx.strategy or Strategy():
+    for method in ctx.strategy:
         if method.phase in _FOLDED:
             cost = method.cost(cost)
     return cost.but(num_micro_batches=float(micro_batches))

@@ -10,7 +10,6 @@ import torch
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import SLOT
-from atorch.auto.strategy import Strategy
 from atorch.compat import need_backend
 from atorch.distributed import world
 from atorch.errors import StrategyError
@@ -30,10 +29,10 @@ def check(ctx: Context, method: PipelineParallel) -> None:
             order, or there is no optimizer or dataset.
     """
     need_backend("deepspeed")
-    strategy = ctx.strategy or Strategy()
+    strategy = ctx.strategy
     mode = strategy.get(ParallelMode) or ParallelMode()
     for other in strategy:
-        if other.slot == SLOT and getattr(other, "backend", None) != "deepspeed":
+        if other.slot == SLOT and other.engine != "deepspeed":
             raise StrategyError(
                 f"{method} reduces gradients itself, and {other.name} would once more; give "
                 '("zero1", {"backend": "deepspeed"}), or ds_3d_parallel for all of them'
@@ -63,7 +62,7 @@ def finished(
 
     assert built.loss_func is not None
     assert built.optim is not None
-    mesh, strategy = ctx.need_mesh(), ctx.strategy or Strategy()
+    mesh, strategy = ctx.need_mesh(), ctx.strategy
     world.ensure_group(ctx.device.type)
     loss_func = WholeBatches(
         pipeline,

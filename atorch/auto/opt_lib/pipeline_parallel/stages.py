@@ -93,7 +93,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
 
 def check(ctx: Context, method: PipelineParallel) -> None:
     """Raise the errors of `split` that need no run of the model: see `Method.check`."""
-    for other in ctx.strategy or ():
+    for other in ctx.strategy:
         reason = against_pipeline(other, size_of(ctx, "pipeline"), method.schedule)
         if reason is not None:
             raise StrategyError(reason)
@@ -156,7 +156,7 @@ def _few_rows(batch: Any) -> Any:
 
 def _rounding(ctx: Context) -> float:
     """The tolerance between the loss of a batch and that of its micro-batches."""
-    if ctx.strategy is not None and "fp8" in ctx.strategy.names():
+    if ctx.strategy.uses("fp8"):
         return FP8_ROUNDING
     return tolerance_of(ctx.compute_dtype)
 
@@ -176,7 +176,7 @@ class Batches:
 
     @classmethod
     def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
-        other: Any = next((candidate for candidate in ctx.strategy or () if candidate.name == "micro_batch"), None)
+        other: Any = next((candidate for candidate in ctx.strategy if candidate.name == "micro_batch"), None)
         batches = cls(method, other, size_of(ctx, "pipeline"))
         batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
         return batches
@@ -307,7 +307,7 @@ def understudy_of(
 
     def ready() -> ShapeOracle:
         job = replace(ctx, root=part, parts=(part,))
-        for method in ctx.strategy or Strategy():
+        for method in ctx.strategy:
             if method.phase > Phase.SPLIT:
                 job = method.apply(job)
         return ShapeOracle(job.parts[0])
@@ -342,9 +342,9 @@ def cut_by_graph(
     return named, route, tuple(range(stages))
 
 
-def against_graph(strategy: Strategy | None) -> str | None:
+def against_graph(strategy: Strategy) -> str | None:
     """The reason why a method of the strategy excludes a pipeline that is cut by its graph, or None."""
-    for method in strategy or ():
+    for method in strategy:
         if method.phase in _BY_MODULES or method.acts_in_calls:
             return f"{method.name} acts where modules are called, which a graph does not do; leave it out"
     return None

@@ -54,7 +54,7 @@ def batch_place(strategy: Strategy, device_type: str) -> tuple[int, int]:
 def has_fsdp(strategy: Strategy) -> bool:
     """True if torch's FSDP2 shards parameters: under fsdp, and zero2 without another backend."""
     sharding = strategy.get(Fsdp)  # finds zero2 too, a subclass
-    return sharding is not None and getattr(sharding, "backend", "fsdp") == "fsdp"
+    return sharding is not None and not sharding.engine
 
 
 def needs_values(methods: Iterable[Method | str]) -> str | None:

@@ -17,7 +17,7 @@ from atorch.errors import StrategyError
 
 def changes_modules(ctx: Context, apart_from: str = "") -> bool:
     """True if a method of the strategy replaces the user's modules, so that names may refer to the new ones."""
-    return any(method.phase == Phase.MODULE and method.name != apart_from for method in ctx.strategy or ())
+    return any(method.phase == Phase.MODULE and method.name != apart_from for method in ctx.strategy)
 
 
 def has_compiled_loss(ctx: Context) -> bool:
@@ -27,7 +27,7 @@ def has_compiled_loss(ctx: Context) -> bool:
 
 def need_parts_of_tokens(strategy: Strategy, name: str) -> None:
     """Raise if a method of the strategy needs all tokens at once; method `name` gives each process only some."""
-    if "fp8" in strategy.names():
+    if strategy.uses("fp8"):
         raise StrategyError(fp8_beside(name))
 
 

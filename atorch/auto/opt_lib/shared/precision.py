@@ -21,29 +21,28 @@ from atorch.runtime.precision.amp import LossScale
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
 
-DTYPES: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_NAMES: Mapping[Any, str] = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "torch.float16": "fp16",
-    "torch.bfloat16": "bf16",
-}
-
-NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NAMES: Mapping[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Names of the types in costs and cluster specs."""
+
+
+def short_name(value: Any) -> Any:
+    """The knob's name of a torch dtype, or of torch's name for one; any other value unchanged."""
+    if not isinstance(value, (str, torch.dtype)):
+        return value
+    plain = str(value).removeprefix("torch.")
+    return next((short for short, name in NAMES.items() if name == plain), value)
 
 
 def compute_dtype(ctx: Context) -> torch.dtype | None:
     """The dtype that the strategy's precision method computes in, even before that method is applied."""
-    precision = next((method for method in ctx.strategy or () if isinstance(method, Precision)), None)
+    precision = next((method for method in ctx.strategy if isinstance(method, Precision)), None)
     return ctx.compute_dtype if precision is None else DTYPES[precision.dtype]
 
 
-def keeps_masters(strategy: Strategy | None) -> bool:
+def keeps_masters(strategy: Strategy) -> bool:
     """True if a method of the strategy keeps fp32 masters itself, and divides gradients by the loss scale."""
-    return any(method.keeps_masters for method in strategy or ())
+    return any(method.keeps_masters for method in strategy)
 
 
 def is_fp32(profile: ModelProfile) -> bool:
@@ -73,7 +72,7 @@ class Precision(Method):
         if isinstance(config, (str, torch.dtype)):
             config = {"dtype": config}
         if isinstance(config, Mapping) and isinstance(config.get("dtype"), (str, torch.dtype)):
-            config = {**config, "dtype": _NAMES.get(config["dtype"], config["dtype"])}
+            config = {**config, "dtype": short_name(config["dtype"])}
         return super().of(config)
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
@@ -110,7 +109,7 @@ class Precision(Method):
 
 def tell_of_16_bits(ctx: Context, strategy: Strategy) -> None:
     """Warn of 16-bit parameters that the optimizer would step without fp32 copies."""
-    if ctx.make_optimizer is None or ctx.world.rank or "half" in strategy.names() or keeps_masters(strategy):
+    if ctx.make_optimizer is None or ctx.world.rank or strategy.uses("half") or keeps_masters(strategy):
         return
     trained = [parameter for parameter in ctx.root.parameters() if parameter.requires_grad]
     low = [parameter.dtype for parameter in trained if parameter.dtype in (torch.float16, torch.bfloat16)]

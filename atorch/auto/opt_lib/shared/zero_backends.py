@@ -33,12 +33,9 @@ def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
     return rest
 
 
-def in_pipeline(strategy: Iterable[Method] | None) -> bool:
+def in_pipeline(strategy: Iterable[Method]) -> bool:
     """True if DeepSpeed runs the strategy's pipeline; the same engine then shards the optimizer states."""
-    return any(
-        method.name == "pipeline_parallel" and getattr(method, "backend", "") == "deepspeed"
-        for method in strategy or ()
-    )
+    return any("pipeline" in method.splits and method.engine == "deepspeed" for method in strategy)
 
 
 def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
@@ -75,7 +72,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
         return
     _check_deepspeed(ctx, name)
     _needed_optimizer(ctx, name)
-    for method in ctx.strategy or ():
+    for method in ctx.strategy:
         low = getattr(method, "dtype", None)
         scales = low == "fp16" or getattr(method, "skip_if_nonfinite", False)
         if scales or (method.name == "half" and low is not None):

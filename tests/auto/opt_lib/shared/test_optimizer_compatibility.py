@@ -17,6 +17,7 @@ from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.optimizer.split_support import ShardKind, made_small, needs_closure, refusal
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from tests.auto.opt_lib.optimizer_job import KINDS, METHODS, answer, concerns
+from tests.auto.training import run_each
 from tests.contract.job import arguments, make_model
 from tests.pool import Pool
 
@@ -35,8 +36,8 @@ def table() -> dict[tuple[str, str], str]:
 def check(pool: Pool, kinds: Iterable[str], methods: Iterable[str]) -> None:
     pairs = [(kind, method) for kind in kinds for method in methods if concerns(kind, method)]
     documented, wrong = table(), []
-    for kind, method in pairs:
-        for got in pool.run(answer, kind, method):
+    for (kind, method), by_rank in zip(pairs, run_each(pool, answer, pairs, timeout=600), strict=True):
+        for got in by_rank:
             text = "equal" if got[0] == "equal" else "refused" if kind in got[0] or "sparse=True" in got[0] else got[0]
             if text != documented[kind, method].split(" ")[0]:
                 wrong.append(f"{kind} under {method}: {got[0]} ({got[1]:.1e}), documented: {documented[kind, method]}")

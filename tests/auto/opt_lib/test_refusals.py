@@ -1,0 +1,128 @@
+"""Every method refuses what cannot be meant, and names the value, what holds, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from atorch.auto.strategy import Strategy
+from atorch.errors import StrategyError
+from tests.runtime.sharing import Block
+
+SLICES = [("tensor", 2), ("pipe", 2), ("data", 2)]
+MESH = ("parallel_mode", ([("tensor", 2), ("data", 2), ("pipeline", 2)], None))
+
+CONFIGURATIONS: Mapping[str, list[tuple[Any, str]]] = {
+    "ddp": [({"static_grap": True}, "did you mean 'static_graph'"), ({"bucket_cap_mb": 0}, "bucket_cap_mb")],
+    "amp_native": [
+        ("fp64", "'fp64'"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"dtyp": "bf16"}, "did you mean 'dtype'"),
+        ({"skip_if_nonfinite", True}, "write the dict"),
+        ({"growth_interval": 0}, "growth_interval"),
+        ({"loss_scale": -1.0}, "loss_scale"),
+    ],
+    "checkpoint": [
+        ({"wrap_class": (3,)}, "wrap_class has 3"),
+        ({"wrap_clas": "GPT2Block"}, "did you mean 'wrap_class'"),
+        ({"max_checkpoint_module_num": 0}, "max_checkpoint_module_num"),
+        ({"selective": True, "no_reentrant": False}, "selective needs a forward that is not reentrant"),
+        ({"selective": True, "offload_to_cpu": True}, "give one of them"),
+        (3, "give module classes or names"),
+    ],
+    "compile": [({"backnd": "eager"}, "did you mean 'backend'")],
+    "half": [
+        ("fp8", "'fp8'"),
+        ({"skip_if_nonfinite": True}, "no knob 'skip_if_nonfinite'"),
+        (16, "takes a dict"),
+    ],
+    "fp8": [
+        ({"fp8_format": "E5M2"}, r"fp8\.fp8_format was given 'E5M2'"),
+        ({"amax_compute_algo": "mean"}, r"fp8\.amax_compute_algo"),
+        ({"margin": -1}, r"fp8\.margin"),
+        ({"amax_history_length": 16}, "did you mean 'amax_history_len'"),
+    ],
+    "fsdp": [
+        ({"auto_wrap_policy": Block}, "for classes and names give atorch_wrap_cls"),
+        ({"auto_wrap_policy": lambda *_: True, "atorch_wrap_cls": "A"}, "not both"),
+        ({"backward_prefetch": "BACKWARD"}, "it is BACKWARD_PRE, BACKWARD_POST or None"),
+        ({"limit_all_gathers": 3}, "it is a bool"),
+        ({"process_group": object()}, "parallel_mode"),
+        ({"device_mesh": object()}, "parallel_mode"),
+        ({"param_init_fn": "print"}, "it is a function"),
+        ({"ignored_modules": [3]}, "or their names or classes"),
+        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
+        ({"mixed_precision": {"param_dtype": "int8"}}, "mixed_precision.param_dtype"),
+        ({"mixed_precision": {"param_type": "bf16"}}, "param_type"),
+        ({"atorch_wrap_cls": "A", "atorch_size_based_min_num_params": 10}, "not both"),
+        ({"atorch_wrap_cls": "A", "auto_wrap_policy": ModuleWrapPolicy({Block})}, "give one of the two"),
+        ({"atorch_wrap_cls": [3]}, "atorch_wrap_cls has 3"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "leave reshard_after_forward out"),
+        ({"fsdp_wrap_params_outmost": True, "wrap_trainable_outmost": False}, "differ"),
+        ({"forward_prefech": True}, "did you mean 'forward_prefetch'"),
+    ],
+    "micro_batch": [
+        ({"size": 2, "count": 2}, "both given"),
+        ({"size": 0}, "size"),
+        ({"count": -1}, "count"),
+        ({"siz": 2}, "did you mean 'size'"),
+        ({"size": "automatic"}, "size"),
+    ],
+    "offload": [
+        ({"parameters": 1.0, "optimizer": 0.5}, "parameters is 1 and optimizer 0.5"),
+        ({"optimizer": 0.0}, "all shares are 0"),
+        ({"activations": 1.5}, "less than or equal to 1"),
+    ],
+    "parallel_mode": [
+        ([("dta", 2)], "did you mean 'data'"),
+        ([("data", 2), ("data", 4)], "given twice"),
+        ([("tensor", 0)], "at least 1"),
+        ([("tensor", "2")], r"takes \(\[\(name, size\)"),
+        ([("tensor", True)], r"takes \(\[\(name, size\)"),
+        ("data", "takes a dict"),
+        ({"slice": []}, "did you mean 'slices'"),
+        ((SLICES, None, True), "start a job for each"),
+        ((SLICES, None, 3), "True, False or None may stand there"),
+        (([("pipe", 2), ("pipeline", 2)], None), "is given twice"),
+        ((SLICES, None, False, True, 1), "it takes"),
+    ],
+    "zero1": [
+        ({"use_ds_zero", True}, "write the dict {'use_ds_zero': True}"),
+        ({"use_ds_zero": True, "backend": "fairscale"}, "give one"),
+        ({"backend": "apex"}, "backend"),
+        ({"atorch_wrap_cls": "Block"}, "no knob 'atorch_wrap_cls'"),
+    ],
+    "zero2": [
+        ({"not_use_fsdp", True}, "write the dict {'not_use_fsdp': True}"),
+        ({"not_use_fsdp": True, "use_ds_zero": True}, "give one"),
+        ({"not_use_fsdp": True, "atorch_wrap_cls": "Block"}, "atorch_wrap_cls are fsdp's"),
+        ({"sharding_strategy": "FULL_SHARD"}, "use fsdp"),
+        ({"reshard_after_forward": True}, "use fsdp"),
+    ],
+}
+"""Method → configurations of it, each with the facts that its refusal names."""
+
+STRATEGIES: list[tuple[Any, str]] = [
+    (["ds_3d_parallel"], "runs a pipeline; give it a mesh with one"),
+    ([("parallel_mode", ([("tensor", 2)], None)), "ds_3d_parallel"], "runs a pipeline; give it a mesh with one"),
+    ([MESH, ("ds_3d_parallel", {"tpinfo": object()})], "needs no tpinfo: tensor_parallel derives"),
+    ([MESH, ("ds_3d_parallel", {"ds_confg": {}})], "did you mean 'ds_config'"),
+    ([MESH, ("pipeline_parallel", {"ds_config": {}})], "ds_config is for the deepspeed backend"),
+    ([("parallel_mode", ([("data", 8)], None)), "mixed_parallel"], "no axis for mixed_parallel to split over"),
+    ([("mixed_parallel", {"tensor": 2})], r"strategy\[0\]\[1\].*it has no knobs: degrees stand in parallel_mode"),
+    (["amp_native", "half"], "exclude each other"),
+]
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [*(([(name, config)], told) for name, cases in CONFIGURATIONS.items() for config, told in cases), *STRATEGIES],
+)
+def test_what_cannot_be_meant_is_refused(items: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        Strategy.of(items)
