@@ -16,7 +16,6 @@ from typer.main import get_command
 import atorch
 import atorch.smp as smp
 from atorch.auto.accelerate import auto_accelerate
-from atorch.auto.arguments import CallOptions
 from atorch.auto.plan_for_cluster import plan_for
 from atorch.auto.planner.plan import Why
 from atorch.auto.strategy import METHODS, RECIPES, Strategy
@@ -110,8 +109,9 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def keywords() -> dict[str, Any]:
-    """The keywords of `auto_accelerate` that are about the call and not the job, with their defaults."""
-    return {each.name: each.default for each in fields(CallOptions)}
+    """The arguments of `auto_accelerate` that are given by name alone, with their defaults."""
+    parameters = inspect.signature(auto_accelerate).parameters.values()
+    return {known.name: known.default for known in parameters if known.kind is known.KEYWORD_ONLY}
 
 
 def test_the_table_of_keywords_is_that_of_the_code() -> None:
