@@ -22,12 +22,11 @@ from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
-from atorch.auto.planner.search_space.method_names import names_in
+from atorch.auto.planner.request import PlanRequest
 from atorch.auto.simulated_candidates import Allowance, Doing, simulated
-from atorch.auto.strategy import Exactness, Strategy
+from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
-from atorch.cost.memory import RESERVE
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, shown
 from atorch.logs import logger
@@ -36,22 +35,18 @@ from atorch.profiler.trace import OfLength, trace
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.cluster_plan import ClusterPlan
+    from atorch.auto.planner.plan import ClusterPlan
 
 PlanForMargin = Callable[[float], "ClusterPlan"]
 """Returns the plan that keeps this share of a device's memory free."""
 
 MakeModel = Callable[[], nn.Module]
-MAX_SIMULATED = 32
 VERIFIED = 3  # default number of candidates that are simulated
 PLANNING_S = 20.0  # default limit of a search with these simulations
 FEW_BYTES = 2**30  # default limit of a model copy with values
 ASKED_AGAIN = 3  # maximum number of further searches for a plan that fits by simulation too
 LESS = 0.95  # second limit of such a search, as a share of the estimated bytes
-_OPTIONS = (
-    "global_batch", "excluded", "included", "fixed", "extend", "precision", "host_memory", "objective", "reserve",
-    "verify",
-)  # fmt: skip
+_OPTIONS = tuple(PlanRequest.__dataclass_fields__)
 _JOB = ("loss_func", "optim_func", "optim_args", "optim_param_func", "prepare_input", "model_input_format")
 ROOM = 0.25  # share of free host memory for a model that cannot be made on the meta device
 
@@ -79,21 +74,8 @@ def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Map
             remedy = meant(name, (*_OPTIONS, *_JOB, "sample_batch"))
             raise ArgumentError(f"plan for a cluster has no argument {name!r}; {remedy}")
     spec = cluster_of(cluster)
-    check_names(**{name: options.get(name) for name in ("excluded", "included", "fixed", "extend")})
+    PlanRequest(**options)  # refuses invalid ones before a model is read, which may take minutes
     return plan_for(subject_of(model, sample_batch, spec, **wanted), spec, **options)
-
-
-def check_names(*, excluded: Any, included: Any, fixed: Any, extend: Any) -> None:
-    """Check the method names before a model is read, which may take minutes.
-
-    Raises:
-        StrategyError: an unknown name, or an invalid strategy.
-    """
-    names_in(excluded, "excluded")
-    names_in(included, "included")
-    for strategy in (fixed, extend):
-        if strategy is not None:
-            Strategy.of(strategy)
 
 
 def subject_of(
@@ -127,61 +109,30 @@ def subject_of(
 
 
 def plan_for(
-    subject: Subject,
-    cluster: ClusterSpec,
-    *,
-    global_batch: int | None = None,
-    excluded: Iterable[str] | None = None,
-    included: Iterable[str] | None = None,
-    fixed: Any = None,
-    extend: Any = None,
-    precision: Exactness = "half",
-    host_memory: bool | None = None,
-    objective: str = "step_time",
-    reserve: float = RESERVE,
-    verify: int | None = None,
-    doing: Doing = nullcontext,
-    advise: bool = True,
+    subject: Subject, cluster: ClusterSpec, *, doing: Doing = nullcontext, advise: bool = True, **knobs: Any
 ) -> ClusterPlan:
     """The composition that is estimated best for the cluster, with the best `verify` of the ranking simulated.
 
     A choice that does not fit in its simulation is replaced by one that is estimated to need less memory.
 
     Args:
-        global_batch: samples of a step on all devices together; None for the traced batch on every device.
-        fixed, extend: as for `Strategy.of`: exactly these methods, or these and any others that are best with them.
-        precision, host_memory: see `answer`.
-        reserve: share of a device's memory that nothing may use.
-        verify: None: the best 3, within `FEW_BYTES` of memory and `PLANNING_S` seconds including the search.
         doing: a context that is entered around slow work, with its description.
         advise: see `answer`.
+        knobs: those of a `PlanRequest`; verify=None: the best 3, within `FEW_BYTES` of memory and `PLANNING_S` seconds
+            including the search.
 
     Raises:
         NoFeasiblePlanError: nothing fits; the nearest miss is named, with remedies.
         ArgumentError, StrategyError: an invalid argument.
     """
-    batch = subject.profile.batch_size * cluster.world_size if global_batch is None else global_batch
-    _check(batch, reserve, verify)
-    until = time.monotonic() + PLANNING_S
     from atorch.auto.planner.cluster_search import answer
+
+    until, request = time.monotonic() + PLANNING_S, PlanRequest(**knobs)
+    verify = request.verify
 
     def ask(reserve: float) -> ClusterPlan:
         with doing("searching for the best strategy"):
-            plan = answer(
-                subject.profile,
-                cluster,
-                global_batch=batch,
-                excluded=excluded,
-                included=included,
-                fixed=None if fixed is None else Strategy.of(fixed),
-                extend=None if extend is None else Strategy.of(extend),
-                precision=precision,
-                host_memory=host_memory,
-                objective=objective,
-                reserve=reserve,
-                advise=advise,
-                count=True,
-            )
+            plan = answer(subject.profile, cluster, replace(request, reserve=reserve), advise=advise, count=True)
         optimizer_notes = () if subject.ctx is None else kernel_notes(subject.ctx)
         return replace(
             plan,
@@ -198,7 +149,8 @@ def plan_for(
             return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)
         return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing)
 
-    return _fitting(ask(reserve), ask, verified) if verify != 0 else ask(reserve)
+    plan = ask(request.reserve)
+    return _fitting(plan, ask, verified) if verify != 0 else plan
 
 
 def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
@@ -325,12 +277,3 @@ def _module(made: object) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ArgumentError(f"the model's function returned {shown(made)}; it returns a torch.nn.Module")
     return made
-
-
-def _check(global_batch: object, reserve: object, verify: object) -> None:
-    if not isinstance(global_batch, int) or global_batch < 1:
-        raise ArgumentError(f"global_batch is {shown(global_batch)}; it is the samples of a step, at least 1")
-    if not isinstance(reserve, (int, float)) or not 0 <= reserve < 1:
-        raise ArgumentError(f"reserve is {shown(reserve)}; it is the share of a device's memory to keep free, as 0.08")
-    if verify is not None and (not isinstance(verify, int) or not 0 <= verify <= MAX_SIMULATED):
-        raise ArgumentError(f"verify is {shown(verify)}; it is how many are simulated, from 0 to {MAX_SIMULATED}")

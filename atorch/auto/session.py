@@ -188,7 +188,7 @@ def _can_step(ctx: Context) -> bool:
 
 
 def _plain_pass(ctx: Context, shares: int) -> ReferenceStep:
-    from atorch.auto.planner.dry_runs.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial import Feed
 
     if not _can_step(ctx):
         return ReferenceStep(why_not="it takes optim_func, dataset and loss_func")
@@ -215,7 +215,7 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     needing = [method.name for method in strategy if method.needs_sample]
     if not needing or ctx.sample_batch is not None:
         return ctx
-    from atorch.auto.planner.dry_runs.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial import Feed
 
     def first() -> Any:
         if ctx.make_loader is None:
@@ -321,7 +321,7 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
 def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     """The strategy with the mesh that is estimated fastest, if it splits the model and gives no mesh."""
     from atorch.auto.planner import mesh_inference
-    from atorch.auto.planner.dry_runs.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial import Feed
     from atorch.auto.planner.planner import starting_point
 
     if not mesh_inference.lacks_degrees(strategy):

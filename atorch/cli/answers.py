@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from atorch.cli import files
+from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError
+from atorch.units import format_bytes
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.cluster_plan import ClusterPlan
-    from atorch.errors import AtorchError
+    from atorch.auto.planner.plan import ClusterPlan
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,6 @@ class Outputs:
         Raises:
             ArgumentError: a file cannot be written, or is for one cluster while there are several.
         """
-        from atorch.errors import ArgumentError
-
         files.check_targets(self.json, self.html, self.save)
         for option, path in (("--html", self.html), ("--save", self.save)):
             if path is not None and num_clusters > 1:
@@ -85,7 +84,6 @@ def give(
 
 
 def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
-    from atorch.errors import NoFeasiblePlanError
 
     if not any(isinstance(result, NamedAnswer) for _, result in answers):
         reasons = "; ".join(f"{name}: {result}" for name, result in answers)
@@ -94,9 +92,6 @@ def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
 
 def _reason(error: AtorchError) -> str:
     """The reason why there is no plan, short enough for a column."""
-    from atorch.errors import NoFeasiblePlanError
-    from atorch.units import format_bytes
-
     if isinstance(error, NoFeasiblePlanError) and error.rejected and "short_bytes" in error.rejected[0]:
         return f"nothing fits: the nearest miss is {format_bytes(error.rejected[0]['short_bytes'])} short"
     return str(error)

@@ -18,15 +18,16 @@ import typer
 from atorch.cli.answers import NamedAnswer, Outputs, give
 from atorch.cli.sources import JobSource, source_of
 from atorch.cost.memory import RESERVE
+from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
+from atorch.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
     from atorch.auto.capacity_search import Fit
     from atorch.auto.plan_for_cluster import Subject
-    from atorch.auto.planner.cluster_plan import ClusterPlan
+    from atorch.auto.planner.plan import ClusterPlan
     from atorch.cluster.spec import ClusterSpec
-    from atorch.errors import AtorchError
 
     Read: TypeAlias = Callable[[ClusterSpec], Subject]
 
@@ -92,10 +93,21 @@ def plan(
     save: Annotated[File, _file("--save", "Write the chosen strategy to a file.")] = None,
 ) -> None:
     """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs."""
-    from atorch.auto.plan_for_cluster import check_names
+    from atorch.auto.planner.request import PlanRequest
 
     outputs = Outputs(json_file, html, save)
-    check_names(excluded=_names(exclude), included=_names(include), fixed=fixed, extend=extend)
+    wanted = {
+        "global_batch": batch,
+        "excluded": _names(exclude),
+        "included": _names(include),
+        "fixed": fixed,
+        "extend": extend,
+        "precision": precision,
+        "host_memory": bool(host_memory) if fit else host_memory,
+        "objective": objective,
+        "reserve": reserve,
+    }
+    PlanRequest(**wanted)  # refuses invalid ones before a model is read
     shape = {
         "layers": layers,
         "hidden": hidden,
@@ -108,18 +120,6 @@ def plan(
     }
     source, clusters = source_of(named, model, shape), clusters_of(cluster)
     outputs.check(len(clusters))
-    wanted = {
-        "global_batch": batch,
-        "excluded": _names(exclude),
-        "included": _names(include),
-        "fixed": fixed,
-        "extend": extend,
-        "precision": precision,
-        "host_memory": bool(host_memory) if fit else host_memory,
-        "objective": objective,
-        "reserve": reserve,
-    }
-
     several = len(clusters) > 1
     read = _reader(source, seq, once=several)
     verify = 0 if several else verify  # side by side, results of simulations are not shown
@@ -138,8 +138,6 @@ def _answers(
     Raises:
         NoFeasiblePlanError, StrategyError: nothing fits on the only cluster.
     """
-    from atorch.errors import NoFeasiblePlanError, StrategyError
-
     answers: list[tuple[str, NamedAnswer | AtorchError]] = []
     for name, spec in clusters:
         try:
@@ -190,8 +188,6 @@ def _fit_answer(
 
 def _check_fit(what: What, source: JobSource, wanted: Mapping[str, Any]) -> None:
     """Raise ArgumentError if the number to find is given or cannot vary, or if one that it depends on is missing."""
-    from atorch.errors import ArgumentError
-
     if what == "batch" and wanted["global_batch"] is not None:
         raise ArgumentError("--fit batch looks for the batch; leave --batch out")
     if what == "devices" and wanted["global_batch"] is None:
@@ -216,7 +212,6 @@ def _reader(source: JobSource, seq: int | None, *, once: bool) -> Read:
 def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     """Read the model, and write its size and the time that it took to standard error."""
     from atorch.report.progress import telling
-    from atorch.units import format_count, format_seconds
 
     began = time.monotonic()
     with telling(f"reading {source.title}"):
@@ -231,7 +226,6 @@ def _size_reporter(unit: str) -> Callable[[int, ClusterPlan | None], None]:
     """A function that writes to standard error if a size fits."""
 
     def tell(size: int, plan: ClusterPlan | None) -> None:
-        from atorch.units import format_bytes, format_seconds
 
         verdict = "nothing fits"
         if plan is not None:
@@ -266,7 +260,6 @@ def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
         ArgumentError: a cluster is unknown, or given twice.
     """
     from atorch.auto.plan_for_cluster import cluster_of
-    from atorch.errors import ArgumentError
 
     if not given:
         this_machine = _here()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atorch.cli import config, job
+from atorch.errors import ArgumentError, AtorchError
 
 if TYPE_CHECKING:
     from atorch.auto.plan_for_cluster import Subject
@@ -37,8 +38,6 @@ def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobS
     Raises:
         ArgumentError: no source is given, several are, or the one is invalid.
     """
-    from atorch.errors import ArgumentError
-
     has_shape = any(value is not None for value in shape.values())
     if sum((named is not None, path is not None, has_shape)) != 1:
         raise ArgumentError(
@@ -51,8 +50,6 @@ def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobS
 
 def _of_name(named: str) -> JobSource:
     """The source of a name; raises ArgumentError if it is neither a config, nor a folder with one, nor a job."""
-    from atorch.errors import ArgumentError
-
     path = Path(named)
     if path.is_dir():
         if not (path / CONFIG).is_file():
@@ -91,7 +88,6 @@ def _of_job(named: str) -> JobSource:
 def _of_config(path: Path) -> JobSource:
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import subject_of
-        from atorch.errors import ArgumentError, AtorchError
 
         arguments = config.job_of(path, seq)
         try:
@@ -110,8 +106,6 @@ def _of_config(path: Path) -> JobSource:
 
 def _of_shape(shape: ShapeOptions) -> JobSource:
     """A decoder like Llama's, in fp32 as precision methods expect it; with `experts`, one like Mixtral's."""
-    from atorch.errors import ArgumentError
-
     missing = [f"--{name}" for name in NEEDED if shape[name] is None]
     if missing:
         raise ArgumentError(f"a shape needs {', '.join(missing)} as well")
@@ -130,7 +124,6 @@ def _of_shape(shape: ShapeOptions) -> JobSource:
 def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
     """The transformer of a shape; raises ArgumentError if the numbers contradict each other."""
     from atorch.cost.transformer import Experts, TransformerShape
-    from atorch.errors import ArgumentError
 
     sizes = {name: value for name, value in shape.items() if value is not None}
     hidden, heads, ffn = sizes["hidden"], sizes["heads"], sizes["ffn"]
@@ -155,7 +148,6 @@ def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
 
 
 def _needed(seq: int | None, what: str) -> int:
-    from atorch.errors import ArgumentError
 
     if seq is None:
         raise ArgumentError(f"{what} says nothing of the length of a sample; give --seq")

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from atorch.cli.samples import SampleForm
+from atorch.cli.config import SampleForm
 from atorch.errors import ArgumentError
 from tests.cli.test_config import LLAVA
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atorch.auto.plan_for_cluster import plan_for
-from atorch.auto.planner.cluster_plan import ClusterPlan
+from atorch.auto.planner.plan import ClusterPlan
 from atorch.cli.sources import source_of
 from atorch.cluster.spec import ClusterSpec
 from tests.house.source import ROOT

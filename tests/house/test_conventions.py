@@ -39,7 +39,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
         "a model may fail on fake tensors in any way; the plan stands, and says why not"
     ),
     "atorch/cli/sources.py:_of_config.subject": "a library's model may fail in any way; the error names a remedy",
-    "atorch/cli/samples.py:SampleForm._num_features": "a model may fail in any way on an image; there is a remedy",
+    "atorch/cli/config.py:SampleForm._num_features": "a model may fail in any way on an image; there is a remedy",
     "atorch/distributed/collectives.py:call_on_all_ranks": "raised again on all ranks, which would wait for ever",
     "atorch/distributed/collectives.py:all_or_none": "raised again on all ranks, which would wait for ever",
     "atorch/distributed/fingerprints.py:described_dataset": (
@@ -88,10 +88,10 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/auto/opt_lib/module_replace_optimization.py:REPLACEMENTS": "the registry of replacements",
     "atorch/auto/strategy/method.py:METHODS": "the registry of methods",
     "atorch/auto/strategy/method.py:RECIPES": "the registry of recipes",
-    "atorch/cost/comm/buckets.py:_filled": "a memory of pure results, as below",
-    "atorch/cost/comm/buckets.py:_dealt": "a memory of pure results, as below",
-    "atorch/cost/comm/buckets.py:_in_order": "a memory of pure results, as below",
-    "atorch/cost/comm/buckets.py:_sizes": "a memory of pure results, as below",
+    "atorch/cost/parallelism.py:_filled": "a memory of pure results, as below",
+    "atorch/cost/parallelism.py:_dealt": "a memory of pure results, as below",
+    "atorch/cost/parallelism.py:_in_order": "a memory of pure results, as below",
+    "atorch/cost/parallelism.py:_sizes": "a memory of pure results, as below",
     "atorch/cost/memory.py:_peak_beside_host": "a memory of pure results, as below",
     "atorch/cost/memory_timeline.py:_copy": "a memory of pure results, as below",
     "atorch/cost/memory_timeline.py:_course": "a memory of pure results, as below",

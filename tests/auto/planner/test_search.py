@@ -17,8 +17,7 @@ from atorch.auto.planner import dry_run, search
 from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, told
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.step_timing import measure
-from atorch.auto.planner.dry_runs.trial import Trial
-from atorch.auto.planner.dry_runs.trial_context import Feed, candidate
+from atorch.auto.planner.dry_runs.trial import Feed, Trial, candidate
 from atorch.auto.planner.estimate.ranking import Wanted, ranked
 from atorch.auto.planner.estimate.score import RESERVE
 from atorch.auto.planner.planner import starting_point

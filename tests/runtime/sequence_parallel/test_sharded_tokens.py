@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
 from atorch.logs import logger, speaking
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.sequence_parallel import TokenPartition
 from atorch.runtime.sequence_parallel.sharded_tokens import SplitTokens, split_tokens
 from tests.pool import Pool

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.tensor_parallel.vocabulary import SplitLogits, split_logits
 from atorch.runtime.tensor_parallel.vocabulary_shards import VocabularyShards
 from tests.pool import Pool

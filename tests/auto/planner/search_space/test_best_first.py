@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
-from atorch.auto.planner.estimate.tie_breaking import intricacy, least_intricacy, preferred
+from atorch.auto.planner.estimate.candidate_table import CandidateTable, intricacy, least_intricacy, preferred
 from atorch.auto.planner.search_space.best_first import best_first
 from atorch.auto.planner.search_space.bounds import Bounds
 from atorch.auto.planner.search_space.space import plannable

@@ -8,11 +8,11 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 
-from atorch.auto.planner.estimate.candidate_table import label
-from atorch.auto.planner.estimate.tie_breaking import preferred
+from atorch.auto.planner.estimate.candidate_table import preferred
 from atorch.auto.planner.search_space.best_first import best_first
-from atorch.auto.planner.search_space.feasible_count import num_legal
+from atorch.auto.planner.search_space.bounds import num_legal
 from atorch.auto.planner.search_space.space import Space, plannable
+from atorch.auto.strategy import Strategy
 from atorch.cost import plain_cost
 from tests.auto.planner.search_space.test_best_first import jobs
 
@@ -40,5 +40,5 @@ def test_the_order_of_candidates_does_not_follow_from_the_order_of_listing(job, 
     for each in (space, listed_otherwise(space, chance)):
         columns = best_first(each, start, spec, device_bytes=spec.device.memory_bytes, keep=5).columns
         rows = columns.fastest(5)
-        told.append([label(columns.methods[row]) for row in ([preferred(columns)] if rows else []) + rows])
+        told.append([str(Strategy(columns.methods[row])) for row in ([preferred(columns)] if rows else []) + rows])
     assert told[0] == told[1]
