@@ -33,8 +33,6 @@ class NamedAnswer:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that a command line requests."""
-
     json: Path | None
     html: Path | None
     save: Path | None
@@ -84,7 +82,6 @@ def give(
 
 
 def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
-
     if not any(isinstance(result, NamedAnswer) for _, result in answers):
         reasons = "; ".join(f"{name}: {result}" for name, result in answers)
         raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {reasons}")

@@ -99,7 +99,6 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 
 
 def _compared(run: TimedRun, factors: Mapping[str, float]) -> str:
-
     estimate = run.estimate(factors)
     return f"{format_seconds(estimate)} {estimate / run.seconds - 1:+.0%}"
 
@@ -194,7 +193,6 @@ def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> TimedRun:
 
 
 def _check(data: Any, where: str) -> None:
-
     if not isinstance(data, dict):
         raise ArgumentError(f"{where} is {shown(data)}; it is an object with {', '.join(KEYS)}")
     for key in data:
@@ -227,7 +225,6 @@ def _part(value: Any, where: str, whole: ClusterSpec) -> ClusterSpec:
 
 
 def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
-
     if "model" in data:
         named = str(data["model"])
         local_path = folder / named.partition(":")[0]

@@ -103,7 +103,6 @@ def _config_of(kind: Any, data: dict[str, Any], path: Path) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-
     # Configs of state-space models have infinite limits; those of image classifiers may name 20,000 classes.
     form = Format("model config", ArgumentError, max_bytes=2**24, max_values=200_000, allows_infinity=True)
     data = read_json(path, form)
@@ -270,7 +269,6 @@ class SampleForm:
         return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors_of(features))
 
     def _unmade(self, inputs: str) -> ArgumentError:
-
         return ArgumentError(
             f"{self.path} is of a {self.kind.__name__}, which takes {inputs}: no sample can be made for it from a "
             "config; write a job (FILE.py:NAME) with a sample_batch"

@@ -102,7 +102,6 @@ def _backends(method: type[Method]) -> tuple[str | None, ...]:
 
 
 def _lack(method: type[Method], backend: str | None, cluster: ClusterSpec) -> str | None:
-    """The reason why the method cannot run on `cluster`, or None."""
     try:
         return method.of(None if backend is None else {"backend": backend}).unmet(cluster)
     except CapabilityError as error:

@@ -66,7 +66,6 @@ def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
 
 
 def _module_of(home: str) -> ModuleType:
-
     if not home.endswith(".py"):
         if importlib.util.find_spec(home.partition(".")[0]) is None:
             raise ArgumentError(f"there is no module {home!r}; {FORM}")

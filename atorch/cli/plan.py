@@ -223,10 +223,7 @@ def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
 
 
 def _size_reporter(unit: str) -> Callable[[int, ClusterPlan | None], None]:
-    """A function that writes to standard error if a size fits."""
-
     def tell(size: int, plan: ClusterPlan | None) -> None:
-
         verdict = "nothing fits"
         if plan is not None:
             step, peak = format_seconds(plan.estimate.step_s), format_bytes(plan.estimate.peak_bytes)

@@ -148,7 +148,6 @@ def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
 
 
 def _needed(seq: int | None, what: str) -> int:
-
     if seq is None:
         raise ArgumentError(f"{what} says nothing of the length of a sample; give --seq")
     return seq

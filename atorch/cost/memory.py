@@ -130,7 +130,6 @@ def beside_host(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[StageMemo
 
 
 def host_bytes(cost: Cost) -> float:
-    """Bytes in host memory for one device, the maximum over stages."""
     return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
 
 
@@ -155,7 +154,6 @@ def _peaks(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[MemoryPoint, M
 
 
 def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[tuple[MemoryPoint, Memory]]:
-    """The moment of each stage's peak, and the bytes held then."""
     if not uses_host(cost):
         return [(course.peak, _on_device(course, course.peak, cost.buffer_bytes)) for course in courses]
     offload = _OffloadTerms._make(_offload_terms(cost))
@@ -203,15 +201,12 @@ def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, sh
     copies = max(0.0, stepped - waiting) * copied + stepped * course.masters
     # Full gradients stay until they are reduced; only this device's shard is offloaded.
     leaving = 0.0 if shares.whole_grads else waiting
-    return Memory(
-        course.parameters * (1 - waiting),
-        moment.gradients * (1 - leaving),
-        course.optimizer * (1 - stepped),
-        course.masters * (1 - stepped),
-        moment.activations - saved,
-        buffer_bytes,
-        moment.transient + course.buckets,
-        moment.working,
+    return _on_device(course, moment, buffer_bytes)._replace(
+        parameters=course.parameters * (1 - waiting),
+        gradients=moment.gradients * (1 - leaving),
+        optimizer=course.optimizer * (1 - stepped),
+        masters=course.masters * (1 - stepped),
+        activations=moment.activations - saved,
         on_host=moved + copies + shares.activation_offload * course.in_blocks,
         stepped=stepped,
     )
@@ -247,15 +242,12 @@ def _under_budget(
         moved = min(beyond, (1 - stepped) * beside)
         stepped = min(1.0, stepped + moved / beside) if beside else 1.0
         waiting = min(beyond - moved, course.parameters)
-    return Memory(
-        course.parameters - waiting,
-        moment.gradients * (1 - stepped),
-        course.optimizer * (1 - stepped),
-        course.masters * (1 - stepped),
-        moment.activations - saved,
-        buffer_bytes,
-        moment.transient + course.buckets,
-        moment.working,
+    return whole._replace(
+        parameters=course.parameters - waiting,
+        gradients=moment.gradients * (1 - stepped),
+        optimizer=course.optimizer * (1 - stepped),
+        masters=course.masters * (1 - stepped),
+        activations=moment.activations - saved,
         on_host=stepped * (states + course.parameters + course.gradients)
         + shares.activation_offload * course.in_blocks,
         stepped=stepped,

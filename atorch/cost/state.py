@@ -168,11 +168,9 @@ class Cost:
         return whole + segment.split_params / self.tensor + experts
 
     def local_trainable(self, segment: Segment) -> float:
-        """Elements of `local_params` that get gradients."""
         return self.local_params(segment) * segment.num_trainable / segment.num_params if segment.num_params else 0.0
 
     def local_experts(self, segment: Segment) -> float:
-        """Elements of `local_trainable` in experts."""
         if not segment.expert_params:
             return 0.0
         return segment.expert_params / self.expert_divisor * segment.num_trainable / segment.num_params
@@ -189,7 +187,6 @@ class Cost:
 
     @property
     def num_trainable(self) -> float:
-        """Elements of `num_params` that get gradients."""
         return sum(segment.count * self.local_trainable(segment) for segment in self.segments)
 
     @property

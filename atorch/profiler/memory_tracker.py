@@ -47,7 +47,6 @@ class MemorySample:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes of all categories except the host."""
         return sum(size for name, size in self.memory.items() if name != HOST)
 
 
@@ -94,7 +93,6 @@ class LiveBytes(TorchDispatchMode):
         self._see()
 
     def mark(self, name: str, index: int | None = None) -> None:
-        """Record the peak since the last mark as a moment of this name."""
         self._look()
         on_host = {HOST: self._most_on_host} if self._most_on_host else {}
         self.moments.append(MemorySample(name, index, {**self._at_most, **on_host}))

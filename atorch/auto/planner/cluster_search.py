@@ -296,7 +296,6 @@ def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 
 def _nothing_fits(question: _Question, space: Space, found: BestFound) -> StrategyError | NoFeasiblePlanError:
-    """The error with the nearest miss and remedies."""
     columns = found.columns
     if not len(columns):
         reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))

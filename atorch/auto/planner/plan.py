@@ -60,8 +60,6 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Scored:
-    """A composition with its estimate."""
-
     strategy: Strategy
     estimate: Estimate
     chance: float | None = None  # probability that it is faster than the chosen one, if known
@@ -69,8 +67,6 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """One composition that was not chosen."""
-
     strategy: Strategy
     why: Why
     reason: str
@@ -99,8 +95,6 @@ class Measuring:
 
 @dataclass(frozen=True, kw_only=True)
 class Counterfactual:
-    """The effect of one other choice."""
-
     change: str  # "tensor 4", "zero1 instead of fsdp", "without checkpoint"
     what: str  # the axis with another size, or the method that is added or removed
     ratio: float | None  # of the step's seconds to the chosen one's; None if it does not fit

@@ -106,5 +106,4 @@ def _exposed_transfers(up: float, down: float, beside_s: float, rates: Rates) ->
 
 
 def _exposed(seconds: float, beside_s: float) -> float:
-    """The exposed part of `seconds` that overlap with `beside_s` others."""
     return max(0.0, seconds - beside_s) + UNHIDDEN * min(seconds, beside_s)

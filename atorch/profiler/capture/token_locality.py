@@ -36,7 +36,6 @@ def watch_outside(recorder: Recorder, model: nn.Module, blocks: Mapping[str, nn.
 
 
 def _is_by_token(module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
-    """True if half of the tokens, along the second dim, give half of the output."""
     given = list(tensors_of((args, kwargs)))
     if len(given) != 1 or given[0].dim() < 2 or not isinstance(output, Tensor) or output.dim() < 2:
         return False

@@ -26,8 +26,6 @@ from atorch.profiler.trace import trace
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Cost of one call of a unit on a device."""
-
     name: str
     seconds: float  # of a micro-batch, forward and backward
     held_bytes: float  # the unit's parameters, their gradients and optimizer states

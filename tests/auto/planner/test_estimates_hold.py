@@ -37,9 +37,9 @@ ROUNDING = 1e-9
 LINKS = ("intra_node", "inter_node", "inter_leaf", "host_link")
 FEW = 3_000  # compositions: the ordinary run searches smaller spaces alone, some of the others take ten seconds each
 
-ordinary = settings(max_examples=180, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+ordinary = settings(max_examples=80, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 complete = settings(ordinary, max_examples=10_000)
-searches = settings(ordinary, max_examples=60)
+searches = settings(ordinary, max_examples=30)
 many_searches = settings(ordinary, max_examples=400)
 
 numbers = st.integers(min_value=0, max_value=2**40)

@@ -107,7 +107,6 @@ class Starts:
         return "warm" if methods in self._earlier or methods in self._began else "compile"
 
     def expected_s(self, strategy: Strategy, step_s: float) -> float:
-        """Seconds to the end of the strategy's first step."""
         return self.of_kind(self.kind(strategy)) + FIRST_STEPS * step_s
 
     def of_kind(self, kind: str) -> float:
@@ -125,7 +124,6 @@ class Starts:
         return kind, ratio
 
     def _parts(self, kind: str) -> tuple[float, float]:
-        """Seconds of building, and of compiling."""
         costs = self._costs
         build_s = (costs.build_s + self.param_bytes / costs.bytes_per_s) * self._factor("build")
         if kind == "build":

@@ -207,7 +207,6 @@ class Trial:
         return self._memory.kind
 
     def close(self) -> None:
-        """Drop the copy and its optimizer, and close their groups."""
         self._guard.close()
 
     def _let_go(self) -> None:

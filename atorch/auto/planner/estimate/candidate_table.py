@@ -67,7 +67,6 @@ class CandidateTable:
 
     @property
     def on_host(self) -> Floats:
-        """Bytes in host memory for each device."""
         return np.frombuffer(self._on_host) if self.methods else np.zeros(0)
 
     @property

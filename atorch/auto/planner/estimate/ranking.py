@@ -182,7 +182,6 @@ class Told:
         return cls(tuple(places), tuple(rows))
 
     def unknown(self, methods: Mapping[str, Method]) -> list[str]:
-        """Texts of methods that this process's `methods` lack."""
         return [text for text in self.methods if text not in methods]
 
     def ranking(self, methods: Mapping[str, Method]) -> Ranking:

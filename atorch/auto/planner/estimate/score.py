@@ -83,7 +83,6 @@ def usable_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
 
 
 def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
-    """Bytes of host memory that a strategy may take for each device."""
     return cluster.host_memory_bytes / cluster.devices_per_node * (1 - reserve)
 
 

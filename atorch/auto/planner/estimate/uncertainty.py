@@ -85,7 +85,6 @@ class EstimateUncertainty:
         )
 
     def chance(self, columns: CandidateTable, row: int, chosen: int) -> float:
-        """The chance that a row is faster than the chosen one."""
         slower, spread = self._against(columns, row, chosen)
         return _NORMAL.cdf(-slower / spread)
 

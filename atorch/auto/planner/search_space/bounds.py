@@ -124,7 +124,6 @@ class Bounds:
         return {level.kind: (depth, level) for depth, level in enumerate(self.space.levels) if depth >= self.depth}
 
     def _legal(self, kind: type[Method], cost: Cost) -> Iterator[Choice]:
-        """The legal choices of a kind below the depth of bounds."""
         if kind in self._below:
             for choice in self._below[kind][1].choices:
                 if self._is_trusted(choice) or choice.method.unfit(cost) is None:
@@ -134,7 +133,6 @@ class Bounds:
         return choice.is_given and not self.space.is_checked
 
     def _each(self, kind: type[Method], cost: Cost) -> Iterator[tuple[Only, Cost]]:
-        """The cost with each choice of a kind, and without one."""
         if kind not in self._below:
             yield {}, cost
             return
@@ -196,7 +194,6 @@ class Bounds:
                 yield {**of_chunk, **of_offload}, shard if offload is None else _both(shard, offload.cost)
 
     def _each_fold(self, kind: type[Method], cost: Cost) -> Iterator[tuple[Only, Method | None]]:
-        """First no method of a kind, then each choice."""
         if kind not in self._below:
             yield {}, None
             return

@@ -77,7 +77,6 @@ class Simulated:
 
     @property
     def peak_bytes(self) -> float:
-        """The most bytes of live tensors."""
         return self.peak.total_bytes
 
     @property
@@ -86,7 +85,6 @@ class Simulated:
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Bytes by category at the peak."""
         return self.peak.memory
 
     def to_json_data(self) -> dict[str, Any]:
@@ -172,7 +170,6 @@ def _stage(
     world_of_fakes: AbstractContextManager[World],
     until: float,
 ) -> Simulated:
-    """Simulate a rank of a pipeline, with all blocks of its stage."""
     repeats = num_repeats(ctx.root)
     blocks = SHORT if repeats is not None and repeats > SHORT else None
     fewer = with_fewer_micro_batches(foreseen(ctx, strategy, batch, blocks, told_of=repeats), samples)
