@@ -96,7 +96,7 @@ def plan(
     from atorch.auto.planner.request import PlanRequest
 
     outputs = Outputs(json_file, html, save)
-    wanted = {
+    wanted: dict[str, Any] = {
         "global_batch": batch,
         "excluded": _names(exclude),
         "included": _names(include),
