@@ -28,7 +28,7 @@ from compare import Row, interleave
 from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 
 ROWS, LAYERS, MICRO_BATCHES = 8, 4, 4
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

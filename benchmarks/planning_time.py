@@ -22,7 +22,7 @@ PROBE = """
 import json, resource, time, torch, transformers
 from torch.utils.data import Dataset
 from atorch.auto.job import make_context
-from atorch.auto.planner.dry_runs.trial_context import Feed
+from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.estimate.ranking import Wanted, ranked
 from atorch.auto.strategy import EXACTNESS

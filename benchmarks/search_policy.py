@@ -35,10 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.plan_for_cluster import subject_of
 from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
-from atorch.auto.planner.dry_runs.start_times import FIRST_STEPS, Starts
 from atorch.auto.planner.dry_runs.step_timing import Failure
 from atorch.auto.planner.dry_runs.surrogate_model import tokens_of
-from atorch.auto.planner.dry_runs.time_budget import TimeBudget
+from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial_order import compiles
 from atorch.auto.planner.estimate.ranking import Wanted, best_level
 from atorch.auto.planner.estimate.score import Scored

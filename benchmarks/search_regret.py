@@ -140,8 +140,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     from atorch.auto.planner import search
     from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
     from atorch.auto.planner.dry_runs.step_timing import measure as measure_trial
-    from atorch.auto.planner.dry_runs.trial import Trial
-    from atorch.auto.planner.dry_runs.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial import Feed, Trial
     from atorch.auto.planner.plan import Measurement
     from atorch.auto.planner.planner import sample_of
     from atorch.auto.strategy import Strategy

@@ -25,7 +25,7 @@ from compare import Row, interleave
 from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 
 ROWS = 4
 BAR = 1.02

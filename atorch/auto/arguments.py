@@ -17,13 +17,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, SkipValidation, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from atorch.auto.adapters import adapted
 from atorch.auto.checks import Arguments
 from atorch.auto.job import Job
+from atorch.auto.planner.request import PLAN_OPTIONS
 from atorch.auto.strategy import EXACTNESS, METHODS, RECIPES, Exactness, Strategy
-from atorch.cost.memory import RESERVE
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import Fact, Facts, described, described_dataset, described_model, structure
@@ -155,23 +155,6 @@ class CallOptions(Arguments):
     )
 
 
-class PlanOptions(Arguments):
-    """The arguments of `plan` for a cluster beyond the job."""
-
-    global_batch: int | None = Field(None, ge=1, description="the samples of a step, at least 1")
-    excluded: MethodNames = None
-    included: MethodNames = None
-    fixed: Annotated[Strategy | None, PlainValidator(_strategy)] = None
-    extend: Annotated[Strategy | None, PlainValidator(_strategy)] = None
-    precision: SkipValidation[Exactness] = "half"  # the search checks it, and objective
-    host_memory: SkipValidation[bool | None] = None
-    objective: SkipValidation[str] = "step_time"
-    reserve: float = Field(RESERVE, ge=0, lt=1, description="the share of a device's memory to keep free, as 0.08")
-    verify: int | None = Field(
-        None, ge=0, le=MAX_SIMULATED, description=f"how many are simulated, from 0 to {MAX_SIMULATED}"
-    )
-
-
 OF_STRATEGIES = ("load_strategy", "finetune_strategy", "save_strategy_to_file")
 """Options that `plan` does not take."""
 
@@ -233,7 +216,7 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
     def read() -> Request:
         wanted = {"model": model, **keywords, **positioned(given, names, keywords)}
         for name in wanted:
-            if name in PlanOptions.model_fields and name not in known:
+            if name in PLAN_OPTIONS and name not in known:
                 raise ArgumentError(
                     f"{name} is for a plan for a cluster; give one, as in plan(model, sample_batch, "
                     f"cluster='8xH100-80GB', {name}=…)"

@@ -15,7 +15,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.errors import NoFeasiblePlanError
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.cluster_plan import ClusterPlan
+    from atorch.auto.planner.plan import ClusterPlan
 
 HALVINGS = 3
 

@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from atorch.auto.arguments import PlanOptions, meant, positioned
+from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
+from atorch.auto.planner.request import PLAN_OPTIONS, PlanRequest
 from atorch.auto.simulated_candidates import Allowance, Doing, simulated
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -34,7 +35,7 @@ from atorch.profiler.trace import OfLength, trace
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.cluster_plan import ClusterPlan
+    from atorch.auto.planner.plan import ClusterPlan
 
 PlanForMargin = Callable[[float], "ClusterPlan"]
 """Returns the plan that keeps this share of a device's memory free."""
@@ -67,12 +68,12 @@ def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Map
     wanted = {**keywords, **positioned(given, ("sample_batch",), keywords)}
     sample_batch = wanted.pop("sample_batch", None)
     for name in wanted:
-        if name not in PlanOptions.model_fields and name not in _JOB:
-            remedy = meant(name, (*PlanOptions.model_fields, *_JOB, "sample_batch"))
+        if name not in PLAN_OPTIONS and name not in _JOB:
+            remedy = meant(name, (*PLAN_OPTIONS, *_JOB, "sample_batch"))
             raise ArgumentError(f"plan for a cluster has no argument {name!r}; {remedy}")
     spec = cluster_of(cluster)
-    options = {name: wanted.pop(name) for name in PlanOptions.model_fields if name in wanted}
-    PlanOptions.of(options)  # before the model is read, which may take minutes
+    options = {name: wanted.pop(name) for name in PLAN_OPTIONS if name in wanted}
+    PlanRequest(**options)  # before the model is read, which may take minutes
     return plan_for(subject_of(model, sample_batch, spec, **wanted), spec, **options)
 
 
@@ -107,11 +108,7 @@ def subject_of(
 
 
 def plan_for(
-    subject: Subject,
-    cluster: ClusterSpec,
-    doing: Doing = nullcontext,
-    advise: bool = True,
-    **options: Any,
+    subject: Subject, cluster: ClusterSpec, *, doing: Doing = nullcontext, advise: bool = True, **knobs: Any
 ) -> ClusterPlan:
     """The composition that is estimated best for the cluster, with the best `verify` of the ranking simulated.
 
@@ -120,35 +117,32 @@ def plan_for(
     Args:
         doing: a context that is entered around slow work, with its description.
         advise: see `answer`.
-        options: see `PlanOptions`, and `plan` for their meanings. Without global_batch, every device has the traced
-            batch; without verify, the best 3 are simulated, within `FEW_BYTES` of memory and `PLANNING_S` seconds
+        knobs: those of a `PlanRequest`; verify=None: the best 3, within `FEW_BYTES` of memory and `PLANNING_S` seconds
             including the search.
 
     Raises:
         NoFeasiblePlanError: nothing fits; the nearest miss is named, with remedies.
         ArgumentError, StrategyError: an invalid argument.
     """
-    asked = PlanOptions.of(options)
-    knobs = {name: value for name, value in asked if name not in ("global_batch", "reserve", "verify")}
-    batch = asked.global_batch or subject.profile.batch_size * cluster.world_size
-    until = time.monotonic() + PLANNING_S
     from atorch.auto.planner.cluster_search import answer
+
+    until, request = time.monotonic() + PLANNING_S, PlanRequest(**knobs)
+    verify = request.verify
 
     def ask(reserve: float) -> ClusterPlan:
         with doing("searching for the best strategy"):
-            plan = answer(
-                subject.profile, cluster, global_batch=batch, reserve=reserve, advise=advise, count=True, **knobs
-            )
+            plan = answer(subject.profile, cluster, replace(request, reserve=reserve), advise=advise, count=True)
         optimizer_notes = () if subject.ctx is None else kernel_notes(subject.ctx)
         notes = (*_kernel_notes(subject.profile), *_expert_notes(subject.profile, cluster), *optimizer_notes)
         return replace(plan, notes=(*notes, *plan.notes))
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
-        if asked.verify is None:
+        if verify is None:
             return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)
-        return _verified(plan, subject, asked.verify, Allowance(real_bytes=_room()), doing)
+        return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing)
 
-    return _fitting(ask(asked.reserve), ask, verified) if asked.verify != 0 else ask(asked.reserve)
+    plan = ask(request.reserve)
+    return _fitting(plan, ask, verified) if verify != 0 else plan
 
 
 def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:

@@ -153,7 +153,7 @@ def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
     can_step = None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
     reference = ctx.plain_pass
     if reference is None and can_step:
-        from atorch.auto.planner.dry_runs.trial_context import Feed
+        from atorch.auto.planner.dry_runs.trial import Feed
 
         reference = plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
     elif reference is None:
@@ -206,7 +206,7 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     needing = [method.name for method in strategy if method.needs_sample]
     if not needing or ctx.sample_batch is not None:
         return ctx
-    from atorch.auto.planner.dry_runs.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial import Feed
 
     def first() -> Any:
         if ctx.make_loader is None:
@@ -298,7 +298,7 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
 def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     """The strategy with the mesh that is estimated fastest, if it splits the model and gives no mesh."""
     from atorch.auto.planner import mesh_inference
-    from atorch.auto.planner.dry_runs.trial_context import Feed
+    from atorch.auto.planner.dry_runs.trial import Feed
     from atorch.auto.planner.planner import starting_point
 
     if not mesh_inference.lacks_degrees(strategy):

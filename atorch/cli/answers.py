@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from atorch.cli import files
+from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError
+from atorch.units import format_bytes
 
 if TYPE_CHECKING:
-    from atorch.auto.planner.cluster_plan import ClusterPlan
-    from atorch.errors import AtorchError
+    from atorch.auto.planner.plan import ClusterPlan
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,6 @@ class NamedAnswer:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that a command line requests."""
-
     json: Path | None
     html: Path | None
     save: Path | None
@@ -44,8 +43,6 @@ class Outputs:
         Raises:
             ArgumentError: a file cannot be written, or is for one cluster while there are several.
         """
-        from atorch.errors import ArgumentError
-
         files.check_targets(self.json, self.html, self.save)
         if self.save is not None and num_clusters > 1:
             raise ArgumentError(f"--save writes the answer for one cluster, and there are {num_clusters}; give one")
@@ -86,8 +83,6 @@ def give(
 
 
 def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
-    from atorch.errors import NoFeasiblePlanError
-
     if not any(isinstance(result, NamedAnswer) for _, result in answers):
         reasons = "; ".join(f"{name}: {result}" for name, result in answers)
         raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {reasons}")
@@ -95,9 +90,6 @@ def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
 
 def _reason(error: AtorchError) -> str:
     """The reason why there is no plan, short enough for a column."""
-    from atorch.errors import NoFeasiblePlanError
-    from atorch.units import format_bytes
-
     if isinstance(error, NoFeasiblePlanError) and error.rejected and "short_bytes" in error.rejected[0]:
         return f"nothing fits: the nearest miss is {format_bytes(error.rejected[0]['short_bytes'])} short"
     return str(error)

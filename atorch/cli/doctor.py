@@ -7,6 +7,9 @@ import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
+from atorch.errors import CapabilityError
+from atorch.units import format_bytes
+
 if TYPE_CHECKING:
     from atorch.auto.strategy import Method
     from atorch.cluster.spec import ClusterSpec
@@ -42,8 +45,6 @@ def _environment() -> Iterator[tuple[str, str]]:
     import psutil
     import torch
     import torch.distributed as dist
-
-    from atorch.units import format_bytes
 
     yield "atorch", version("atorch")
     yield "python", f"{platform.python_version()} on {platform.platform()}"
@@ -101,9 +102,6 @@ def _backends(method: type[Method]) -> tuple[str | None, ...]:
 
 
 def _lack(method: type[Method], backend: str | None, cluster: ClusterSpec) -> str | None:
-    """The reason why the method cannot run on `cluster`, or None."""
-    from atorch.errors import CapabilityError
-
     try:
         return method.of(None if backend is None else {"backend": backend}).unmet(cluster)
     except CapabilityError as error:

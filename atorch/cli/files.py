@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from atorch.errors import ArgumentError
+from atorch.files import access
+
 
 def write(path: Path, content: str | bytes) -> None:
     """Write all of `content`.
@@ -11,9 +14,6 @@ def write(path: Path, content: str | bytes) -> None:
     Raises:
         ArgumentError: the file cannot be written.
     """
-    from atorch.errors import ArgumentError
-    from atorch.files import access
-
     content = content.encode(errors="replace") if isinstance(content, str) else content
     access.write(path, content, access.FileKind("file", ArgumentError))
 
@@ -24,9 +24,6 @@ def check_targets(*paths: Path | None) -> None:
     Raises:
         ArgumentError: a folder does not exist, or a path is no ordinary file.
     """
-    from atorch.errors import ArgumentError
-    from atorch.files import access
-
     for path in paths:
         if path is not None:
             access.check_target(path, access.FileKind("file", ArgumentError))

@@ -47,7 +47,6 @@ def main() -> int:
 
 
 def train_plain(model: nn.Module, samples: TensorDataset) -> None:
-    """Train a few steps by hand, in this process only."""
     optim = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     batch = samples[:]
     for _ in range(NUM_STEPS):
@@ -57,7 +56,6 @@ def train_plain(model: nn.Module, samples: TensorDataset) -> None:
 
 
 def train_sharded(model: nn.Module, samples: TensorDataset) -> nn.Module:
-    """Train the same steps through `auto_accelerate`, on all processes; return the accelerated model."""
     _, result, _ = auto_accelerate(
         model,
         optim_func=torch.optim.SGD,

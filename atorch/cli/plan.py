@@ -19,15 +19,16 @@ import typer
 from atorch.auto.sources.source import JobSource, source_of
 from atorch.cli.answers import NamedAnswer, Outputs, give
 from atorch.cost.memory import RESERVE
+from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
+from atorch.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
     from atorch.auto.capacity_search import Fit
     from atorch.auto.plan_for_cluster import Subject
-    from atorch.auto.planner.cluster_plan import ClusterPlan
+    from atorch.auto.planner.plan import ClusterPlan
     from atorch.cluster.spec import ClusterSpec
-    from atorch.errors import AtorchError
 
     Read: TypeAlias = Callable[[ClusterSpec], Subject]
 
@@ -94,7 +95,7 @@ def plan(
     save: Annotated[File, _file("--save", "Write the chosen strategy to a file.")] = None,
 ) -> None:
     """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs."""
-    from atorch.auto.arguments import PlanOptions
+    from atorch.auto.planner.request import PlanRequest
 
     outputs = Outputs(json_file, html, save, shlex.join(["atorch", *(context.obj or ())]))
     shape = {
@@ -107,7 +108,7 @@ def plan(
         "experts": experts,
         "top-k": top_k,
     }
-    wanted = {
+    wanted: dict[str, Any] = {
         "global_batch": batch,
         "excluded": _names(exclude),
         "included": _names(include),
@@ -118,7 +119,7 @@ def plan(
         "objective": objective,
         "reserve": reserve,
     }
-    PlanOptions.of(wanted)  # before the model is read, which may take minutes
+    PlanRequest(**wanted)  # before the model is read, which may take minutes
     source, clusters = source_of(named, model, shape), clusters_of(cluster)
     outputs.check(len(clusters))
     several = len(clusters) > 1
@@ -139,8 +140,6 @@ def _answers(
     Raises:
         NoFeasiblePlanError, StrategyError: nothing fits on the only cluster.
     """
-    from atorch.errors import NoFeasiblePlanError, StrategyError
-
     answers: list[tuple[str, NamedAnswer | AtorchError]] = []
     for name, spec in clusters:
         try:
@@ -191,8 +190,6 @@ def _fit_answer(
 
 def _check_fit(what: What, source: JobSource, wanted: Mapping[str, Any]) -> None:
     """Raise ArgumentError if the number to find is given or cannot vary, or if one that it depends on is missing."""
-    from atorch.errors import ArgumentError
-
     if what == "batch" and wanted["global_batch"] is not None:
         raise ArgumentError("--fit batch looks for the batch; leave --batch out")
     if what == "devices" and wanted["global_batch"] is None:
@@ -217,7 +214,6 @@ def _reader(source: JobSource, seq: int | None, *, once: bool) -> Read:
 def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     """Read the model, and write its size and the time that it took to standard error."""
     from atorch.report.progress import telling
-    from atorch.units import format_count, format_seconds
 
     began = time.monotonic()
     with telling(f"reading {source.title}"):
@@ -229,11 +225,7 @@ def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
 
 
 def _size_reporter(unit: str) -> Callable[[int, ClusterPlan | None], None]:
-    """A function that writes to standard error if a size fits."""
-
     def tell(size: int, plan: ClusterPlan | None) -> None:
-        from atorch.units import format_bytes, format_seconds
-
         verdict = "nothing fits"
         if plan is not None:
             step, peak = format_seconds(plan.estimate.step_s), format_bytes(plan.estimate.peak_bytes)
@@ -267,7 +259,6 @@ def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
         ArgumentError: a cluster is unknown, or given twice.
     """
     from atorch.auto.plan_for_cluster import cluster_of
-    from atorch.errors import ArgumentError
 
     if not given:
         this_machine = _here()

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from atorch.cli.files import check_targets, write
+from atorch.errors import ArgumentError
 
 
 class _ProfileUnlessNamed(TyperGroup):
@@ -94,8 +95,6 @@ def profile(
     Phases are green (forward), blue (backward) and purple (optimizer). Memory: red is all that is in use, blue what
     chunks take. Access: red is on the device, blue on the host, a row a chunk.
     """
-    from atorch.errors import ArgumentError
-
     shows = f"{fig_type}_{memory_type}" if fig_type == "memory" else fig_type
     paths = (
         [output] if output else [profile.with_name(f"{profile.stem}_{shows}{suffix}") for suffix in (".png", ".html")]

@@ -89,7 +89,6 @@ def _counted(source: str | Path) -> tuple[int | None, int | None, str]:
 
 
 def _agreed(what: str, source: str | Path, named: int | None, given: int | None) -> int | None:
-    """The count from a description or an argument, which must agree."""
     if given is not None and (type(given) is not int or given < 1):
         raise ArgumentError(f"{what} is {shown(given)}; it is a whole number of at least 1")
     if named is not None and given is not None and named != given:
@@ -98,7 +97,6 @@ def _agreed(what: str, source: str | Path, named: int | None, given: int | None)
 
 
 def _file_of(name: str) -> str:
-    """The stem of the file with this name."""
     key = _key(name)
     stem = next((path.stem for path in FILES.glob("*.json") if _key(path.stem) == key), None)
     meanings = {} if stem else dict(_meanings())  # only other names require reading all files
@@ -127,7 +125,6 @@ def _known(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The data of a built-in file, as written."""
     data = read_json(path, FORMAT)
     assert isinstance(data, dict), "it is an object"
     return data

@@ -197,7 +197,6 @@ def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency | KernelS
 
 
 def _uncertainty(top: _Part) -> dict[str, dict[str, float]]:
-    """Covariances of all pairs of kinds of work."""
     kinds = frozenset(KINDS)
     part = top.part("uncertainty", kinds)
     rows = {kind: part.part(kind, kinds) for kind in KINDS}
@@ -245,7 +244,6 @@ def with_source(sources: Mapping[str, str], place: str, source: str) -> dict[str
 
 
 def data_of(cluster: ClusterSpec) -> dict[str, Any]:
-    """The contents of a cluster file that describes `cluster`."""
     data = _file_figures(asdict(cluster))
     device = _file_figures(data["device"])
     capability = device["capability"]

@@ -2,13 +2,21 @@
 
 `memory_timeline` lists the live bytes of each moment; the peak is the largest sum. Offloading to the host moves
 different bytes at different moments, so it can also change which moment is the peak.
+
+An estimate's error is the logarithm of measured over estimated bytes. If kind k has the share w_k of a peak, its
+variance is s² = own² + Σ (w_k · sigma_k)², as for a step's seconds (`uncertainty`). Bytes per parameter are known
+almost exactly, activations and working memory less well, and the allocator's slack least.
+
+Sigmas are fitted to published runs, each source left out in turn. The runs used are those whose bytes torch counted
+and whose columns list the kept tensors. `python benchmarks/planner_accuracy.py TABLE.csv … --leave-one-out` repeats the
+fit and prints the coverage of bands. The priors are as for seconds: around 0.02 for states, 0.1 for activations and
+working memory, and 0.3 for slack, each within a factor of two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -32,11 +40,9 @@ communicator of a step (32 channels of 10 + 2 MiB: NVIDIA/nccl issue 1685); and 
 ROUNDING = 1e-9  # relative; moments that differ by less in bytes count as equal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes held by one device at the peak of a step."""
+class Memory(NamedTuple):
+    """Bytes held by one device at the peak of a step, or at another moment, by category."""
 
-    stage: int = 0
     parameters: float
     gradients: float
     optimizer: float
@@ -45,14 +51,21 @@ class Memory:
     buffers: float
     transient: float
     working: float
-    slack: float = 0.0  # reserved by the allocator in addition, in fragments that nothing fits into
-    on_host: float = 0.0  # in host memory, not part of the total
+    on_host: float = 0.0  # in host memory, not part of the total; the same at all moments
+    stepped: float = 0.0  # share of the parameters that the host steps
+    coming: float = 0.0  # the most transient bytes at any moment
+    stage: int = 0
 
     @property
     def total(self) -> float:
         """Bytes of tensors on the device, all categories but slack: CUDA's `max_memory_allocated`."""
         kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
         return kept + self.activations + self.transient + self.working
+
+    @property
+    def slack(self) -> float:
+        """Bytes that the allocator reserves in addition, in fragments that nothing fits into."""
+        return SLACK * self.coming
 
     @property
     def reserved(self) -> float:
@@ -66,30 +79,11 @@ class Memory:
 
     def by_category(self) -> dict[str, float]:
         """Category → bytes, the largest first, without empty categories."""
-        names = [field.name for field in fields(self) if field.name not in ("stage", "on_host")]
-        held = {name: getattr(self, name) for name in names}
+        held = {name: getattr(self, name) for name in (*CATEGORIES, "slack")}
         return {name: value for name, value in sorted(held.items(), key=lambda item: -item[1]) if value > 0}
 
 
-class Held(NamedTuple):
-    """Live bytes of one moment, by category, and those on the host: a `Memory` that is cheap to construct."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    masters: float
-    activations: float
-    buffers: float
-    transient: float
-    working: float
-    on_host: float = 0.0  # the same at all moments
-    stepped: float = 0.0  # share of the parameters that the host steps
-    coming: float = 0.0  # the most transient bytes at any moment
-
-    @property
-    def total(self) -> float:
-        kept = self.parameters + self.gradients + self.optimizer + self.masters + self.buffers
-        return kept + self.activations + self.transient + self.working
+CATEGORIES = Memory._fields[:8]
 
 
 class _OffloadTerms(NamedTuple):
@@ -117,7 +111,7 @@ def peak_memory(cost: Cost) -> Memory:
     if len(peaks) > 1:
         needed = max(peak.total + STUCK * SLACK * peak.coming for peak in peaks)
         held = held._replace(coming=(needed - held.total) / (STUCK * SLACK))
-    return _memory(stage, held, on_host=max(peak.on_host for peak in peaks))
+    return held._replace(stage=stage.index, on_host=max(peak.on_host for peak in peaks))
 
 
 def peak_bytes(cost: Cost) -> float:
@@ -126,17 +120,16 @@ def peak_bytes(cost: Cost) -> float:
 
 def stage_memory(cost: Cost, stage: StageCost) -> Memory:
     ((_, held),) = _peaks(cost, (stage,))
-    return _memory(stage, held, on_host=held.on_host)
+    return held._replace(stage=stage.index)
 
 
-def beside_host(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[StageMemory, Held]]:
+def beside_host(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[StageMemory, Memory]]:
     """Timelines of stages without offloading, and the bytes held at each peak with it."""
     courses = courses_of(cost, stages)
     return [(course, held) for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)]
 
 
 def host_bytes(cost: Cost) -> float:
-    """Bytes in host memory for one device, the maximum over stages."""
     return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
 
 
@@ -156,22 +149,11 @@ def uses_host(cost: Cost) -> bool:
     return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
 
 
-def _memory(stage: StageCost, held: Held, on_host: float) -> Memory:
-    categories = dict(zip(Held._fields[:8], held, strict=False))
-    return Memory(
-        **categories,
-        stage=stage.index,
-        slack=SLACK * held.coming,
-        on_host=on_host,
-    )
-
-
-def _peaks(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[MemoryPoint, Held]]:
+def _peaks(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[MemoryPoint, Memory]]:
     return _peaks_of(cost, courses_of(cost, stages))
 
 
-def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[tuple[MemoryPoint, Held]]:
-    """The moment of each stage's peak, and the bytes held then."""
+def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[tuple[MemoryPoint, Memory]]:
     if not uses_host(cost):
         return [(course.peak, _on_device(course, course.peak, cost.buffer_bytes)) for course in courses]
     offload = _OffloadTerms._make(_offload_terms(cost))
@@ -179,7 +161,7 @@ def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[tuple[MemoryPo
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _peak_beside_host(course: StageMemory, buffer_bytes: float, offload: _OffloadTerms) -> tuple[MemoryPoint, Held]:
+def _peak_beside_host(course: StageMemory, buffer_bytes: float, offload: _OffloadTerms) -> tuple[MemoryPoint, Memory]:
     """The fullest moment; of equals the one with the most bytes on the host."""
     *passes, step = course.moments
     if offload.activation_offload:
@@ -193,8 +175,8 @@ def _peak_beside_host(course: StageMemory, buffer_bytes: float, offload: _Offloa
     return moment, held._replace(coming=coming - course.buckets)
 
 
-def _on_device(course: StageMemory, moment: MemoryPoint, buffer_bytes: float) -> Held:
-    return Held(
+def _on_device(course: StageMemory, moment: MemoryPoint, buffer_bytes: float) -> Memory:
+    return Memory(
         course.parameters,
         moment.gradients,
         course.optimizer,
@@ -207,7 +189,7 @@ def _on_device(course: StageMemory, moment: MemoryPoint, buffer_bytes: float) ->
     )
 
 
-def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms) -> Held:
+def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms) -> Memory:
     """Bytes of a moment after shares, or all that exceeds a budget, moved to the host."""
     saved = _offloaded_activations(course, moment, shares)
     if shares.budget_bytes < math.inf:
@@ -219,15 +201,12 @@ def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, sh
     copies = max(0.0, stepped - waiting) * copied + stepped * course.masters
     # Full gradients stay until they are reduced; only this device's shard is offloaded.
     leaving = 0.0 if shares.whole_grads else waiting
-    return Held(
-        course.parameters * (1 - waiting),
-        moment.gradients * (1 - leaving),
-        course.optimizer * (1 - stepped),
-        course.masters * (1 - stepped),
-        moment.activations - saved,
-        buffer_bytes,
-        moment.transient + course.buckets,
-        moment.working,
+    return _on_device(course, moment, buffer_bytes)._replace(
+        parameters=course.parameters * (1 - waiting),
+        gradients=moment.gradients * (1 - leaving),
+        optimizer=course.optimizer * (1 - stepped),
+        masters=course.masters * (1 - stepped),
+        activations=moment.activations - saved,
         on_host=moved + copies + shares.activation_offload * course.in_blocks,
         stepped=stepped,
     )
@@ -250,7 +229,7 @@ def _offloaded_activations(course: StageMemory, moment: MemoryPoint, shares: _Of
 
 def _under_budget(
     course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms, saved: float
-) -> Held:
+) -> Memory:
     """Offload whole chunks: the host holds their states, while parameters stay on the device as long as there is room.
 
     Gradients of those chunks move to the host as they are computed, and the host always has a copy of their parameters.
@@ -263,16 +242,40 @@ def _under_budget(
         moved = min(beyond, (1 - stepped) * beside)
         stepped = min(1.0, stepped + moved / beside) if beside else 1.0
         waiting = min(beyond - moved, course.parameters)
-    return Held(
-        course.parameters - waiting,
-        moment.gradients * (1 - stepped),
-        course.optimizer * (1 - stepped),
-        course.masters * (1 - stepped),
-        moment.activations - saved,
-        buffer_bytes,
-        moment.transient + course.buckets,
-        moment.working,
+    return whole._replace(
+        parameters=course.parameters - waiting,
+        gradients=moment.gradients * (1 - stepped),
+        optimizer=course.optimizer * (1 - stepped),
+        masters=course.masters * (1 - stepped),
+        activations=moment.activations - saved,
         on_host=stepped * (states + course.parameters + course.gradients)
         + shares.activation_offload * course.in_blocks,
         stepped=stepped,
     )
+
+
+SIGMA: Mapping[str, float] = {"states": 0.013, "activations": 0.045, "working": 0.067, "slack": 0.42}
+OWN = 0.02  # of every peak: sizes are rounded, figures are published to 0.1 GiB
+LOW, HIGH = -1.48, 2.78  # quantiles of errors over s; four of five errors lie between them
+
+_KIND_OF: Mapping[str, str] = {
+    **dict.fromkeys(("parameters", "gradients", "optimizer", "masters", "buffers"), "states"),
+    **{"activations": "activations", "transient": "working", "working": "working", "slack": "slack"},
+}
+
+
+def memory_shares(memory: Mapping[str, float]) -> tuple[float, ...]:
+    """The share of each kind of `SIGMA` in bytes by category."""
+    held = dict.fromkeys(SIGMA, 0.0)
+    for category, size in memory.items():
+        held[_KIND_OF[category]] += size
+    whole = sum(held.values())
+    return tuple(size / whole if whole else 0.0 for size in held.values())
+
+
+def memory_band(memory: Mapping[str, float]) -> tuple[float, float]:
+    """The interval of bytes that contains four of five peaks with this estimate by category."""
+    shares = zip(memory_shares(memory), SIGMA.values(), strict=True)
+    spread = math.sqrt(OWN**2 + sum((share * sigma) ** 2 for share, sigma in shares))
+    whole = sum(memory.values())
+    return whole * math.exp(LOW * spread), whole * math.exp(HIGH * spread)

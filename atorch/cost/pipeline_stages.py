@@ -24,7 +24,6 @@ class StageCost:
 
     @property
     def num_blocks(self) -> float:
-        """Repeated blocks, every copy counted."""
         return sum(copies for segment, copies in self.parts if segment.is_block)
 
 

@@ -107,12 +107,10 @@ class Segment:
 
     @property
     def saved_bytes(self) -> float:
-        """Bytes saved for backward, inside and outside."""
         return self.outside.saved_bytes + self.inside.saved_bytes
 
     @property
     def traffic_bytes(self) -> float:
-        """Bytes moved in forward by other operations, inside and outside."""
         return self.outside.traffic_bytes + self.inside.traffic_bytes
 
 
@@ -147,7 +145,6 @@ class ModelProfile:
 
     @property
     def num_blocks(self) -> int:
-        """The number of repeated blocks, every copy counted."""
         return sum(block.count for block in self.blocks)
 
     @property
@@ -166,12 +163,10 @@ class ModelProfile:
 
     @property
     def traffic_bytes(self) -> float:
-        """Bytes moved in forward by operations that are neither products nor attention."""
         return sum(segment.count * segment.traffic_bytes for segment in self.segments)
 
     @property
     def num_ops(self) -> float:
-        """Operations launched in forward."""
         return sum(segment.count * segment.num_ops for segment in self.segments)
 
     @property

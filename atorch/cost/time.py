@@ -241,7 +241,6 @@ class StepTimes:
         return cost.hop_wait_s
 
     def _sending_seconds(self, cost: Cost) -> float:
-        """Seconds to send a micro-batch's activations to the next stage."""
         if cost.stages == 1:
             return 0.0
         return self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
@@ -351,7 +350,6 @@ def beside_computing(sending_s: float, computing_s: float) -> float:
 
 
 def reached_bandwidth(cluster: ClusterSpec) -> float:
-    """Bytes a second that memory-bound operations reach."""
     return cluster.device.memory_bandwidth * cluster.device.efficiency.traffic
 
 

@@ -88,8 +88,6 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """The contribution of a part of a block."""
-
     params: float = 0.0
     split_params: float = 0.0
     expert_params: float = 0.0
@@ -151,7 +149,6 @@ class _Build:
         return (*segments, self.head())
 
     def embedding(self) -> Segment:
-        """The token table, and a table of positions if these are learned."""
         shape, table = self.shape, float(self.shape.vocab * self.shape.hidden)
         positions = float(shape.seq_len * shape.hidden) if shape.learned_positions else 0.0
         return Segment(

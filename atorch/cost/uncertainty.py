@@ -92,7 +92,6 @@ class Uncertainty:
         return math.sqrt(OWN**2 + self._variance(shares))
 
     def apart(self, one: Shares, other: Shares) -> float:
-        """The standard deviation of the difference of two plans' errors."""
         return math.sqrt(2 * OWN**2 + self._variance([mine - yours for mine, yours in zip(one, other, strict=True)]))
 
     def of_kind(self, kind: str, one: Shares, other: Shares) -> float:

@@ -241,7 +241,6 @@ def _host_link(
 
 
 def _link(name: str, nominal: LinkSpec, is_known: bool, line: Line, how: str) -> tuple[LinkSpec, Notes]:
-    """A measured link, as a share of the data sheet's bandwidth if known."""
     if is_known and line.rate <= nominal.bandwidth:
         link = replace(nominal, latency_s=line.start_s, efficiency=line.rate / nominal.bandwidth)
         return link, {f"{name}.latency_s": how, f"{name}.efficiency": how}

@@ -55,8 +55,6 @@ class TimedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A cluster calibrated by runs."""
-
     cluster: ClusterSpec
     factors: Mapping[str, float]  # by which constants changed, by place in the file
     error_before: float  # median of |estimate / measured − 1|

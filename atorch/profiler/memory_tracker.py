@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors hold while code runs, by category, with the peak between two marks.
+"""Counts the bytes that tensors hold while code runs, by category, and those that collectives send.
 
 Every operation passes a dispatch mode, which records the storages of its results; a weak reference reports when one is
 freed. So real and fake tensors are counted alike, without a device. Memory that a kernel allocates and frees inside one
@@ -9,6 +9,10 @@ The category of a result depends on the time of its creation. Inside backward, t
 are recomputed activations and others are working memory; outside, `born` sets the category. `label` overrides it for
 parameters, gradients and optimizer states. ELSEWHERE marks tensors of simulated processes, which do not count. HOST
 counts separately: tensors labelled HOST keep that label, and so do results computed from them alone.
+
+Collectives are counted by kind and group. Both families pass the dispatcher: those of `torch.distributed` (FSDP2,
+DistributedDataParallel) in the namespace c10d, and DTensor's functional ones in _c10d_functional. Bytes are those of
+the full payload: the result of an all-gather, the input of a reduce-scatter, the tensor of any other collective.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.distributed.tensor_components import dense_parts
-from atorch.model.pytree import tensors_in
+from atorch.model.pytree import tensor_bytes, tensors_in
 
 HOST = "host"
 PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS = "parameters", "gradients", "optimizer", "masters"
@@ -42,7 +47,6 @@ class MemorySample:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes of all categories except the host."""
         return sum(size for name, size in self.memory.items() if name != HOST)
 
 
@@ -89,7 +93,6 @@ class LiveBytes(TorchDispatchMode):
         self._see()
 
     def mark(self, name: str, index: int | None = None) -> None:
-        """Record the peak since the last mark as a moment of this name."""
         self._look()
         on_host = {HOST: self._most_on_host} if self._most_on_host else {}
         self.moments.append(MemorySample(name, index, {**self._at_most, **on_host}))
@@ -201,3 +204,87 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
                 yield from _storages(part)
     elif hasattr(tensor, "fake_device") or not tensor.is_meta:  # asking a fake tensor for its device runs an operation
         yield tensor.untyped_storage()
+
+
+_RESULT = -1
+_OPERATIONS: Mapping[str, tuple[str, int]] = {  # name → (kind, the argument that is the payload)
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "gather_": ("gather", 0),
+    "scatter_": ("scatter", 1),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+    "recv_any_source_": ("receive", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_reduce_coalesced_": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "all_gather_into_tensor": ("all_gather", _RESULT),
+    "all_gather_into_tensor_out": ("all_gather", _RESULT),
+    "all_gather_into_tensor_coalesced": ("all_gather", _RESULT),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "all_to_all_single": ("all_to_all", 0),
+    "shard_dim_alltoall": ("all_to_all", 0),
+    "isend": ("send", 0),
+    "irecv": ("receive", 0),
+}
+_NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+
+Counts = dict[tuple[str, str], tuple[int, float]]
+"""(kind, group name) → (calls, bytes)."""
+
+
+class CommCounter(TorchDispatchMode):
+    """Counts the collectives called inside, in `counts`.
+
+    Sums of integers are excluded: they are small agreements between processes, such as fsdp's on the order of passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counts = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in _NAMESPACES:
+            self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        if name not in _OPERATIONS:
+            return  # waiting, barriers
+        kind, place = _OPERATIONS[name]
+        payload = out if place == _RESULT else args[place]
+        if kind == "all_reduce" and not any(
+            tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_in(payload)
+        ):
+            return
+        num_bytes = sum(map(tensor_bytes, tensors_in(payload)))
+        key = kind, _group_name(args, kwargs)
+        calls, before = self.counts.get(key, (0, 0.0))
+        self.counts[key] = calls + 1, before + num_bytes
+
+
+def _group_name(args: Any, kwargs: Any) -> str:
+    """The group among the arguments: an object in c10d, else the last string."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            group: dist.ProcessGroup = dist.ProcessGroup.unbox(arg)
+            return group.group_name
+    strings = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
+    return strings[-1] if strings else ""

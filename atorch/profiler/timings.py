@@ -124,13 +124,10 @@ def _growing(
 
 
 def _calls(work: TimedWork, place: torch.device, budget_s: float) -> int:
-    """The number of calls in a row, if four rows fill the budget."""
     return max(1, min(_MAX_CALLS, int(budget_s / 4 / seconds(work, place))))
 
 
 def _best_row(work: TimedWork, place: torch.device, calls: int, rows: int) -> float:
-    """Seconds of a call in the fastest row; a single call is not repeated."""
-
     def row() -> None:
         for _ in range(calls):
             work()

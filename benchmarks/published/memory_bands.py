@@ -1,6 +1,6 @@
 """Errors of memory estimates by kind of bytes, fitted without the source in question, and the coverage of their bands.
 
-Fits the bands of `atorch/cost/memory_interval.py` as `bands.py` does. The driver's figures are left out, since they
+Fits the bands of `atorch/cost/memory.py` as `bands.py` does. The driver's figures are left out, since they
 include bytes of no category. Some versions of a framework keep what tensor ranks gathered, others do not, and no column
 names the version. Such runs are not fitted, but figures on bands include them.
 """
@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from atorch.cost import peak_memory
-from atorch.cost.memory import RESERVE, STUCK
-from atorch.cost.memory_interval import OWN, SIGMA, memory_shares
+from atorch.cost.memory import OWN, RESERVE, SIGMA, STUCK, memory_shares
 from benchmarks.published.bands import Vector, covering, most_probable, spread_of
 from benchmarks.published.evaluate import Case
 from benchmarks.published.leave_out import Source
@@ -97,7 +96,7 @@ def report(sources: Mapping[str, Source]) -> dict[str, object]:
         found = [room.fits for room in rooms if room.is_narrow == is_narrow]
         fits[words] = {"said": len(found), "do": sum(found)}
         print(f"said to fit {words}: {sum(found)} of {len(found)} do")
-    print("atorch/cost/memory_interval.py, as these tables have it:")
+    print("atorch/cost/memory.py, as these tables have it:")
     figures = [*bands.sigma.items(), ("LOW", bands.low), ("HIGH", bands.high)]
     print("   ", ", ".join(f"{name} {value:.3g}" for name, value in figures))
     return {"memory_bands": {"bands": lines, "fits": fits, **dict(figures)}}

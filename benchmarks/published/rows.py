@@ -8,12 +8,11 @@ from functools import lru_cache
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
-from atorch.cost.adapters import Adapters, adapted_profile
-from atorch.cost.comm.buckets import reductions
 from atorch.cost.parallelism import (
     REPLICA_AXES,
     accumulate,
     arrange,
+    reductions,
     replicate,
     shard,
     shard_optimizer,
@@ -24,6 +23,7 @@ from atorch.cost.parallelism import (
 from atorch.cost.state import Fp8Scaling
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
+from benchmarks.published.adapted_profile import Adapters, adapted_profile
 from benchmarks.published.adapters import adapters_of
 from benchmarks.published.frameworks import Framework
 from benchmarks.published.hardware import NODE, cluster_described

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
 from atorch.errors import ArgumentError
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from tests.auto.loss_job import (
     BATCH,
     LOSSES,

@@ -21,7 +21,7 @@ from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.planner import dry_run
-from atorch.auto.planner.dry_runs.trial_context import Feed
+from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, StrategyError

@@ -13,7 +13,7 @@ from benchmarks import gpu_methods
 from tests.house.source import ROOT
 
 
-@pytest.mark.parametrize("name", ["by hand, amp", "amp + offload", "amp + chunk"])
+@pytest.mark.parametrize("name", ["by hand, amp", "amp + chunk"])
 def test_a_row_without_a_gpu(name: str) -> None:
     """A part of what runs through below, in this process."""
     figures = gpu_methods.in_process(name, tiny=True)

@@ -12,8 +12,12 @@ from atorch.distributed.fake_world import fake_world
 from atorch.distributed.mesh import Mesh
 from benchmarks.growth import NODE, in_process, strategies
 
+OF_NIGHT = ("pipeline_parallel of 8 stages", "fsdp, nodes as replicas")  # others split and share likewise
 
-@pytest.mark.parametrize("name", strategies(NODE))
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in OF_NIGHT)) for name in strategies(NODE)]
+)
 def test_a_start_on_thousands_asks_as_often_as_on_few(name: str) -> None:
     few, many = in_process("start", name, 64), in_process("start", name, 4096)
     # A pipeline runs its stages once, to learn what they pass on; under fsdp these gather each of their layers.

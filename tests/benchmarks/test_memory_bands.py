@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.cost.memory_interval import OWN, SIGMA
+from atorch.cost.memory import OWN, SIGMA
 from atorch.cost.uncertainty import COVERED
 from benchmarks.published.evaluate import Case, results_of
 from benchmarks.published.memory_bands import Run, fitted, report, runs_of

@@ -60,6 +60,15 @@ def test_a_profile_sums_its_segments():
     assert (PROFILE.activation_bytes, PROFILE.num_ops, PROFILE.num_blocks) == (800, 10, 2)
 
 
+def test_a_fold_starts_from_the_model_as_it_is():
+    cost = plain_cost(PROFILE)
+    assert (cost.param_itemsize, cost.grad_itemsize, cost.optim_itemsize, cost.buffer_bytes) == (4, 4, 8, 40)
+    assert (cost.traced_batch, cost.batch_size, plain_cost(PROFILE, 6).batch_size) == (2, 2, 6)
+    dtypes = [plain_cost(replace(PROFILE, param_bytes=size)).dtype for size in (4000, 2000, 3000)]
+    assert dtypes == ["float32", "bfloat16", "float32"]
+    assert plain_cost(replace(PROFILE, num_trainable=0, trainable_bytes=0)).grad_itemsize == 4, "nothing to train"
+
+
 # The peak is at the loss, when all activations are there, where gradients persist and the optimizer needs no room.
 PERSISTENT = replace(plain_cost(PROFILE), grads_persist=True, step_itemsize=0.0)
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from atorch.cost import Cost, Matmul, Region, Segment, peak_memory
-from atorch.cost.memory import SLACK, STUCK, stage_memory
+from atorch.cost.memory import CATEGORIES, HIGH, LOW, SIGMA, SLACK, STUCK, memory_band, memory_shares, stage_memory
 from atorch.cost.pipeline_stages import heaviest_stages, in_flight, stages_of
+from atorch.units import GiB
 
 EMBEDDING = Segment(name="embedding", num_params=1000, num_trainable=1000, split_params=1000)
 BLOCK = Segment(
@@ -138,3 +139,23 @@ def test_slack_is_of_the_moment_at_which_most_comes_and_goes():
     assert memory.slack == SLACK * (7200 + 2000)  # of the loss
     away = peak_memory(replace(COST, activation_offload=0.5))
     assert away.slack == pytest.approx(SLACK * (4000 + 2000 + 1600))
+
+
+HELD = {"activations": 20 * GiB, "parameters": 8 * GiB, "optimizer": 8 * GiB, "transient": 3 * GiB, "working": GiB}
+
+
+def test_shares_are_of_the_kinds_of_bytes_and_add_up():
+    assert memory_shares(HELD) == pytest.approx((0.4, 0.5, 0.1, 0.0))
+    assert memory_shares({}) == (0.0,) * len(SIGMA)
+    every = dict.fromkeys((*CATEGORIES, "slack"), 1.0)  # each has a kind
+    assert sum(memory_shares(every)) == sum(memory_shares({**HELD, "slack": 2 * GiB})) == pytest.approx(1)
+
+
+def test_a_band_is_around_what_is_estimated_and_grows_with_it():
+    low, high = memory_band(HELD)
+    assert low < 40 * GiB < high
+    assert LOW < 0 < HIGH
+    assert memory_band({name: 2 * size for name, size in HELD.items()}) == pytest.approx((2 * low, 2 * high))
+    assert all(memory_band({**HELD, name: size + GiB})[1] > high for name, size in HELD.items())
+    states, *others = (memory_band({kind: GiB}) for kind in ("parameters", "activations", "working", "slack"))
+    assert all(other[1] - other[0] > states[1] - states[0] for other in others), "states are known best"

@@ -7,10 +7,9 @@ from typing import Literal
 import pytest
 
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
-from atorch.cost.baseline_cost import plain_cost
 from atorch.cost.pipeline_stages import stages_of
 from atorch.cost.profile import Matmul, ModelProfile, Segment
-from atorch.cost.state import Cost
+from atorch.cost.state import Cost, plain_cost
 from atorch.cost.time import step_time
 from atorch.report.schedule import Timeline, timeline
 from atorch.runtime.pipeline.schedules import order

@@ -13,7 +13,7 @@ from atorch.distributed.fake_world import Pretending, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.model.copy import copy_structure
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 
 
 def test_a_world_of_any_size_ends_with_its_context() -> None:

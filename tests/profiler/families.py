@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from atorch.cost import ModelProfile
+from atorch.profiler.trace import trace
 
 VOCAB, HIDDEN, FFN, HEADS, KV_HEADS, LAYERS, BATCH, SEQ = 128, 32, 64, 4, 2, 3, 4, 16
 COMMON: Mapping[str, Any] = {
@@ -165,3 +169,19 @@ def call(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
 
 def loss_of(batch: Any, output: Any) -> torch.Tensor:
     return output["loss"]
+
+
+class Traced(NamedTuple):
+    """A family's model in training mode, a batch and the profile."""
+
+    model: nn.Module
+    batch: dict[str, torch.Tensor]
+    profile: ModelProfile
+
+
+@cache
+def traced(make: Callable[[], Given], device_type: str = "cpu") -> Traced:
+    """One trace of a family for all checks of a process; none of them may change the model."""
+    torch.manual_seed(0)
+    model, batch = make()
+    return Traced(model.train(), batch, trace(model, batch, call, loss_of, device_type=device_type))

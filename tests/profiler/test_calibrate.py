@@ -124,7 +124,7 @@ def leaves(data, above=""):
 
 def _calibrated(rank, size):
     torch.set_num_threads(1)
-    cluster = calibrate(World(rank=rank, size=size, local_rank=rank, device=CPU), budget_s=1.0)
+    cluster = calibrate(World(rank=rank, size=size, local_rank=rank, device=CPU), budget_s=0.5)
     return cluster.to_json_data()
 
 

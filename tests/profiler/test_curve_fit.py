@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -53,16 +54,24 @@ def shared(uncertainty, shares):
     return math.sqrt(uncertainty.spread(shares) ** 2 - OWN**2)
 
 
-@pytest.mark.parametrize("true", [slower(matmul=0.75), slower(traffic=0.7), slower(links=0.4), slower(0.85, 0.8, 0.7)])
+@cache
+def fitted(true):
+    """The constants fitted to the runs of a machine, which several tests look at."""
+    return calibrated(SHIPPED, runs_on(true))
+
+
+SLOW = slower(matmul=0.75)
+
+
+@pytest.mark.parametrize("true", [SLOW, slower(links=0.4), slower(0.85, 0.8, 0.7)])
 def test_the_estimates_come_nearer_to_the_runs(true):
-    found = calibrated(SHIPPED, runs_on(true))
+    found = fitted(true)
     assert found.error_before > 0.04
     assert found.error_after < 0.6 * found.error_before
 
 
 def test_what_runs_have_told_is_known_better_and_the_rest_is_not():
-    runs = runs_on(slower(matmul=0.75))
-    told = calibrated(SHIPPED, runs)
+    told = fitted(SLOW)
     low, high = told.band_after
     assert told.band_before[0] < low < 1 < high < told.band_before[1]
     assert width(told.band_after) < 0.7 * width(told.band_before)
@@ -75,12 +84,12 @@ def test_what_runs_have_told_is_known_better_and_the_rest_is_not():
 
 def test_runs_that_nothing_explains_leave_the_band_wide():
     runs = [run._replace(seconds=run.seconds * (0.5 + place % 2)) for place, run in enumerate(runs_on(SHIPPED))]
-    steady, wild = calibrated(SHIPPED, runs_on(SHIPPED)), calibrated(SHIPPED, runs)
+    steady, wild = fitted(SHIPPED), calibrated(SHIPPED, runs)
     assert width(wild.band_after) > 1.5 * width(steady.band_after)
 
 
 def test_what_changed_says_by_what_and_the_rest_keeps_its_source():
-    found = calibrated(SHIPPED, runs_on(slower(matmul=0.75)))
+    found = fitted(SLOW)
     assert 0.7 < found.factors["device.efficiency.matmul"] < 0.85
     said = found.cluster.source_of("device.efficiency.matmul")
     assert said.startswith("fitted by atorch calibrate on 5 runs, whose median error fell from")
@@ -91,7 +100,7 @@ def test_what_changed_says_by_what_and_the_rest_keeps_its_source():
 
 
 def test_runs_as_the_file_has_them_change_nothing():
-    found = calibrated(SHIPPED, runs_on(SHIPPED))
+    found = fitted(SHIPPED)
     assert replace(found.cluster, uncertainty={}) == SHIPPED
     assert found.factors == {}
 

@@ -137,21 +137,15 @@ def test_data_dependent_flow_runs_for_real_on_a_copy():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_data_dependent_flow_on_meta_is_refused():
+def test_what_cannot_be_traced_is_told_and_faults_of_the_user_come_through():
     with torch.device("meta"):
         model = Branching()
     with pytest.raises(ArgumentError, match="meta device"):
         trace(model, torch.ones(8, 4), call, mean)
-
-
-def test_faults_of_the_user_come_through():
-    with pytest.raises(RuntimeError, match="shapes"):
-        trace(mlp(), torch.randn(32, 17), call, mean)
-
-
-def test_no_parameters_are_refused():
     with pytest.raises(ArgumentError, match="no parameters"):
         trace(nn.ReLU(), torch.randn(2, 2), call, mean)
+    with pytest.raises(RuntimeError, match="shapes"):
+        trace(mlp(), torch.randn(32, 17), call, mean)
 
 
 class Named(nn.Module):
@@ -172,40 +166,17 @@ def test_several_inputs_and_dict_outputs():
     assert profile.output_bytes == 2 * 4 * 3 * 4
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(self.embed(tokens))
-
-
 def test_tied_parameters_count_once():
-    profile = trace(Tied(), torch.randint(0, 50, (2, 5)), call, mean)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
+    model[1].weight = model[0].weight
+    profile = trace(model, torch.randint(0, 50, (2, 5)), call, mean)
     assert profile.num_params == 50 * 8
     assert profile.matmul_flops == 2 * 10 * 8 * 50
 
 
-class Reused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-
-    def forward(self, inputs):
-        return self.block(self.block(inputs))
-
-
 def test_a_module_used_twice_counts_twice():
-    class Once(Reused):
-        def forward(self, inputs):
-            return self.block(inputs)
-
-    model, once = Reused(), Once()
-    inputs = torch.randn(2, 3, 8)
-    twice, single = trace(model, inputs, call, mean), trace(once, inputs, call, mean)
+    layer, inputs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 3, 8)
+    twice, single = (trace(nn.Sequential(*[layer] * times), inputs, call, mean) for times in (2, 1))
     assert twice.num_params == single.num_params
     assert twice.matmul_flops == 2 * single.matmul_flops
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import atorch.smp as smp
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from tests.pool import Pool
 from tests.smp.job import begun
 from tests.smp.test_step import model_of, rows

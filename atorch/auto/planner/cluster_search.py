@@ -9,34 +9,28 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any
 
-from atorch.auto.planner.cluster_plan import ClusterPlan, Ranked
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
+from atorch.auto.planner.estimate.candidate_table import EQUAL, CandidateTable, is_simpler
 from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
-from atorch.auto.planner.estimate.tie_breaking import EQUAL, is_simpler
 from atorch.auto.planner.estimate.uncertainty import EstimateUncertainty
-from atorch.auto.planner.explain.counterfactuals import Room, counterfactuals
-from atorch.auto.planner.explain.fit_suggestions import UnfitJob, remedies
-from atorch.auto.planner.plan import Estimate, Rejected
+from atorch.auto.planner.explanation import Room, counterfactuals, remedies
+from atorch.auto.planner.plan import ClusterPlan, Estimate, Rejected, Scored, json_data
+from atorch.auto.planner.request import PlanJob, PlanRequest
 from atorch.auto.planner.search_space.best_first import BestFound, best_first, uncollected
-from atorch.auto.planner.search_space.feasible_count import num_legal
-from atorch.auto.planner.search_space.method_names import names_in
+from atorch.auto.planner.search_space.bounds import num_legal
 from atorch.auto.planner.search_space.space import MESH, Space, plannable
-from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
+from atorch.auto.strategy import Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, StepTimes, plain_cost
-from atorch.cost.memory import RESERVE
 from atorch.distributed.mesh import AXES
-from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, near_miss
+from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.units import format_bytes
 
-Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
 MOST = 50_000  # limit of scored compositions without proof that the best is among them
 EXAMPLES = 3  # compositions that are listed for each limit that rejects some
 WORTH = 0.2  # share of a step that host memory must save, as no runs confirm its estimates
@@ -46,33 +40,18 @@ WORTH = 0.2  # share of a step that host memory must save, as no runs confirm it
 def answer(
     profile: ModelProfile,
     cluster: ClusterSpec,
+    request: PlanRequest | None = None,
     *,
-    global_batch: int,
-    excluded: Iterable[str] | None = None,
-    included: Iterable[str] | None = None,
-    fixed: Strategy | None = None,
-    extend: Strategy | None = None,
-    precision: Exactness = "half",
-    host_memory: bool | None = None,
-    reserve: float = RESERVE,
-    objective: str = "step_time",
     keep: int = 20,
     prove: bool = False,
     advise: bool = True,
     count: bool = False,
+    **knobs: Any,
 ) -> ClusterPlan:
     """The best composition for a model, a cluster and a batch.
 
     Args:
-        global_batch: samples of a step, of all devices together.
-        excluded, included, fixed, extend: see `space.plannable`.
-        precision: the least exact numbers for methods that are neither included nor fixed: "fp32", "autocast", "half"
-            (16 bits, with fp32 masters) or "fp8".
-        host_memory: True allows methods that use host memory if they save enough; None: only if nothing fits without.
-        reserve: share of a device's memory that nothing may use.
-        objective: "step_time" and "throughput" choose the fastest step, which is the same at a given batch. "cost":
-            the least device-seconds a step, on the cluster or a part of it. "fewest_devices": the smallest part that
-            fits, and the fastest there.
+        request, knobs: a `PlanRequest`, or the knobs of one.
         keep: compositions in the ranking.
         prove: search until the best by estimate is proven, without a limit; else the search ends after 50,000
             compositions, and `gap` is the share of a step that an unscored one might save.
@@ -80,68 +59,54 @@ def answer(
         count: also count the legal compositions, which takes long in comparison with a small search.
 
     Raises:
-        ArgumentError: an unknown objective.
+        ArgumentError: an invalid knob.
         NoFeasiblePlanError: nothing fits; the nearest miss is named, with remedies.
-        StrategyError: no composition is legal, or an argument is invalid.
+        StrategyError: no composition is legal, or a knob names an unknown method.
     """
-    if objective not in OBJECTIVES:
-        raise ArgumentError(f"objective is {objective!r}; {near_miss(objective, OBJECTIVES)}")
-    if precision not in EXACTNESS:
-        raise ArgumentError(f"precision is {precision!r}; {near_miss(str(precision), EXACTNESS)}")
-    if host_memory not in (None, True, False):
-        raise ArgumentError(
-            f"host_memory is {host_memory!r}; it is True, False, or None for where nothing fits without"
-        )
-    began = time.monotonic()
-    included_names = None if included is None or isinstance(included, str) else tuple(included)
-    job = UnfitJob(profile, cluster, global_batch, names_in(excluded, "excluded"), precision, bool(host_memory))
-    question = _Question(job, included if included_names is None else included_names, fixed, extend, reserve)
+    began, request = time.monotonic(), PlanRequest(**knobs) if request is None else request
     question, space, found = _searched(
-        question, host_memory, objective, breadth=keep, most=math.inf if prove else MOST, nearest=advise
+        _Question(profile, cluster, request), breadth=keep, most=math.inf if prove else MOST, nearest=advise
     )
     rows = found.columns.fastest(keep)
     if not rows and not advise:
-        raise NoFeasiblePlanError(f"nothing fits on {question.job.cluster.world_size} × {cluster.device.name}")
+        raise NoFeasiblePlanError(f"nothing fits on {question.cluster.world_size} × {cluster.device.name}")
     if not rows:
         raise _nothing_fits(question, space, found)
-    plan = _plan(question, space, found, rows, objective, began)
+    plan = _plan(question, space, found, rows, request.objective, began)
     return replace(plan, num_legal=num_legal(space, question.start)) if count else plan
 
 
 @dataclass(frozen=True)
-class _Question:
-    job: UnfitJob
-    included: Iterable[str] | None
-    fixed: Strategy | None
-    extend: Strategy | None
-    reserve: float
-
+class _Question(PlanJob):
     def fits(self) -> bool:
         try:
             return bool(self.found(self.space(), nearest=False, most=1).columns.fits.any())
         except StrategyError:
             return False
 
+    def but(self, **knobs: Any) -> _Question:
+        return replace(self, request=replace(self.request, **knobs))
+
     @property
     def start(self) -> Cost:
-        device = self.job.cluster.device
-        return plain_cost(self.job.profile, self.job.global_batch, device.memory_bytes)
+        return plain_cost(self.profile, self.global_batch, self.cluster.device.memory_bytes)
 
     @property
     def room(self) -> Room:
-        cluster = self.job.cluster
-        return Room(usable_bytes(cluster, self.reserve), usable_host_bytes(cluster, self.reserve))
+        cluster, reserve = self.cluster, self.request.reserve
+        return Room(usable_bytes(cluster, reserve), usable_host_bytes(cluster, reserve))
 
     def space(self) -> Space:
+        request = self.request
         return plannable(
-            self.job.profile,
-            self.job.cluster,
-            excluded=self.job.excluded,
-            included=self.included,
-            fixed=self.fixed,
-            extend=self.extend,
-            precision=self.job.precision,
-            host_memory=self.job.host_memory,
+            self.profile,
+            self.cluster,
+            excluded=request.excluded,
+            included=request.included,
+            fixed=request.fixed,
+            extend=request.extend,
+            precision=request.precision,
+            host_memory=bool(request.host_memory),
         )
 
     def found(
@@ -150,7 +115,7 @@ class _Question:
         return best_first(
             space,
             self.start,
-            self.job.cluster,
+            self.cluster,
             device_bytes=self.room.device_bytes,
             host_bytes=self.room.host_bytes,
             breadth=breadth,
@@ -162,42 +127,43 @@ class _Question:
 
     @cached_property
     def times(self) -> StepTimes:
-        return StepTimes(self.job.cluster)
+        return StepTimes(self.cluster)
 
     @cached_property
     def doubt(self) -> EstimateUncertainty:
-        return EstimateUncertainty(self.start, self.job.cluster, self.times)
+        return EstimateUncertainty(self.start, self.cluster, self.times)
 
     def estimate(self, methods: tuple[Method, ...]) -> Estimate:
-        estimate = estimate_of(Strategy(methods).cost(self.start), self.job.cluster, self.times)
+        estimate = estimate_of(Strategy(methods).cost(self.start), self.cluster, self.times)
         return self.doubt.with_band(methods, estimate)
 
-    def ranked(self, methods: tuple[Method, ...], chance: float | None = None) -> Ranked:
-        return Ranked(Strategy(methods), self.estimate(methods), chance)
+    def ranked(self, methods: tuple[Method, ...], chance: float | None = None) -> Scored:
+        return Scored(Strategy(methods), self.estimate(methods), chance)
 
 
 _Search = tuple[_Question, Space, BestFound]
 
 
-def _searched(question: _Question, host_memory: bool | None, objective: str, **wanted: Any) -> _Search:
+def _searched(question: _Question, **wanted: Any) -> _Search:
     """Search, with host memory only if nothing fits without, or if it is allowed and saves enough."""
-    plain = _without_host(question, objective, wanted) if host_memory is None else None
+    allowed, objective = question.request.host_memory, question.request.objective
+    plain = _without_host(question, wanted) if allowed is None else None
     if plain is not None:
         return plain
-    question = replace(question, job=replace(question.job, host_memory=host_memory is not False))
+    question = question.but(host_memory=allowed is not False)
     if objective in _MEASURES:
-        question = replace(question, job=_best_part(question, _MEASURES[objective]))
-    if host_memory:
-        plain = _without_host(question, "", wanted)
+        question = replace(question, cluster=_best_part(question, _MEASURES[objective]))
+    if allowed:
+        plain = _without_host(question.but(objective="step_time"), wanted)
     limit_s = math.inf if plain is None else plain[2].least_s / (1 + WORTH)
     space = question.space()
     found = question.found(space, limit_s=limit_s, **wanted)
     return plain if plain is not None and not found.columns.fits.any() else (question, space, found)
 
 
-def _without_host(question: _Question, objective: str, wanted: Mapping[str, Any]) -> _Search | None:
+def _without_host(question: _Question, wanted: Mapping[str, Any]) -> _Search | None:
     try:
-        plain = _searched(question, False, objective, **{**wanted, "nearest": False})
+        plain = _searched(question.but(host_memory=False), **{**wanted, "nearest": False})
     except StrategyError:
         return None
     return plain if plain[2].columns.fits.any() else None
@@ -206,13 +172,13 @@ def _without_host(question: _Question, objective: str, wanted: Mapping[str, Any]
 def _plan(
     question: _Question, space: Space, found: BestFound, rows: Sequence[int], objective: str, began: float
 ) -> ClusterPlan:
-    columns, room, cluster = found.columns, question.room, question.job.cluster
+    columns, room, cluster = found.columns, question.room, question.cluster
     doubt = question.doubt
     first = doubt.chosen(columns)
     chosen, note = columns.methods[first], doubt.note(columns, first)
     best = question.ranked(chosen)
 
-    def ranked(row: int) -> Ranked:
+    def ranked(row: int) -> Scored:
         return question.ranked(columns.methods[row], doubt.chance(columns, row, first))
 
     ranking = (best, *(ranked(row) for row in rows if row != first))
@@ -228,7 +194,7 @@ def _plan(
         num_dry_runs=0,
         memory_bytes=cluster.device.memory_bytes,
         cluster=cluster,
-        global_batch=question.job.global_batch,
+        global_batch=question.global_batch,
         objective=objective,
         usable_bytes=room.device_bytes,
         ranking=ranking,
@@ -241,7 +207,7 @@ def _plan(
         gap=found.gap,
         num_unopened={"slower": found.num_slow, "memory": found.num_large},
         seconds=time.monotonic() - began,
-        num_params=question.job.profile.num_params,
+        num_params=question.profile.num_params,
     )
 
 
@@ -300,21 +266,20 @@ _MEASURES: Mapping[str, Callable[[float, int], float]] = {
 }
 
 
-def _best_part(question: _Question, measure: Callable[[float, int], float]) -> UnfitJob:
-    """The job on the part of the cluster with the smallest value of a measure of (seconds of a step, devices)."""
-    least, best = float("inf"), question.job
-    for part in _parts(question.job.cluster):
-        job = replace(question.job, cluster=part)
+def _best_part(question: _Question, measure: Callable[[float, int], float]) -> ClusterSpec:
+    """The part of the cluster with the smallest value of a measure of (seconds of a step, devices)."""
+    least, best = float("inf"), question.cluster
+    for part in _parts(question.cluster):
         if measure(0.0, part.world_size) >= least:
             break
         try:
-            question_here = replace(question, job=job)
+            question_here = replace(question, cluster=part)
             columns = question_here.found(question_here.space(), nearest=False).columns
         except StrategyError:
             continue
         rows = columns.fastest(1)
         if rows and measure(columns.step_s[rows[0]], part.world_size) < least:
-            least, best = measure(columns.step_s[rows[0]], part.world_size), job
+            least, best = measure(columns.step_s[rows[0]], part.world_size), part
     return best
 
 
@@ -332,7 +297,6 @@ def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 
 def _nothing_fits(question: _Question, space: Space, found: BestFound) -> StrategyError | NoFeasiblePlanError:
-    """The error with the nearest miss and remedies."""
     columns = found.columns
     if not len(columns):
         reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))
@@ -340,15 +304,15 @@ def _nothing_fits(question: _Question, space: Space, found: BestFound) -> Strate
     row = int(columns.short_bytes.argmin())
     strategy, estimate = Strategy(columns.methods[row]), question.estimate(columns.methods[row])
 
-    helps = remedies(question.job, lambda job: replace(question, job=job).fits())
+    helps = remedies(question, _Question.fits)
     advice = f"What would make it fit: {'; or '.join(helps)}" if helps else "Use a smaller model, or larger devices"
     rejected = Rejected(
         strategy=strategy, why="memory", reason=question.room.short(estimate) or columns.why()[row], estimate=estimate
     )
-    cluster, batch = question.job.cluster, question.job.global_batch
+    cluster, batch = question.cluster, question.global_batch
     usable = format_bytes(question.room.device_bytes)
     return NoFeasiblePlanError(
         f"nothing fits on {cluster.world_size} × {cluster.device.name} with {usable} usable each and a global batch of "
         f"{batch}. The nearest miss, {strategy}, {rejected.reason}. {advice}",
-        [rejected.to_json_data() | {"short_bytes": float(columns.short_bytes[row]), "remedies": list(helps)}],
+        [json_data(rejected) | {"short_bytes": float(columns.short_bytes[row]), "remedies": list(helps)}],
     )

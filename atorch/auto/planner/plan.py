@@ -1,13 +1,19 @@
-"""The result of a search: the strategy, its estimate and measurement, and the reason against each of the others."""
+"""The result of a search: the strategy, its estimate and measurement, and the reason against each of the others.
+
+A `ClusterPlan` is for a cluster that need not be present: it adds near ties, counterfactuals and all that was scored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
+from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.strategy import Strategy
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost.memory import CATEGORIES
 from atorch.errors import ArgumentError, StrategyError
 from atorch.files.access import FileKind, write
 from atorch.units import format_bytes, format_seconds
@@ -16,6 +22,7 @@ if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep
 
 Why = Literal["hardware", "memory", "refused", "failed", "time", "slower", "not run"]
+DIGITS = 5  # significant digits of the figures of candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +62,20 @@ class Measurement:
     memory_kind: str  # the kind of measurement of the peak
 
 
+@dataclass(frozen=True)
+class Scored:
+    strategy: Strategy
+    estimate: Estimate
+    chance: float | None = None  # probability that it is faster than the chosen one, if known
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """One composition that was not chosen."""
-
     strategy: Strategy
     why: Why
     reason: str
     estimate: Estimate | None = None
     measured: Measurement | None = None
-
-    def to_json_data(self) -> dict[str, Any]:
-        return {
-            "strategy": strategy_data(self.strategy),
-            "why": self.why,
-            "reason": self.reason,
-            "estimate": estimate_data(self.estimate),
-            "measured": estimate_data(self.measured),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +87,22 @@ class Baseline:
     expected_s: float  # of a step; the measured seconds if there are any
     gain: float = 0.0  # share of its step that the choice saves
 
-    def to_json_data(self) -> dict[str, Any]:
-        measured = estimate_data(self.measured)
-        known = {"expected_s": self.expected_s, "gain": self.gain}
-        return {"strategy": strategy_data(self.strategy), "measured": measured, **known}
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """The expected value of one measurement for the choice: of a strategy, or of a kind of work."""
+
+    saves: float  # expected saving, as a share of a step: it may reveal that another composition is faster
+    strategy: Strategy | None = None  # the measurement: five steps of this and of the chosen one
+    kind: str = ""  # or a calibration of the machine for this kind of work (`cost.uncertainty`)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterfactual:
+    change: str  # "tensor 4", "zero1 instead of fsdp", "without checkpoint"
+    what: str  # the axis with another size, or the method that is added or removed
+    ratio: float | None  # of the step's seconds to the chosen one's; None if it does not fit
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -139,24 +154,46 @@ class Plan:
         write(path, page.encode(errors="replace"), FileKind("page", ArgumentError))
 
     def to_json_data(self) -> dict[str, Any]:
-        return {
-            "strategy": strategy_data(self.strategy),
-            "load_strategy": _load_strategy(self.strategy),
-            "estimate": estimate_data(self.estimate),
-            "measured": estimate_data(self.measured),
-            "rejected": [rejected.to_json_data() for rejected in self.rejected],
-            "num_compositions": self.num_compositions,
-            "num_dry_runs": self.num_dry_runs,
-            "seconds": self.seconds,
-            "memory_bytes": self.memory_bytes,
-            "baseline": None if self.baseline is None else self.baseline.to_json_data(),
-            "numbers": self.numbers,
-            "notes": list(self.notes),
-        }
+        return {**json_data(self), "load_strategy": _load_strategy(self.strategy), "numbers": self.numbers}
 
 
-def estimate_data(value: Estimate | Measurement | None) -> dict[str, Any] | None:
-    return None if value is None else asdict(value)
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ClusterPlan(Plan):
+    """A plan by arithmetic alone, without runs; `simulated` has the results if the best were simulated."""
+
+    estimate: Estimate
+    cluster: ClusterSpec
+    global_batch: int  # samples of a step
+    objective: str
+    usable_bytes: float  # of a device, without the reserve
+    ranking: tuple[Scored, ...]  # the best that fit, the chosen one first
+    near_ties: tuple[Scored, ...]  # compositions too likely to be faster to distinguish, the simplest first
+    decisive: tuple[Measuring, ...]  # measurements that would decide between them, the largest saving first
+    counterfactuals: tuple[Counterfactual, ...]
+    counts_by_axis: Mapping[str, Mapping[str, int]]  # axis or slot → value → scored compositions that have it
+    candidates: CandidateTable  # all that were scored
+    num_unopened: Mapping[str, int]  # branches whose bounds exclude that anything is among the best, or fits
+    gap: float = 0.0  # share of a step that an unscored composition might save; 0 if the choice is proven the best
+    num_legal: int | None = None  # compositions that the choice is the best of, scored or excluded; None: not counted
+    simulated: tuple[Mapping[str, Any], ...] = ()
+    num_params: int | None = None  # of the model
+
+    @property
+    def fits_narrowly(self) -> bool:
+        """True if the choice fits by less than the uncertainty of its memory; some such runs go out of memory."""
+        return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
+
+    def to_json_data(self) -> dict[str, Any]:
+        table = self.candidates
+        pareto = [
+            {
+                "strategy": [str(method) for method in table.methods[row]],
+                "step_s": float(table.step_s[row]),
+                "peak_bytes": float(table.peak_bytes[row]),
+            }
+            for row in table.pareto()
+        ]
+        return super().to_json_data() | {"fits_narrowly": self.fits_narrowly, "pareto": pareto, "nearest_miss": None}
 
 
 def _load_strategy(strategy: Strategy) -> list[Any] | None:
@@ -167,5 +204,31 @@ def _load_strategy(strategy: Strategy) -> list[Any] | None:
         return None
 
 
-def strategy_data(strategy: Strategy) -> list[str]:
-    return [str(method) for method in strategy]
+def json_data(value: Any) -> Any:
+    """A record of this module as plain JSON data; fields without a repr are left out."""
+    if isinstance(value, Strategy):
+        return [str(method) for method in value]
+    if isinstance(value, ClusterSpec):
+        return value.to_json_data()
+    if isinstance(value, CandidateTable):
+        return candidate_data(value)
+    if is_dataclass(value):
+        return {known.name: json_data(getattr(value, known.name)) for known in fields(value) if known.repr}
+    if isinstance(value, Mapping):
+        return {name: json_data(entry) for name, entry in value.items()}
+    return list(map(json_data, value)) if isinstance(value, tuple) else value
+
+
+def candidate_data(columns: CandidateTable) -> dict[str, Any]:
+    """All scored compositions by column, as plain JSON data."""
+    return {
+        "step_s": _rounded(columns.step_s),
+        "peak_bytes": _rounded(columns.peak_bytes),
+        "label": columns.labels(),
+        "why": columns.why(),
+        "memory": {name: _rounded(columns.memory[:, index]) for index, name in enumerate(CATEGORIES)},
+    }
+
+
+def _rounded(values: Any) -> list[float]:
+    return [float(f"{value:.{DIGITS}g}") for value in values.tolist()]

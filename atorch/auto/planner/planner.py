@@ -22,13 +22,12 @@ from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
 from atorch.auto.planner.dry_runs.calibration import Calibration, Past, job_of
 from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, Progress, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compiled, quick_collections
-from atorch.auto.planner.dry_runs.start_times import Starts
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
-from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, TimeBudget
-from atorch.auto.planner.dry_runs.trial_context import Feed, aside
+from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Starts, TimeBudget
+from atorch.auto.planner.dry_runs.trial import Feed, aside
 from atorch.auto.planner.estimate.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
-from atorch.auto.planner.estimate.score import Scored, usable_bytes
-from atorch.auto.planner.plan import Baseline, Measurement, Plan
+from atorch.auto.planner.estimate.score import usable_bytes
+from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
 from atorch.auto.planner.search_space.method_names import names_in
 from atorch.auto.planner.search_space.space import MESH, compositions
 from atorch.auto.reference_step import ReferenceStep, plain_pass
@@ -215,7 +214,7 @@ def sample_of(ctx: Context, feed: Feed) -> Any:
 def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, wanted: Wanted) -> None:
     if ranking.fitting:
         return
-    rejected = [entry.to_json_data() for entry in ranking.rejected]
+    rejected = [json_data(entry) for entry in ranking.rejected]
     misses = [entry for entry in ranking.rejected if entry.estimate is not None]
     if not misses:
         obstacle = obstacles(profile, ctx.cluster, wanted.excluded, wanted.included, wanted.fixed, wanted.levels[-1])
@@ -316,7 +315,7 @@ def _nothing_ran(ranking: Ranking, explorer: DryRunLoop) -> NoFeasiblePlanError:
     return NoFeasiblePlanError(
         f"none of {explorer.num_runs} dry runs succeeded. "
         f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}",
-        [entry.to_json_data() for entry in (*explorer.failures.values(), *ranking.rejected)],
+        [json_data(entry) for entry in (*explorer.failures.values(), *ranking.rejected)],
     )
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from atorch.errors import ArgumentError, near_miss, shown
+
 FORM = "a job is FILE.py:NAME, where NAME is a dict of atorch.plan's arguments or a function that returns one"
 NEEDED = ("model", "sample_batch")
 
@@ -30,8 +32,6 @@ def load(named: str) -> Any:
     Raises:
         ArgumentError: there is no such file, module or name.
     """
-    from atorch.errors import ArgumentError, near_miss
-
     home, colon, name = named.rpartition(":")
     if not colon or not home or not name:
         raise ArgumentError(f"the job is {named!r}; {FORM}")
@@ -52,8 +52,6 @@ def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
     Raises:
         ArgumentError: it is no job, or takes no `seq` and one is given.
     """
-    from atorch.errors import ArgumentError, shown
-
     if seq is not None and not takes_seq(job):
         raise ArgumentError(
             f"--seq is given, and the job {named} takes no seq; let it be a function with a parameter seq"
@@ -68,8 +66,6 @@ def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
 
 
 def _module_of(home: str) -> ModuleType:
-    from atorch.errors import ArgumentError
-
     if not home.endswith(".py"):
         if importlib.util.find_spec(home.partition(".")[0]) is None:
             raise ArgumentError(f"there is no module {home!r}; {FORM}")

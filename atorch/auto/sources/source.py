@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atorch.auto.sources import config, job
+from atorch.errors import ArgumentError, AtorchError, shown
 
 if TYPE_CHECKING:
     from atorch.auto.plan_for_cluster import Subject
-    from atorch.auto.planner.cluster_plan import ClusterPlan
+    from atorch.auto.planner.plan import ClusterPlan
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost.transformer import TransformerShape
 
@@ -39,8 +40,6 @@ def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobS
     Raises:
         ArgumentError: no source is given, several are, or the one is invalid.
     """
-    from atorch.errors import ArgumentError
-
     has_shape = any(value is not None for value in shape.values())
     if sum((named is not None, path is not None, has_shape)) != 1:
         raise ArgumentError(
@@ -62,28 +61,26 @@ def plan_of(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[st
     Raises:
         ArgumentError: an unknown or invalid argument, or there is no such file or job.
     """
-    from atorch.auto.arguments import PlanOptions, meant, positioned
+    from atorch.auto.arguments import meant, positioned
     from atorch.auto.plan_for_cluster import cluster_of, plan_for
-    from atorch.errors import ArgumentError, shown
+    from atorch.auto.planner.request import PLAN_OPTIONS, PlanRequest
 
     options = {**keywords, **positioned(given, (), keywords)}
     for name in options:
-        if name not in ("seq", *PlanOptions.model_fields):
-            remedy = meant(name, ("seq", *PlanOptions.model_fields))
+        if name not in ("seq", *PLAN_OPTIONS):
+            remedy = meant(name, ("seq", *PLAN_OPTIONS))
             raise ArgumentError(
                 f"a plan of {shown(model)}, which has its own batch, loss and optimizer, has no argument {name!r}; "
                 f"{remedy}"
             )
     seq, spec = options.pop("seq", None), cluster_of(cluster)
-    PlanOptions.of(options)  # before the model is read, which may take minutes
+    PlanRequest(**options)  # before the model is read, which may take minutes
     source = _of_name(fspath(model)) if isinstance(model, (str, PathLike)) else _of_config(model)
     return plan_for(source.subject(seq, spec), spec, **options)
 
 
 def _of_name(named: str) -> JobSource:
     """The source of a name; raises ArgumentError if it is neither a config, nor a folder with one, nor a job."""
-    from atorch.errors import ArgumentError
-
     path = Path(named)
     if path.is_dir():
         if not (path / CONFIG).is_file():
@@ -122,7 +119,6 @@ def _of_job(named: str) -> JobSource:
 def _of_config(path: Any) -> JobSource:
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import subject_of
-        from atorch.errors import ArgumentError, AtorchError
 
         arguments = config.job_of(path, seq)
         try:
@@ -141,8 +137,6 @@ def _of_config(path: Any) -> JobSource:
 
 def _of_shape(shape: ShapeOptions) -> JobSource:
     """A decoder like Llama's, in fp32 as precision methods expect it; with `experts`, one like Mixtral's."""
-    from atorch.errors import ArgumentError
-
     missing = [f"--{name}" for name in NEEDED if shape[name] is None]
     if missing:
         raise ArgumentError(f"a shape needs {', '.join(missing)} as well")
@@ -161,7 +155,6 @@ def _of_shape(shape: ShapeOptions) -> JobSource:
 def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
     """The transformer of a shape; raises ArgumentError if the numbers contradict each other."""
     from atorch.cost.transformer import Experts, TransformerShape
-    from atorch.errors import ArgumentError
 
     sizes = {name: value for name, value in shape.items() if value is not None}
     hidden, heads, ffn = sizes["hidden"], sizes["heads"], sizes["ffn"]
@@ -186,8 +179,6 @@ def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
 
 
 def _needed(seq: int | None, what: str) -> int:
-    from atorch.errors import ArgumentError
-
     if seq is None:
         raise ArgumentError(f"{what} says nothing of the length of a sample; give --seq")
     return seq

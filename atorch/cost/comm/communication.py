@@ -50,7 +50,6 @@ def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
 
 
 def itemsize(cost: Cost) -> float:
-    """Bytes of an activation element that is sent."""
     return 4.0 if cost.dtype in ("float32", "tfloat32") else 2.0
 
 
@@ -207,7 +206,6 @@ def _sums(cost: Cost, segment: Segment) -> tuple[tuple[float, float], tuple[floa
 
 
 def _of_sequence(cost: Cost, segment: Segment, again: float) -> Comm:
-    """All-to-alls of queries, keys, values and results around attention."""
     groups = segment.num_kv_heads / segment.num_heads if segment.num_heads else 1.0
     once = (2.0 + 2.0 * groups) * _of_queries(cost, segment)
     return Comm("all_to_all", ("sequence",), (2.0 + again) * once, count=4.0 * (2.0 + again))

@@ -19,7 +19,7 @@ import math
 from typing import NamedTuple
 
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost.memory import Held, beside_host, uses_host
+from atorch.cost.memory import Memory, beside_host, uses_host
 from atorch.cost.memory_timeline import StageMemory
 from atorch.cost.pipeline_stages import StageCost, heaviest_stages
 from atorch.cost.state import Cost
@@ -73,7 +73,7 @@ def host_time(cost: Cost, passes_s: float, cluster: ClusterSpec, between_s: floa
     return max(_seconds(cost, stage, free_s, course, held, rates) for stage, (course, held) in both)
 
 
-def _seconds(cost: Cost, stage: StageCost, free_s: float, course: StageMemory, held: Held, rates: Rates) -> HostTime:
+def _seconds(cost: Cost, stage: StageCost, free_s: float, course: StageMemory, held: Memory, rates: Rates) -> HostTime:
     times, waiting = cost.num_micro_batches, course.parameters - held.parameters
     saved = cost.activation_offload * course.in_blocks / stage.in_flight * times
     of_stepped = course.stepped_gradients
@@ -106,5 +106,4 @@ def _exposed_transfers(up: float, down: float, beside_s: float, rates: Rates) ->
 
 
 def _exposed(seconds: float, beside_s: float) -> float:
-    """The exposed part of `seconds` that overlap with `beside_s` others."""
     return max(0.0, seconds - beside_s) + UNHIDDEN * min(seconds, beside_s)

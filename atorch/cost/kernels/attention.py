@@ -71,7 +71,6 @@ def _listed_kernel(kernel: str, products: ProductTimes) -> str:
 
 
 def _shares(kernel: str, products: ProductTimes) -> tuple[float, float]:
-    """The shares of the peak that the kernel reaches forward and backward."""
     reached, spec = products.device.efficiency.attention, products.device.attention.get(kernel)
     return (reached, reached) if spec is None else (reached * spec.forward, reached * spec.backward)
 

@@ -132,7 +132,6 @@ class Recorder:
             self._is_on = True
 
     def value(self, tensor: torch.Tensor) -> StorageId:
-        """The id of the tensor's storage."""
         storage = _storage(tensor)
         value = int(storage._cdata)
         if value not in self._storages:

@@ -39,7 +39,6 @@ class Ownership:
         return float(sum(self.parameters[number].numel() for number in numbers))
 
     def sizes(self, numbers: AbstractSet[int]) -> tuple[float, ...]:
-        """Elements of each parameter, the last one first."""
         return tuple(float(self.parameters[number].numel()) for number in sorted(numbers, reverse=True))
 
     def trainable(self, numbers: AbstractSet[int]) -> frozenset[int]:
@@ -162,7 +161,6 @@ class _Assembly:
         return sizes
 
     def _leaving(self) -> dict[int, set[StorageId]]:
-        """Values of each stretch that later stretches use."""
         leaving: dict[int, set[StorageId]] = {}
         for place, stretch in enumerate(self.stretches):
             for value in (*stretch.inputs, *stretch.read):
@@ -332,8 +330,6 @@ def _is_anything(segment: Segment) -> bool:
 
 
 def _with_share(segment: Segment, other: Segment, share: float) -> Segment:
-    """A segment with a share of another segment's figures added."""
-
     def both(name: str) -> float:
         return float(getattr(segment, name) + share * getattr(other, name))
 

@@ -16,18 +16,16 @@ from torch import nn
 
 from atorch.cluster.spec import DeviceSpec
 from atorch.cost import Cost, Segment
-from atorch.cost.baseline_cost import plain_cost
 from atorch.cost.comm.communication import tokens_share
 from atorch.cost.kernels.gemm import ProductTimes
 from atorch.cost.kernels.operations import seconds_of_copy
+from atorch.cost.state import plain_cost
 from atorch.model.structure import repeated_blocks, units
 from atorch.profiler.trace import trace
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Cost of one call of a unit on a device."""
-
     name: str
     seconds: float  # of a micro-batch, forward and backward
     held_bytes: float  # the unit's parameters, their gradients and optimizer states

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from atorch import auto_accelerate
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from tests.auto.training import steps
 from tests.contract.job import distance, snapshot, updates
 from tests.runtime.tensor_parallel.models import VOCAB, make

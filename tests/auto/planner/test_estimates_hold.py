@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -21,7 +21,7 @@ from atorch.auto.planner.search_space.best_first import best_first
 from atorch.auto.planner.search_space.space import SearchNode, compositions
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec, LinkSpec
-from atorch.cost import Cost, Memory, StepTimes, peak_memory
+from atorch.cost import Cost, StepTimes, peak_memory
 from atorch.cost.comm.collectives import group_of, group_of_neighbours, rounds_of
 from atorch.cost.comm.communication import EXPERT_AXIS, boundary_bytes, of_copy
 from atorch.cost.comm.offload import BYTES_A_CORE
@@ -37,9 +37,9 @@ ROUNDING = 1e-9
 LINKS = ("intra_node", "inter_node", "inter_leaf", "host_link")
 FEW = 3_000  # compositions: the ordinary run searches smaller spaces alone, some of the others take ten seconds each
 
-ordinary = settings(max_examples=180, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+ordinary = settings(max_examples=80, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 complete = settings(ordinary, max_examples=10_000)
-searches = settings(ordinary, max_examples=60)
+searches = settings(ordinary, max_examples=30)
 many_searches = settings(ordinary, max_examples=400)
 
 numbers = st.integers(min_value=0, max_value=2**40)
@@ -90,8 +90,8 @@ def check_terms(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
     assert spent.total_s == pytest.approx(told.step_s, rel=ROUNDING)
     for name, value in spent._asdict().items():
         assert 0 <= value < math.inf, f"{name} takes {value} s"
-    for each in fields(Memory):
-        assert 0 <= getattr(memory, each.name) < math.inf, f"{each.name} is {getattr(memory, each.name)} bytes"
+    for name, value in memory._asdict().items():
+        assert 0 <= value < math.inf, f"{name} is {value}"
     for _, held in beside_host(cost, stages_of(cost)):
         assert all(value >= 0 for value in held), f"{held} has something below nothing"
         assert held.stepped <= 1

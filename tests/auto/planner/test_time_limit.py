@@ -15,8 +15,7 @@ from atorch.auto import session
 from atorch.auto.planner import planner
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, quick_collections
 from atorch.auto.planner.dry_runs.time_budget import TimeBudget
-from atorch.auto.planner.dry_runs.trial import Trial
-from atorch.auto.planner.dry_runs.trial_context import Feed
+from atorch.auto.planner.dry_runs.trial import Feed, Trial
 from atorch.auto.reference_step import ReferenceStep
 from atorch.auto.strategy import Strategy
 from tests.auto.planner.jobs import context

@@ -105,6 +105,7 @@ def test_a_sample_is_as_long_as_the_model_takes_and_no_longer_than_usual(most, l
         ({**WHISPER, "max_target_positions": 40}, 41, "a table of 40 positions; give --seq 40 at most"),
         ({**BERT, "model_type": "roberta", "max_position_embeddings": 66}, 65, "give --seq 64 at most"),
         ({**BERT, "max_position_embeddings": 64}, 65, "a table of 64 positions; give --seq 64 at most"),
+        (LLAVA, 16, "; give --seq 17 at least"),  # an image takes 16 tokens
     ],
 )
 def test_what_means_no_job_is_named(data, seq, told, written):

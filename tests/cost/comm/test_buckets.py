@@ -1,7 +1,7 @@
 """Calls by bucket, counted by hand on a model of three parts."""
 
 from atorch.cost import Cost, Matmul, Segment
-from atorch.cost.comm.buckets import FLAT_BYTES, deal_out, num_sliced_buckets, reductions
+from atorch.cost.parallelism import FLAT_BYTES, deal_out, num_sliced_buckets, reductions
 
 HEAD = Segment(name="head", num_params=40, num_trainable=40, matmuls=(Matmul(rows=8, inner=4, columns=10),))
 BLOCK = Segment(

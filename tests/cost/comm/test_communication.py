@@ -55,11 +55,8 @@ def tensor(degree=2, **others):
     return split_tensor(arrange(accumulate(PLAIN, 8), {"tensor": degree}), **others)
 
 
-def test_blocks_sum_after_both_branches_forward_and_backward():
+def test_blocks_sum_after_both_branches_forward_and_backward_and_where_they_are_recomputed():
     assert of_copy(tensor(), BLOCK) == [Comm("all_reduce", ("tensor",), 4 * 64, count=4)]
-
-
-def test_recomputation_sums_again():
     assert of_copy(replace(tensor(), recompute=1.0), BLOCK) == [Comm("all_reduce", ("tensor",), 6 * 64, count=6)]
 
 

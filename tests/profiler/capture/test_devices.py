@@ -19,7 +19,7 @@ from atorch.model.pytree import map_tensors
 from atorch.profiler.capture.devices import as_on
 from atorch.profiler.capture.fakes import Fakes
 from atorch.profiler.trace import trace
-from tests.profiler.families import FAMILIES, call, loss_of
+from tests.profiler.families import FAMILIES, call, deepseek, gpt2, gpt_oss, loss_of, t5
 
 ROOT = Path(__file__).parents[3]
 CHOSEN = json.loads((ROOT / "benchmarks" / "measured" / "h200.json").read_text())["attention_kernels"]
@@ -223,7 +223,13 @@ def kept_on_gpu(model, batch, numbers):
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Dropout, a mask with a gradient, values of another size, scores that are written.
+OFTEN = (gpt2, t5, deepseek, gpt_oss)
+
+
+@pytest.mark.parametrize(
+    "family", [*OFTEN, *(pytest.param(each, marks=pytest.mark.nightly) for each in FAMILIES if each not in OFTEN)]
+)
 def test_what_families_keep_on_a_gpu(family):
     model, batch = family()
     profile = trace(model, batch, call, loss_of, device_type="cuda", capability=H100)

@@ -52,11 +52,11 @@ def test_short_samples_tell_all_of_a_long_one(make, monkeypatch):
 
 
 def test_a_scan_counts_as_its_kernel():
-    short, long = (profile(mamba(), size) for size in (8, 16))
+    short, long = (profile(mamba(), size) for size in (4, 8))
     assert short.num_ops == long.num_ops
     assert "mamba_ssm" in short.kernels
     # Every token's state is 16 x 64 of 4 bytes, and a scan in PyTorch keeps several of each.
-    assert long.blocks[0].saved_bytes < 16 * 16 * 64 * 4
+    assert long.blocks[0].saved_bytes < 8 * 16 * 64 * 4
 
 
 class Seen:

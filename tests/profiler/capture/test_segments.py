@@ -1,5 +1,7 @@
 """Segments of many families: what autograd really saves, where blocks end, what tensor parallelism can split."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,6 @@ from tests.profiler.families import (
     LAYERS,
     SEQ,
     VOCAB,
-    Given,
     adapted,
     albert,
     bert,
@@ -28,11 +29,11 @@ from tests.profiler.families import (
     gpt2,
     gpt_oss,
     llama,
-    loss_of,
     mixtral,
     qwen,
     resnet,
     t5,
+    traced,
     vit,
 )  # fmt: skip
 
@@ -40,11 +41,6 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 STREAM = 4 * BATCH * SEQ * HIDDEN  # bytes of the residual stream
 HEAD_DIM = HIDDEN // HEADS
-
-
-def traced(given: Given, **kwargs):
-    model, batch = given
-    return trace(model.train(), batch, call, loss_of, **kwargs)
 
 
 class Casting(TorchDispatchMode):
@@ -73,35 +69,24 @@ def really_saved(model, batch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Casting(held):
-        call(model.train(), batch)
+        call(model, batch)
     return sum(storage.nbytes() for storage in saved.values())
 
 
 @pytest.mark.parametrize("make", FAMILIES)
 def test_saved_bytes_are_those_of_a_real_run(make):
-    torch.manual_seed(0)
-    model, batch = make()
-    profile = trace(model.train(), batch, call, loss_of)
+    """In 16 bits norms and losses that models compute in fp32 stay there; autocast casts what every product takes."""
+    model, batch, profile = traced(make)
     assert profile.traced
     assert profile.activation_bytes == really_saved(model, batch)
-
-
-@pytest.mark.parametrize("make", FAMILIES)
-def test_saved_bytes_in_16_bits_are_those_of_a_real_run(make):
-    """Norms and losses that the models compute in fp32 stay there, and autocast casts what every product takes anew."""
-    torch.manual_seed(0)
-    model, batch = make()
-    profile = trace(model.train(), batch, call, loss_of)
     in_half, in_autocast = (
         sum(each.count * each.saved_bytes for each in segments) for segments in (profile.in_half, profile.in_autocast)
     )
-    with torch.autocast("cpu", torch.bfloat16):
-        assert in_autocast == pytest.approx(
-            really_saved(model, batch), rel=0.01
-        )  # routers choose otherwise, small casts differ
-    narrow = {name: each.bfloat16() if each.is_floating_point() else each for name, each in batch.items()}
-    assert in_half == pytest.approx(really_saved(model.bfloat16(), narrow), rel=0.01)
     assert profile.activation_bytes / 2 <= in_half <= in_autocast <= profile.activation_bytes
+    with torch.autocast("cpu", torch.bfloat16):  # routers choose otherwise, small casts differ
+        assert in_autocast == pytest.approx(really_saved(model, batch), rel=0.01)
+    narrow = {name: each.bfloat16() if each.is_floating_point() else each for name, each in batch.items()}
+    assert in_half == pytest.approx(really_saved(copy.deepcopy(model).bfloat16(), narrow), rel=0.01)
 
 
 class Picky(nn.Module):
@@ -143,8 +128,7 @@ def test_where_a_model_fails_in_16_bits_it_is_reckoned_from_fp32(wholly, caplog)
 
 @pytest.mark.parametrize("make", FAMILIES)
 def test_every_parameter_is_counted_once(make):
-    model, batch = make()
-    profile = trace(model, batch, call, loss_of)
+    profile = traced(make).profile
     for figure in ("num_params", "num_trainable"):
         assert sum(each.count * getattr(each, figure) for each in profile.segments) == getattr(profile, figure)
     assert all(each.split_params + each.expert_params <= each.num_params for each in profile.segments)
@@ -168,7 +152,7 @@ def runs(profile):
     ],
 )  # fmt: skip
 def test_runs_of_equal_blocks(make, expected):
-    assert runs(traced(make())) == expected
+    assert runs(traced(make).profile) == expected
 
 
 def splits(segment):
@@ -216,7 +200,7 @@ H, F, KV = HIDDEN, FFN, HIDDEN // 2
     ],
 )  # fmt: skip
 def test_what_can_be_split(make, place, expected):
-    assert splits(traced(make()).segments[place]) == sorted(expected)
+    assert splits(traced(make).profile.segments[place]) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -233,13 +217,13 @@ def test_what_can_be_split(make, place, expected):
 )
 @pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.nightly)])
 def test_heads(make, heads, device_type):
-    segment = traced(make(), device_type=device_type).segments[1]
+    segment = traced(make, device_type).profile.segments[1]
     assert (segment.num_heads, segment.num_kv_heads) == heads
     assert segment.sequence_length == (SEQ if heads[0] else 0)
 
 
 def test_tokens_of_experts():
-    block = traced(mixtral()).blocks[0]
+    block = traced(mixtral).profile.blocks[0]
     experts = [each for each in block.matmuls if each.of_experts]
     assert {each.rows for each in experts} == {BATCH * SEQ * 2 / 4}  # 2 of 4 experts each, shared out evenly
     assert block.num_experts == 4
@@ -289,9 +273,9 @@ def test_experts_in_a_loop_get_what_they_get_for_real():
 
 
 def test_vocabularies_are_split_and_tied_ones_counted_once():
-    start, _, end = traced(llama()).segments
+    start, _, end = traced(llama).profile.segments
     assert start.split_params == end.split_params == VOCAB * HIDDEN
-    start, _, end = traced(gpt2()).segments
+    start, _, end = traced(gpt2).profile.segments
     assert start.split_params == end.tied_params == VOCAB * HIDDEN
     assert start.num_params == (VOCAB + 2 * SEQ) * HIDDEN  # positions are not looked up with the batch's ids
     assert end.split_params == 0
@@ -301,8 +285,9 @@ def test_vocabularies_are_split_and_tied_ones_counted_once():
 
 
 def test_what_enters_a_segment():
-    assert [each.input_bytes for each in traced(llama()).segments] == [0, STREAM, STREAM]  # no masks, no rotations
-    start, first, others, between, decoder, *_ = traced(t5()).segments
+    segments = traced(llama).profile.segments
+    assert [each.input_bytes for each in segments] == [0, STREAM, STREAM]  # no masks, no rotations
+    start, first, others, between, decoder, *_ = traced(t5).profile.segments
     positions = 4 * HEADS * SEQ * SEQ
     assert (start.input_bytes, first.input_bytes) == (0, STREAM)
     assert others.input_bytes == STREAM + positions  # computed by the first block, and passed on
@@ -313,9 +298,9 @@ def test_what_enters_a_segment():
 def test_attention_where_it_is_one_operation_and_where_it_is_not():
     scores = BATCH * HEADS * SEQ * SEQ
     whole = 2 * 2 * scores * HEAD_DIM
-    assert traced(llama()).attention_flops == LAYERS * whole / 2  # causal: half of the scores
-    assert traced(vit()).blocks[0].attention_flops == 2 * 2 * BATCH * HEADS * 17**2 * HEAD_DIM
-    written, fused = (traced(gpt2(), device_type=device) for device in ("cpu", "cuda"))
+    assert traced(llama).profile.attention_flops == LAYERS * whole / 2  # causal: half of the scores
+    assert traced(vit).profile.blocks[0].attention_flops == 2 * 2 * BATCH * HEADS * 17**2 * HEAD_DIM
+    written, fused = (traced(gpt2, device).profile for device in ("cpu", "cuda"))
     assert written.attention_flops == LAYERS * whole  # dropout: scores are written out
     assert fused.attention_flops == LAYERS * whole / 2
     assert fused.blocks[0].inside.saved_bytes < written.blocks[0].inside.saved_bytes - 4 * scores
@@ -337,7 +322,7 @@ class WrittenOut(nn.Module):
 
 
 def test_how_blocks_attend():
-    eager, batch = llama()
+    eager, batch, _ = copy.deepcopy(traced(llama))
     eager.set_attn_implementation("eager")
     stream = torch.randn(BATCH, SEQ, HIDDEN)
     written, encoder = (
@@ -347,13 +332,14 @@ def test_how_blocks_attend():
             [nn.TransformerEncoderLayer(HIDDEN, HEADS, FFN, batch_first=True) for _ in range(LAYERS)],
         )
     )
-    assert [traced(each).attention for each in (llama(), gpt2(), (eager, batch))] == ["fused", "fused", "replaceable"]
+    assert [traced(each).profile.attention for each in (llama, gpt2)] == ["fused", "fused"]
+    assert trace(eager, batch, call, None).attention == "replaceable"
     assert (written.attention, encoder.attention) == ("written", "replaceable")
     assert written.attention_flops, "products of activations"
 
 
 def test_selective_bytes_are_results_of_products_and_attention():
-    block = traced(llama()).blocks[0]
+    block = traced(llama).profile.blocks[0]
     elements = 4 * BATCH * SEQ
     results = KV + HIDDEN + HEADS + 2 * FFN  # values; attention's, and the sum of each row; gate and up
     assert block.inside.selective_bytes == elements * results

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from atorch.cluster.spec import DeviceSpec
-from atorch.cost.baseline_cost import plain_cost
 from atorch.cost.kernels.gemm import ProductTimes
 from atorch.cost.kernels.operations import seconds_of_copy
+from atorch.cost.state import plain_cost
 from atorch.model.structure import units
 from atorch.profiler.capture.unit_costs import UnitCost, unit_costs
-from atorch.profiler.trace import trace
 from tests.profiler import families
 
 CPU = DeviceSpec(type="cpu", name="cpu", memory_bytes=2**30, peak_flops={"float32": 1e11})
@@ -30,10 +29,14 @@ def costs_of(given: families.Given, device: DeviceSpec = CPU, **options: Any) ->
     return {each.name: each for each in found}
 
 
+@pytest.fixture(scope="module")
+def of_llama() -> dict[str, UnitCost]:
+    return costs_of(families.traced(families.llama)[:2])
+
+
 @pytest.mark.parametrize("make", [families.llama, families.t5, families.vit, families.mixtral])
 def test_units_cost_together_what_the_planner_expects_of_the_model(make: Callable[[], families.Given]) -> None:
-    model, batch = make()
-    profile = trace(model, batch, lambda m, b: m(**b), lambda b, output: output["loss"])
+    model, batch, profile = families.traced(make)
     cost = plain_cost(profile)
     expected = sum(each.count * sum(seconds_of_copy(cost, each, ProductTimes(CPU))) for each in profile.segments)
     found = costs_of((model, batch))
@@ -44,14 +47,13 @@ def test_units_cost_together_what_the_planner_expects_of_the_model(make: Callabl
     assert sum(each.kept_bytes for each in found.values()) == pytest.approx(profile.activation_bytes)
 
 
-def test_equal_blocks_cost_the_same_and_a_head_costs_its_product() -> None:
-    found = costs_of(families.llama())
-    first, second, third = (found[f"model.layers.{index}"] for index in range(3))
+def test_equal_blocks_cost_the_same_and_a_head_costs_its_product(of_llama: dict[str, UnitCost]) -> None:
+    first, second, third = (of_llama[f"model.layers.{index}"] for index in range(3))
     assert replace(second, name="") == replace(third, name="")
     assert second.seconds < first.seconds < 1.5 * second.seconds  # masks and positions are made before the first
     rows, columns = families.BATCH * families.SEQ, families.VOCAB
     product = 3 * 2 * rows * families.HIDDEN * columns / 1e11
-    assert product < found["lm_head"].seconds < found["model.layers.0"].seconds
+    assert product < of_llama["lm_head"].seconds < first.seconds
 
 
 def test_a_unit_holds_its_parameters_whoever_shares_them() -> None:
@@ -66,17 +68,16 @@ def test_a_unit_holds_its_parameters_whoever_shares_them() -> None:
     assert frozen.seconds < found["transformer.h.0"].seconds
 
 
-def test_micro_batches_and_recomputation_are_in_the_costs() -> None:
-    given = families.llama()
-    plain = costs_of(given)
+def test_micro_batches_and_recomputation_are_in_the_costs(of_llama: dict[str, UnitCost]) -> None:
+    given = families.traced(families.llama)[:2]
     parts = costs_of(given, fold=lambda cost: cost.but(num_micro_batches=2.0))
     again = costs_of(given, fold=lambda cost: cost.but(recompute=1.0))
-    for name in plain:
-        assert parts[name].kept_bytes == plain[name].kept_bytes / 2
-        assert parts[name].held_bytes == plain[name].held_bytes
-    assert again["lm_head"] == plain["lm_head"]
-    assert again["model.layers.1"].seconds > 1.2 * plain["model.layers.1"].seconds
-    assert again["model.layers.1"].kept_bytes < plain["model.layers.1"].kept_bytes / 4
+    for name, plain in of_llama.items():
+        assert parts[name].kept_bytes == plain.kept_bytes / 2
+        assert parts[name].held_bytes == plain.held_bytes
+    assert again["lm_head"] == of_llama["lm_head"]
+    assert again["model.layers.1"].seconds > 1.2 * of_llama["model.layers.1"].seconds
+    assert again["model.layers.1"].kept_bytes < of_llama["model.layers.1"].kept_bytes / 4
 
 
 def test_on_a_gpu_launches_are_hidden_or_hide() -> None:
@@ -93,12 +94,8 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.unused, self.shared, self.scale = (
-            nn.Linear(8, 2),
-            nn.Linear(8, 8),
-            nn.Linear(8, 8),
-            nn.Linear(8, 8),
-        )
+        self.head = nn.Linear(8, 2)
+        self.unused, self.shared, self.scale = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.shared(self.scale(self.shared(x))))
@@ -113,7 +110,6 @@ def test_calls_are_in_the_order_in_which_they_happen() -> None:
     assert again.held_bytes == ADAM * 72
 
 
-def test_a_model_on_the_meta_device_has_costs() -> None:
+def test_a_model_on_the_meta_device_has_costs(of_llama: dict[str, UnitCost]) -> None:
     model, batch = families.llama()
-    before = costs_of((model, batch))
-    assert costs_of((model.to("meta"), batch)) == before
+    assert costs_of((model.to("meta"), batch)) == of_llama

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from atorch.cost.comm.communication import of_copy
 from atorch.cost.parallelism import split_context
 from atorch.errors import ArgumentError
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.context_parallel import Deal, ring_attention
 from tests.auto.opt_lib.splitting import BLOCK, on_mesh
 from tests.pool import Pool

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import AtorchError
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.context_parallel import RingExchange
 from atorch.runtime.sequence_parallel import TokenPartition, split_stream
 from tests.pool import Pool

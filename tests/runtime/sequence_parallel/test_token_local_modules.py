@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.context_parallel import RingExchange
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, split_stream
 from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation

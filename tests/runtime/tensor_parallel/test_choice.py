@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atorch.errors import StrategyError
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.derive.block_sandbox import apart, fresh, map_by_place, tensors_of
 from atorch.runtime.tensor_parallel.derive.reference_forward import Watched

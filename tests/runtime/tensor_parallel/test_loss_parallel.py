@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
 from tests.pool import Pool
 from tests.runtime.tensor_parallel.models import SIZES, batch, make, side_by_side

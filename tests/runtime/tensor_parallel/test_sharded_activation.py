@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
 from atorch.logs import logger, speaking
-from atorch.profiler.comm_counter import CommCounter
+from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.sequence_parallel import TokenPartition
 from atorch.runtime.sequence_parallel.sharded_tokens import split_tokens
 from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation

@@ -40,8 +40,8 @@ class Observation(BaseModel):
     methods: frozenset[str]  # texts of methods with their settings
     estimate_s: PositiveFloat  # the estimate at that time
     step_s: PositiveFloat
-    start_kind: str = ""  # see `start_times`
-    start_ratio: PositiveFloat | None = None  # seconds of its start over those of `start_times.COSTS`
+    start_kind: str = ""  # see `time_budget.Starts`
+    start_ratio: PositiveFloat | None = None  # seconds of its start over those of `time_budget.COSTS`
 
 
 @dataclass(frozen=True)

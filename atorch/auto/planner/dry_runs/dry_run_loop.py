@@ -21,13 +21,12 @@ from atorch.auto.planner.dry_runs.paired_benchmark import (
     num_turns,
     seconds_needed,
 )
-from atorch.auto.planner.dry_runs.start_times import FIRST_STEPS, Starts
 from atorch.auto.planner.dry_runs.step_timing import CompositionRunner, Failure, OnTrial, failure_of, measure
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate, tokens_of
-from atorch.auto.planner.dry_runs.time_budget import TimeBudget
+from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial_order import simplest
-from atorch.auto.planner.estimate.score import Scored, usable_bytes
-from atorch.auto.planner.plan import Measurement, Rejected, Why
+from atorch.auto.planner.estimate.score import usable_bytes
+from atorch.auto.planner.plan import Measurement, Rejected, Scored, Why
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.units import format_seconds

@@ -43,7 +43,6 @@ class Coordinator:
         return gather_objects(value, self._group)
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcast rank 0's value."""
         return from_rank_zero(value, self._group)
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
@@ -200,7 +199,6 @@ class Watch:
 
     @property
     def has_aborted(self) -> bool:
-        """True if collectives of the work were aborted."""
         return bool(self._aborted)
 
     def __enter__(self) -> Watch:

@@ -48,7 +48,6 @@ def num_turns(step_s: float) -> int:
 
 
 def seconds_needed(startups: Sequence[float], steps: Sequence[float]) -> float:
-    """Seconds to start contenders and measure them in turns."""
     return sum(startups) + (WARM_UP + num_turns(min(steps, default=1.0))) * sum(steps)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atorch.auto.planner.dry_runs.calibration import Past
-from atorch.auto.planner.estimate.score import Scored
+from atorch.auto.planner.plan import Scored
 from atorch.auto.strategy import Strategy
 from atorch.cost.uncertainty import SIGMA
 
@@ -118,7 +118,6 @@ class Surrogate:
         return np.asarray(unknowns * np.where(is_own, 1.0, SHARED) + min(DRIFT, p.machine) ** 2 * is_now)
 
     def _variances(self) -> Vector:
-        """Prior variances of the candidates."""
         p, size = self.prior, self._features[: len(self._tokens)].sum(axis=1)
         of_work = (self._work[: len(self._tokens)] ** 2).sum(axis=1)
         return np.asarray(p.machine**2 + of_work + p.method**2 * size + p.pair**2 * size * (size - 1) / 2 + p.rest**2)
@@ -128,7 +127,6 @@ class Surrogate:
         self._cache.clear()
 
     def tell_failed(self, index: int, *, of_memory: bool = False) -> None:
-        """Record a candidate that does not run."""
         self._measured.pop(index, None)
         self._failed[index] = of_memory
         self._cache.clear()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.planner.estimate.score import Scored
+from atorch.auto.planner.plan import Scored
 from atorch.auto.strategy import EXACTNESS, Method, Phase, Strategy
 from atorch.distributed.mesh import BATCH_AXES
 

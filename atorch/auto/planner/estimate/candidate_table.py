@@ -1,22 +1,26 @@
-"""A table of all scored compositions, stored by column: tens of thousands need no object each."""
+"""A table of all scored compositions, stored by column: tens of thousands need no object each.
+
+Of compositions that the estimate cannot distinguish, the simplest is preferred: without use of host memory, then with
+fewer methods, then with fewer axes of the mesh.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
+from atorch.auto.planner.search_space.space import MESH, Only, SearchNode
 from atorch.auto.strategy import Method
 from atorch.cost import Memory
+from atorch.cost.memory import CATEGORIES
+from atorch.cost.parallelism import REPLICA_AXES
 
 Floats = npt.NDArray[np.float64]
 
-CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("stage", "slack", "on_host"))
-_bytes_by_category = attrgetter(*CATEGORIES)
 FITS, DEVICE, HOST = 0, 1, 2  # codes of `binds`
 
 
@@ -45,7 +49,7 @@ class CandidateTable:
         self._on_host.append(memory.on_host)
         self._stage.append(memory.stage)
         self._binds.append(binds)
-        self._memory.extend(_bytes_by_category(memory))
+        self._memory.extend(memory[: len(CATEGORIES)])
         return binds == FITS
 
     @property
@@ -63,7 +67,6 @@ class CandidateTable:
 
     @property
     def on_host(self) -> Floats:
-        """Bytes in host memory for each device."""
         return np.frombuffer(self._on_host) if self.methods else np.zeros(0)
 
     @property
@@ -116,13 +119,54 @@ class CandidateTable:
         return [int(row) for row in order[is_first]]
 
 
-def label(methods: Sequence[Method]) -> str:
-    """The text of a composition, equal to its `Strategy`'s."""
-    return " + ".join(map(str, methods)) or "plain"
-
-
 def _labels(rows: Sequence[tuple[Method, ...]]) -> Iterator[str]:
     texts: dict[int, str] = {}  # a method is shared by many rows, and its text is slow to make
     for methods in rows:
         labels = [texts.get(id(method)) or texts.setdefault(id(method), str(method)) for method in methods]
         yield " + ".join(labels) or "plain"
+
+
+TIE = 0.03  # share of a step: smaller differences are below the accuracy of estimates
+EQUAL = 1e-3  # share of a step: compositions that differ by less are equally fast
+
+Intricacy = tuple[bool, int, int]  # use of host memory, number of methods, number of mesh axes
+
+
+def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
+    return on_host, len(methods), _num_axes(methods)
+
+
+def least_intricacy(node: SearchNode, only: Only) -> Intricacy:
+    """The least possible intricacy below a node, limited to `only`."""
+    slots = {choice.method.slot for choices in only.values() if None not in choices for choice in choices if choice}
+    if not node.large.isdisjoint(REPLICA_AXES):
+        slots.add(DATA_PARALLEL)  # a method must keep the parameters of replicas equal
+    number = len(slots | node.slots)
+    return False, number, _num_axes(node.methods)
+
+
+def preferred(columns: CandidateTable, expected: Mapping[int, float] | None = None) -> int:
+    """The simplest of the rows that tie with the fastest.
+
+    `expected`: row → seconds in place of the estimate's; only these rows are considered.
+    """
+    seconds = columns.step_s if expected is None else expected
+    rows = columns.fastest()
+    if expected is not None:
+        rows = sorted((row for row in rows if row in expected), key=lambda row: expected[row])
+    limit = seconds[rows[0]] * (1 + TIE)
+    near = [row for row in rows if seconds[row] <= limit]
+
+    def order(row: int) -> tuple[Intricacy, float]:
+        return intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)), seconds[row]
+
+    return min(near, key=order)
+
+
+def is_simpler(columns: CandidateTable, one: int, other: int) -> bool:
+    mine, yours = (intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)) for row in (one, other))
+    return mine < yours
+
+
+def _num_axes(methods: Sequence[Method]) -> int:
+    return sum(len(getattr(method, "slices", ())) for method in methods if method.slot == MESH)

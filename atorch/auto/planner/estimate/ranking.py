@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.planner.dry_runs.trial_order import simplest
+from atorch.auto.planner.estimate.candidate_table import TIE
 from atorch.auto.planner.estimate.score import (
-    Scored,
     estimate_of,
     fastest_first,
     scored,
@@ -24,8 +24,7 @@ from atorch.auto.planner.estimate.score import (
     usable_bytes,
     usable_host_bytes,
 )
-from atorch.auto.planner.estimate.tie_breaking import TIE
-from atorch.auto.planner.plan import Estimate, Rejected, Why
+from atorch.auto.planner.plan import Estimate, Rejected, Scored, Why
 from atorch.auto.planner.search_space.best_first import best_first
 from atorch.auto.planner.search_space.space import Space, compositions
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
@@ -183,7 +182,6 @@ class Told:
         return cls(tuple(places), tuple(rows))
 
     def unknown(self, methods: Mapping[str, Method]) -> list[str]:
-        """Texts of methods that this process's `methods` lack."""
         return [text for text in self.methods if text not in methods]
 
     def ranking(self, methods: Mapping[str, Method]) -> Ranking:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from atorch.auto.planner.plan import Estimate, Rejected
+from atorch.auto.planner.plan import Estimate, Rejected, Scored
 from atorch.auto.planner.search_space.space import SearchNode
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -37,14 +36,6 @@ def useful_flops(cost: Cost) -> float:
 def utilisation_peak(peak_flops: Mapping[str, float]) -> float:
     """A device's dense FLOP/s in 16 bits, the base of MFU, or in fp32 if it has no others; 0: unknown."""
     return next((peak_flops[name] for name in _SIXTEEN_BITS if name in peak_flops), 0.0)
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A composition with its estimate."""
-
-    strategy: Strategy
-    estimate: Estimate
 
 
 def scored(leaves: Iterable[SearchNode], cluster: ClusterSpec) -> list[Scored]:
@@ -92,7 +83,6 @@ def usable_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
 
 
 def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
-    """Bytes of host memory that a strategy may take for each device."""
     return cluster.host_memory_bytes / cluster.devices_per_node * (1 - reserve)
 
 

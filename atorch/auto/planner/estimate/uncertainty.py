@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from atorch.auto.planner.cluster_plan import Measuring
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
-from atorch.auto.planner.estimate.tie_breaking import TIE, intricacy, preferred
-from atorch.auto.planner.plan import Estimate
+from atorch.auto.planner.estimate.candidate_table import TIE, CandidateTable, intricacy, preferred
+from atorch.auto.planner.plan import Estimate, Measuring
 from atorch.auto.strategy import Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTimes
-from atorch.cost.memory_interval import memory_band
+from atorch.cost.memory import memory_band
 from atorch.cost.uncertainty import KINDS, Shares, Uncertainty
 from atorch.report.figures import shown_work
 
@@ -87,7 +85,6 @@ class EstimateUncertainty:
         )
 
     def chance(self, columns: CandidateTable, row: int, chosen: int) -> float:
-        """The chance that a row is faster than the chosen one."""
         slower, spread = self._against(columns, row, chosen)
         return _NORMAL.cdf(-slower / spread)
 

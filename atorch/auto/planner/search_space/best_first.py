@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
-from atorch.auto.planner.estimate.tie_breaking import TIE, Intricacy, intricacy, least_intricacy
+from atorch.auto.planner.estimate.candidate_table import TIE, CandidateTable, Intricacy, intricacy, least_intricacy
 from atorch.auto.planner.search_space.bounds import Bounds, LowerBound
 from atorch.auto.planner.search_space.space import Only, SearchNode, Space
 from atorch.cluster.spec import ClusterSpec

@@ -14,12 +14,16 @@ that seconds and bytes belong to the same ones. The remaining choices can at bes
 
 Only the methods in `COVERED` may remain below a node; above a level of any other method, nodes have no bound. Tests
 compare the results with brute force.
+
+Legal compositions below nodes with the same legal continuations are counted once. Such nodes can be recognized only for
+the methods in `COVERED`. Their refusals depend on a process's batch, the pipeline and kept gradients. Only
+`micro_batch` also checks for ample memory, and only without a pipeline.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,7 +34,7 @@ from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.cross_entropy import CrossEntropy
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.fsdp import Fsdp
-from atorch.auto.opt_lib.micro_batch import MicroBatch
+from atorch.auto.opt_lib.micro_batch import MicroBatch, is_ample
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
@@ -38,6 +42,7 @@ from atorch.auto.planner.search_space.space import Choice, Level, Only, SearchNo
 from atorch.auto.strategy import Method, Phase
 from atorch.cost import Cost, StepTimes, peak_bytes
 from atorch.cost.memory import least_on_host, uses_host
+from atorch.cost.parallelism import REPLICA_AXES
 
 SHARING: frozenset[type[Method]] = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
 COVERED = SHARING | {Checkpoint, CrossEntropy, Compile, Offload, MicroBatch}
@@ -119,7 +124,6 @@ class Bounds:
         return {level.kind: (depth, level) for depth, level in enumerate(self.space.levels) if depth >= self.depth}
 
     def _legal(self, kind: type[Method], cost: Cost) -> Iterator[Choice]:
-        """The legal choices of a kind below the depth of bounds."""
         if kind in self._below:
             for choice in self._below[kind][1].choices:
                 if self._is_trusted(choice) or choice.method.unfit(cost) is None:
@@ -129,7 +133,6 @@ class Bounds:
         return choice.is_given and not self.space.is_checked
 
     def _each(self, kind: type[Method], cost: Cost) -> Iterator[tuple[Only, Cost]]:
-        """The cost with each choice of a kind, and without one."""
         if kind not in self._below:
             yield {}, cost
             return
@@ -191,7 +194,6 @@ class Bounds:
                 yield {**of_chunk, **of_offload}, shard if offload is None else _both(shard, offload.cost)
 
     def _each_fold(self, kind: type[Method], cost: Cost) -> Iterator[tuple[Only, Method | None]]:
-        """First no method of a kind, then each choice."""
         if kind not in self._below:
             yield {}, None
             return
@@ -241,3 +243,46 @@ def _finest(cost: Cost) -> Cost:
 
 def _both(first: Fold, second: Fold) -> Fold:
     return lambda cost: second(first(cost))
+
+
+_ROUNDS = frozenset(("interleaved", "zero_bubble"))  # schedules that take micro-batches in rounds of stages
+
+
+def num_legal(space: Space, start: Cost) -> int:
+    return _Counter(space).below(space.root(start))
+
+
+class _Counter:
+    def __init__(self, space: Space) -> None:
+        self._space, self._counts = space, dict[Hashable, int]()
+        kinds = [level.kind for level in space.levels]
+        self._covered = next((at for at in range(len(kinds) + 1) if COVERED.issuperset(kinds[at:])), len(kinds))
+        self._last = len(kinds) - 1 if kinds and kinds[-1] is MicroBatch else len(kinds)
+        self._later = [frozenset(kind.slot for kind in kinds[at:]) for at in range(len(kinds) + 1)]
+        self._asks_stages = Offload in kinds  # it offloads activations of whole blocks of a stage
+
+    def below(self, node: SearchNode) -> int:
+        """The number of complete compositions below a node, itself included."""
+        if node.depth == len(self._space.levels):
+            return 1
+        key = self._alike(node)
+        if key is None:
+            return sum(map(self.below, self._space.children(node)))
+        count = self._counts.get(key)
+        if count is None:
+            count = self._counts[key] = sum(map(self.below, self._space.children(node)))
+        return count
+
+    def _alike(self, node: SearchNode) -> Hashable | None:
+        """A key that is equal for nodes with the same legal continuations; None if it would not pay to compute one."""
+        cost = node.cost
+        if node.depth < self._covered or (cost.stages == 1 and node.depth < self._last):
+            return None
+        return (
+            node.depth, cost.batch_size, cost.schedule, cost.interleave,
+            cost.stages if self._asks_stages or cost.schedule in _ROUNDS else min(cost.stages, 2),
+            bool(cost.gathered_itemsize), cost.grads_persist, cost.budget_bytes, cost.fp8 is None,
+            cost.stages == 1 and is_ample(cost),
+            node.slots & self._later[node.depth], node.large - node.split, node.large.isdisjoint(REPLICA_AXES),
+            node.lacks,
+        )  # fmt: skip

@@ -39,8 +39,6 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Choices of one method."""
-
     kind: type[Method]
     choices: tuple[Choice, ...]
     is_needed: bool = False  # True if every composition has one of the choices
@@ -101,7 +99,6 @@ class Space:
         return SearchNode(0, (), cost)
 
     def leaves(self, node: SearchNode, only: Only | None = None) -> Iterator[SearchNode]:
-        """All complete compositions below a node, limited to `only`."""
         return self.descend(node, len(self.levels), only)
 
     def descend(self, node: SearchNode, depth: int, only: Only | None = None) -> Iterator[SearchNode]:

@@ -64,7 +64,6 @@ def with_fewer_micro_batches(strategy: Strategy, samples: int) -> Fewer:
 
 
 def _in_parts(method: Method, count: int) -> Method:
-    """The method, with `count` as its number of micro-batches if it sets one."""
     knob = {"pipeline_parallel": "micro_batches", "micro_batch": "count"}.get(method.name)
     if knob is None or (method.name == "micro_batch" and getattr(method, knob) is None):
         return method

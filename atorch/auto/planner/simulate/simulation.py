@@ -3,7 +3,7 @@
 A simulation is more exact than an estimate and cheaper than a dry run. The methods' own `apply` and the context's own
 `build` run on fake tensors and a fake process group of the target's size (distributed/fake_world.py). Then whole
 training steps run: forward, loss, backward, optimizer, zero_grad. Every storage and collective is counted
-(profiler/memory_tracker.py, profiler/comm_counter.py), as in a real run. The user's model is not changed.
+(profiler/memory_tracker.py), as in a real run. The user's model is not changed.
 
 Equal blocks are simulated at two small depths and extrapolated (depth_extrapolation.py). A rank of a pipeline has all
 blocks of its stage; a copy of the model replaces the other stages (runtime/pipeline/stage.py). Operations are
@@ -40,7 +40,6 @@ from atorch.model.alias_guard import Originals
 from atorch.model.copy import copy_structure
 from atorch.model.pytree import batch_size, map_tensors, tensors_in
 from atorch.model.structure import num_repeats, repeated_blocks, shorten
-from atorch.profiler.comm_counter import CommCounter, Counts
 from atorch.profiler.memory_tracker import (
     BUFFERS,
     ELSEWHERE,
@@ -50,6 +49,8 @@ from atorch.profiler.memory_tracker import (
     OPTIMIZER,
     OTHER,
     PARAMETERS,
+    CommCounter,
+    Counts,
     LiveBytes,
     MemorySample,
 )
@@ -76,7 +77,6 @@ class Simulated:
 
     @property
     def peak_bytes(self) -> float:
-        """The most bytes of live tensors."""
         return self.peak.total_bytes
 
     @property
@@ -85,7 +85,6 @@ class Simulated:
 
     @property
     def memory(self) -> Mapping[str, float]:
-        """Bytes by category at the peak."""
         return self.peak.memory
 
     def to_json_data(self) -> dict[str, Any]:
@@ -171,7 +170,6 @@ def _stage(
     world_of_fakes: AbstractContextManager[World],
     until: float,
 ) -> Simulated:
-    """Simulate a rank of a pipeline, with all blocks of its stage."""
     repeats = num_repeats(ctx.root)
     blocks = SHORT if repeats is not None and repeats > SHORT else None
     fewer = with_fewer_micro_batches(foreseen(ctx, strategy, batch, blocks, told_of=repeats), samples)

@@ -18,10 +18,9 @@ import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.planner.dry_runs import dry_run_loop
 from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
-from atorch.auto.planner.dry_runs.start_times import Starts
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate
-from atorch.auto.planner.dry_runs.time_budget import TimeBudget
-from atorch.auto.planner.dry_runs.trial_context import Feed
+from atorch.auto.planner.dry_runs.time_budget import Starts, TimeBudget
+from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.planner.estimate import ranking as rankings
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked

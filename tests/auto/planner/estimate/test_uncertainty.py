@@ -6,8 +6,7 @@ from statistics import NormalDist
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.estimate.candidate_table import CATEGORIES, CandidateTable
-from atorch.auto.planner.estimate.tie_breaking import preferred
+from atorch.auto.planner.estimate.candidate_table import CATEGORIES, CandidateTable, preferred
 from atorch.auto.planner.estimate.uncertainty import CLEAR, EstimateUncertainty, _saved, _saved_by_kind
 from atorch.auto.strategy import METHODS
 from atorch.cluster.spec import ClusterSpec

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -10,12 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
-from atorch.auto.planner.estimate.tie_breaking import intricacy, least_intricacy, preferred
+from atorch.auto.planner.estimate.candidate_table import CandidateTable, intricacy, least_intricacy, preferred
 from atorch.auto.planner.search_space.best_first import best_first
-from atorch.auto.planner.search_space.bounds import Bounds
-from atorch.auto.planner.search_space.space import plannable
-from atorch.auto.strategy import METHODS, Method, Phase, method
+from atorch.auto.planner.search_space.bounds import Bounds, num_legal
+from atorch.auto.planner.search_space.space import Space, plannable
+from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import StepTimes, peak_memory, plain_cost, step_seconds
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -60,7 +60,7 @@ def brute(space, start, spec):
         yield leaf.methods, step_seconds(leaf.cost, spec), peak_memory(leaf.cost)
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(jobs(), draw.floats(0.05, 1.5), draw.sets(draw.sampled_from(OPTIONAL), max_size=2))
 def test_the_best_are_those_of_brute_force(job, tightness, included):
     profile, spec, batch, excluded = job
@@ -92,7 +92,7 @@ def test_the_best_are_those_of_brute_force(job, tightness, included):
             assert (intricacy(columns.methods[row], on_host=columns.on_host[row] > 0), columns.step_s[row]) == order
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(jobs(), draw.floats(0.01, 0.99))
 def test_where_nothing_fits_the_nearest_miss_is_found(job, share):
     profile, spec, batch, excluded = job
@@ -106,7 +106,7 @@ def test_where_nothing_fits_the_nearest_miss_is_found(job, share):
     assert found.short_bytes.min() == min(memory.needed for _, _, memory in every) - device
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(jobs())
 def test_no_composition_is_below_its_bounds(job):
     hold_bounds(*job)
@@ -154,7 +154,7 @@ def hold_part(part, node, space, scored, room):
     return held
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(jobs(), draw.randoms())
 def test_what_just_fits_is_in_a_part_that_may_fit_and_takes_no_less(job, chance):
     profile, spec, batch, excluded = job
@@ -230,3 +230,30 @@ def test_pareto_and_order():
         )
     assert found.memory.sum(axis=1) == pytest.approx(found.peak_bytes)
     assert {why.split(":")[0] for why in found.why()} == {"", "memory"}
+
+
+def listed_otherwise(space: Space, chance: random.Random) -> Space:
+    """The same compositions, each level's choices in another order."""
+    levels = [replace(each, choices=tuple(chance.sample(each.choices, len(each.choices)))) for each in space.levels]
+    return Space(tuple(levels), space.world_size, space.unmet)
+
+
+@settings(max_examples=12, suppress_health_check=list(HealthCheck), deadline=None)
+@given(jobs())
+def test_as_many_are_counted_as_there_are(job) -> None:
+    profile, spec, batch, excluded = job
+    space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch, spec.device.memory_bytes)
+    assert num_legal(space, start) == sum(1 for _ in space.leaves(space.root(start)))
+
+
+@settings(max_examples=8, suppress_health_check=list(HealthCheck), deadline=None)
+@given(jobs(), draw.randoms(use_true_random=False))
+def test_the_order_of_candidates_does_not_follow_from_the_order_of_listing(job, chance) -> None:
+    profile, spec, batch, excluded = job
+    space, start = plannable(profile, spec, excluded=excluded), plain_cost(profile, batch)
+    told = []
+    for each in (space, listed_otherwise(space, chance)):
+        columns = best_first(each, start, spec, device_bytes=spec.device.memory_bytes, keep=5).columns
+        rows = columns.fastest(5)
+        told.append([str(Strategy(columns.methods[row])) for row in ([preferred(columns)] if rows else []) + rows])
+    assert told[0] == told[1]

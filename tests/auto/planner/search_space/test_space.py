@@ -16,7 +16,7 @@ from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
-from atorch.auto.planner.dry_runs.trial_context import Feed
+from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.planner.estimate.score import estimate_of, scored, split_by_memory
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.search_space.method_names import less_exact as less_exact_names

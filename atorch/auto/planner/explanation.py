@@ -1,22 +1,26 @@
-"""Neighbours of the chosen composition, one choice away, each with its loss and the reason.
+"""Explanations of a plan: neighbours of the choice, one change away, each with its loss and the reason.
 
 A neighbour has another method or none in one slot, or a mesh in which one axis has another size. Then another axis
 compensates, and methods that split over an axis are added or removed with it. If a neighbour's micro-batches do not
 divide its batch, the fastest that do are used.
+
+If nothing fits, changes are listed that make the job fit, each verified by a search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from atorch.auto.planner.cluster_plan import Counterfactual
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.score import estimate_of, needs
-from atorch.auto.planner.plan import Estimate
+from atorch.auto.planner.plan import Counterfactual, Estimate
+from atorch.auto.planner.request import PlanJob
 from atorch.auto.planner.search_space.space import MESH, Level, SearchNode, Space
-from atorch.auto.strategy import Method
-from atorch.cost import Cost, StepTimes, peak_memory
+from atorch.auto.strategy import EXACTNESS, Method
+from atorch.cost import Cost, Matmul, ModelProfile, Region, Segment, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds
 
 STEP = "micro_batch"  # the slot that is adapted if the batch no longer divides
@@ -208,3 +212,97 @@ def _sizes(mesh: Method, start: Cost) -> Mapping[str, int]:
 
 def _apart(one: Mapping[str, int], other: Mapping[str, int]) -> Sequence[str]:
     return [name for name in {**one, **other} if one.get(name, 1) != other.get(name, 1)]
+
+
+MOST = 3  # limit of listed remedies
+LARGEST = 64  # largest factor of more nodes, or of a smaller batch or sequence
+
+J = TypeVar("J", bound=PlanJob)
+
+
+def remedies(job: J, fits: Callable[[J], bool]) -> tuple[str, ...]:
+    """Changes of which each alone makes the job fit, the cheapest first, at most three."""
+    ways = (_allowed(job), _smaller_batches(job), _shorter_sequences(job), _larger_clusters(job))
+    advice = (next((text for text, changed in way if fits(changed)), None) for way in ways)
+    return tuple(itertools.islice((text for text in advice if text is not None), MOST))
+
+
+def _allowed(job: J) -> Iterator[tuple[str, J]]:
+    """Allow an excluded method, host memory, or 16-bit parameters."""
+    request = job.request
+    for name in request.excluded:
+        rest = tuple(other for other in request.excluded if other != name)
+        yield f"allow {name}, which is excluded", _but(job, excluded=rest)
+    if not request.host_memory:
+        yield "allow host memory (host_memory=True, --host-memory)", _but(job, host_memory=True)
+    if EXACTNESS.index(request.precision) < EXACTNESS.index("half"):
+        yield 'allow 16-bit parameters (precision="half", --precision half)', _but(job, precision="half")
+
+
+def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
+    """Use fewer samples a step, so that fewer devices have samples of their own and more share the model."""
+    for share in _halves():
+        if job.global_batch % share == 0:
+            batch = job.global_batch // share
+            yield f"use a global batch of {batch} instead of {job.global_batch}", _but(job, global_batch=batch)
+
+
+def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
+    length = max((segment.sequence_length for segment in job.profile.segments), default=0)
+    for share in _halves():
+        if length and length % share == 0 and length // share >= 1:
+            text = f"use sequences of {length // share} instead of {length} tokens"
+            yield text, replace(job, profile=_shortened(job.profile, share))
+
+
+def _larger_clusters(job: J) -> Iterator[tuple[str, J]]:
+    for factor in _halves():
+        nodes = job.cluster.num_nodes * factor
+        text = f"use {nodes * job.cluster.devices_per_node} of these devices instead of {job.cluster.world_size}"
+        yield text, replace(job, cluster=replace(job.cluster, num_nodes=nodes))
+
+
+def _but(job: J, **knobs: Any) -> J:
+    return replace(job, request=replace(job.request, **knobs))
+
+
+def _halves() -> Sequence[int]:
+    return [2**power for power in range(1, LARGEST.bit_length())]
+
+
+def _shortened(profile: ModelProfile, share: int) -> ModelProfile:
+    """The profile of sequences that are `share` times shorter. Quadratic terms shrink only linearly, so that no
+    estimate is too small."""
+    return replace(
+        profile,
+        segments=tuple(_shorter(segment, share) for segment in profile.segments),
+        in_half=tuple(_shorter(segment, share) for segment in profile.in_half),
+        in_autocast=tuple(_shorter(segment, share) for segment in profile.in_autocast),
+        output_bytes=profile.output_bytes // share,
+    )
+
+
+def _shorter(segment: Segment, share: int) -> Segment:
+    return replace(
+        segment,
+        matmuls=tuple(_fewer_rows(matmul, share) for matmul in segment.matmuls),
+        attention_flops=segment.attention_flops / share,
+        outside=_smaller(segment.outside, share),
+        inside=_smaller(segment.inside, share),
+        input_bytes=segment.input_bytes / share,
+        working_bytes=segment.working_bytes / share,
+        dispatched_bytes=segment.dispatched_bytes / share,
+        sequence_length=segment.sequence_length // share,
+    )
+
+
+def _fewer_rows(product: Matmul, share: int) -> Matmul:
+    return replace(product, rows=product.rows / share)
+
+
+def _smaller(region: Region, share: int) -> Region:
+    return Region(
+        saved_bytes=region.saved_bytes / share,
+        selective_bytes=region.selective_bytes / share,
+        traffic_bytes=region.traffic_bytes / share,
+    )

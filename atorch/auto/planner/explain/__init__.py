@@ -1,1 +1,0 @@
-"""Explanations of a plan: its neighbours, and changes that would make a job fit."""

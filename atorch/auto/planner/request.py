@@ -1,0 +1,92 @@
+"""The request of a plan for a cluster: its knobs, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from atorch.auto.planner.search_space.method_names import names_in
+from atorch.auto.strategy import EXACTNESS, Exactness, Strategy
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost import ModelProfile
+from atorch.cost.memory import RESERVE
+from atorch.errors import ArgumentError, near_miss, shown
+
+Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+MAX_SIMULATED = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The knobs of a plan for a cluster.
+
+    Args:
+        global_batch: samples of a step, of all devices together; None for the traced batch on every device.
+        excluded, included: see `space.plannable`.
+        fixed, extend: as for `Strategy.of`: exactly these methods, or these and any others that are best with them.
+        precision: the least exact numbers for methods that are neither included nor fixed: "fp32", "autocast", "half"
+            (16 bits, with fp32 masters) or "fp8".
+        host_memory: True allows methods that use host memory if they save enough; None: only if nothing fits without.
+        objective: "step_time" and "throughput" choose the fastest step, which is the same at a given batch. "cost":
+            the least device-seconds a step, on the cluster or a part of it. "fewest_devices": the smallest part that
+            fits, and the fastest there.
+        reserve: share of a device's memory that nothing may use.
+        verify: number of the best candidates to simulate; None: a few, within limits of memory and time.
+
+    Raises:
+        ArgumentError: an invalid value.
+        StrategyError: an unknown method, or an invalid strategy.
+    """
+
+    global_batch: int | None = None
+    excluded: Any = None  # names; a tuple once it is made
+    included: Any = None
+    fixed: Any = None  # a Strategy or None once it is made
+    extend: Any = None
+    precision: Exactness = "half"
+    host_memory: bool | None = None
+    objective: Objective = "step_time"
+    reserve: float = RESERVE
+    verify: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("excluded", "included"):
+            object.__setattr__(self, name, names_in(getattr(self, name), name))
+        for name in ("fixed", "extend"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else Strategy.of(given))
+        batch, reserve, verify = self.global_batch, self.reserve, self.verify
+        if batch is not None and (not isinstance(batch, int) or batch < 1):
+            raise ArgumentError(f"global_batch is {shown(batch)}; it is the samples of a step, at least 1")
+        if not isinstance(reserve, (int, float)) or not 0 <= reserve < 1:
+            raise ArgumentError(
+                f"reserve is {shown(reserve)}; it is the share of a device's memory to keep free, as 0.08"
+            )
+        if verify is not None and (not isinstance(verify, int) or not 0 <= verify <= MAX_SIMULATED):
+            raise ArgumentError(f"verify is {shown(verify)}; it is how many are simulated, from 0 to {MAX_SIMULATED}")
+        for name, allowed in (("objective", OBJECTIVES), ("precision", EXACTNESS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
+        if self.host_memory not in (None, True, False):
+            raise ArgumentError(
+                f"host_memory is {self.host_memory!r}; it is True, False, or None for where nothing fits without"
+            )
+
+
+PLAN_OPTIONS = tuple(PlanRequest.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """The subject of a search: a model, a cluster, and the request with a global batch."""
+
+    profile: ModelProfile
+    cluster: ClusterSpec
+    request: PlanRequest
+
+    @property
+    def global_batch(self) -> int:
+        batch = self.request.global_batch
+        return self.profile.batch_size * self.cluster.world_size if batch is None else batch
