@@ -68,7 +68,7 @@ ALONE, BY_BOTH, BY_TOKENS, BY_NONE = "columns", "columns or tokens", "tokens", "
         (3, torch.mul, (torch.ones(6),), BY_NONE),
         (3, Tensor.to, (torch.float64,), BY_BOTH),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_view_of_a_part_is_a_part_of_the_view(
     axis: int, func: Callable[..., Any], args: tuple[Any, ...], ruled: str
