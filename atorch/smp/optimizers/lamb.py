@@ -92,7 +92,7 @@ class FusedLamb(Fused):
         squares = wide(self._squares(bucket))
         most = self.defaults["max_grad_norm"]
         excess = torch.where(self._norm > most, self._norm / most, 1.0).to(parameters[0].device)
-        clipped = torch._foreach_div(gradients, excess)
+        clipped = list(torch._foreach_div(gradients, excess))
         if decay and not self.adam_w_mode:
             torch._foreach_add_(clipped, parameters, alpha=decay)
         add_to_means(means, clipped, group)
