@@ -97,6 +97,37 @@ def test_replicas_average_a_layer_of_two_stages_once_both_have_run(pool: Pool) -
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 
 
+class TiedEnds(Blocks):
+    """Two layers with one weight, on two partitions."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.layers[1].weight = self.layers[0].weight
+
+
+def tied_by_hand(rank: int, size: int) -> dict[str, Any]:
+    with begun({"microbatches": 2, "partitions": 2, "auto_partition": False}):
+        torch.manual_seed(0)
+        whole = TiedEnds()
+        for number, layer in enumerate(whole.layers):
+            smp.set_partition(layer, number)
+        model = smp.DistributedModel(whole)
+        for number in range(2):
+            train(model, rows() + number)
+        return {name: parameter.grad for name, parameter in model.local_named_parameters()}
+
+
+def test_gradients_of_a_weight_on_two_partitions_add_up_over_steps(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain = TiedEnds()
+    for number in range(2):
+        plain(rows() + number).square().mean().backward()
+    for found in pool.run(tied_by_hand):
+        assert len(found) == 2
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
 class Uneven(nn.Module):
     """One layer that takes most of the time, and one that takes most of the memory."""
 

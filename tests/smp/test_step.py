@@ -115,6 +115,17 @@ def test_arguments_are_cut_as_they_are_told(pool: Pool) -> None:
         assert found == [(2, 3, (WIDTH, 2), [0.0], 2, 0), (2, 3, (WIDTH, 2), [1.0], 2, 0)]
 
 
+def of_other_lengths(rank: int, size: int) -> str:
+    with begun({"microbatches": 2, "tensor_parallel_degree": size, "ddp": True}):
+        model = model_of()
+        return said(lambda: smp.step(lambda x: model(x).sum())(rows(8 - 2 * rank)))
+
+
+def test_batches_of_tensor_ranks_that_do_not_fit_are_told(pool: Pool) -> None:
+    for message in pool.run(of_other_lengths):
+        assert "x is (8, 8) and (6, 8) on processes of one tensor group" in message
+
+
 def evaluated(rank: int, size: int) -> tuple[float, bool, bool]:
     with begun({"microbatches": 2, "partitions": size}):
         model = model_of().eval()

@@ -122,7 +122,7 @@ class Fused(Optimizer):
     def _updates(
         self, group: dict[str, Any], bucket: TensorBucket, parameters: Tensors, means: Tensors, gradients: Tensors
     ) -> Tensors:
-        """What a learning rate of 1 subtracts from the parameters; changes `means`, and never the gradients."""
+        """The amounts to subtract from the parameters at a learning rate of 1; changes `means`, never the gradients."""
         raise NotImplementedError
 
     def _kernel_step(self, kernels: Kernels, group: dict[str, Any], bucket: TensorBucket) -> None:
