@@ -109,7 +109,9 @@ MODULE_STATE: Mapping[str, str] = {
 }
 
 # Assignments to attributes of what is imported.
-FOREIGN_ASSIGNMENTS: Mapping[str, str] = {}
+FOREIGN_ASSIGNMENTS: Mapping[str, str] = {
+    "atorch/auto/opt_lib/compile.py:Compile.apply": "a flag of torch's compiler that it reads in every backward pass of the process",
+}
 
 # Where the guide sizes would make worse code.
 LONG_FILES: Mapping[str, str] = {}
