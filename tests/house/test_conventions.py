@@ -110,7 +110,7 @@ MODULE_STATE: Mapping[str, str] = {
 
 # Assignments to attributes of what is imported.
 FOREIGN_ASSIGNMENTS: Mapping[str, str] = {
-    "atorch/auto/opt_lib/compile.py:Compile.apply": "a flag of torch's compiler that it reads in every backward pass of the process",
+    "atorch/auto/opt_lib/compile.py:Compile.apply": "torch's compiler reads this flag in every backward pass",
 }
 
 # Where the guide sizes would make worse code.

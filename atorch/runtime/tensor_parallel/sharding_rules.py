@@ -190,7 +190,7 @@ def _reshaped(x: _Operand, *wanted: Any) -> LocalCall | None:
         layout = x.layout.resized(outer, inner) if outer and inner and not (outer_rest or inner_rest) else None
         if layout is not None:
             sizes = (*target[:dim], outer * layout.part_size * inner, *target[dim + 1 :])
-            return x.to(partial(torch.reshape, shape=sizes), dim, layout)
+            return x.to(lambda part: part.reshape(sizes), dim, layout)  # noqa: B023  # returned at once
     return None
 
 
