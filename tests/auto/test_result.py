@@ -201,6 +201,7 @@ CLIPPED: dict[int, list[tuple[list[Any], str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", CLIPPED)
 def test_torchs_clipping_is_plain_trainings_or_refused(pool: Pool, ranks: int) -> None:
     """It would clip by the norm of a process's own part, and training would be another one without a word."""

@@ -7,6 +7,7 @@ import pytest
 from atorch.cli import main, selftest
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(capfd):
     assert main(["test"]) == 0
     shown = capfd.readouterr().out

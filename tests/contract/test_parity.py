@@ -186,7 +186,9 @@ def test_the_jobs_cover_every_pair() -> None:
     assert not missing, f"put these into JOBS: {sorted(map(sorted, missing))}"
 
 
-@pytest.mark.parametrize("names", JOBS, ids="+".join)
+@pytest.mark.parametrize(
+    "names", [pytest.param(job, marks=[] if ranks_of(*job) == 2 else pytest.mark.slow) for job in JOBS], ids="+".join
+)
 def test_a_covering_array_of_methods(pool: Pool, names: tuple[str, ...]) -> None:
     error = updates_off(pool, *names)
     if error <= band(*names):
@@ -228,6 +230,7 @@ MANY = tuple(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [pytest.param(MANY[0], marks=pytest.mark.nightly), *MANY[1:]], ids="+".join)
 def test_many_at_once(pool: Pool, names: tuple[str, ...]) -> None:
     for update_error, _ in pool.run(deviation, strategy_of(*names), ranks=2):

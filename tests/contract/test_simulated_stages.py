@@ -46,6 +46,7 @@ def real(rank: int, size: int, name: str, strategy: list[Any], rows: int) -> Obs
     return observe(replace(job(name, init()), sample_batch=batch), complete(Strategy.of(strategy), size), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy", "ranks"),
     [

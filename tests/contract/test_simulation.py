@@ -102,6 +102,7 @@ COUNTED = 3 * 8.0
 """Bytes of a rank's figures on what the loss is a mean over: labels, shifted labels, rows."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "composition",
     [

@@ -94,6 +94,7 @@ def test_the_demo_gives_arguments_that_go_together(
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_chunk_offload_learns_within_a_quarter_of_its_states(processes: int) -> None:
     sizes = ("--steps", "20", "--seq", "32", "--layers", "2", "--width", "256")

@@ -87,6 +87,7 @@ def check(pool: Pool, name: str, strategy: str, processes: int) -> None:
     assert max(off) <= band, f"off by {max(off):.1e}: {found} in place of {expected}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [

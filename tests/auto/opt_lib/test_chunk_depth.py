@@ -95,6 +95,7 @@ def test_alike_blocks_are_run_a_few_times_however_many_there_are() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lingering under autocast", "cast and compiled", "given, on meta", "checkpointed"])
 def test_what_is_foreseen_otherwise_is_so_for_all_blocks(way: str) -> None:
     kind = {"given, on meta": Positioned, "checkpointed": Checkpointed}.get(way, Net)
@@ -255,12 +256,14 @@ def test_where_blocks_are_not_treated_alike_every_one_is_run(kind: str) -> None:
     assert found.accesses
 
 
+@pytest.mark.slow
 def test_blocks_may_repeat_in_twos() -> None:
     whole = [EveryOther(index) for index in range(2 * DEEP)]
     _, runs = both(Net(*whole), ids())
     assert runs == 10 + 12 + 14 + 14
 
 
+@pytest.mark.slow
 def test_the_most_may_be_at_another_instant_in_deep_models() -> None:
     _, runs = both(Together(*blocks()), ids())
     assert runs == FEW
@@ -340,6 +343,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], list[int] | None]] = {  # dep
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[] if kind == "transformer encoder" else pytest.mark.nightly) for kind in FAMILIES],

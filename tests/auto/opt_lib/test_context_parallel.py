@@ -117,6 +117,7 @@ def test_it_trains_as_one_process_does(pool: Pool, jobs: list[tuple[str, list[An
             assert {*found["sends"][1:]} == {sends}, strategy  # micro_batch compares, in the first step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "beside", [("checkpoint",), pytest.param((MICRO, ("half", "bf16")), marks=pytest.mark.nightly)], ids=str
 )

@@ -79,6 +79,7 @@ def test_trains_and_clips_as_one_process_does(pool: Pool) -> None:
     assert_trains_like_plain(pool, deviation, [([("fsdp", config)], name, True) for name, config in CONFIGS])
 
 
+@pytest.mark.slow
 def test_four_processes_share_out_both_ways(pool: Pool) -> None:
     cases: list[Any] = [([HYBRID, "fsdp"], "awkward", True)]
     cases.append(([HYBRID, ("fsdp", {"sharding_strategy": "HYBRID_SHARD"})], "awkward", True))

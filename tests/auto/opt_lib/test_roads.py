@@ -18,6 +18,7 @@ def test_chunk_trains_as_torch_does(road: str) -> None:
     assert deviation(0, 1, [WIDE], road) <= 1e-6
 
 
+@pytest.mark.slow
 def test_chunk_trains_as_torch_does_on_one_or_two_processes_with_little_room(pool: Pool) -> None:
     assert deviation(0, 1, [TIGHT], "ByHook") <= 1e-6
     assert_trains_like_plain(pool, deviation, [([TIGHT], road) for road in ROADS], band=1e-5)

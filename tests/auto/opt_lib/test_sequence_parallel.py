@@ -147,6 +147,7 @@ MANY: list[list[Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategies", [FEW, pytest.param(MANY, marks=pytest.mark.nightly)], ids=["few", "many"])
 def test_beside_data_and_tensor(pool: Pool, strategies: list[list[Any]]) -> None:
     by_case = run_each(pool, trained, [(strategy,) for strategy in strategies], ranks=4)

@@ -302,6 +302,7 @@ def searched(rank, size, how, where):
     return str(plan.strategy), plan.num_dry_runs, reasons, total.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "where", "reason"),
     [

@@ -663,6 +663,7 @@ def check_all_sharded(rank: int, size: int) -> dict[str, float]:
     return {name: check_sharded(rank, size, form) for name, form in FORMS.items()}
 
 
+@pytest.mark.slow
 def test_sharded_after_wrapping(pool):
     for found in pool.run(check_all_sharded):
         assert max(found.values()) < 1e-5, found

@@ -60,6 +60,7 @@ def test_every_kind_under_every_schedule(pool: Pool, name: str, schedule: str) -
     check(pool, name, stages(schedule=schedule, micro_batches=4), steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "beside"),
     [("llama", "zero_bubble", ["ddp"]), ("vit", "1f1b", ["fsdp", "checkpoint"]), ("twice", "1f1b", ["zero1"])],
@@ -139,6 +140,7 @@ def seen_otherwise(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_evaluation_other_shapes_and_misuse(pool: Pool) -> None:
     for found in pool.run(seen_otherwise, ranks=2):
         assert found["class"]
@@ -282,6 +284,7 @@ LENGTHS = [((4, 8), (4, 8)), ((4, 8), (4, 12)), ((4, 12), (4, 8)), ((4, 12), (4,
 ROWS_OF_REPLICAS = [((4, 8), (4, 8)), ((4, 8), (1, 8)), ((1, 8), (4, 8)), ((2, 8), (4, 8))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "beside", "sizes"),
     [

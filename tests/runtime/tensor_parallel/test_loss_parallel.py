@@ -70,6 +70,7 @@ def trained(rank: int, size: int, name: str, options: dict[str, Any]) -> dict[st
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [

@@ -283,6 +283,7 @@ def in_steps(rank: int, size: int, config: dict[str, Any]) -> dict[str, Any]:
         smp.shutdown()
 
 
+@pytest.mark.slow
 def test_in_steps_of_a_distributed_model(pool: Pool) -> None:
     results = pool.run(in_steps, {"tensor_parallel_degree": 2, "partitions": 2}, ranks=4)
     for seen in results:

@@ -133,6 +133,7 @@ def test_shards_shrink_with_the_world() -> None:
     assert few["optimizer"] == pytest.approx(8 * many["optimizer"], rel=0.2)
 
 
+@pytest.mark.slow
 def test_zero1_gives_each_rank_its_own_share_of_the_optimizer() -> None:
     ctx, parameters = job(llama(1)), sum(p.numel() for p in llama(1).parameters())
     shares = [simulated(ctx, ["zero1"], 2, rank=rank).moments[-1].memory["optimizer"] for rank in (0, 1)]
@@ -148,6 +149,7 @@ def test_different_kinds_of_blocks_are_simulated_whole() -> None:
     assert seen.peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_what_shares_out_the_whole_model_is_simulated_whole() -> None:
     assert "ddp shares out the whole model" in simulated(job(llama(5)), ["ddp"]).notes[-1]
 
