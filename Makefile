@@ -1,8 +1,8 @@
 # Every target makes .venv itself when it is missing or out of date.
 #
 #   make demo       train a small language model, fully automatic, on two processes
-#   make test       the tests of every change: ten minutes on two cores
-#   make test-all   those and the slow ones: 40 minutes
+#   make test       the tests of every change: about twenty minutes on two cores
+#   make test-all   those and the slow ones: about an hour
 #   make test-nightly
 #                   all of them, with every matrix complete: hours
 #   make test-torch VERSION=2.15.0
