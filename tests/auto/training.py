@@ -81,7 +81,7 @@ def assert_trains_like_plain(
 
 @contextmanager
 def messages() -> Iterator[list[str]]:
-    """What atorch logs inside, also in a process of the pool."""
+    """Messages that atorch logs inside, also in a process of the pool."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]

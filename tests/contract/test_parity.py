@@ -102,7 +102,7 @@ def test_every_method_has_a_setting() -> None:
 
 
 def updates_off(pool: Pool, *names: str) -> float:
-    """How far the updates of these methods are from plain training's, on the rank where most."""
+    """The distance of these methods' updates from plain training's, on the rank where it is largest."""
     found = pool.run(deviation, strategy_of(*names), attention_of(*names), ranks=ranks_of(*names))
     return max(update_error for update_error, _ in found)
 

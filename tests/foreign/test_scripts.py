@@ -47,7 +47,7 @@ REFUSED: Mapping[tuple[str, str], tuple[type[Exception], str, str]] = {}
 """(model, strategy) to the error, what it says, and the reason: at most five, each reviewed."""
 
 SAMPLE = [("mingpt", "plain"), ("nanogpt", "chunk"), ("resnet", "bf16 + fsdp")]
-"""What `make test` runs, on two processes; `make test-all` runs the rest."""
+"""The cases of `make test`, on two processes; `make test-all` runs the rest."""
 
 
 def losses(rank: int, size: int, name: str, strategy: str) -> tuple[list[Step], tuple[str, ...]]:

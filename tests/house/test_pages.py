@@ -164,7 +164,7 @@ def test_quoted_messages_are_in_the_code() -> None:
 
 
 def literals(text: str) -> Iterator[Any]:
-    """What code spans write of strategies: a method in quotes, a pair, or a list of them."""
+    """Strategies in code spans: a method in quotes, a pair, or a list of them."""
     for span in _SPAN.findall(text):
         if re.fullmatch(r'"\w+"', span) and (span[1:-1] in METHODS or span[1:-1] in RECIPES):
             yield span[1:-1]

@@ -113,7 +113,7 @@ def train_step(model: Any, kind: str, data: Tensor, target: Tensor, reduction: s
 
 @dataclass(frozen=True)
 class Way:
-    """How to train, beside the batches.
+    """The settings of a training, without its batches.
 
     Args:
         optimizer_of: makes the optimizer of a model; None for `sgd`.
@@ -168,7 +168,7 @@ def trained(
 
 
 class Plain(NamedTuple):
-    """What plain training of whole batches gives."""
+    """The results of plain training on whole batches."""
 
     losses: list[list[float]]  # of each replica's batches
     norms: list[float]  # before clipping

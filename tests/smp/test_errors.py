@@ -1,4 +1,4 @@
-"""What the interface refuses on one process: the class of the error, and the facts that its message must name."""
+"""Refusals of the interface on one process: the class of the error, and the facts that its message must name."""
 
 from __future__ import annotations
 

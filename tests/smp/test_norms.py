@@ -33,7 +33,7 @@ def clip(call: str, how: float, model: Any, optimizer: Any) -> Any:
 
 
 def clipped(rank: int, size: int, config: dict[str, Any], call: str, how: float) -> tuple[Trained, list[str]]:
-    """What training gives, and what was logged."""
+    """The results of training, and the logged messages."""
     with logged() as told:
         return trained(rank, size, "gpt2", config, "mean", Way(clip=partial(clip, call, how))), told
 

@@ -57,7 +57,7 @@ class ModelShard(DTensor):
 
     __slots__ = ()
     phase: ForwardPhase | None = None
-    """That of the model, for a parameter and for what forward computes from it."""
+    """The model's phase, for a parameter and for results that forward computes from it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -228,7 +228,7 @@ def farthest(model: nn.Module, whole: nn.Module) -> float:
 
 
 def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
-    """How far parameters are from those of the whole batch, and when gradients were averaged beside backward."""
+    """The distance of parameters from those of the whole batch, and when gradients were averaged beside backward."""
     whole, model, x, replicas, optims = beside_plain()
     ordinary(replicas, x)
     optims[1].zero_grad()  # a pass that is thrown away
@@ -269,7 +269,7 @@ def in_a_closure(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> A
 
 
 def steps_with_gradients_taken(rank: int, size: int) -> list[float]:
-    """How far parameters are from those of the whole batch."""
+    """The distance of parameters from those of the whole batch."""
     found = []
     for step in (added, in_a_closure):
         whole, model, x, replicas, optims = beside_plain()
@@ -286,7 +286,7 @@ def test_gradients_that_were_taken_are_averaged(pool: Pool) -> None:
 
 
 def grown(rank: int, size: int) -> float:
-    """How far parameters are from those of the whole batch, where a layer was put into the model later."""
+    """The distance of parameters from those of the whole batch, where a layer was put into the model later."""
     whole, model, x, replicas, optims = beside_plain()
     torch.manual_seed(3 + rank)
     whole.body, model.body = (nn.Sequential(each.body, nn.Linear(4, 4)) for each in (whole, model))
@@ -374,7 +374,7 @@ LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a
 
 
 def off_after_steps(rank: int, size: int) -> dict[str, float]:
-    """How far parameters are from those of the whole batch, after a few steps of each loop."""
+    """The distance of parameters from those of the whole batch, after a few steps of each loop."""
     return {name: off_after_steps_of(rank, size, name) for name in LOOPS}
 
 

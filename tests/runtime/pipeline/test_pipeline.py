@@ -254,7 +254,7 @@ def test_what_backward_raises_keeps_nobody_waiting(pool: Pool) -> None:
 def of_other_sizes(
     rank: int, size: int, schedule: str, beside: str, sizes: list[tuple[tuple[int, int], tuple[int, int]]]
 ) -> tuple[list[float], int]:
-    """How far losses are from plain training's where replicas have batches of other (rows, length).
+    """The distance of losses from plain training's where replicas have batches of other (rows, length).
 
     And for how many batches torch was asked for an order of passes.
     """

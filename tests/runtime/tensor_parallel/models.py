@@ -173,7 +173,7 @@ def side_by_side(
     steps: int = 2,
     lr: float = 0.02,
 ) -> dict[str, float]:
-    """How far losses and updates of a split model are from those of the same one whole.
+    """The distance of a split model's losses and updates from those of the same one whole.
 
     loss_at: (model, step) → loss; reduce: what data parallelism does to gradients; state: all of the split model's.
     """

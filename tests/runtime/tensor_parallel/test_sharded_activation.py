@@ -321,7 +321,7 @@ def test_who_asks_for_whole_logits_is_told_once(pool: Pool) -> None:
 
 
 def read_alone(rank: int, size: int, nested: bool) -> tuple[str, float]:
-    """What the one that reads is told, and what all compute together after that."""
+    """The error of the rank that reads alone, and the sum that all compute afterwards."""
     logits, told = tokens_of(rank, size), ""
     if nested:
         logits = logits.transpose(1, 2)[:, :, 1:]

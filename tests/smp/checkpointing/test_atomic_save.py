@@ -89,7 +89,7 @@ def saved(
 
 
 def resumed_in(rank: int, size: int, path: str, is_partial: bool, is_apart: bool) -> list[Any]:
-    """What a process gets of the checkpoint, by its tag and as the newest."""
+    """The values that a process loads from the checkpoint, by its tag and as the newest."""
     with inside(path, is_apart) as folder:
         ways = ({"tag": "one", "partial": is_partial}, {"partial": is_partial})
         return [resumed(rank, size, folder, PIPELINE, given) for given in ways]
