@@ -58,9 +58,6 @@ REFUSED = {
     frozenset(("cross_entropy", "tensor_parallel")): "losses are taken of each process's classes",
     frozenset(("cross_entropy", "sequence_parallel")): "losses are taken of each process's tokens",
     frozenset(("cross_entropy", "context_parallel")): "losses are taken of each process's tokens",
-    frozenset(("fp8", "tensor_parallel")): "fp8's own layers hide the products that would be split",
-    frozenset(("fp8", "sequence_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",
-    frozenset(("fp8", "context_parallel")): "a tensor's scale is of all its tokens, and a part of them has another",
 }
 """Pairs that a strategy refuses, each with its reason."""
 
@@ -147,7 +144,7 @@ JOBS = (
     ("amp_native", "chunk", "sequence_parallel", "tensor_parallel"),
     ("amp_native", "compile", "cross_entropy", "fp8", "micro_batch", "zero1"),
     ("amp_native", "context_parallel", "ddp", "module_replace", "offload", "parallel_mode"),
-    ("amp_native", "fp8", "zero2"),
+    ("amp_native", "context_parallel", "fp8", "zero2"),
     ("checkpoint", "chunk", "context_parallel", "half", "sequence_parallel"),
     ("chunk", "compile", "context_parallel", "parallel_mode", "tensor_parallel"),
     ("checkpoint", "compile", "context_parallel", "offload", "pipeline_parallel", "zero2"),
@@ -157,6 +154,7 @@ JOBS = (
     ("checkpoint", "chunk", "micro_batch", "module_replace", "parallel_mode", "sequence_parallel", "tensor_parallel"),
     ("compile", "ddp", "module_replace", "offload", "pipeline_parallel", "sequence_parallel"),
     ("compile", "fsdp", "offload", "parallel_mode", "pipeline_parallel", "tensor_parallel"),
+    ("compile", "fp8", "sequence_parallel", "tensor_parallel"),
     ("compile", "tensor_parallel", "zero1"),
     ("context_parallel", "ddp", "tensor_parallel"),
     ("cross_entropy", "ddp", "fp8", "half", "micro_batch", "pipeline_parallel"),

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.shared.divisibility import uncuttable, unmet_tokens
-from atorch.auto.opt_lib.shared.model_requirements import fp8_beside, has_compiled_loss, need_parts_of_tokens
+from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss
 from atorch.auto.opt_lib.shared.sample_batch import on_samples
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
@@ -27,6 +27,7 @@ from atorch.distributed.collectives import all_or_none
 from atorch.distributed.mesh import Mesh
 from atorch.errors import StrategyError
 from atorch.runtime.context_parallel import RingExchange, UlyssesRing
+from atorch.runtime.precision.fp8 import without_fp8
 from atorch.runtime.sequence_parallel import Exchange, TokenPartition, split_stream
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
@@ -48,8 +49,6 @@ class ContextParallel(Method):
 
     def unfit(self, cost: Cost) -> str | None:
         """Require fused attention, and sequences that divide into one piece a rank, two with load balance."""
-        if cost.fp8 is not None:
-            return fp8_beside(self.name)
         pieces = cost.size("context", "sequence") * (2 if self.load_balance else 1)
         reason = unmet_tokens(cost) if cost.size("context") > 1 else None
         return reason or uncuttable(cost.segments, pieces, self.name)
@@ -65,11 +64,10 @@ class ContextParallel(Method):
             yield cls()
 
     def check(self, ctx: Context) -> None:
-        """Check that no other method needs all tokens at once, and that ranks along sequence are neighbours."""
+        """Check that ranks along sequence are neighbours."""
         strategy, mode = ctx.strategy, ctx.strategy.get(ParallelMode)
         if size_of(ctx, "context") == 1:
             return
-        need_parts_of_tokens(strategy, self.name)
         by_sequence = size_of(ctx, "sequence") > 1 and strategy.splits_over("sequence")
         if by_sequence and mode is not None:
             _need_neighbours(Mesh(mode.slices, mode.rank_order, ctx.device.type))
@@ -96,7 +94,8 @@ class ContextParallel(Method):
             group = mesh.group("context", "sequence")
         is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
         share = TokenPartition(group, self.load_balance)
-        split_stream(model, on_samples(ctx, self.name), share, exchange, outside=is_outside)
+        with without_fp8(model):
+            split_stream(model, on_samples(ctx, self.name), share, exchange, outside=is_outside)
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)
 

@@ -50,8 +50,11 @@ class Fp8(Method):
     reduce_amax: bool = True
     """Delayed scaling: ranks that hold the same layers share their largest values."""
     backend: Literal["auto", "te", "torchao"] = "auto"
-    """te (delayed scaling) or torchao (current scaling); auto is te if it is installed, on CUDA, and no activations are
-    checkpointed."""
+    """te (delayed scaling) or torchao (current scaling). auto is te if it is installed, on CUDA, unless a method
+    checkpoints activations, or gives processes parts of weights or of tokens."""
+    scaling: Literal["tensorwise", "rowwise", "rowwise_gw_hp"] = "tensorwise"
+    """torchao: a scale for each tensor, or for each of its rows, all in e4m3, which rounds outliers' neighbours less;
+    rowwise_gw_hp also computes gradients of weights in the original dtype."""
     emulate: bool | None = None
     """torchao: quantize, but multiply in the original dtype. The only way without fp8 hardware; never faster."""
 
@@ -68,6 +71,7 @@ class Fp8(Method):
             amax_history_len=self.amax_history_len,
             amax_compute_algo=self.amax_compute_algo,
             reduce_amax=self.reduce_amax,
+            scaling=self.scaling,
         )
 
     exactness = "fp8"
@@ -94,7 +98,7 @@ class Fp8(Method):
             return cost
         is_delayed = self.backend == "te" or self.backend == "auto" and bool(self._recipe().delayed())
         outside = self.include is None and not self.exclude
-        return cost.but(fp8="delayed" if is_delayed else "tensorwise", fp8_outside=outside)
+        return cost.but(fp8="delayed" if is_delayed else self.scaling, fp8_outside=outside)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -142,14 +146,12 @@ class Fp8(Method):
         return ctx
 
     def _suitable_backend(self, ctx: Context) -> Backend:
-        """The backend that suits the other methods: recompute would run outside of te's fp8 region."""
-        if "checkpoint" not in ctx.strategy.names():
+        """The backend that suits the other methods."""
+        reason = next((reason for method in ctx.strategy if (reason := _why_not_te(method))), None)
+        if reason is None:
             return self.backend
         if self.backend == "te":
-            raise StrategyError(
-                'fp8 was given backend "te" beside checkpoint, whose recompute does not run in te\'s fp8 region; '
-                'use backend="torchao", or leave checkpoint out'
-            )
+            raise StrategyError(f'fp8 was given backend "te" beside {reason}; use backend="torchao", or leave it out')
         return "torchao" if self.backend == "auto" else self.backend
 
     def _tell(self, model: str, report: Fp8Report) -> None:
@@ -165,3 +167,11 @@ class Fp8(Method):
                 logger.info("fp8: %s", name)
         if report.left:
             logger.info("fp8 leaves %s", reasons)
+
+
+def _why_not_te(method: Method) -> str | None:
+    if method.name == "checkpoint":
+        return "checkpoint, whose recompute does not run in te's fp8 region"
+    if method.phase == Phase.TENSOR:
+        return f"{method.name}, which splits what te's layers keep whole"
+    return None

@@ -16,9 +16,8 @@ from typing import ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.shared.divisibility import indivisible, uncuttable, unmet_tokens
-from atorch.auto.opt_lib.shared.model_requirements import fp8_beside, has_compiled_loss, need_parts_of_tokens
+from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss
 from atorch.auto.opt_lib.shared.sample_batch import on_samples
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
@@ -27,6 +26,7 @@ from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_sequence, whole_outside
 from atorch.distributed.collectives import all_or_none
 from atorch.errors import StrategyError
+from atorch.runtime.precision.fp8 import without_fp8
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, check_tokens, split_between, split_stream
 from atorch.runtime.tensor_parallel import ModelLayout
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
@@ -54,8 +54,6 @@ class SequenceParallel(Method):
         """Require tokens that divide evenly; for ulysses also heads, over tensor × sequence, and fused attention."""
         if self.mode == "megatron":
             return uncuttable(cost.segments, cost.size("tensor", "context"), str(self))
-        if cost.fp8 is not None:
-            return fp8_beside(self.name)
         reason = unmet_tokens(cost) if cost.size("sequence") > 1 else None
         reason = reason or indivisible(cost.segments, cost.size("tensor", "sequence"), "tensor × sequence")
         return reason or uncuttable(cost.segments, cost.size("sequence", "context"), self.name)
@@ -74,12 +72,9 @@ class SequenceParallel(Method):
             yield cls(mode="megatron")
 
     def check(self, ctx: Context) -> None:
-        """Check that megatron has tensor_parallel, and that no other method needs all tokens at once."""
-        strategy = ctx.strategy
+        """Check that megatron has tensor_parallel."""
         if self.mode == "megatron":
-            self._need_companions(strategy)
-        elif size_of(ctx, "sequence") > 1:
-            need_parts_of_tokens(strategy, self.name)
+            self._need_companions(ctx.strategy)
 
     def apply(self, ctx: Context) -> Context:
         """Split activations through the model's blocks in place; megatron does so later, in `complete`.
@@ -101,7 +96,8 @@ class SequenceParallel(Method):
         (model,) = ctx.parts  # stages are cut later
         group = mesh.group("sequence")
         is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
-        split_stream(model, on_samples(ctx, self.name), TokenPartition(group), Ulysses(group), outside=is_outside)
+        with without_fp8(model):
+            split_stream(model, on_samples(ctx, self.name), TokenPartition(group), Ulysses(group), outside=is_outside)
         share_random_state(group, ctx.device)
         return replace(ctx, parts=ctx.parts)
 

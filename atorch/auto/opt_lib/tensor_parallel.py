@@ -38,6 +38,7 @@ from atorch.logs import logger
 from atorch.model.copy import copy_structure, lazy_copy
 from atorch.model.meta_device import has_meta
 from atorch.model.structure import num_repeats, repeated_blocks, shorten, told_of_all
+from atorch.runtime.precision.fp8 import log_odd_parts, without_fp8
 from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout, why_not_of
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
@@ -45,7 +46,6 @@ from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 FEW = 2  # blocks, the fewest that show repetition
 LAYOUT_KEY = "tensor_layout"
 """The key of the layout in a strategy's metadata; a saved layout is not derived again."""
-BESIDE_FP8 = "fp8 hides the products that tensor_parallel would split; leave one of them out, or take amp_native"
 
 
 @method("tensor_parallel", phase=Phase.TENSOR)
@@ -76,8 +76,6 @@ class TensorParallel(Method):
 
     def unfit(self, cost: Cost) -> str | None:
         """Require heads, key/value groups and experts that divide evenly."""
-        if cost.fp8 is not None:
-            return BESIDE_FP8
         if all(matmul.split == "none" for segment in cost.segments for matmul in segment.matmuls):
             return "no matrix product of the model can be split over tensor"
         return indivisible(cost.segments, cost.size("tensor"), "tensor", experts=True)
@@ -122,25 +120,32 @@ class TensorParallel(Method):
         splits = self.loss_parallel and not has_compiled_loss(ctx)
         layout = self._saved_layout(model, from_rank_zero(strategy.metadata.get(LAYOUT_KEY)), mesh.size("tensor"))
         how: Any = {"as_dtensors": spreads, "loss_parallel": splits}
-        if layout is not None:
-            apply_layout(model, layout, tensor, **how)
-        else:
-            run = on_few_tokens(ctx, self.name)
-            watched = self._few_blocks_of(model, ctx.device) if has_meta([model]) else model
-            layout = tensor_parallel(watched, run, tensor, **self._plan_knobs, **how, is_agreed=True)
-            if watched is not model:
-                layout = self._of_all_blocks(layout, watched, model)
+        with without_fp8(model):
+            if layout is not None:
                 apply_layout(model, layout, tensor, **how)
-            _log_kept(model, layout)
-        if spreads:
-            _warn_of_order(ctx, layout)
-        for other in strategy:
-            if isinstance(other, SequenceParallel):
-                other.complete(ctx, layout)
+            else:
+                layout = self._split(ctx, model, **how)
+            if spreads:
+                _warn_of_order(ctx, layout)
+            for other in strategy:
+                if isinstance(other, SequenceParallel):
+                    other.complete(ctx, layout)
+        log_odd_parts(model)
         share_random_state(mesh.group("tensor"), ctx.device)
         return replace(
             ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, LAYOUT_KEY: written(layout, self._plan_knobs)}
         )
+
+    def _split(self, ctx: Context, model: nn.Module, **how: Any) -> ModelLayout:
+        """Derive a layout, and split the model by it."""
+        run, tensor = on_few_tokens(ctx, self.name), ctx.need_mesh().device_mesh("tensor")
+        watched = self._few_blocks_of(model, ctx.device) if has_meta([model]) else model
+        layout = tensor_parallel(watched, run, tensor, **self._plan_knobs, **how, is_agreed=True)
+        if watched is not model:
+            layout = self._of_all_blocks(layout, watched, model)
+            apply_layout(model, layout, tensor, **how)
+        _log_kept(model, layout)
+        return layout
 
     def _few_blocks_of(self, model: nn.Module, device: torch.device) -> nn.Module:
         """A copy of the first blocks of a meta model, with values that are the same on all processes.
@@ -180,7 +185,8 @@ class TensorParallel(Method):
         if degree == 1:
             return {}
         (model,) = ctx.parts
-        layout = derive_layout(model, on_few_tokens(ctx, self.name), degree, **self._plan_knobs)
+        with without_fp8(model):
+            layout = derive_layout(model, on_few_tokens(ctx, self.name), degree, **self._plan_knobs)
         return {LAYOUT_KEY: written(layout, self._plan_knobs)}
 
 
@@ -204,8 +210,6 @@ def _check_neighbours(strategy: Strategy) -> None:
                 f"{other.name} was given backend {other.engine!r} beside tensor_parallel, and {other.engine} would "
                 "take each process's part of a parameter for the whole; leave backend out"
             )
-        if other.exactness == "fp8":
-            raise StrategyError(BESIDE_FP8)
 
 
 def _log_kept(model: nn.Module, layout: ModelLayout) -> None:

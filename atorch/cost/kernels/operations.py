@@ -48,11 +48,12 @@ _ROWWISE = 1.17
 
 
 def takes_fp8(cost: Cost, segment: Segment, product: Matmul) -> bool:
-    """True if this product of a segment runs in 8 bits."""
+    """True if this product of a segment, of the size that a rank has of it, runs in 8 bits."""
     if cost.fp8 is None or not (segment.is_block or cost.fp8_outside):
         return False
+    _, inner, columns, _ = _local_shape(cost, product, 1.0)
     is_whole = not product.stored_itemsize  # a quantized weight has a dtype of its own
-    return is_whole and product.inner % MULTIPLE == 0 and product.columns % MULTIPLE == 0
+    return is_whole and inner % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
 def gradient_dtype(cost: Cost) -> str:

@@ -25,6 +25,7 @@ from atorch.model.wrapper import Wrapper
 from atorch.runtime.data.batch_split import joined, portion, shared_rows
 from atorch.runtime.loss.loss_value import value_of
 from atorch.runtime.loss.reduction import IGNORED, Losses, LossWeight, labels_of, tolerance_of
+from atorch.runtime.precision.fp8 import without_fp8
 
 SAME_OUTPUT = 2e-5
 """Relative tolerance between losses of rows of one output and the loss of all of it, in fp32."""
@@ -104,7 +105,11 @@ def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
         inner: Any = model.module if is_wrapped else model
         losses = []
         # Parts of a batch have new shapes; a compiled model would be compiled again for each.
-        with torch.no_grad(), preserved_state(model), children_in_eval(model), torch.compiler.set_stance("force_eager"):
+        # Scales of fp8 depend on the rows of a part.
+        with (
+            torch.no_grad(), preserved_state(model), children_in_eval(model), without_fp8(inner),
+            torch.compiler.set_stance("force_eager"),
+        ):  # fmt: skip
             for batch, source in samples:
                 output = inner(*source[0], **source[1]) if runs_model else source
                 losses.append(float(value_of(loss_func(batch, output))))

@@ -6,43 +6,51 @@ the range: e4m3 has 3 bits of mantissa and reaches 448, e5m2 has 2 and reaches 5
 
 There are two backends. transformer-engine ("te") takes the scale from the largest values of past steps (delayed
 scaling). So each layer has a state, and the model's forward runs inside its autocast. torchao takes the scale from the
-current tensor, by one more pass over it, without state or a context around forward. It supports torch.compile and
-recomputation. It can also emulate fp8 on devices without an fp8 matmul (CPUs): quantize, and multiply in the old dtype.
+current tensor, or from each of its rows, by one more pass over it, without state or a context around forward. It
+supports torch.compile and recomputation. It can also emulate fp8 on devices without an fp8 matmul (CPUs): quantize, and
+multiply in the old dtype.
 
 Only `nn.Linear` modules whose weight is a multiple of 16 in both dimensions are converted. The gradient of the weight
 also needs a multiple of 16 tokens per batch. Leave out the output layer of a language model: exclude=("lm_head",).
+
+A rank that has a part of a weight, or of the tokens, scales its part by its own values. The largest value of a part is
+at most that of the whole, so that its values are rounded no more. Results are summed in the wider dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from atorch.errors import CapabilityError, StrategyError, near_miss
 from atorch.logs import logger
+from atorch.model.method_override import override
 from atorch.model.module_swap import KeptModule, SwapReport, swap_modules, why_unswappable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Backend = Literal["auto", "te", "torchao"]
+Scaling = Literal["tensorwise", "rowwise", "rowwise_gw_hp"]
 MULTIPLE = 16
 MIN_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Recipe:
-    """The choice of scales: the fields of transformer-engine's `DelayedScaling`, with its defaults.
+    """The choice of scales: the fields of transformer-engine's `DelayedScaling`, with its defaults, and torchao's.
 
-    torchao scales by the current tensor, and uses only `fp8_format`.
+    torchao scales by the current tensor, and uses only `scaling` and `fp8_format`.
     """
 
     margin: int = 0  # scales are divided by 2**margin
@@ -51,11 +59,12 @@ class Fp8Recipe:
     amax_history_len: int = 1024  # steps
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True  # over the ranks that hold the same layers
+    scaling: Scaling = "tensorwise"  # torchao: one scale a tensor or a row; gw_hp: weight gradients in the old dtype
 
     def delayed(self) -> tuple[str, ...]:
         """The names of fields that differ from their defaults and need delayed scaling."""
         default = Fp8Recipe()
-        names = (field.name for field in dataclasses.fields(self) if field.name != "fp8_format")
+        names = (field.name for field in dataclasses.fields(self) if field.name not in ("fp8_format", "scaling"))
         return tuple(name for name in names if getattr(self, name) != getattr(default, name))
 
 
@@ -147,8 +156,13 @@ def choose_backend(
     delayed = recipe.delayed()
     if backend == "auto":
         wants_te = device_type == "cuda" and not emulate and (bool(delayed) or _installed("transformer_engine"))
-        backend = "te" if wants_te else "torchao"
+        backend = "te" if wants_te and recipe.scaling == "tensorwise" else "torchao"
     if backend == "te":
+        if recipe.scaling != "tensorwise":
+            raise StrategyError(
+                f'fp8 was given scaling {recipe.scaling!r} with backend "te", which scales by past steps; '
+                'use backend="torchao"'
+            )
         if emulate:
             raise StrategyError(
                 'fp8 was given emulate=True with backend "te"; only torchao emulates: backend="torchao"'
@@ -213,7 +227,7 @@ def _why_not(
     if excluding is not None:
         return f"exclude names it ({excluding!r})"
     rows, columns = module.weight.shape
-    if rows % MULTIPLE or columns % MULTIPLE:
+    if _is_odd(module.weight.shape):
         return f"its weight is {rows} × {columns}; both must be multiples of {MULTIPLE}"
     return None
 
@@ -236,17 +250,63 @@ def _inside_adapters(model: nn.Module) -> frozenset[str]:
 def _torchao_linear(recipe: Fp8Recipe, emulate: bool) -> Callable[[nn.Linear], nn.Module]:
     from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
 
-    if recipe.fp8_format == "E4M3":
-        gradient = CastConfig(target_dtype=Float8LinearConfig().cast_config_input.target_dtype)
-        config = Float8LinearConfig(cast_config_grad_output=gradient, emulate=emulate)
-    else:
-        config = Float8LinearConfig(emulate=emulate)
+    config = Float8LinearConfig.from_recipe_name(recipe.scaling.replace("_gw", "_with_gw"))
+    knobs: dict[str, Any] = {"emulate": emulate}
+    if recipe.scaling == "tensorwise" and recipe.fp8_format == "E4M3":
+        gradient = CastConfig(target_dtype=config.cast_config_input.target_dtype)
+        knobs |= {"cast_config_grad_output": gradient, "cast_config_grad_output_for_grad_weight": gradient}
+    config = dataclasses.replace(config, **knobs)
 
     def make(module: nn.Linear) -> nn.Module:
         converted: nn.Module = convert_to_float8_training(module, config=config)
+        converted.multiplies_in_fp8 = True  # type: ignore[assignment]  # a plain attribute
+        override(converted, "forward", _in_fp8_or_not)
         return converted
 
     return make
+
+
+def _in_fp8_or_not(in_fp8: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        weight = self.weight  # under tensor_parallel this rank's part
+        if self.multiplies_in_fp8 and not _is_odd(weight.shape):
+            product: Tensor = in_fp8(self, input)
+            return product
+        return F.linear(input, weight, self.bias)
+
+    return forward
+
+
+def _is_odd(shape: Sequence[int]) -> bool:
+    return any(size % MULTIPLE for size in shape)
+
+
+@contextmanager
+def without_fp8(model: nn.Module) -> Iterator[None]:
+    """A context in which torchao's layers of `model` multiply in the old dtype: for comparisons of exact results."""
+    layers = _layers(model)
+    for layer in layers.values():
+        layer.multiplies_in_fp8 = False
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.multiplies_in_fp8 = True
+
+
+def log_odd_parts(model: nn.Module) -> None:
+    """Log the layers that keep the old dtype, as this rank's part of their weight is no multiple of 16."""
+    if odd := [name for name, layer in _layers(model).items() if _is_odd(_local_shape(layer._parameters["weight"]))]:
+        logger.info("fp8 leaves %s, whose parts are not multiples of %d", ", ".join(odd), MULTIPLE)
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if "multiplies_in_fp8" in vars(module)}
+
+
+def _local_shape(weight: Any) -> Sequence[int]:
+    local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    return local.shape
 
 
 def _te_linear() -> Callable[[nn.Linear], nn.Module]:
@@ -283,6 +343,7 @@ def _te_region(recipe: Fp8Recipe, group: ProcessGroup | None) -> Callable[[], Ab
     from transformer_engine.common.recipe import DelayedScaling, Format
 
     knobs = dataclasses.asdict(recipe) | {"fp8_format": Format[recipe.fp8_format]}
+    del knobs["scaling"]
     if "interval" not in inspect.signature(DelayedScaling).parameters:
         if recipe.interval != 1:
             raise CapabilityError(

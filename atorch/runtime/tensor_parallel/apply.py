@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,7 +246,7 @@ class _Arguments(SharedHook):
 
 def is_configuration(value: Any) -> bool:
     """True if a module's attribute is an object that holds plain values, such as a model's configuration."""
-    is_plain = not isinstance(value, (nn.Module, Tensor, type)) and not callable(value)
+    is_plain = not isinstance(value, (nn.Module, Tensor, type, Enum)) and not callable(value)
     return is_plain and any(type(attribute) is int for attribute in getattr(value, "__dict__", {}).values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError, StrategyError
+from atorch.logs import logger
 from atorch.runtime.precision.fp8 import Fp8Recipe
-from tests.contract.job import arguments, make_model
+from tests.auto.training import messages, run_each
+from tests.contract.job import arguments, deviation, make_model
+from tests.pool import Pool
 
 DOCUMENTED = {
     "include": None,
@@ -94,9 +98,47 @@ class TestApply:
             apply({"exclude": ("lm_heads",), "emulate": True})
 
 
+SPLITS = [
+    ([("tensor", 2)], "tensor_parallel"),
+    ([("sequence", 2)], "sequence_parallel"),
+    ([("context", 2)], "context_parallel"),
+]
+
+
+def split_deviation(rank: int, size: int, axes: Any, name: str) -> tuple[float, list[str]]:
+    """The deviation from plain training, and log lines about fp8."""
+    fp8 = ("fp8", {"backend": "torchao", "emulate": True, "exclude": ["lm_head"]})
+    logger.setLevel(logging.INFO)
+    with messages() as lines:
+        off, _ = deviation(rank, size, [("parallel_mode", (axes, None)), fp8, name], "sdpa")
+    return off, [line for line in lines if "fp8 leaves" in line or "no rule" in line]
+
+
+def test_trains_where_a_process_has_parts_of_weights_or_tokens(pool: Pool) -> None:
+    pytest.importorskip("torchao")
+    found = dict(zip((name for _, name in SPLITS), run_each(pool, split_deviation, SPLITS), strict=True))
+    for by_rank in found.values():
+        for off, _ in by_rank:
+            assert 1e-2 < off < 0.1  # products were rounded, and no more than on one process
+    lines = found["tensor_parallel"][0][1]
+    assert any("layers.1.mlp.down_proj, whose parts are not multiples of 16" in line for line in lines)
+    assert not any("q_proj" in line for line in lines if "parts are not" in line)
+    assert not any("no rule" in line for by_rank in found.values() for _, told in by_rank for line in told)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel", "context_parallel", "checkpoint"])
+def test_te_is_refused_where_it_has_only_a_part(name: str) -> None:
+    job = make_context(make_model(), **arguments(), world=init(), cluster=cluster("cpu"))
+    ctx = replace(job, strategy=Strategy.of([name]))
+    assert Fp8()._suitable_backend(ctx) == "torchao"
+    with pytest.raises(StrategyError, match=f'backend "te" beside {name}'):
+        Fp8(backend="te")._suitable_backend(ctx)
+
+
 def test_the_cost_is_that_of_8_bit_products_unless_emulated(plain_cost: Any) -> None:
     assert (Fp8().cost(plain_cost).fp8, Fp8().cost(plain_cost).dtype) == ("tensorwise", plain_cost.dtype)
     assert Fp8(backend="te").cost(plain_cost).fp8 == "delayed"
+    assert Fp8(scaling="rowwise_gw_hp").cost(plain_cost).fp8 == "rowwise_gw_hp"
     assert Fp8(emulate=True).cost(plain_cost) == plain_cost
 
 

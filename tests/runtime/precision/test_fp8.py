@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from atorch.errors import CapabilityError, StrategyError
-from atorch.runtime.precision.fp8 import Fp8Recipe, choose_backend, convert_linears
+from atorch.runtime.precision.fp8 import Fp8Recipe, choose_backend, convert_linears, without_fp8
 
 CUDA = torch.device("cuda")
 
@@ -88,6 +88,36 @@ class TestTorchao:
             output.sin().sum().backward()
         assert not torch.equal(hybrid[0].weight.grad, e4m3[0].weight.grad)
 
+    def test_scales_of_rows_keep_small_rows_beside_large_ones(self) -> None:
+        plain = nn.Sequential(nn.Linear(32, 32, bias=False))
+        x = torch.randn(16, 32) * torch.logspace(0, 9, 16).unsqueeze(1)  # of one scale, e4m3 has 5 orders of magnitude
+        errors = {}
+        for scaling in ("tensorwise", "rowwise", "rowwise_gw_hp"):
+            model = copy.deepcopy(plain)
+            convert_linears(model, emulate=True, recipe=Fp8Recipe(scaling=scaling))
+            errors[scaling] = ((model(x) - plain(x)).norm(dim=1) / plain(x).norm(dim=1)).max().item()
+        assert errors["rowwise"] < 0.1
+        assert errors["rowwise_gw_hp"] < 0.1
+        assert errors["tensorwise"] > 0.9
+
+    def test_gradients_of_weights_keep_the_old_dtype_on_request(self) -> None:
+        plain = nn.Sequential(nn.Linear(32, 32, bias=False))
+        model = copy.deepcopy(plain)
+        convert_linears(model, emulate=True, recipe=Fp8Recipe(scaling="rowwise_gw_hp"))
+        x, gradient = torch.randn(16, 32, requires_grad=True), torch.randn(16, 32)
+        for layers in (plain, model):
+            layers(x).backward(gradient)
+        assert torch.allclose(model[0].weight.grad, plain[0].weight.grad, rtol=1e-5, atol=1e-5)
+
+    def test_layers_multiply_exactly_on_request(self) -> None:
+        plain = nn.Sequential(nn.Linear(32, 32))
+        model = copy.deepcopy(plain)
+        convert_linears(model, emulate=True)
+        x = torch.randn(16, 32)
+        with without_fp8(model):
+            assert torch.equal(model(x), plain(x))
+        assert not torch.equal(model(x), plain(x))
+
     def test_layers_inside_peft_adapters_stay(self) -> None:
         peft = pytest.importorskip("peft")
 
@@ -128,6 +158,10 @@ class TestArguments:
     def test_torchao_has_no_delayed_scaling(self) -> None:
         with pytest.raises(StrategyError, match="margin, amax_history_len, but torchao scales by the tensor at hand"):
             choose_backend("torchao", Fp8Recipe(margin=1, amax_history_len=16), None, "cuda")
+
+    def test_te_has_no_scales_of_rows(self) -> None:
+        with pytest.raises(StrategyError, match="scaling 'rowwise' with backend \"te\", which scales by past steps"):
+            choose_backend("te", Fp8Recipe(scaling="rowwise"), None, "cuda")
 
     def test_te_neither_emulates_nor_runs_elsewhere(self) -> None:
         with pytest.raises(StrategyError, match="only torchao emulates"):

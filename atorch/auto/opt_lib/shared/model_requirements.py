@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from atorch.auto.context import Context
-from atorch.auto.strategy import Phase, Strategy
+from atorch.auto.strategy import Phase
 from atorch.errors import StrategyError
 
 
@@ -23,20 +23,6 @@ def changes_modules(ctx: Context, apart_from: str = "") -> bool:
 def has_compiled_loss(ctx: Context) -> bool:
     """True if the loss function is compiled. A compiled loss cannot take split logits."""
     return hasattr(ctx.loss_func, "_torchdynamo_orig_callable")
-
-
-def need_parts_of_tokens(strategy: Strategy, name: str) -> None:
-    """Raise if a method of the strategy needs all tokens at once; method `name` gives each process only some."""
-    if strategy.uses("fp8"):
-        raise StrategyError(fp8_beside(name))
-
-
-def fp8_beside(name: str) -> str:
-    """The reason why fp8 cannot be combined with method `name`, which gives each process only some tokens."""
-    return (
-        f"fp8 and {name} exclude each other: fp8's scale of a tensor is of all its tokens, and a part of them has "
-        "another; leave one of them out, or take amp_native"
-    )
 
 
 def need_dense_gradients(ctx: Context, name: str, ignored: Iterable[nn.Parameter] = ()) -> None:
