@@ -99,13 +99,9 @@ $(DONE)/table.passed: | $(DONE)/started
 	$(IN_STEP) env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_methods.py --json $(@D)/methods.jsonl $(ARGS)
 	touch $@
 
-$(DONE)/search.passed: tests/gpu/test_search.py | $(DONE)/started
-	$(IN_STEP) $(GPU_PYTHON) $(GPU_TESTS) $<
-	$(IN_STEP) env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_methods.py --search --json $(@D)/search.jsonl $(ARGS)
-	touch $@
-
 $(DONE)/%.passed: tests/gpu/test_%.py | $(DONE)/started
 	$(IN_STEP) $(GPU_PYTHON) $(GPU_TESTS) $<
+	$(if $(filter $*,search chunk fp8),$(IN_STEP) env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_methods.py --group $* --json $(@D)/$*.jsonl $(ARGS))
 	touch $@
 
 # What a machine for PyTorch with transformers and scipy lacks; more by name: make wheels WHEELS="scipy peft".

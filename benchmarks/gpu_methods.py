@@ -5,15 +5,19 @@ process, so that its peak memory is its own. Its row is printed at once: tokens 
 of the host, and the planner's estimates. Methods that move bytes to the host and back also show the step over the
 longer of its kernels and its copies (1.0: the shorter one is fully hidden). fp8 is measured on wide blocks.
 
---search measures automatic mode, with limits of 60 and 120 s, against what an expert would write: amp, amp with
-compiled blocks, and bf16 weights with compiled blocks. It takes 8 × 2,048 tokens, and about four minutes.
+--group measures other variants, in about four minutes each:
+- search: automatic mode, with limits of 60 and 120 s, against what an expert would write: amp, amp with compiled
+  blocks, and bf16 weights with compiled blocks; 8 × 2,048 tokens.
+- chunk: Llamas of 7B under 60 GiB, and of 13B and 18B, which fit by chunks alone; 16 × 4,096 tokens, one step after
+  the first.
+- fp8: scales of tensors and of rows on wide blocks, against bf16.
 
 --json adds the rows to a file, and skips those that the file has. --only selects variants by name. --tiny runs
 everything with a model of a few thousand parameters, also on a CPU: its figures are not results.
 
     python benchmarks/gpu_methods.py --json runs/gpu_methods.jsonl
     python benchmarks/gpu_methods.py --only "amp + fsdp" "by hand, amp"
-    python benchmarks/gpu_methods.py --search
+    python benchmarks/gpu_methods.py --group search
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from compare import Row
 
 STEPS, WARMUP, TIMEOUT_S = 12, 4, 480.0
 FUSED = {"lr": 1e-5, "fused": True}
-BY_HAND, WIDE = "by hand", "wide"
+BY_HAND = "by hand"
 MOVED = ("offload", "chunk")  # methods that move bytes to the host and back
 VARIANTS: dict[str, list[Any] | None] = {
     "by hand, fp32": None,
@@ -69,19 +73,51 @@ SEARCHES: dict[str, float | None] = {
     "8 rows, automatic in 120 s": 120.0,
 }
 """Time limits of searches in seconds; None for hand-written training."""
+IN_CHUNKS = [("half", "bf16"), "checkpoint", ("chunk", {"budget_fraction": 0.9})]
+LARGE: dict[str, Any] = {
+    "7B, half + checkpoint + chunk of 60 GiB": [*IN_CHUNKS[:2], ("chunk", {"budget_bytes": 60 * 2**30})],
+    "13B, half + checkpoint + chunk": IN_CHUNKS,
+    "18B, half + checkpoint + chunk": IN_CHUNKS,
+}
+FP8: dict[str, Any] = {
+    "wide, amp + compile": VARIANTS["wide, amp + compile"],
+    **{
+        f"wide, amp + {scaling} fp8 + compile": [
+            ("amp_native", "bf16"),
+            ("fp8", {"exclude": ["lm_head"], "backend": "torchao", "scaling": scaling}),
+            "compile",
+        ]
+        for scaling in ("tensorwise", "rowwise", "rowwise_gw_hp")
+    },
+}
+GROUPS: Mapping[str, Mapping[str, Any]] = {"search": SEARCHES, "chunk": LARGE, "fp8": FP8}
+SHAPES = {"7B": (4096, 32, 32), "13B": (5120, 40, 40), "18B": (6144, 40, 48), "wide": (4096, 5, 32)}
+"""Width, layers and heads of the variants whose names begin so; others have 1.1B parameters."""
 
 
-def make_model(tiny: bool, wide: bool) -> torch.nn.Module:
+def make_model(tiny: bool, name: str) -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    width, layers, heads = (32, 2, 4) if tiny else (4096, 5, 32) if wide else (2048, 22, 32)
+    width, layers, heads = (32, 2, 4) if tiny else SHAPES.get(name.partition(",")[0], (2048, 22, 32))
     config = transformers.LlamaConfig(
         vocab_size=32000 // (500 if tiny else 1), hidden_size=width, intermediate_size=11 * width // 4,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=4, max_position_embeddings=2048,
-        use_cache=False,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads if name in LARGE else 4,
+        max_position_embeddings=4096, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
+
+
+def filling(model: Any) -> Callable[[torch.nn.Module], None]:
+    """A function that fills a module on the meta device: uniform weights, which are drawn quickly, and its buffers."""
+
+    def fill(module: torch.nn.Module) -> None:
+        if next(module.buffers(recurse=False), None) is not None:
+            model._init_weights(module)
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.uniform_(parameter, -0.03, 0.03) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+
+    return fill
 
 
 def loss_func(batch: Any, output: Any) -> torch.Tensor:
@@ -91,15 +127,16 @@ def loss_func(batch: Any, output: Any) -> torch.Tensor:
 def in_process(name: str, tiny: bool) -> dict[str, float]:
     """One variant's median step, its memory, and the estimates."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with device:  # a GPU draws weights a hundred times as fast
-        model, seq = make_model(tiny, name.startswith(WIDE)), 16 if tiny else 2048
-    rows = 2 if tiny else 8 if name in SEARCHES else 4
+    is_large = name in LARGE
+    with torch.device("meta") if is_large else device:  # a GPU draws weights a hundred times as fast
+        model, seq = make_model(tiny, name), 16 if tiny else 4096 if is_large else 2048
+    rows = 2 if tiny else 16 if is_large else 8 if name in SEARCHES else 4
     tokens = torch.randint(0, model.config.vocab_size, (rows, seq), device=device)
     batch, numel = {"input_ids": tokens, "labels": tokens}, sum(parameter.numel() for parameter in model.parameters())
     flops = (
         6.0 * numel * tokens.numel() + 12.0 * model.config.num_hidden_layers * model.config.hidden_size * rows * seq**2
     )
-    strategy, loss, estimated = {**VARIANTS, **SEARCHES}[name], loss_func, dict[str, Any]()
+    strategy, loss, estimated = {**VARIANTS, **SEARCHES, **LARGE, **FP8}[name], loss_func, dict[str, Any]()
     if isinstance(strategy, float):
         began = time.perf_counter()
         data = {"dataset": [{"input_ids": row_tokens, "labels": row_tokens} for row_tokens in tokens.cpu()] * 500}
@@ -111,7 +148,8 @@ def in_process(name: str, tiny: bool) -> dict[str, float]:
     else:
         strategy = [method for method in strategy if method != "compile" or not tiny]
         estimated = estimate(model, strategy, batch)
-        model, optim, loss, _ = accelerated(model, strategy, batch)
+        start = {"param_init_fn": filling(model), "verify": False} if is_large else {}
+        model, optim, loss, _ = accelerated(model, strategy, batch, **start)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the whole model was on the device before parts moved to the host
     amp = torch.autocast(device.type, torch.bfloat16) if f"{BY_HAND}, amp" in name else nullcontext()
@@ -123,7 +161,7 @@ def in_process(name: str, tiny: bool) -> dict[str, float]:
         optim.step()
         optim.zero_grad()
 
-    step_s = median_step_s(step, device, (1, 1) if tiny else (WARMUP, STEPS))
+    step_s = median_step_s(step, device, (1, 1) if tiny or is_large else (WARMUP, STEPS))
     answer = {"ms": 1e3 * step_s, "tokens_per_s": tokens.numel() / step_s, **estimated}
     answer["host_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if device.type == "cuda":
@@ -240,7 +278,7 @@ def measured(only: Sequence[str], tiny: bool, kept: Path | None) -> Iterator[tup
 def row(name: str, figures: dict[str, Any]) -> Row:
     """A row for the table of all benchmarks."""
     if "failed" in figures:
-        return Row(f"1B Llama, {name}", f"failed: {figures['failed']}", "runs", False)
+        return Row(f"Llama, {name}", f"failed: {figures['failed']}", "runs", False)
     parts = [f"{figures['ms']:.1f} ms", f"{figures['tokens_per_s']:,.0f} tokens/s"]
     if "mfu" in figures:
         parts += [
@@ -255,7 +293,7 @@ def row(name: str, figures: dict[str, Any]) -> Row:
         parts.append(f"{figures['chosen']} after {figures['search_s']:.0f} s")
     if "over_longest" in figures:
         parts.append(f"{figures['over_longest']:.2f} × the longer of kernels and copies")
-    return Row(f"1B Llama, {name}", ", ".join(parts), "")
+    return Row(f"Llama, {name}", ", ".join(parts), "")
 
 
 def measure(quick: bool = False) -> list[Row]:
@@ -269,15 +307,15 @@ def by_name() -> None:
     """Command line: print rows as they are measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
-    names = {**VARIANTS, **SEARCHES}
+    names = {**VARIANTS, **SEARCHES, **LARGE, **FP8}
     parser.add_argument("--only", nargs="+", choices=names, default=(), metavar="NAME", help="these variants alone")
-    parser.add_argument("--search", action="store_true", help="automatic mode beside hand-written training")
+    parser.add_argument("--group", choices=GROUPS, help="other variants; the module's docstring describes them")
     parser.add_argument("--json", type=Path, help="a file to which rows are added, and from which they are resumed")
     options = parser.parse_args()
     if not (options.tiny or torch.cuda.is_available()):
         print("no CUDA GPU here; --tiny runs on the CPU")
         return
-    for name, figures in measured(tuple(SEARCHES) if options.search else options.only, options.tiny, options.json):
+    for name, figures in measured(tuple(GROUPS.get(options.group, options.only)), options.tiny, options.json):
         printed = row(name, figures)
         print(printed.claim, "|", printed.measured, flush=True)
 
