@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from atorch.errors import ArgumentError
 from atorch.runtime.fsdp.sharded_access import READING, ModelShard, as_shard, run, writes
@@ -185,7 +186,8 @@ class _Guards:
     """Guards gradients at the end of each backward pass."""
 
     def __init__(self, of: Mapping[nn.Parameter, NormGuard]) -> None:
-        self._of, self._pass, self._taken = of, -1, list[tuple[Any, NormGuard]]()
+        # Weak: the parameters' hooks refer to this object, and Python does not collect cycles through hooks.
+        self._of, self._pass, self._taken = WeakIdKeyDictionary(of), -1, list[tuple[Any, NormGuard]]()
         for parameter in filter(lambda p: p.requires_grad, of):
             if hasattr(parameter, "placements"):  # FSDP2 calls only post-accumulate hooks
                 parameter.register_post_accumulate_grad_hook(expects_none(partial(self._arrives, None)))
