@@ -34,11 +34,10 @@ from atorch.logs import logger
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data_parallel.buckets import average, broadcast
 from atorch.runtime.gradients.backward_targets import Postponed, expects_none, is_captured, postpone, postponed, weakly
-from atorch.runtime.optimizer.parameter_groups import TakesParameters
 from atorch.runtime.optimizer.wrapped_optimizer import before_steps
 
 
-class Replicated(TakesParameters, Wrapper):
+class Replicated(Wrapper):
     """DistributedDataParallel with the user's names: parameter names have no `module.`, attributes are reachable.
 
     Wraps one instead of being one: torch.distributed.checkpoint detects it by type, and requires names with `module.`.
