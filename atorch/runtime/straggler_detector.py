@@ -118,7 +118,7 @@ class StragglerDetector(ExitStack):
         self._slow: dict[tuple[str, tuple[int, ...]], int] = {}  # consecutive reports, by part and ranks
         self._is_cuda = any(parameter.is_cuda for parameter in model.parameters())
         self._moments: list[tuple[str, bool, Any]] = []  # the part, True where it begins, and the time
-        self._num_steps, self._is_in_forward = 0, False
+        self._num_steps = 0
         mesh = getattr(getattr(model, "_atorch", None), "mesh", None)
         rank = dist.get_rank() if is_distributed() else 0
         self._stage, self._unit = (0, rank) if mesh is None else (mesh.rank("pipeline"), min(mesh.ranks(*IN_A_PASS)))
@@ -136,28 +136,21 @@ class StragglerDetector(ExitStack):
             gathering = [inner for inner in root.modules() if inner is not root and hasattr(inner, "unshard")]
             if any(getattr(module, "_compiled_call_impl", None) for module in (root, *gathering)):
                 continue  # hooks would be compiled, too, and waits would count as work
-            yield root.register_forward_pre_hook(_Hook(self._enter))
+            yield root.register_forward_pre_hook(_Hook(self._note, FORWARD, True))
             yield root.register_forward_hook(_Hook(self._leave, is_own))
             for module in gathering:
-                yield module.register_forward_pre_hook(_Hook(self._wait, False), prepend=True)
-                yield module.register_forward_pre_hook(_Hook(self._wait, True))
+                yield module.register_forward_pre_hook(_Hook(self._note, FORWARD, False), prepend=True)
+                yield module.register_forward_pre_hook(_Hook(self._note, FORWARD, True))
 
     def _note(self, part: str, begins: bool, *_: Any) -> None:
+        if part == FORWARD and torch._C._current_graph_task_id() != -1:
+            return  # a recompute, during backward
         now: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else perf_counter()
         if self._is_cuda:
             now.record()
         self._moments.append((part, begins, now))
 
-    def _enter(self, *_: Any) -> None:
-        self._is_in_forward = True
-        self._note(FORWARD, True)
-
-    def _wait(self, is_over: bool, *_: Any) -> None:
-        if self._is_in_forward:  # not in a recompute, during backward
-            self._note(FORWARD, is_over)
-
     def _leave(self, is_own: bool, root: nn.Module, args: Any, output: Any) -> None:
-        self._is_in_forward = False
         self._note(FORWARD, False)
         for tensor in tensors_in(output):
             if is_own and tensor.requires_grad:

@@ -53,7 +53,7 @@ def test_layer_norm_by_apex() -> None:
     model = nn.Sequential(nn.LayerNorm(64)).cuda()
     x = torch.randn(4, 64, device="cuda")
     before = model(x)
-    assert len(fuse_layer_norms(model).swapped) == 1
+    assert len(fuse_layer_norms(model, torch.device("cuda")).swapped) == 1
     assert torch.allclose(model(x), before, atol=1e-5)
 
 

@@ -180,6 +180,7 @@ CASES = [  # what one process is slow at, and whether it is named: not where the
     ("zero2", "data", True),
     ("fsdp", "forward", True),
     ("fsdp", "backward", False),
+    ("fsdp checkpoint", "backward", False),
     ("tensor_parallel", "data", True),
     ("tensor_parallel", "forward", False),
 ]
@@ -191,7 +192,7 @@ def real(rank: int, size: int) -> list[list[tuple[Any, str]]]:
         takes = {each: SLOW / (4 * BATCH if each == "data" else 4) for each in EVEN}
         if part is not None and rank == 1:
             takes[part] += SLOW / (BATCH if part == "data" else 1)
-        strategy = [("parallel_mode", ([[AXES[method], 2]], None)), method]
+        strategy = [("parallel_mode", ([[AXES[method.split()[0]], 2]], None)), *method.split()]
         passes = 2 if (method, part) == ("ddp", "backward") else 1  # the others wait in every pass
         told = reports(Waiting(takes), strategy, size, 6, passes, every=6, margin=0.2)
         named.append([(each.ranks, each.part) for report in told for each in report.stragglers])

@@ -16,16 +16,16 @@ from torch import nn
 from atorch.model.module_swap import SwapReport, swap_candidates
 
 
-def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> SwapReport:
+def fuse_layer_norms(model: nn.Module, device: torch.device) -> SwapReport:
     """Replace `nn.LayerNorm` by apex's `FusedLayerNorm`, if the model will run on CUDA and apex is installed.
 
-    `device` is the device on which the model will run; by default that of its parameters. On other devices, and
-    without apex, the report states why torch's own is kept.
+    `device` is the device on which the model will run. On other devices, and without apex, the report states why
+    torch's own is kept.
     """
     fused = _attribute("apex.normalization", "FusedLayerNorm")
 
     def build(name: str, module: Any) -> nn.Module | str:
-        if _target(module, device).type != "cuda":
+        if device.type != "cuda":
             return "torch's LayerNorm is one operation here already; nothing is faster"
         if fused is None:
             return "torch's LayerNorm is one operation already, and apex, which has another kernel, is not installed"
@@ -39,7 +39,7 @@ def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> Sw
     return swap_candidates(model, lambda module: type(module) is nn.LayerNorm, build)
 
 
-def fuse_cross_entropy(model: nn.Module, device: torch.device | None = None) -> SwapReport:
+def fuse_cross_entropy(model: nn.Module, device: torch.device) -> SwapReport:
     """Replace `nn.CrossEntropyLoss` modules by Liger's kernel, on CUDA.
 
     The kernel overwrites the logits with the gradient. So code that reads them after the loss, such as an accuracy,
@@ -49,7 +49,7 @@ def fuse_cross_entropy(model: nn.Module, device: torch.device | None = None) -> 
     liger = _attribute("liger_kernel.transformers.cross_entropy", "LigerCrossEntropyLoss")
 
     def build(name: str, module: Any) -> nn.Module | str:
-        if _target(module, device).type != "cuda":
+        if device.type != "cuda":
             return "the fused cross entropy is a CUDA kernel; nothing is faster here"
         if liger is None:
             return "liger-kernel, which has the fused cross entropy, is not installed"
@@ -76,11 +76,6 @@ class FlatCrossEntropy(nn.Module):
         flat = flat and type(input) is torch.Tensor  # no tensor that is sharded over processes
         loss: torch.Tensor = (self.kernel if flat else self.source)(input, target)
         return loss
-
-
-def _target(module: nn.Module, device: torch.device | None) -> torch.device:
-    parameter = next(module.parameters(), None)
-    return device or (torch.device("cpu") if parameter is None else parameter.device)
 
 
 def _attribute(module: str, name: str) -> Any:
