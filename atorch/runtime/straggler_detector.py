@@ -121,7 +121,8 @@ class StragglerDetector(ExitStack):
         self._num_steps = 0
         mesh = getattr(getattr(model, "_atorch", None), "mesh", None)
         rank = dist.get_rank() if is_distributed() else 0
-        self._stage, self._unit = (0, rank) if mesh is None else (mesh.rank("pipeline"), min(mesh.ranks(*IN_A_PASS)))
+        self._stage: int = 0 if mesh is None else mesh.rank("pipeline")
+        self._unit: int = rank if mesh is None else min(mesh.ranks(*IN_A_PASS))
         self._is_staged = mesh is not None and mesh.size("pipeline") > 1
         for handle in (*self._watch(model), optim.register_step_post_hook(self._end_step)):
             self.callback(handle.remove)
@@ -230,7 +231,7 @@ def behind(
     than `margin` of the median step, and more than SPREAD median deviations from the median.
     """
     least, slow = margin * median_low(whole_s), {}
-    for kind in set(peers):
+    for kind in sorted(set(peers)):
         members: dict[int, list[int]] = {}
         for rank, unit in enumerate(units):
             if peers[rank] == kind:
