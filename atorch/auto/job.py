@@ -31,7 +31,7 @@ from atorch.errors import ArgumentError, AtorchError, shown
 from atorch.model.user_functions import InputFormat, LossFunc, calling, scalar_loss
 from atorch.runtime.data.loader import make_loader, to_device
 from atorch.runtime.optimizer.fused_step import fuse
-from atorch.runtime.optimizer.parameter_groups import in_group, is_group, need_own
+from atorch.runtime.optimizer.parameter_groups import entries_of, in_group, is_group, need_own
 from atorch.runtime.optimizer.split_support import small
 
 Keywords = Annotated[dict[str, Any], PlainValidator(checked_keywords)]
@@ -247,8 +247,7 @@ def _listed(entry: Any) -> Any:
     """An entry of parameter groups; the user's dicts and generators are copied so that they can be read twice."""
     if not is_group(entry):
         return entry
-    params = entry["params"]
-    return {**_own_tensors(entry), "params": [params] if isinstance(params, torch.Tensor) else list(params)}
+    return {**_own_tensors(entry), "params": entries_of(entry["params"])}
 
 
 def _check_own(groups: Iterable[Any], model_parameters: Iterable[nn.Parameter]) -> None:

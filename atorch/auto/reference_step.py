@@ -35,7 +35,7 @@ from atorch.errors import ContradictionError
 from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluating, restored_state
 from atorch.runtime.data.batch_split import joined, num_rows, take
 from atorch.runtime.gradients.backward_targets import muted
-from atorch.runtime.gradients.clip import norm_of_grads
+from atorch.runtime.gradients.clip import Spread
 from atorch.runtime.gradients.gradient_check import GradientSample, sample_of
 from atorch.runtime.loss.loss_value import value_of
 from atorch.units import format_bytes
@@ -350,7 +350,7 @@ def coarser(one: str, other: str) -> str:
 
 def _norm(model: nn.Module) -> float | None:
     is_sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in model.parameters())
-    return None if is_sparse else float(norm_of_grads(model.parameters()))
+    return None if is_sparse else float(Spread().norm_of_grads(model.parameters()))
 
 
 def _evaluation(ctx: Context, batch: Any, within: Within) -> tuple[bool, Tensor | None]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.gradients.backward_targets import expects_none
-from atorch.runtime.gradients.clip import ClipsItself, clip_grads
+from atorch.runtime.gradients.clip import ClipsItself, Spread, clip_grads
 
 
 def shard_states(groups: Any, make_optimizer: Callable[[Any], Optimizer], group: dist.ProcessGroup) -> Optimizer:
@@ -34,7 +34,7 @@ def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup)
         """ShardedDataParallel that keeps the user's parameter names and clips by the norm over all ranks."""
 
         def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-            return clip_grads(self.parameters(), max_norm, norm_type, over=(group,))
+            return clip_grads(self.parameters(), max_norm, norm_type, Spread(over=(group,)))
 
     # No reduction buffers: since torch 2.0, `zero_grad` drops gradients, which detaches FairScale's buffers silently,
     # and parameters of the ranks drift apart.

@@ -74,5 +74,5 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
-def listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+def listed(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:8])) + (", …" if len(items) > 8 else "")

@@ -91,6 +91,27 @@ def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
     return swaps
 
 
+def swap_candidates(
+    model: nn.Module,
+    is_candidate: Callable[[nn.Module], bool],
+    build: Callable[[str, nn.Module], nn.Module | str],
+) -> SwapReport:
+    """Replace each candidate by what `build(name, module)` returns; a text is the reason to keep it."""
+    kept: list[KeptModule] = []
+
+    def choose(name: str, module: nn.Module) -> nn.Module | None:
+        if not is_candidate(module):
+            return None
+        itself = None if name else "it is the model itself, which its users hold"
+        replacement = itself or why_unswappable(module) or build(name, module)
+        if isinstance(replacement, nn.Module):
+            return replacement
+        kept.append(KeptModule(name, replacement))
+        return None
+
+    return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))
+
+
 def why_unswappable(module: nn.Module) -> str | None:
     """The reason that this module cannot be replaced; None if all its state can be transferred."""
     if "forward" in vars(module):

@@ -5,18 +5,21 @@
 
 Processes that train together take equally long for every step, since all wait for the slowest. So the detector compares
 each process's own work: data (from the last step to the model's call), forward, and backward up to the last gradient.
-On a GPU the times are events in its stream, which the host reads only for the report.
+It notes the moments at which a part begins or ends, on a GPU as events in its stream. Only a report reads them: time
+counts where the end of a part directly follows its beginning.
 """
 
 from __future__ import annotations
 
+import math
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import pairwise
 from statistics import median_low
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,39 +27,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from atorch.distributed.collectives import call_on_all_ranks, gather_objects, is_distributed
-from atorch.distributed.fingerprints import described
-from atorch.errors import ArgumentError, shown
+from atorch.distributed.barrier_diagnostics import listed
+from atorch.distributed.collectives import gather_objects, is_distributed, require_equal
+from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.model.pytree import tensors_in
 from atorch.model.wrapper import Wrapper
 from atorch.units import format_seconds
 
 PARTS = DATA, FORWARD, BACKWARD = ("data", "forward", "backward")
-WHOLE, HELD = "whole", "held"  # the step; waits for parameters in forward
 IN_A_PASS = ("tensor", "sequence", "context")  # axes along which processes wait for one another in every pass
 SPREAD = 6.0  # median deviations from the median: four standard deviations of normally distributed times
-NAMED = 8  # most ranks that a message names
-
-
-class WorkTimer:
-    """A clock for work. On CUDA it records events in the current stream, and only `seconds` waits for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_stream = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self._on_stream:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        if not self._on_stream:
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
 
 @dataclass(frozen=True)
@@ -71,10 +52,10 @@ class Straggler:
     reports: int  # consecutive reports in which it was slow
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks[:NAMED])) + (", …" if len(self.ranks) > NAMED else "")
-        hosts = ", ".join(list(dict.fromkeys(self.hosts))[:NAMED])
-        is_several = len(self.ranks) > 1
-        who = f"one of ranks {ranks}, which wait for one another in it," if is_several else f"rank {ranks}"
+        who = f"rank {listed(self.ranks)}"
+        if len(self.ranks) > 1:
+            who = f"one of ranks {listed(self.ranks)}, which wait for one another in it,"
+        hosts = listed(list(dict.fromkeys(self.hosts)))
         own, median = format_seconds(self.own_s), format_seconds(self.median_s)
         return f"{who} on {hosts} takes {own} a step for {self.part}, where the median is {median}"
 
@@ -91,16 +72,16 @@ class StepReport:
     def __str__(self) -> str:
         times = ", ".join(
             f"{name} {' / '.join(map(format_seconds, (min(seconds), median_low(seconds), max(seconds))))}"
-            for name, seconds in {WHOLE: self.steps_s, **self.parts_s}.items()
+            for name, seconds in {"whole": self.steps_s, **self.parts_s}.items()
         )
         return f"step {self.step}: least / median / most of {len(self.steps_s)} processes: {times}"
 
 
-class StragglerDetector:
+class StragglerDetector(ExitStack):
     """Measures the steps of `optim`, and reports on rank 0, every `every` steps, which ranks were slow at which part.
 
-    All processes construct it together. It ends with `close()`, or with the block where it is a context manager. It
-    does not measure the first step, nor steps with a pass without gradients.
+    All processes construct it together. It ends with its block where it is a context manager, else with `close()`,
+    which all processes call between the same two steps. It does not measure the first step.
 
     Args:
         model, optim: as `auto_accelerate` returned them, or any module (also a DistributedDataParallel) and optimizer.
@@ -108,10 +89,9 @@ class StragglerDetector:
         patience: consecutive reports that name a process before a warning.
         margin: excess over the median of its peers that makes a process slow, as a share of the median step.
         on_report: called with each `StepReport` on rank 0.
-        clock: measures the times; None for the device's own.
 
     Raises:
-        ArgumentError: on all processes, if an argument is invalid or differs between them.
+        ArgumentError: on all processes, if an argument is invalid, or a number differs between them.
     """
 
     def __init__(
@@ -123,130 +103,108 @@ class StragglerDetector:
         patience: int = 3,
         margin: float = 0.1,
         on_report: Callable[[StepReport], None] | None = None,
-        clock: WorkTimer | None = None,
     ) -> None:
-        settings = {"every": every, "patience": patience, "margin": margin}
-        call_on_all_ranks(
-            "StragglerDetector",
-            lambda: {name: described(name, value) for name, value in settings.items()},
-            lambda: _check(model, optim, every, patience, margin),
-        )
+        super().__init__()
+        given = f"every={every!r}, patience={patience!r}, margin={margin!r}"
+        require_equal(given, "the call of StragglerDetector", ArgumentError)
+        if not (isinstance(model, nn.Module) and hasattr(optim, "register_step_post_hook")):
+            raise ArgumentError(
+                f"StragglerDetector was given a {type(model).__name__} and a {type(optim).__name__}; give the module "
+                "that the loop calls and the optimizer that it steps, such as result.model and result.optim"
+            )
+        if not (isinstance(every, int) and every >= 2 and patience >= 1 and 0 < margin < math.inf):
+            raise ArgumentError(
+                f"StragglerDetector was given {given}; every is a whole number of at least 2, patience is at least 1, "
+                "and margin is a share of a step, such as 0.1"
+            )
         self.report: StepReport | None = None
         """The last report, on rank 0."""
         self._every, self._patience, self._margin, self._on_report = every, patience, margin, on_report
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._clock = clock or WorkTimer(device)
         self._slow: dict[tuple[str, tuple[int, ...]], int] = {}  # consecutive reports, by part and ranks
+        self._is_cuda = any(parameter.is_cuda for parameter in model.parameters())
+        self._moments: list[tuple[str, bool, Any]] = []  # the part, True where it begins, and the time
         self._num_steps = 0
-        self._steps: list[list[tuple[str, Any, Any]]] = []  # (part, start, end) in the steps since the last report
-        self._step: list[tuple[str, Any, Any]] = []  # the same in this step
-        self._since: dict[str, Any] = {}  # starts of the parts under way
-        self._place(model)
-        self._handles = [*self._watch(model), optim.register_step_post_hook(lambda *_: self._end_step())]
-
-    def __enter__(self) -> StragglerDetector:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop measuring. All processes must call it between the same two steps."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _place(self, model: nn.Module) -> None:
-        """Collect which processes do the same work, and which wait for one another within it."""
         mesh = getattr(getattr(model, "_atorch", None), "mesh", None)
-        peers, self._is_staged, waiting = 0, False, [dist.get_rank() if is_distributed() else 0]
-        if mesh is not None and mesh.num_ranks > 1:
-            peers, self._is_staged = mesh.rank("pipeline"), mesh.size("pipeline") > 1
-            compiled = any(_gathers(module) and _is_compiled(module) for module in model.modules())
-            waiting = mesh.ranks(*IN_A_PASS, *(("data", "zero") if compiled else ()))
-        # Replicas reduce gradients while backward computes others, and wait for them only at its end.
-        self._is_own = not is_distributed() or isinstance(model, DistributedDataParallel) or hasattr(model, "replicas")
-        self._hosts, self._peers, self._units = zip(
-            *gather_objects((socket.gethostname(), peers, min(waiting))), strict=True
-        )
+        rank = dist.get_rank() if is_distributed() else 0
+        self._stage: int = 0 if mesh is None else mesh.rank("pipeline")
+        self._unit: int = rank if mesh is None else min(mesh.ranks(*IN_A_PASS))
+        self._is_staged = mesh is not None and mesh.size("pipeline") > 1
+        for handle in (*self._watch(model), optim.register_step_post_hook(self._end_step)):
+            self.callback(handle.remove)
 
     def _watch(self, model: nn.Module) -> Iterator[Any]:
         """Hook the model's call, its root modules, and the places where modules wait for parameters."""
-        yield model.register_forward_pre_hook(_Hook(self._call), prepend=True)
+        # Replicas reduce gradients while backward computes others, and wait for them only at its end.
+        is_own = not is_distributed() or isinstance(model, DistributedDataParallel) or hasattr(model, "replicas")
+        yield model.register_forward_pre_hook(_Hook(self._note, DATA, False), prepend=True)
         for root in _roots(model):
-            if _is_compiled(root):  # its hooks would be compiled, too
-                continue
-            yield root.register_forward_pre_hook(_Hook(self._begin, FORWARD))
-            yield root.register_forward_hook(_Hook(self._leave))
-            for module in root.modules():
-                if module is not root and _gathers(module) and not _is_compiled(module):
-                    yield module.register_forward_pre_hook(_Hook(self._begin, HELD), prepend=True)
-                    yield module.register_forward_pre_hook(_Hook(self._end, HELD))
+            # FSDP2's method, without importing it
+            gathering = [inner for inner in root.modules() if inner is not root and hasattr(inner, "unshard")]
+            if any(getattr(module, "_compiled_call_impl", None) for module in (root, *gathering)):
+                continue  # hooks would be compiled, too, and waits would count as work
+            yield root.register_forward_pre_hook(_Hook(self._note, FORWARD, True))
+            yield root.register_forward_hook(_Hook(self._leave, is_own))
+            for module in gathering:
+                yield module.register_forward_pre_hook(_Hook(self._note, FORWARD, False), prepend=True)
+                yield module.register_forward_pre_hook(_Hook(self._note, FORWARD, True))
 
-    def _begin(self, what: str, *_: Any) -> None:
-        self._since[what] = self._clock.now() if torch.is_grad_enabled() else None
+    def _note(self, part: str, begins: bool, *_: Any) -> None:
+        if part == FORWARD and torch._C._current_graph_task_id() != -1:
+            return  # a recompute, during backward
+        now: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else perf_counter()
+        if self._is_cuda:
+            now.record()
+        self._moments.append((part, begins, now))
 
-    def _end(self, what: str, *_: Any) -> None:
-        if (start := self._since.pop(what, None)) is not None:
-            self._step.append((what, start, self._clock.now()))
-
-    def _call(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._end(DATA)
-        else:
-            self._since.clear()  # the step is not measured
-
-    def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
-        self._end(FORWARD)
-        if self._is_own and torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._begin_backward)
+    def _leave(self, is_own: bool, root: nn.Module, args: Any, output: Any) -> None:
+        self._note(FORWARD, False)
+        for tensor in tensors_in(output):
+            if is_own and tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: torch.Tensor) -> None:
-        if BACKWARD not in self._since:
-            self._since[BACKWARD] = self._clock.now()
+        if not self._moments or self._moments[-1][:2] != (BACKWARD, True):
+            self._note(BACKWARD, True)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._end(BACKWARD)
+        self._note(BACKWARD, False)
         if not self._is_staged:  # pipeline stages wait for one another between their passes
-            self._since[DATA] = self._clock.now()
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(partial(queue, partial(self._note, DATA, True)))  # after others' callbacks, where replicas wait
 
-    def _end_step(self) -> None:
+    def _end_step(self, *_: Any) -> None:
         self._num_steps += 1
-        if WHOLE in self._since:
-            self._end(WHOLE)
-            self._steps.append(self._step)
+        if self._num_steps == 1:
+            self._moments.clear()
+        self._note(DATA, True)
         if self._num_steps % self._every == 0:
             self._tell()
-        self._step = []
-        self._since = dict.fromkeys((WHOLE, DATA), self._clock.now())
+            self._note(DATA, True)
 
     def _tell(self) -> None:
         """Gather the measured times of all processes, a few numbers of each, and report them on rank 0."""
-        totals = dict.fromkeys((WHOLE, *PARTS, HELD), 0.0)
-        for what, start, end in chain.from_iterable(self._steps):
-            totals[what] += self._clock.seconds(start, end)
-        totals[FORWARD] = max(0.0, totals[FORWARD] - totals.pop(HELD))
-        num_measured = max(1, len(self._steps))
-        rows = gather_objects({what: seconds / num_measured for what, seconds in totals.items()})
-        self._steps = []
+        moments, self._moments = self._moments, []
+        num_measured = self._every - (self._num_steps == self._every)
+        times = {"whole": _seconds(moments[0][2], moments[-1][2]), DATA: 0.0, FORWARD: 0.0, BACKWARD: 0.0}
+        for (part, begins, start), (other, goes_on, end) in pairwise(moments):
+            if part == other and begins and not goes_on:
+                times[part] += _seconds(start, end)
+        mean = [seconds / num_measured for seconds in times.values()]
+        rows = gather_objects((socket.gethostname(), self._stage, self._unit, *mean))
         if is_distributed() and dist.get_rank():
             return
-        whole, *parts = ([row[what] for row in rows] for what in totals)
+        hosts, stages, units, steps_s, *parts = zip(*rows, strict=True)
         slow, before, self._slow = [], self._slow, {}
-        for part, by_rank in zip(PARTS, parts, strict=True):
-            units = range(len(rows)) if part == DATA else self._units
-            slow_ranks = behind(by_rank, whole, self._margin, units, self._peers)
-            for ranks, (own_s, median_s) in slow_ranks.items():
+        for part, own_s in zip(PARTS, parts, strict=True):
+            of_part = range(len(rows)) if part == DATA else units
+            for ranks, (unit_s, median_s) in behind(own_s, steps_s, self._margin, of_part, stages).items():
                 reports = self._slow[part, ranks] = before.get((part, ranks), 0) + 1
-                hosts = tuple(self._hosts[rank] for rank in ranks)
-                slow.append(Straggler(ranks, hosts, part, own_s, median_s, reports))
-        self.report = StepReport(self._num_steps, whole, dict(zip(PARTS, parts, strict=True)), slow)
+                slow.append(Straggler(ranks, tuple(hosts[i] for i in ranks), part, unit_s, median_s, reports))
+                if reports == self._patience:
+                    logger.warning("%s, in the last %d reports; the others wait for it", slow[-1], reports)
+        self.report = StepReport(self._num_steps, steps_s, dict(zip(PARTS, parts, strict=True)), slow)
         logger.info("%s", self.report)
-        for straggler in slow:
-            if straggler.reports == self._patience:
-                logger.warning("%s, in the last %d reports; the others wait for it", straggler, straggler.reports)
         if self._on_report is not None:
             self._on_report(self.report)
 
@@ -261,19 +219,21 @@ class _Hook(partial[None]):
 def _no_op(*_: Any) -> None: ...
 
 
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(end, float):
+        return end - float(start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
 def behind(
     own_s: Sequence[float], whole_s: Sequence[float], margin: float, units: Sequence[int], peers: Sequence[int]
 ) -> dict[tuple[int, ...], tuple[float, float]]:
     """The ranks that are slow in a part of the step, with their seconds and the median of their peers.
 
-    The excess of a slow unit over the (lower) median is more than `margin` of the median step. It is also more than
-    SPREAD median deviations from the median. Of ranks that wait for one another, the fastest hardly waited. So its time
-    counts for all of them, and they are named together.
-
-    Args:
-        own_s, whole_s: seconds of the part and of the whole step, by rank.
-        units: by rank, a number shared by ranks that wait for one another in this part.
-        peers: by rank, a number shared by ranks that do the same work.
+    A unit of ranks with one number in `units` wait for one another, so its fastest one hardly waited, and its time
+    counts for all. A unit is slow if its excess over the (lower) median of those with its number in `peers` is more
+    than `margin` of the median step, and more than SPREAD median deviations from the median.
     """
     least, slow = margin * median_low(whole_s), {}
     for kind in sorted(set(peers)):
@@ -281,12 +241,12 @@ def behind(
         for rank, unit in enumerate(units):
             if peers[rank] == kind:
                 members.setdefault(unit, []).append(rank)
-        times = {unit: min(own_s[rank] for rank in ranks) for unit, ranks in members.items()}
+        times = {tuple(ranks): min(own_s[rank] for rank in ranks) for ranks in members.values()}
         median = median_low(times.values())
-        spread = median_low(abs(seconds - median) for seconds in times.values())
-        for unit, time_s in times.items():
+        spread = median_low(abs(time_s - median) for time_s in times.values())
+        for ranks, time_s in times.items():
             if time_s - median > max(least, SPREAD * spread):
-                slow[tuple(members[unit])] = (time_s, median)
+                slow[ranks] = (time_s, median)
     return slow
 
 
@@ -296,29 +256,3 @@ def _roots(model: nn.Module) -> Iterator[nn.Module]:
             yield from _roots(inner)
     else:
         yield model
-
-
-def _gathers(module: nn.Module) -> bool:
-    return hasattr(module, "unshard") and hasattr(module, "reshard")  # FSDP2's methods, without importing it
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _check(model: Any, optim: Any, every: Any, patience: Any, margin: Any) -> None:
-    if not isinstance(model, nn.Module):
-        expected = "result.model, result.optim" if hasattr(model, "optim") else "the module that the loop calls"
-        raise ArgumentError(f"StragglerDetector was given a {type(model).__name__} as model; give {expected}")
-    if not hasattr(optim, "_optimizer_step_post_hooks"):
-        raise ArgumentError(
-            f"StragglerDetector was given a {type(optim).__name__} as optim, whose steps cannot be watched; give the "
-            "torch.optim.Optimizer that the loop steps"
-        )
-    for name, number, least in (("every", every, 2), ("patience", patience, 1)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ArgumentError(
-                f"StragglerDetector was given {name} {shown(number)}; it is a whole number of at least {least}"
-            )
-    if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not 0 < margin < float("inf"):
-        raise ArgumentError(f"StragglerDetector was given margin {shown(margin)}; it is a share of a step, such as 0.1")

@@ -50,8 +50,7 @@ def clip(
     if not model.joins:  # inside `join` some replicas may have no batches left
         call_on_all_ranks(call, dict, lambda: None, is_frequent=True)  # detects processes that skip this call
     spread, scale = spread_of(model), runner.loss_scale
-    norm = clip_grads(parameters, max_norm * scale, norm_type, spread.over, spread.parts, spread.counted_elsewhere)
-    return norm / scale
+    return clip_grads(parameters, max_norm * scale, norm_type, spread) / scale
 
 
 class ScaledApart:

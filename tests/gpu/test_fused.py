@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.runtime.fused import fuse_cross_entropy, fuse_layer_norms, fuse_multihead_attention
+from atorch.runtime.fused.attention import fuse_multihead_attention
+from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
 from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant
 from atorch.runtime.precision.fp8 import MIN_CAPABILITY, Fp8Recipe, convert_linears
 
@@ -52,7 +53,7 @@ def test_layer_norm_by_apex() -> None:
     model = nn.Sequential(nn.LayerNorm(64)).cuda()
     x = torch.randn(4, 64, device="cuda")
     before = model(x)
-    assert len(fuse_layer_norms(model).swapped) == 1
+    assert len(fuse_layer_norms(model, torch.device("cuda")).swapped) == 1
     assert torch.allclose(model(x), before, atol=1e-5)
 
 

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
@@ -57,12 +56,6 @@ def optimizer(case: str, other: bool) -> Any:
     )
 
 
-def replicas(case: str, other: bool) -> Any:
-    model = Net(8 if other and case == "model" else 4)
-    options: dict[str, Any] = {"static_graph": True} if other and case == "keyword" else {}
-    return replicate(model, dist.group.WORLD, CPU, **options)  # type: ignore[arg-type]
-
-
 def shards(case: str, other: bool) -> Any:
     model = Net(8 if other and case == "model" else 4, hooked=other and case == "raises")
     groups = [] if other and case == "groups" else [FsdpUnit((model.first,))]
@@ -85,7 +78,7 @@ def tensors(case: str, other: bool) -> Any:
     return tensor_parallel(model, run, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), **options)
 
 
-DOORS = {"optimizer": optimizer, "replicas": replicas, "shards": shards, "chunks": chunks, "tensors": tensors}
+DOORS = {"optimizer": optimizer, "shards": shards, "chunks": chunks, "tensors": tensors}
 
 
 def knock(rank: int, size: int, door: str, case: str) -> Told:
@@ -106,8 +99,6 @@ DIFFERENCES = {
     ("optimizer", "order"): r"parameter 0 of the optimizer is \(4, 4\) .* on rank 0 and \(2,\) .* on rank 1",
     ("optimizer", "model"): r"parameter 0 of the optimizer is \(4, 4\) .* on rank 0 and \(8, 4\) .* on rank 1",
     ("optimizer", "raises"): "rank 1 failed: ValueError: stumbled",
-    ("replicas", "model"): r"parameter 0 of the model is 'first.weight' \(4, 4\) .* and .* \(8, 4\) .* on rank 1",
-    ("replicas", "keyword"): "static_graph is False on rank 0 and True on rank 1",
     ("shards", "model"): r"parameter 0 of the model is 'first.weight' \(4, 4\) .* and .* \(8, 4\) .* on rank 1",
     ("shards", "keyword"): "reshard_after_forward is None on rank 0 and False on rank 1",
     ("shards", "groups"): r"groups\[0\].* is 'first' on rank 0 and not given on rank 1",

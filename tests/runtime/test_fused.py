@@ -17,14 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.runtime.fused import (
-    fuse_cross_entropy,
-    fuse_layer_norms,
-    fuse_multihead_attention,
-    fuse_rms_norms,
-    use_sdpa,
-)
-from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant, recognise
+from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
+from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
+from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant, fuse_rms_norms, recognise
 
 transformers = pytest.importorskip("transformers")
 
@@ -461,8 +456,8 @@ def _kernels() -> Iterator[None]:
 class TestKernels:
     def test_on_a_cpu_nothing_is_faster(self) -> None:
         model = nn.Sequential(nn.LayerNorm(4), nn.CrossEntropyLoss())
-        assert "nothing is faster" in fuse_layer_norms(model).kept[0].reason
-        assert "nothing is faster" in fuse_cross_entropy(model).kept[0].reason
+        assert "nothing is faster" in fuse_layer_norms(model, torch.device("cpu")).kept[0].reason
+        assert "nothing is faster" in fuse_cross_entropy(model, torch.device("cpu")).kept[0].reason
 
     def test_without_the_package_the_report_names_it(self) -> None:
         model, cuda = nn.Sequential(nn.LayerNorm(4), nn.CrossEntropyLoss()), torch.device("cuda")

@@ -23,8 +23,7 @@ from atorch.cost import Cost, ModelProfile, Segment
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.model.structure import find_modules, largest_children, module_names, repeated_blocks
-from atorch.runtime.memory.kv_cache import turn_off_caches
-from atorch.runtime.memory.recompute import checkpoint_wrapper
+from atorch.runtime.memory.recompute import checkpoint_wrapper, turn_off_caches
 
 
 @method("checkpoint", phase=Phase.RECOMPUTE)

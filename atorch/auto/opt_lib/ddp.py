@@ -61,7 +61,6 @@ class Ddp(Method):
                 ctx.device,
                 find_unused_parameters=looks_for_unused(ctx, self.find_unused_parameters),
                 static_graph=self.static_graph,
-                is_agreed=True,
                 bucket_cap_mb=self.bucket_cap_mb,
             )
             for part in ctx.parts

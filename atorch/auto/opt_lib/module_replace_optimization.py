@@ -18,15 +18,11 @@ import torch
 from torch import nn
 
 from atorch.errors import StrategyError
-from atorch.model.module_swap import KeptModule, SwapReport, adopt_state, swap_modules, why_unswappable
+from atorch.model.module_swap import SwapReport, adopt_state, swap_candidates
 from atorch.registry import Registry
-from atorch.runtime.fused import (
-    fuse_cross_entropy,
-    fuse_layer_norms,
-    fuse_multihead_attention,
-    fuse_rms_norms,
-    use_sdpa,
-)
+from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
+from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
+from atorch.runtime.fused.rms_norm import fuse_rms_norms
 
 ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -148,21 +144,13 @@ class _ClassPair:
     kwargs: Mapping[str, Any]
 
     def __call__(self, model: nn.Module, device: torch.device, config: Mapping[str, Any]) -> SwapReport:
-        kept: list[KeptModule] = []
-
-        def choose(name: str, module: nn.Module) -> nn.Module | None:
-            if not self._matches(module):
-                return None
-            reason = why_unswappable(module) if name else "it is the model itself, which its users hold"
-            if reason is not None:
-                kept.append(KeptModule(name, reason))
-                return None
+        def build(name: str, module: nn.Module) -> nn.Module:
             made = self.target(src_module=module, **{**self.kwargs, **config})
             if module not in set(made.modules()):
                 adopt_state(made, module)
             return made
 
-        return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))
+        return swap_candidates(model, self._matches, build)
 
     def _matches(self, module: nn.Module) -> bool:
         if self.match_subclasses:

@@ -25,8 +25,9 @@ from atorch.cost import Cost, ModelProfile
 from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.structure import repeated_blocks
-from atorch.runtime.memory.offload import HostOptimizer, host_bytes, materialized
+from atorch.runtime.memory.offload import HostOptimizer, host_bytes
 from atorch.runtime.memory.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
+from atorch.runtime.optimizer.parameter_groups import materialized
 
 OffloadFraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -146,7 +147,7 @@ class Offload(Method):
             return replace(ctx)
 
         def make(groups: Any) -> HostOptimizer:
-            full_groups = [materialized(group) for group in groups]
+            full_groups = materialized(groups)
             if not is_simulated(ctx.parts):
                 needed = host_bytes(full_groups, self.optimizer, on_host, state_bytes(ctx))
                 need_host_memory(

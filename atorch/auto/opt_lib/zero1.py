@@ -84,8 +84,7 @@ class Zero1(Method):
         group = ctx.need_mesh().group(*REPLICA_AXES)
         ctx.give_memory()
         parts = tuple(
-            replicate(part, group, ctx.device, find_unused_parameters=looks_for_unused(ctx), is_agreed=True)
-            for part in ctx.parts
+            replicate(part, group, ctx.device, find_unused_parameters=looks_for_unused(ctx)) for part in ctx.parts
         )
         if self.backend == "fairscale":
             return fairscale_states(replace(ctx, parts=parts), group)

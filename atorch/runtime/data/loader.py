@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, near_miss, shown
+from atorch.model.pytree import refilled
 from atorch.runtime.data.sharded_stream import in_step, part_of
 
 LARGE = 2**24  # the most samples for torch's samplers, which list all indices: 36 bytes each on every rank
@@ -97,12 +98,8 @@ def _hashed(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return hashed
 
 
-class RankSampler(Sampler[Any]):
-    """Rank `rank`'s share of another sampler's indices: every `size`-th index, equally many on each rank.
-
-    Seeds the inner sampler with `seed + epoch`, so that all ranks see one order. Pads a remainder that does not fill
-    all ranks with the first indices, as DistributedSampler does, or drops it with `drop_last`.
-    """
+class _RankShare(Sampler[Any]):
+    """Base of this rank's shares of another sampler, which is seeded with `seed + epoch`: all ranks see one order."""
 
     def __init__(self, sampler: Sampler[Any], rank: int, size: int, seed: int, drop_last: bool = False) -> None:
         self.sampler, self.rank, self.size, self.seed, self.epoch = sampler, rank, size, seed, 0
@@ -112,6 +109,14 @@ class RankSampler(Sampler[Any]):
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
+
+
+class RankSampler(_RankShare):
+    """Rank `rank`'s share of another sampler's indices: every `size`-th index, equally many on each rank.
+
+    Pads a remainder that does not fill all ranks with the first indices, as DistributedSampler does, or drops it with
+    `drop_last`.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         first: list[Any] = []
@@ -127,19 +132,11 @@ class RankSampler(Sampler[Any]):
         return num // self.size if self.drop_last else -(-num // self.size)
 
 
-class RankBatches(Sampler[list[Any]]):
+class RankBatches(_RankShare):
     """Rank `rank`'s share of each global batch that a user's batch sampler draws."""
 
-    def __init__(self, batches: Sampler[list[Any]], rank: int, size: int, seed: int) -> None:
-        self.batches, self.rank, self.size, self.seed, self.epoch = batches, rank, size, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        if hasattr(self.batches, "set_epoch"):
-            self.batches.set_epoch(epoch)
-
     def __iter__(self) -> Iterator[list[Any]]:
-        for batches in _drawn(self.batches, self.seed + self.epoch):
+        for batches in _drawn(self.sampler, self.seed + self.epoch):
             for batch in batches:  # check all of them first: an uneven last one should not fail late in an epoch
                 if len(batch) % self.size:
                     raise ArgumentError(_uneven(len(batch), self.size, "a batch of batch_sampler"))
@@ -147,7 +144,7 @@ class RankBatches(Sampler[list[Any]]):
                 yield batch[self.rank :: self.size]
 
     def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
+        return len(self.sampler)  # type: ignore[arg-type]
 
 
 def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
@@ -366,8 +363,7 @@ def to_device(data: Any, device: torch.device | str) -> Any:
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=torch.device(device).type != "cpu")  # host code may read copies at once
     if isinstance(data, Mapping):
-        moved = {key: to_device(value, device) for key, value in data.items()}
-        return moved if type(data) is dict else _like(data, moved)
+        return refilled(data, {key: to_device(value, device) for key, value in data.items()})
     if hasattr(data, "to") and callable(data.to):  # also of a PackedSequence, a tuple whose lengths stay on the CPU
         return data.to(device)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -375,11 +371,3 @@ def to_device(data: Any, device: torch.device | str) -> Any:
     if isinstance(data, (list, tuple)):
         return type(data)(to_device(item, device) for item in data)
     return data
-
-
-def _like(data: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    """A mapping of `data`'s class if that takes a dict (transformers' BatchEncoding does), else the dict `moved`."""
-    try:
-        return type(data)(moved)  # type: ignore[call-arg]
-    except TypeError:
-        return moved

@@ -26,19 +26,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import call_on_all_ranks
-from atorch.distributed.fingerprints import described_call
 from atorch.distributed.tensor_components import dense_parts, is_dense
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data_parallel.buckets import average, broadcast
 from atorch.runtime.gradients.backward_targets import Postponed, expects_none, is_captured, postpone, postponed, weakly
-from atorch.runtime.optimizer.parameter_groups import TakesParameters
 from atorch.runtime.optimizer.wrapped_optimizer import before_steps
 
 
-class Replicated(TakesParameters, Wrapper):
+class Replicated(Wrapper):
     """DistributedDataParallel with the user's names: parameter names have no `module.`, attributes are reachable.
 
     Wraps one instead of being one: torch.distributed.checkpoint detects it by type, and requires names with `module.`.
@@ -336,10 +333,10 @@ def replicate(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     bucket_cap_mb: int = 25,
-    is_agreed: bool = False,
 ) -> nn.Module:
     """Move `module` to `device`, broadcast rank 0's values over `group`, and average gradients over it.
 
+    All ranks of the group call it with equal arguments and models of the same shapes.
     For a group of one rank, or a module without trainable parameters, returns the module itself.
     Buffers stay local, but each forward pass starts from rank 0's; sparse, ragged or quantized buffers are broadcast
     only once.
@@ -348,18 +345,7 @@ def replicate(
         find_unused_parameters: find the parameters that a forward pass did not use, so that backward does not wait.
         static_graph: every step uses the same parameters in the same way.
         bucket_cap_mb: size in MiB of the buckets that are reduced at once.
-        is_agreed: all ranks are known to make the same call; else they compare models and arguments.
-
-    Raises:
-        ArgumentError: models or arguments differ between ranks; raised on all, with the models unchanged.
     """
-    if not is_agreed:
-        arguments = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "bucket_cap_mb": bucket_cap_mb,
-        }
-        call_on_all_ranks("replicate", lambda: described_call(module, **arguments), lambda: None, group=group)
     if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
         module.to(device)  # only where needed: some fake tensors that are on it already cannot be moved
     if group.size() == 1 or not any(parameter.requires_grad for parameter in module.parameters()):

@@ -38,7 +38,8 @@ from atorch.runtime.data_parallel.flat_shards import (
     slice_of,
     sliced,
 )
-from atorch.runtime.optimizer.split_support import makes_elementwise, tensor_of
+from atorch.runtime.optimizer.parameter_groups import as_groups, tensor_of
+from atorch.runtime.optimizer.split_support import makes_elementwise
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 
@@ -90,8 +91,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def _inner_of(self, groups: list[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> Optimizer:
         """The optimizer of this rank's share, whose groups then list the parameters of all ranks."""
-        grouped = bool(groups) and isinstance(groups[0], dict)
-        whole = [{**part, "params": _listed(part["params"])} for part in (groups if grouped else [{"params": groups}])]
+        grouped, whole = bool(groups) and isinstance(groups[0], dict), as_groups(groups)
         self._group = group
         self._params = [tensor_of(entry) for part in whole for entry in part["params"]]
         self._deal_out(makes_elementwise(make_optimizer, whole))
@@ -147,12 +147,7 @@ class ShardedOptimizer(WrappedOptimizer):
                     param.grad.detach().zero_()  # no `detach_`, which fails on a view, such as of a reduction bucket
 
     def step(self, closure: Any = None) -> Any:
-        """Step this rank's share, then exchange the updated parameters.
-
-        Raises:
-            ArgumentError: the closure is no function.
-        """
-        self._check(closure)
+        """Step this rank's share, then exchange the updated parameters."""
 
         def evaluated() -> Any:
             loss = closure()
@@ -340,10 +335,6 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:
     return (entry[0], stepped[entry[1]]) if isinstance(entry, tuple) else stepped[entry]
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _bytes_to_train(param: Tensor) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from atorch.model.module_swap import KeptModule, Swap, SwapReport, recast, swap_modules, why_unswappable
+from atorch.model.module_swap import KeptModule, Swap, SwapReport, recast, swap_candidates
 
 
 def use_sdpa(model: nn.Module) -> SwapReport:
@@ -189,7 +189,6 @@ def fuse_multihead_attention(model: nn.Module) -> SwapReport:
     Subclasses stay. So do modules inside torch's own encoder and decoder layers, which request no weights and thus use
     SDPA already; the report has them with this reason.
     """
-    kept: list[KeptModule] = []
     torchs_own = {
         f"{prefix}.{name}" if prefix else name
         for prefix, layer in model.named_modules()
@@ -197,15 +196,9 @@ def fuse_multihead_attention(model: nn.Module) -> SwapReport:
         for name in ("self_attn", "multihead_attn")
     }
 
-    def choose(name: str, module: nn.Module) -> nn.Module | None:
-        if type(module) is not nn.MultiheadAttention or not name:
-            return None
-        reason = why_unswappable(module)
+    def build(name: str, module: nn.Module) -> nn.Module | str:
         if name in torchs_own:
-            reason = "torch's transformer layers run it by SDPA already"
-        if reason is None:
-            return recast(module, SdpaMultiheadAttention)
-        kept.append(KeptModule(name, reason))
-        return None
+            return "torch's transformer layers run it by SDPA already"
+        return recast(module, SdpaMultiheadAttention)
 
-    return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))
+    return swap_candidates(model, lambda module: type(module) is nn.MultiheadAttention, build)

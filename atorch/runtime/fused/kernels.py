@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch.model.module_swap import KeptModule, SwapReport, swap_modules, why_unswappable
+from atorch.model.module_swap import SwapReport, swap_candidates
 
 
-def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> SwapReport:
+def fuse_layer_norms(model: nn.Module, device: torch.device) -> SwapReport:
     """Replace `nn.LayerNorm` by apex's `FusedLayerNorm`, if the model will run on CUDA and apex is installed.
 
-    `device` is the device on which the model will run; by default that of its parameters. On other devices, and
-    without apex, the report states why torch's own is kept.
+    `device` is the device on which the model will run. On other devices, and without apex, the report states why
+    torch's own is kept.
     """
     fused = _attribute("apex.normalization", "FusedLayerNorm")
 
-    def build(module: nn.LayerNorm) -> nn.Module | str:
-        if _target(module, device).type != "cuda":
+    def build(name: str, module: Any) -> nn.Module | str:
+        if device.type != "cuda":
             return "torch's LayerNorm is one operation here already; nothing is faster"
         if fused is None:
             return "torch's LayerNorm is one operation already, and apex, which has another kernel, is not installed"
@@ -36,10 +36,10 @@ def fuse_layer_norms(model: nn.Module, device: torch.device | None = None) -> Sw
             twin.weight, twin.bias = module.weight, module.bias
         return twin
 
-    return _replace(model, nn.LayerNorm, build)
+    return swap_candidates(model, lambda module: type(module) is nn.LayerNorm, build)
 
 
-def fuse_cross_entropy(model: nn.Module, device: torch.device | None = None) -> SwapReport:
+def fuse_cross_entropy(model: nn.Module, device: torch.device) -> SwapReport:
     """Replace `nn.CrossEntropyLoss` modules by Liger's kernel, on CUDA.
 
     The kernel overwrites the logits with the gradient. So code that reads them after the loss, such as an accuracy,
@@ -48,8 +48,8 @@ def fuse_cross_entropy(model: nn.Module, device: torch.device | None = None) -> 
     """
     liger = _attribute("liger_kernel.transformers.cross_entropy", "LigerCrossEntropyLoss")
 
-    def build(module: nn.CrossEntropyLoss) -> nn.Module | str:
-        if _target(module, device).type != "cuda":
+    def build(name: str, module: Any) -> nn.Module | str:
+        if device.type != "cuda":
             return "the fused cross entropy is a CUDA kernel; nothing is faster here"
         if liger is None:
             return "liger-kernel, which has the fused cross entropy, is not installed"
@@ -61,7 +61,7 @@ def fuse_cross_entropy(model: nn.Module, device: torch.device | None = None) -> 
         }
         return FlatCrossEntropy(module, liger(**knobs))
 
-    return _replace(model, nn.CrossEntropyLoss, build)
+    return swap_candidates(model, lambda module: type(module) is nn.CrossEntropyLoss, build)
 
 
 class FlatCrossEntropy(nn.Module):
@@ -76,27 +76,6 @@ class FlatCrossEntropy(nn.Module):
         flat = flat and type(input) is torch.Tensor  # no tensor that is sharded over processes
         loss: torch.Tensor = (self.kernel if flat else self.source)(input, target)
         return loss
-
-
-def _replace(model: nn.Module, cls: type[nn.Module], build: Any) -> SwapReport:
-    """Swap modules of exactly `cls` for the module that `build` returns; a string is a reason to keep it."""
-    kept: list[KeptModule] = []
-
-    def choose(name: str, module: nn.Module) -> nn.Module | None:
-        if type(module) is not cls or not name:
-            return None
-        replacement = why_unswappable(module) or build(module)
-        if isinstance(replacement, nn.Module):
-            return replacement
-        kept.append(KeptModule(name, replacement))
-        return None
-
-    return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))
-
-
-def _target(module: nn.Module, device: torch.device | None) -> torch.device:
-    parameter = next(module.parameters(), None)
-    return device or (torch.device("cpu") if parameter is None else parameter.device)
 
 
 def _attribute(module: str, name: str) -> Any:

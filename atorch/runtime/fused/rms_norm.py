@@ -14,15 +14,15 @@ each of four variants on random input. It is replaced only if outputs, gradients
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import rms_norm
 
 from atorch.model.copy import duplicate
-from atorch.model.module_swap import KeptModule, SwapReport, swap_modules, why_unswappable
+from atorch.model.module_swap import SwapReport, swap_candidates
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
@@ -109,26 +109,19 @@ def fuse_rms_norms(model: nn.Module) -> SwapReport:
     replaced, since torch runs them as one operation if its kernels allow. A candidate is replaced only if a copy with a
     random weight agrees with one `Variant` in fp32 and bf16. The report has the others.
     """
-    kept: list[KeptModule] = []
     verdicts: dict[Hashable, Variant | None] = {}
 
-    def choose(name: str, module: nn.Module) -> nn.Module | None:
+    def build(name: str, module: nn.Module) -> nn.Module | str:
         norm = _as_norm(module)
-        if norm is None or not name:
-            return None
-        reason = why_unswappable(module)
-        if reason is None:
-            key = _signature(module, norm[0])
-            if key not in verdicts:
-                verdicts[key] = recognise(module)
-            variant = verdicts[key]
-            if variant is not None:
-                return FusedRMSNorm(*norm, variant)
-            reason = f"{type(module).__name__} computes something else than RMSNorm on a random input"
-        kept.append(KeptModule(name, reason))
-        return None
+        assert norm is not None, "it is a candidate"
+        key = _signature(module, norm[0])
+        if key not in verdicts:
+            verdicts[key] = recognise(module)
+        if (variant := verdicts[key]) is not None:
+            return FusedRMSNorm(*norm, variant)
+        return f"{type(module).__name__} computes something else than RMSNorm on a random input"
 
-    return SwapReport(tuple(swap_modules(model, choose)), tuple(kept))
+    return swap_candidates(model, lambda module: _as_norm(module) is not None, build)
 
 
 def recognise(module: nn.Module) -> Variant | None:
@@ -140,7 +133,7 @@ def recognise(module: nn.Module) -> Variant | None:
     if norm is None:
         return None
     weight, eps = norm
-    with _real_tensors():
+    with unset_fake_temporarily():  # real tensors, so that numbers can be compared
         cases = list(_cases(weight.shape))
         try:
             probes = [duplicate(module, {id(weight): case_weight}) for case_weight, _ in cases]
@@ -201,11 +194,3 @@ def _agree(case: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], g
         a.shape == b.shape and a.dtype == b.dtype and (a.double() - b.double()).norm() <= tolerance * a.double().norm()
         for a, b in zip(expected, got, strict=True)
     )
-
-
-def _real_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors are real even within a fake-tensor mode, so that numbers can be compared."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    manager: AbstractContextManager[Any] = unset_fake_temporarily()
-    return manager

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -41,9 +40,28 @@ class Spread:
     parts: Mapping[Tensor, Key] = field(default_factory=dict)
     counted_elsewhere: Collection[Tensor] = ()
 
-    def norm_of_grads(self, parameters: Iterable[Tensor]) -> Tensor:
-        """The L2 norm of all gradients of the model, in fp32; `parameters` are this process's. A collective call."""
-        return norm_of_grads(parameters, 2.0, self.over, self.parts, self.counted_elsewhere)
+    def groups_of(self, parameter: Tensor) -> Key:
+        """The groups whose ranks have the other parts of a parameter."""
+        return (*self.parts.get(parameter, ()), *_shards(parameter))
+
+    @torch.no_grad()
+    def norm_of_grads(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients of the model, in fp32; `parameters` are this process's. A collective call."""
+        unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+        device, elsewhere = _norm_device(unique), set(map(id, self.counted_elsewhere))
+        # Keys come from the parameters, so all ranks have the same keys in order.
+        sharded: dict[Key, list[Tensor]] = {}
+        for parameter in unique:
+            if id(parameter) not in elsewhere:
+                grads = sharded.setdefault(self.groups_of(parameter), [])
+                grads += [] if parameter.grad is None else [local_grad(parameter)]
+        powers = []
+        for groups, grads in sharded.items():
+            powers.append(_power(grads, norm_type, device))
+            _combine(powers[-1], norm_type, groups)
+        total = _merged(torch.stack(powers), norm_type) if powers else torch.zeros((), device=device)
+        _combine(total, norm_type, self.over)
+        return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
     def norms(self, values: Sequence[Tensor], parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm of each full value, of shape `(len(values),)`; `values` are local parts, sharded like `parameters`.
@@ -56,19 +74,14 @@ class Spread:
         norms = torch.stack(torch._foreach_norm(held, norm_type, dtype=wide))
         places: dict[Key, list[int]] = {}
         for place, parameter in enumerate(parameters):
-            places.setdefault(spread_over(parameter, self.parts), []).append(place)
+            places.setdefault(self.groups_of(parameter), []).append(place)
+        is_largest = math.isinf(norm_type)
         for groups, mine in places.items():
             if groups:
-                norms[mine] = _combined(norms[mine], norm_type, groups)
+                powers = norms[mine] if is_largest else norms[mine] ** norm_type
+                _combine(powers, norm_type, groups)
+                norms[mine] = powers if is_largest else powers ** (1.0 / norm_type)
         return norms
-
-
-def _combined(norms: Tensor, norm_type: float, groups: Key) -> Tensor:
-    is_largest = math.isinf(norm_type)
-    powers = norms if is_largest else norms**norm_type
-    for group in groups:
-        dist.all_reduce(powers, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group)
-    return powers if is_largest else powers ** (1.0 / norm_type)
 
 
 Key = tuple[dist.ProcessGroup, ...]
@@ -113,7 +126,11 @@ def clip_grad_norm(
     Raises:
         ArgumentError: an argument is invalid.
     """
-    _check_model(model)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"clip_grad_norm was given a {type(model).__name__}, which is no torch.nn.Module; give the model itself "
+            "(result.model), whose gradients may be spread over processes"
+        )
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
     _check_positive("max_norm", max_norm, "a number above 0; leave the call out to clip nothing")
     _check_positive("norm_type", norm_type, "a number above 0, such as 2.0, or infinity")
@@ -124,21 +141,8 @@ def clip_grad_norm(
     stages: Key = ()
     if binding is not None and binding.mesh is not None and binding.mesh.size("pipeline") > 1:
         stages = (binding.mesh.group("pipeline"),)
-    parts = parts_of(model, binding)
-    elsewhere: Collection[Tensor] = getattr(model, "counted_elsewhere", ())
-    return clip_grads(model.parameters(), max_norm * scale, norm_type, stages, parts, elsewhere) / scale
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, nn.Module):
-        return
-    if hasattr(model, "model"):  # what auto_accelerate returned
-        hint = "result.model"
-    elif isinstance(model, type):
-        hint = f"an instance of {model.__name__}"
-    else:
-        hint = "the model itself, whose gradients may be spread over processes"
-    raise ArgumentError(f"clip_grad_norm was given a {type(model).__name__}, which is no torch.nn.Module; give {hint}")
+    spread = Spread(stages, parts_of(model, binding), getattr(model, "counted_elsewhere", ()))
+    return clip_grads(model.parameters(), max_norm * scale, norm_type, spread) / scale
 
 
 def _check_positive(name: str, given: Any, what: str) -> None:
@@ -169,63 +173,16 @@ def clip_grads(
     parameters: Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
-    over: Sequence[dist.ProcessGroup] = (),
-    parts: Mapping[Tensor, Key] = MappingProxyType({}),
-    counted_elsewhere: Collection[Tensor] = (),
+    spread: Spread | None = None,
 ) -> Tensor:
-    """Clip the gradients of `parameters`, as `clip_grad_norm` does.
-
-    over: groups whose ranks have different parameters, such as the stages of a pipeline.
-    parts: for plain tensors that are parts of one parameter, the groups whose ranks have the other parts.
-    counted_elsewhere: parameters that another rank of `over` has too, and counts; they are only scaled.
-    """
+    """Clip the gradients of `parameters`, as `clip_grad_norm` does."""
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
-    norm = norm_of_grads(unique, norm_type, over, parts, counted_elsewhere)
+    norm = (spread or Spread()).norm_of_grads(unique, norm_type)
     # No branch on the value, since reading it would wait for the device.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for same in _by_device(local_grad(parameter) for parameter in unique if parameter.grad is not None):
         torch._foreach_mul_(same, factor.to(same[0].device))  # a copy to the host waits for the device
     return norm
-
-
-@torch.no_grad()
-def norm_of_grads(
-    parameters: Iterable[Tensor],
-    norm_type: float = 2.0,
-    over: Sequence[dist.ProcessGroup] = (),
-    parts: Mapping[Tensor, Key] = MappingProxyType({}),
-    counted_elsewhere: Collection[Tensor] = (),
-) -> Tensor:
-    """The norm that `clip_grads` clips by, in fp32."""
-    unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
-    device = _norm_device(unique)
-    elsewhere = set(map(id, counted_elsewhere))
-    powers = []
-    sharded = _by_sharding([parameter for parameter in unique if id(parameter) not in elsewhere], parts)
-    for groups, grads in sharded.items():
-        power = _power(grads, norm_type, device)
-        for group in groups:
-            _combine(power, norm_type, group)
-        powers.append(power)
-    total = _merged(torch.stack(powers), norm_type) if powers else torch.zeros((), device=device)
-    for group in over:
-        _combine(total, norm_type, group)
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
-
-
-def spread_over(parameter: Tensor, parts: Mapping[Tensor, Key] = MappingProxyType({})) -> Key:
-    """The groups whose ranks have the other parts of a parameter; `parts` as for `clip_grads`."""
-    return (*parts.get(parameter, ()), *_shards(parameter))
-
-
-def _by_sharding(parameters: Iterable[Tensor], parts: Mapping[Tensor, Key]) -> dict[Key, list[Tensor]]:
-    """Local gradients by their sharding. Keys come from the parameters, so all ranks have the same keys in order."""
-    sharded: dict[Key, list[Tensor]] = {}
-    for parameter in parameters:
-        grads = sharded.setdefault(spread_over(parameter, parts), [])
-        if parameter.grad is not None:
-            grads.append(local_grad(parameter))
-    return sharded
 
 
 def _shards(parameter: Any) -> Key:
@@ -272,8 +229,9 @@ def _merged(powers: Tensor, norm_type: float) -> Tensor:
     return powers.max() if math.isinf(norm_type) else powers.sum()
 
 
-def _combine(power: Tensor, norm_type: float, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(power, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+def _combine(power: Tensor, norm_type: float, groups: Iterable[dist.ProcessGroup]) -> None:
+    for group in groups:
+        dist.all_reduce(power, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
 
 
 def _by_device(grads: Iterable[Tensor]) -> list[list[Tensor]]:

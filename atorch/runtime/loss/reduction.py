@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atorch.distributed.collectives import host_comm_device, world_group
+from atorch.distributed.collectives import all_reduce_max, host_comm_device, world_group
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 
@@ -68,7 +68,7 @@ class LossWeight:
         is_one, is_open = len(parts) == 1, not self.is_checked or len(self.candidates(parts[0])) > 1
         tables = [[1.0]] if is_one else self._tables(parts, rows)
         if is_open:
-            are_several, differ = self._anywhere([not is_one, _differ(tables)])
+            are_several, differ = any_processes([not is_one, _differ(tables)], self._group)
             if are_several and (differ or not self.is_checked):
                 self.check(parts, rows, pair_losses)
                 tables = tables if is_one else self._tables(parts, rows)
@@ -127,8 +127,8 @@ class LossWeight:
         best = min(errors)
         # Nothing is learnt from two parts without labels, or from a model that has diverged.
         tells = not is_one and math.isfinite(losses[2])
-        fails, any_tells, *drops = self._anywhere(
-            [tells and best > tolerance, tells] + [tells and error > best + tolerance for error in errors]
+        fails, any_tells, *drops = any_processes(
+            [tells and best > tolerance, tells, *(tells and error > best + tolerance for error in errors)], self._group
         )
         if fails or all(drops):
             raise StrategyError(
@@ -136,7 +136,8 @@ class LossWeight:
                 f"process two of them have {losses[0]:.7g} and {losses[1]:.7g}, the two as one {losses[2]:.7g}. Name "
                 "the rule with loss_weight; where the loss compares samples with one another, leave micro_batch out"
             )
-        for rule, error in zip(rules, self._added_up([min(e, 1.0) if tells else 0.0 for e in errors]), strict=True):
+        added = sums([min(error, 1.0) if tells else 0.0 for error in errors], self._group)
+        for rule, error in zip(rules, added, strict=True):
             self._errors[rule] = self._errors.get(rule, 0.0) + error
         kept = [rule for rule, drop in zip(rules, drops, strict=True) if not drop]
         # Rules whose errors differ by rounding only stay in the order of likelihood.
@@ -152,25 +153,10 @@ class LossWeight:
         counts = _counts(rules, parts, rows)
         return [_normalised(rule, counted) for rule, counted in zip(rules, counts, strict=True)]
 
-    def _anywhere(self, flags: Sequence[bool]) -> list[bool]:
-        return any_processes(flags, self._group)
-
-    def _added_up(self, values: Sequence[float]) -> list[float]:
-        return sums(values, self._group)
-
-
-def any_process(flag: bool) -> bool:
-    """True if `flag` holds on any process of the job."""
-    return any_processes([flag])[0]
-
 
 def any_processes(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[bool]:
     """Logical or of each of `flags` over the processes of the group, or of the job."""
-    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
-        return list(flags)
-    reduced = torch.tensor(flags, dtype=torch.int32, device=host_comm_device())
-    dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group or world_group())
-    return [bool(flag) for flag in reduced.tolist()]
+    return [bool(flag) for flag in all_reduce_max([int(flag) for flag in flags], group)]
 
 
 def sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.batch_split import merge, num_rows, take
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.loss_value import value_of
-from atorch.runtime.loss.reduction import LossWeight, Rule, any_process
+from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes
 from atorch.runtime.loss.reduction_probe import Look, kind_of, losses_of
 from atorch.runtime.loss.rescaling import RankWeight, by_kind, without_gradient
 from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss, gradients_apart
@@ -64,8 +64,9 @@ class MicroBatched:
             if isinstance(number, int) and number < 1:
                 raise ArgumentError(f"{name} of micro-batches is {number}; it is at least 1")
         self._loss_func, self._size, self._count = loss_func, size if count is None else None, count
-        self._make = lambda: _Weights.of(LossWeight(loss_weight, tolerance), over_ranks)
-        self._weights_of: dict[Any, _Weights] = {}  # by kind of call: a divisor in it turns a mean into a sum
+        self._make = lambda: (rule := LossWeight(loss_weight, tolerance), over_ranks(rule))
+        # Weights of micro-batches and of ranks, by kind of call: a divisor in it turns a mean into a sum.
+        self._weights_of: dict[Any, tuple[LossWeight, RankWeight | None]] = {}
         self._switch = _Switch()
         self._reduction = Reduction(model, each=reduce == "each")
         self._parameters = list(model.parameters())  # listed now, as FSDP2 shows others while unsharded
@@ -182,21 +183,10 @@ class MicroBatched:
         self._reduction.reshard()  # parameters gathered without communication are not valid
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()  # leaves room for NCCL's buffers in the first real pass
-        return not any_process(not fits)
+        return not any_processes([not fits])[0]
 
     def _alone(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._reduction.keeps_gathered else local_collectives()
-
-
-class _Weights(NamedTuple):
-    """Weights of micro-batches, and of ranks, for one kind of call."""
-
-    rule: LossWeight
-    ranks: RankWeight | None
-
-    @classmethod
-    def of(cls, rule: LossWeight, over_ranks: Callable[[LossWeight], RankWeight | None]) -> _Weights:
-        return cls(rule, over_ranks(rule))
 
 
 class _Switch:

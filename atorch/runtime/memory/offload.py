@@ -11,19 +11,47 @@ is the CPU. On a CPU the copies are separate memory, too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atorch.distributed.world import local_world_size
 from atorch.errors import ArgumentError
+from atorch.logs import say_once
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.memory.host_threads import host_threads, tell_threads
 from atorch.runtime.optimizer.fused_step import fuse
+from atorch.runtime.optimizer.parameter_groups import as_groups, materialized, tensor_of
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
+
+
+@contextmanager
+def host_threads(device: torch.device) -> Iterator[None]:
+    """Inside, the host uses this process's share of the cores for `device`, if torch has only one thread.
+
+    torchrun sets OMP_NUM_THREADS to 1 unless it is set already. Steps of a CPU device keep their number of threads.
+    """
+    before = torch.get_num_threads()
+    if device.type == "cpu" or before > 1:
+        yield
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // local_world_size())
+    if threads > 1:
+        say_once(
+            f"the host steps with {threads} threads, its share of the cores; OMP_NUM_THREADS=1, as torchrun sets it, "
+            "would leave one, and any other number is kept"
+        )
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def within(share: float, sizes: Sequence[int], taken: int = 0) -> list[bool]:
@@ -59,16 +87,15 @@ class HostOptimizer(ShadowOptimizer):
         away: Collection[Tensor] = (),
         values: MutableMapping[Tensor, Tensor] | None = None,
     ) -> None:
-        listed = [materialized(entry) for entry in groups]
+        given = materialized(groups)
         self.share, self._away = share, away
-        self._chosen = set(_choose(_parameters(listed), share, away))
+        self._chosen = set(_choose(given, share, away))
         self._values: MutableMapping[Tensor, Tensor] = {} if values is None else values
-        super().__init__(make_inner, listed)
+        super().__init__(make_inner, given)
         self._device = next((local(parameter).device for parameter in self.stand_ins), torch.device("cpu"))
         if self._device.type != "cpu":
             with self._stand_ins_shown():
                 fuse(self.inner)  # a CPU's default steps one parameter after another, in six times the time
-        tell_threads(self._device)
 
     def step(self, closure: Any = None) -> Any:
         """Copy gradients to the host, step there, and copy parameters back.
@@ -98,8 +125,8 @@ class HostOptimizer(ShadowOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, and step the same share of its parameters on the host."""
         if not any(param_group is known for known in self.inner.param_groups):
-            param_group = materialized(param_group)
-            self._chosen.update(_choose(_parameters([param_group]), self.share, self._away))
+            (param_group,) = materialized([param_group])
+            self._chosen.update(_choose([param_group], self.share, self._away))
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -136,7 +163,7 @@ class HostOptimizer(ShadowOptimizer):
 
 def host_bytes(groups: Sequence[Any], share: float, away: Collection[Tensor], state_bytes: float) -> float:
     """Bytes of host memory that a HostOptimizer of these groups takes, including gradients in a step."""
-    chosen = _choose(_parameters(groups), share, away)
+    chosen = _choose(groups, share, away)
     masters = {2: 4}  # bytes of an fp32 master, for 16-bit parameters
     return sum(local(p).numel() * (2 * p.itemsize + masters.get(p.itemsize, 0) + state_bytes) for p in chosen)
 
@@ -157,24 +184,8 @@ def on_host(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from (value for value in layers[-1].state.get(tensor, {}).values() if isinstance(value, Tensor))
 
 
-def materialized(entry: Any) -> Any:
-    """A group with its parameters in a list, to iterate more than once; other entries as they are."""
-    if not isinstance(entry, dict):
-        return entry
-    params = entry["params"]
-    return {**entry, "params": [params] if isinstance(params, Tensor) else list(params)}
-
-
-def _parameters(groups: Iterable[Any]) -> Iterator[Tensor]:
-    for entry in groups:
-        if isinstance(entry, dict):
-            yield from _parameters(entry["params"])
-        else:
-            yield entry[1] if isinstance(entry, tuple) else entry
-
-
-def _choose(parameters: Iterable[Tensor], share: float, away: Collection[Tensor]) -> Iterator[Tensor]:
-    absent = set(away)
+def _choose(groups: Iterable[Any], share: float, away: Collection[Tensor]) -> Iterator[Tensor]:
+    absent, parameters = set(away), [tensor_of(entry) for group in as_groups(groups) for entry in group["params"]]
     trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     eligible = [parameter for parameter in trained if parameter not in absent]
     sizes = [local(parameter).numel() for parameter in eligible]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field, is_dataclass
@@ -34,6 +34,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from atorch.errors import ArgumentError, shown
+from atorch.logs import logger
 from atorch.runtime.memory.forward_state import COUNTER, ForwardState
 from atorch.runtime.memory.selective_recompute import selective_contexts
 from atorch.runtime.precision.amp import casting_anew
@@ -44,8 +45,6 @@ _Kwargs = dict[str, Any]
 
 # (whether this thread's checkpointed forward is a recompute, the increment of forward counters per call).
 _pass: ContextVar[tuple[bool, int]] = ContextVar("atorch_recompute_pass", default=(False, 0))
-
-
 _disabled: ContextVar[bool] = ContextVar("atorch_checkpointing_disabled", default=False)
 
 
@@ -109,7 +108,6 @@ def checkpoint_wrapper(
     """
     options = _Options(offload_to_cpu, maintain_forward_counter, reentrant, selective)
     _check_module(module)
-    _check_switches("checkpoint_wrapper", **options._asdict())
     forward = vars(module).get("forward")
     if isinstance(forward, _CheckpointedForward):
         raise ArgumentError(
@@ -138,15 +136,9 @@ def checkpoint_sequential(
 
     The last segment is not checkpointed, since backward starts there and would recompute it at once. `functions` is an
     `nn.Sequential`, or any callables of one argument. `offload_to_cpu` and `reentrant` are those of
-    `checkpoint_wrapper`. Raises ArgumentError for other sequences, and unless 1 ≤ segments ≤ number of functions.
+    `checkpoint_wrapper`. Raises ArgumentError unless 1 ≤ segments ≤ number of functions.
     """
-    steps = _steps(functions)
-    _check_switches("checkpoint_sequential", offload_to_cpu=offload_to_cpu, reentrant=reentrant)
-    if not isinstance(segments, int) or isinstance(segments, bool):
-        raise ArgumentError(
-            f"checkpoint_sequential was given {shown(segments)} as segments; it is a whole number, as in "
-            f"checkpoint_sequential(model, {len(steps)}, input)"
-        )
+    steps = list(functions)
     if not 1 <= segments <= len(steps):
         raise ArgumentError(
             f"checkpoint_sequential was asked for {segments} segments of {len(steps)} functions. "
@@ -182,30 +174,6 @@ def _check_module(module: object) -> None:
             f"checkpoint_wrapper was given a {type(module).__name__}, which has no forward that could run again; call "
             "it for each of the modules inside: for block in blocks: checkpoint_wrapper(block)"
         )
-
-
-def _check_switches(door: str, **switches: object) -> None:
-    for name, given in switches.items():
-        if not isinstance(given, int):  # True, False, 1 and 0
-            raise ArgumentError(f"{door} was given {shown(given)} as {name}; it is True or False")
-
-
-def _steps(functions: object) -> list[_Function]:
-    """The callables of a sequence; raises ArgumentError for anything else."""
-    if not isinstance(functions, Iterable) or isinstance(functions, (Tensor, Mapping, nn.ModuleDict, str)):
-        what = f"the module {type(functions).__name__}" if isinstance(functions, nn.Module) else shown(functions)
-        raise ArgumentError(
-            f"checkpoint_sequential was given {what}, which is no sequence; give an nn.Sequential or a list of "
-            "callables of one argument. checkpoint_wrapper(module) checkpoints any one module"
-        )
-    steps = list(functions)
-    for step in steps:
-        if not callable(step) or isinstance(step, type):
-            raise ArgumentError(
-                f"checkpoint_sequential was given {shown(step)} in its sequence; each is called with the output of "
-                "the one before: give modules, or functions of one argument"
-            )
-    return steps
 
 
 def chained(functions: Iterable[Callable[..., Any]], value: Any) -> Any:
@@ -371,3 +339,16 @@ def _from_host(packed: tuple[Tensor, torch.device, int]) -> Tensor:
     if kept._version != version:
         raise RuntimeError("An input was changed in place after the checkpointed forward that needs it. Change a copy.")
     return kept.to(device, non_blocking=True)
+
+
+def turn_off_caches(model: nn.Module) -> None:
+    """Stop forward from filling a key/value cache (`config.use_cache` of transformers' models).
+
+    A recompute would append to it a second time, and a pipeline stage has only its own blocks' part of it.
+    Generation has a separate setting, which stays.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+            logger.info("%s.use_cache is turned off", type(config).__name__)

@@ -18,9 +18,27 @@ def is_group(entry: object) -> bool:
 
 
 def in_group(group: Any) -> list[Any]:
-    entries = group["params"] if is_group(group) else [group]
-    entries = [entries] if isinstance(entries, torch.Tensor) else entries
-    return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
+    return [tensor_of(entry) for entry in entries_of(group["params"] if is_group(group) else [group])]
+
+
+def materialized(groups: Iterable[Any]) -> list[Any]:
+    """Parameters, named parameters, or groups of either, in lists, to iterate more than once."""
+    return [{**part, "params": entries_of(part["params"])} if isinstance(part, dict) else part for part in groups]
+
+
+def as_groups(groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """As `materialized`, with bare entries in one group."""
+    given = materialized(groups)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]
+
+
+def entries_of(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def tensor_of(entry: Any) -> Any:
+    """The parameter of an entry, which may be `(name, parameter)`."""
+    return entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
 
 
 def need_own(parameter: torch.Tensor, own: set[int], given: str, model: str) -> None:
@@ -39,14 +57,6 @@ def need_own(parameter: torch.Tensor, own: set[int], given: str, model: str) -> 
             f"{given} a parameter of shape {tuple(parameter.shape)} that the model does not have (any more: a strategy "
             f"may replace parameters); take them from {model}, and make what else is to be trained a submodule of it"
         )
-
-
-class TakesParameters:
-    """Base of models that can reduce parameters that are added after acceleration."""
-
-    def take_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Reduce these parameters, too. All processes must call it together."""
-        raise NotImplementedError
 
 
 def keep_to(model: nn.Module, optimizer: Optimizer) -> None:
@@ -71,15 +81,15 @@ def keep_to(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _take(model: nn.Module, new: Sequence[torch.Tensor]) -> None:
-    own = set(map(id, model.parameters()))
+    own, take = set(map(id, model.parameters())), getattr(model, "take_parameters", None)
     for parameter in new:
         need_own(parameter, own, "optim.add_param_group was given", "result.model")
-        if not isinstance(model, TakesParameters):
+        if take is None:
             raise ArgumentError(
                 f"optim.add_param_group was given a parameter of shape {tuple(parameter.shape)} that the model did not "
                 "have when it was accelerated, and that nothing reduces over processes: it was made later, or is the "
                 "gathered one that a sharded model shows between forward and backward. Make it before, frozen, and "
                 "unfreeze it; or use ddp"
             )
-    if isinstance(model, TakesParameters):
-        model.take_parameters(new)
+    if take is not None:
+        take(new)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from atorch.errors import ArgumentError
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.data_parallel.flat_shards import origin
+from atorch.runtime.optimizer.parameter_groups import entries_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
 
 
@@ -124,9 +125,7 @@ def _converted(groups: list[Any], stand_in_of: Callable[[torch.Tensor], torch.Te
 
     def convert(entry: Any) -> Any:
         if isinstance(entry, dict):
-            params = entry["params"]
-            listed = [params] if isinstance(params, torch.Tensor) else list(params)
-            return {**entry, "params": [convert(param) for param in listed]}
+            return {**entry, "params": [convert(param) for param in entries_of(entry["params"])]}
         if isinstance(entry, tuple):
             name, parameter = entry
             return name, stand_in_of(parameter)

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop, SparseAdam
 
 from atorch.logs import logger
 from atorch.model.elementwise_optimizers import ELEMENTWISE, is_elementwise
 from atorch.model.user_functions import MakeOptimizer
+from atorch.runtime.optimizer.parameter_groups import as_groups, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 ShardKind = Literal["apart", "rows", "columns", "flat", "sharded"]
@@ -81,13 +82,10 @@ def _origin(kind: type[Any]) -> type[Any]:
 
 def small(groups: Iterable[Any]) -> list[dict[str, Any]]:
     """Groups with the settings of `groups` and small parameters like theirs, one for each number of dimensions."""
-    listed = list(groups)
-    parts = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     small_groups = []
-    for part in parts:
-        entries = [part["params"]] if isinstance(part["params"], Tensor) else list(part["params"])
+    for part in as_groups(groups):
         kinds: dict[Any, Any] = {}
-        for entry in entries:
+        for entry in part["params"]:
             tensor = tensor_of(entry)
             if tensor.requires_grad and tensor.is_floating_point():
                 kinds.setdefault(tensor.dim(), entry)
@@ -126,8 +124,3 @@ def needs_closure(optimizer: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def tensor_of(entry: Any) -> Tensor:
-    tensor: Tensor = entry[1] if isinstance(entry, tuple) else entry
-    return tensor

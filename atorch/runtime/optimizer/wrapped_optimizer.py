@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from atorch.errors import ArgumentError, shown
+from atorch.errors import ArgumentError
 
 
 class WrappedOptimizer(Optimizer):
@@ -98,15 +98,7 @@ class WrappedOptimizer(Optimizer):
         self.inner.load_state_dict(state_dict)
         self._share()
 
-    def _check(self, closure: Any) -> None:
-        if closure is not None and not callable(closure):
-            raise ArgumentError(
-                f"{type(self).__name__}.step was given {shown(closure)}; it takes nothing, or a function that computes "
-                "the loss and its gradients and returns the loss"
-            )
-
     def _refuse(self, closure: Any) -> None:
-        self._check(closure)
         if closure is not None:
             raise ArgumentError(
                 f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "
@@ -114,38 +106,30 @@ class WrappedOptimizer(Optimizer):
             )
 
 
-class _StatesOfCopies(MutableMapping[torch.Tensor, Any]):
+class _StatesOfCopies(UserDict[torch.Tensor, Any]):
     """States by the tensors that the inner optimizer steps on; the model's parameters are refused as keys."""
 
-    def __init__(self, states: MutableMapping[torch.Tensor, Any], copied: Collection[torch.Tensor]) -> None:
-        self._states, self._copied = states, copied
+    def __init__(self, states: defaultdict[torch.Tensor, Any], copied: Collection[torch.Tensor]) -> None:
+        self.data, self._copied = states, copied
 
-    def __contains__(self, key: object) -> bool:
-        return self._known(key) in self._states
+    def __contains__(self, key: Any) -> bool:
+        self._refuse(key)
+        return key in self.data
 
     def __getitem__(self, key: torch.Tensor) -> Any:
-        return self._states[self._known(key)]
+        self._refuse(key)
+        return self.data[key]
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        self._states[self._known(key)] = value
+        self._refuse(key)
+        self.data[key] = value
 
-    def __delitem__(self, key: torch.Tensor) -> None:
-        del self._states[self._known(key)]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._states)
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def _known(self, key: Any) -> torch.Tensor:
+    def _refuse(self, key: torch.Tensor) -> None:
         if key in self._copied:
             raise ArgumentError(
                 f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
                 "(half, offload, chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
             )
-        tensor: torch.Tensor = key
-        return tensor
 
 
 class _Unreadable(torch.Tensor):

@@ -111,7 +111,7 @@ class Pipeline(Wrapper):
 
     @property
     def counted_elsewhere(self) -> Collection[Tensor]:
-        """Parameters that another process also has and counts in norms: see `clip.clip_grads`."""
+        """Parameters that another process also has and counts in norms: see `clip.Spread`."""
         return self.ties.counted_elsewhere
 
 

@@ -34,8 +34,8 @@ from torch.nn import functional as F
 
 from atorch.errors import CapabilityError, StrategyError, near_miss
 from atorch.logs import logger
-from atorch.model.method_override import override
-from atorch.model.module_swap import KeptModule, SwapReport, swap_modules, why_unswappable
+from atorch.model.method_override import override, override_forward
+from atorch.model.module_swap import KeptModule, SwapReport, swap_candidates
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,28 +120,22 @@ def convert_linears(
     _check_names(model, exclude, "exclude")
     emulated = chosen == "torchao" and (device.type != "cuda" if emulate is None else emulate)
     make = _te_linear() if chosen == "te" else _torchao_linear(recipe, emulated)
-    kept: list[KeptModule] = []
     shared = _in_several_places(model) if chosen == "te" and recipe.reduce_amax else frozenset()
     adapters = _inside_adapters(model)
 
-    def choose(name: str, module: nn.Module) -> nn.Module | None:
-        if type(module) is not nn.Linear or not name:
-            return None
-        reason = (
+    def build(name: str, module: Any) -> nn.Module | str:
+        return (
             _why_not(name, module, include, exclude)
-            or why_unswappable(module)
             or ("it is inside a peft adapter, with which fp8 is not supported" if name in adapters else None)
             or ("it stands in several places, for which te shares no scales" if module in shared else None)
+            or make(module)
         )
-        if reason is None:
-            return make(module)
-        kept.append(KeptModule(name, reason))
-        return None
 
-    swaps = swap_modules(model, choose)
-    if chosen == "te" and swaps:
-        _run_inside(model, _te_region(recipe, group))
-    return Fp8Report(chosen, emulated, SwapReport(tuple(swaps), tuple(kept)))
+    layers = swap_candidates(model, lambda module: type(module) is nn.Linear, build)
+    if chosen == "te" and layers.swapped:
+        # One region around the model, not one per layer: te updates all scales when the outermost region ends.
+        override_forward(model, _inside, _te_region(recipe, group))
+    return Fp8Report(chosen, emulated, layers)
 
 
 def choose_backend(
@@ -357,21 +351,9 @@ def _te_region(recipe: Fp8Recipe, group: ProcessGroup | None) -> Callable[[], Ab
     return lambda: te.fp8_autocast(enabled=True, fp8_recipe=scaling, fp8_group=group)
 
 
-def _run_inside(model: nn.Module, make_region: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Let every forward of `model` run inside a region, which is left even if the forward raises.
+def _inside(forward: Callable[..., Any], make_region: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with make_region():
+            return forward(self, *args, **kwargs)
 
-    There is one region around the model, not one per layer: te updates all scales when the outermost region ends.
-    """
-    entered: list[AbstractContextManager[Any]] = []
-
-    def enter(module: nn.Module, args: Sequence[Any]) -> None:
-        region = make_region()
-        region.__enter__()
-        entered.append(region)
-
-    def leave(module: nn.Module, args: Sequence[Any], output: Any) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
+    return run

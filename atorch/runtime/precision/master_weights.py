@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
-from atorch.runtime.optimizer.wrapped_optimizer import local
+from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient, local
 
 MASTER = "master"  # the masters' key in the saved state of a parameter
 
@@ -125,7 +125,7 @@ class MasterWeights(ShadowOptimizer):
                 scaled.append(master)
         factor = 1.0 / self._loss_scale()
         if factor != 1.0 and scaled:
-            torch._foreach_mul_([_dense_gradient(parameter) for parameter in scaled], factor)
+            torch._foreach_mul_([grad for master in scaled if (grad := dense_gradient(master)) is not None], factor)
         with self._stand_ins_shown():
             result = self.inner.step()
         for master in masters:
@@ -200,10 +200,3 @@ class MasterWeights(ShadowOptimizer):
 
 def _is_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    if parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.coalesce()
-    return local(parameter.grad)

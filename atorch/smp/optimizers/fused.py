@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from atorch.errors import ArgumentError, shown
 from atorch.logs import say_once
 from atorch.model.pytree import local_part
-from atorch.runtime.gradients.clip import Spread, local_grad, spread_over
+from atorch.runtime.gradients.clip import Spread, local_grad
 
 Betas = tuple[float, float]
 Tensors = list[Tensor]
@@ -148,7 +148,7 @@ class Fused(Optimizer):
         if dtype not in (torch.float32, torch.float16):
             say_once(f"smp.optimizers.{name} steps {dtype} parameters by torch's operations; apex's kernel has none")
             return None
-        if any(spread_over(parameter, self.spread.parts) for parameter in bucket.whose):
+        if any(self.spread.groups_of(parameter) for parameter in bucket.whose):
             say_once(f"smp.optimizers.{name} steps by torch's operations where processes share parameters")
             return None
         kernels = _kernels()

@@ -23,7 +23,7 @@ from atorch.logs import logger, speaking
 from atorch.model.pytree import map_tensors
 from atorch.model.state import preserved_state
 from atorch.runtime.data_parallel.buckets import broadcast
-from atorch.runtime.memory.kv_cache import turn_off_caches
+from atorch.runtime.memory.recompute import turn_off_caches
 from atorch.runtime.pipeline.capture.stage_dataflow import Reads, Route, route_of
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.shared_parameters import Ties

@@ -160,8 +160,7 @@ NET = nn.Linear(2, 2)
         ((NET, torch.optim.SGD(NET.parameters(), 0.1)), "given SGD .* as max_norm"),
         ((NET, 1.0, torch.optim.SGD(NET.parameters(), 0.1)), "given SGD .* as norm_type"),
         ((NET.parameters(), 1.0), "a generator, .* give the model itself"),
-        ((nn.Linear, 1.0), "an instance of Linear"),
-        ((mock.Mock(model=NET), 1.0), "give result.model"),
+        ((mock.Mock(model=NET), 1.0), "result.model"),
     ],
 )
 def test_what_does_not_hold_is_refused(given: Any, message: str) -> None:

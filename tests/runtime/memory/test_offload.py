@@ -1,6 +1,8 @@
 """An optimizer on the host: plain training bit for bit, whole parameters by share, to users one of the model."""
 
 import copy
+import logging
+import os
 from collections import defaultdict
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.memory.offload import HostOptimizer, on_host, within
+from atorch.runtime.memory.offload import HostOptimizer, host_threads, on_host, within
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
 from atorch.runtime.precision.master_weights import MasterWeights, to_half, with_master_weights
 
@@ -239,3 +241,33 @@ def test_a_closure_is_refused():
     optim = HostOptimizer(MAKERS["sgd"], make_net().parameters())
     with pytest.raises(ArgumentError, match="leave out offload's optimizer"):
         optim.step(lambda: 0.0)
+
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "processes", "before", "inside"),
+    [(CUDA, 64, 8, 1, 8), (CUDA, 4, 8, 1, 1), (CUDA, 64, 8, 3, 3), (CPU, 64, 8, 1, 1)],
+)
+def test_a_share_of_the_cores_while_the_host_steps(
+    device: torch.device,
+    cores: int,
+    processes: int,
+    before: int,
+    inside: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    had, seen = torch.get_num_threads(), []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    torch.set_num_threads(before)
+    try:
+        with caplog.at_level(logging.INFO, "atorch"), host_threads(device):
+            seen.append(torch.get_num_threads())
+        seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(had)
+    assert seen == [inside, before]
+    assert ("the host steps with 8 threads" in caplog.text) == (inside > before)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.optimizer.parameter_groups import TakesParameters, keep_to
+from atorch.runtime.optimizer.parameter_groups import keep_to
 
 
-class Taking(TakesParameters, nn.Sequential):
+class Taking(nn.Sequential):
     def take_parameters(self, parameters):
         self.taken = list(parameters)
 

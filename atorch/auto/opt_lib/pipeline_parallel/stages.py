@@ -25,7 +25,7 @@ from atorch.model.copy import copy_structure
 from atorch.model.structure import repeated_blocks, units
 from atorch.runtime.data.batch_split import num_rows, take
 from atorch.runtime.loss.reduction import Rule, tolerance_of
-from atorch.runtime.memory.kv_cache import turn_off_caches
+from atorch.runtime.memory.recompute import turn_off_caches
 from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
 from atorch.runtime.pipeline.capture.stage_dataflow import Route, route_of
 from atorch.runtime.pipeline.engine import Engine

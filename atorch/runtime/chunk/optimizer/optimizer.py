@@ -38,7 +38,7 @@ from atorch.runtime.chunk.optimizer.optimizer_slices import (
     whole,
 )
 from atorch.runtime.chunk.optimizer.states import SHARE, FlatStates, divided, joined, merged, restore_master
-from atorch.runtime.memory.host_threads import host_threads, tell_threads
+from atorch.runtime.memory.offload import host_threads
 from atorch.runtime.optimizer.fused_step import fuse
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer
 from atorch.runtime.optimizer.split_support import needs_closure
@@ -91,7 +91,6 @@ class ChunkOptimizer(ShadowOptimizer):
             with self._stand_ins_shown():
                 fuse(self.inner)  # also for callers outside auto_accelerate
         self._cut_groups(range(len(self._shown)))
-        tell_threads(chunks.device)
         self._early = None if early is None else EarlySteps(early, chunks.chunks, self.inner, self._step_early)
 
     @torch.no_grad()
@@ -299,7 +298,6 @@ class ChunkOptimizer(ShadowOptimizer):
                 self._states.settle(pieces, self.inner.state)
 
     def _called(self, closure: Any) -> Any:
-        self._check(closure)
         if closure is None:
             return None
         if self._at_once or needs_closure(self.inner):
