@@ -100,7 +100,8 @@ def test_every_method_has_a_setting() -> None:
 
 def updates_off(pool: Pool, *names: str) -> float:
     """The distance of these methods' updates from plain training's, on the rank where it is largest."""
-    found = pool.run(deviation, strategy_of(*names), attention_of(*names), ranks=ranks_of(*names))
+    strategy, attention = strategy_of(*names), attention_of(*names)
+    found = pool.run(deviation, strategy, attention, ranks=ranks_of(*names), timeout=400)  # four compile on few cores
     return max(update_error for update_error, _ in found)
 
 
