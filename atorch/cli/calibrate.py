@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atorch.auto.sources.source import NEEDED, OPTIONAL, JobSource, source_of
-from atorch.cli.files import check_targets
 from atorch.errors import ArgumentError, near_miss, shown
+from atorch.files.access import check_target
 from atorch.files.strict_json import Format, read_json
 from atorch.units import format_bytes, format_count, format_seconds
 
@@ -77,7 +77,7 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 
     if named is None:
         raise ArgumentError("--runs needs the cluster that they ran on; give --cluster, such as 8xH100-80GB")
-    check_targets(output)
+    check_target(output)
     spec = cluster_of(named)
     with telling("reading the runs"):
         runs = read_runs(path, spec)
@@ -120,7 +120,7 @@ def _measure(output: Path, quick: bool) -> None:
     from atorch.profiler.calibrate import calibrate as measured
 
     world = worlds.init()
-    all_or_none(lambda: check_targets(output) if world.rank == 0 else None)
+    all_or_none(lambda: check_target(output) if world.rank == 0 else None)
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     if world.rank == 0:
         typer.echo(f"measuring with {world.size} process{'es' * (world.size > 1)} for about {budget_s:.0f} s", err=True)

@@ -150,8 +150,7 @@ class Plan:
         """
         from atorch.report.html import plan_page
 
-        page = plan_page(self.to_json_data(), title)
-        write(path, page.encode(errors="replace"), FileKind("page", ArgumentError))
+        write(path, plan_page(self.to_json_data(), title), FileKind("page", ArgumentError))
 
     def to_json_data(self) -> dict[str, Any]:
         return {**json_data(self), "load_strategy": _load_strategy(self.strategy), "numbers": self.numbers}

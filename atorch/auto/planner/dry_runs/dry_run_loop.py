@@ -21,14 +21,16 @@ from atorch.auto.planner.dry_runs.paired_benchmark import (
     num_turns,
     seconds_needed,
 )
-from atorch.auto.planner.dry_runs.step_timing import CompositionRunner, Failure, OnTrial, failure_of, measure
+from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, failure_of, measure
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate, tokens_of
 from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
+from atorch.auto.planner.dry_runs.trial import Trial
 from atorch.auto.planner.dry_runs.trial_order import simplest
 from atorch.auto.planner.estimate.score import usable_bytes
 from atorch.auto.planner.plan import Measurement, Rejected, Scored, Why
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
+from atorch.report.progress import Progress
 from atorch.units import format_seconds
 
 MAX_RUNS = 16
@@ -41,16 +43,6 @@ MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
 ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
-
-
-@dataclass(frozen=True)
-class Progress:
-    done: int
-    total: int  # at most
-    strategy: str
-    step_s: float | None  # None if it failed
-    best_s: float | None
-    left_s: float  # expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +82,7 @@ class DryRunLoop:
             [any(method.saves_memory for method in candidate.strategy) for candidate in job.candidates]
         )
 
-    def explore(self, runs: CompositionRunner) -> None:
+    def explore(self, runs: DryRuns) -> None:
         """Run the most valuable candidates until none is worth its time or time is up; then compare the best."""
         while self.num_runs < MAX_RUNS:
             index = self._crew.broadcast(self.next_run())
@@ -217,7 +209,7 @@ class DryRunLoop:
             return f", but starting it takes about {format_seconds(start_s)}, and there was no time left"
         return f", but not surely enough for its start of about {format_seconds(start_s)}"
 
-    def _run(self, runs: CompositionRunner, index: int) -> None:
+    def _run(self, runs: DryRuns, index: int) -> None:
         """Run one dry run on all ranks; the result goes to `measured` or `failures`."""
         strategy, share_s = self._candidates[index].strategy, float(self._crew.broadcast(self._clock.left))
         trial = runs.trial(strategy, share_s)
@@ -243,7 +235,7 @@ class DryRunLoop:
         if failure.why == "failed":
             self._guide.tell_failed(index, of_memory="memory" in failure.reason.lower())
 
-    def _compare(self, runs: CompositionRunner) -> None:
+    def _compare(self, runs: DryRuns) -> None:
         """Measure the candidates near the choice in turns, if the comparison is worth its time."""
         finalists = self._crew.broadcast(self._finalists())
         if len(finalists) < 2:
@@ -280,9 +272,9 @@ class DryRunLoop:
         gain = self._guide.prior.noise / math.sqrt(math.pi)  # expected, from taking the better of two within noise
         return chosen if gain * self._training_s() >= self._compare_s(chosen) else []
 
-    def _in_turns(self, runs: CompositionRunner, finalists: Sequence[int]) -> dict[int, list[float]]:
+    def _in_turns(self, runs: DryRuns, finalists: Sequence[int]) -> dict[int, list[float]]:
         """Seconds of each finalist by turn; all trials are alive together."""
-        trials: dict[int, OnTrial] = {}
+        trials: dict[int, Trial] = {}
 
         def failed(index: int) -> None:
             self.reject(index, failure_of(trials[index]))
