@@ -112,12 +112,11 @@ def _changes(before: ClusterSpec, fitted: Calibrated) -> Iterator[tuple[str, str
 
 def _measure(output: Path, quick: bool) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     from atorch.distributed import world as worlds
     from atorch.distributed.collectives import all_or_none
     from atorch.profiler.calibrate import calibrate as measured
+    from atorch.report.text import table
 
     world = worlds.init()
     all_or_none(lambda: check_target(output) if world.rank == 0 else None)
@@ -127,14 +126,18 @@ def _measure(output: Path, quick: bool) -> None:
     cluster = measured(world, budget_s)
     all_or_none(lambda: cluster.save(output) if world.rank == 0 else None)
     if world.rank == 0:
-        table = Table("figure", "value", "source", title=escape(str(output)), title_justify="left")
-        for figure, value, place in _rows(cluster):
-            source = cluster.source_of(place)
-            table.add_row(figure, value, "measured" if source.startswith("measured") else escape(source))
-        Console().print(table)
+        console = Console(highlight=False)
+        console.print(table(str(output), ("figure", "value", "source"), _rows(cluster)))
 
 
 def _rows(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
+    """(figure, value, source) of each measured constant."""
+    for figure, value, place in _constants(cluster):
+        source = cluster.source_of(place)
+        yield figure, value, "measured" if source.startswith("measured") else source
+
+
+def _constants(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
     """(figure, value, its place in a cluster file) of each measured constant."""
     device, efficiency = cluster.device, cluster.device.efficiency
     yield "device", f"{cluster.num_nodes} x {cluster.devices_per_node} x {device.name}", "devices_per_node"

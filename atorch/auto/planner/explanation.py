@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.score import estimate_of, needs
@@ -232,11 +232,11 @@ def _allowed(job: J) -> Iterator[tuple[str, J]]:
     request = job.request
     for name in request.excluded:
         rest = tuple(other for other in request.excluded if other != name)
-        yield f"allow {name}, which is excluded", _but(job, excluded=rest)
+        yield f"allow {name}, which is excluded", job.but(excluded=rest)
     if not request.host_memory:
-        yield "allow host memory (host_memory=True, --host-memory)", _but(job, host_memory=True)
+        yield "allow host memory (host_memory=True, --host-memory)", job.but(host_memory=True)
     if EXACTNESS.index(request.precision) < EXACTNESS.index("half"):
-        yield 'allow 16-bit parameters (precision="half", --precision half)', _but(job, precision="half")
+        yield 'allow 16-bit parameters (precision="half", --precision half)', job.but(precision="half")
 
 
 def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
@@ -244,7 +244,7 @@ def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
     for share in _halves():
         if job.global_batch % share == 0:
             batch = job.global_batch // share
-            yield f"use a global batch of {batch} instead of {job.global_batch}", _but(job, global_batch=batch)
+            yield f"use a global batch of {batch} instead of {job.global_batch}", job.but(global_batch=batch)
 
 
 def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
@@ -252,7 +252,7 @@ def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
     for share in _halves():
         if length and length % share == 0 and length // share >= 1:
             text = f"use sequences of {length // share} instead of {length} tokens"
-            same_batch = _but(job, global_batch=job.global_batch)
+            same_batch = job.but(global_batch=job.global_batch)
             yield text, replace(same_batch, profile=_shortened(job.profile, share))
 
 
@@ -261,10 +261,6 @@ def _larger_clusters(job: J) -> Iterator[tuple[str, J]]:
         nodes = job.cluster.num_nodes * factor
         text = f"use {nodes * job.cluster.devices_per_node} of these devices instead of {job.cluster.world_size}"
         yield text, replace(job, cluster=replace(job.cluster, num_nodes=nodes))
-
-
-def _but(job: J, **knobs: Any) -> J:
-    return replace(job, request=replace(job.request, **knobs))
 
 
 def _halves() -> Sequence[int]:

@@ -27,7 +27,7 @@ from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBu
 from atorch.auto.planner.dry_runs.trial import Trial
 from atorch.auto.planner.dry_runs.trial_order import simplest
 from atorch.auto.planner.estimate.score import usable_bytes
-from atorch.auto.planner.plan import Measurement, Rejected, Scored, Why
+from atorch.auto.planner.plan import Measurement, Rejected, Scored
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.report.progress import Progress
@@ -194,10 +194,10 @@ class DryRunLoop:
         ratio = self.step_s(index) / chosen_s
         if measured is not None:
             tied = "" if ratio > 1 + TIE else ", and no simpler" if ratio > 1 - TIE else ", not surely faster"
-            return rejected(candidate, "slower", told(ratio) + tied, measured)
+            return candidate.rejected("slower", told(ratio) + tied, measured)
         # The estimate, corrected by measurements so that it can be compared with the chosen one's time.
         corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
-        return rejected(corrected, "not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
+        return corrected.rejected("not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
 
     def _why_not_run(self, index: int, ratio: float) -> str:
         start_s = self._start_s(index)
@@ -231,7 +231,7 @@ class DryRunLoop:
     def reject(self, index: int, failure: Failure) -> None:
         """Record that a candidate does not run, or was refused or given up."""
         self.measured.pop(index, None)
-        self.failures[index] = rejected(self._candidates[index], failure.why, failure.reason)
+        self.failures[index] = self._candidates[index].rejected(failure.why, failure.reason)
         if failure.why == "failed":
             self._guide.tell_failed(index, of_memory="memory" in failure.reason.lower())
 
@@ -314,7 +314,3 @@ def told(ratio: float) -> str:
     if abs(ratio - 1) < 0.005:
         return "as fast"
     return f"{ratio - 1:.0%} slower" if ratio > 1 else f"{1 - ratio:.0%} faster"
-
-
-def rejected(candidate: Scored, why: Why, reason: str, measured: Measurement | None = None) -> Rejected:
-    return Rejected(strategy=candidate.strategy, why=why, reason=reason, estimate=candidate.estimate, measured=measured)

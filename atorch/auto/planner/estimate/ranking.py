@@ -2,29 +2,24 @@
 
 A small space is scored completely. A large one has tens of thousands of compositions on a thousand devices; there
 bounds lead to the fastest (`best_first`), and the simplest are added. Either way some hundreds are left, so a search's
-memory does not grow with the cluster. Only rank 0 computes the ranking. It broadcasts methods as texts and compositions
-as indices of these, since a user's method may be of a class that cannot be pickled.
+memory does not grow with the cluster. Only rank 0 computes the ranking. It broadcasts methods as texts, since a user's
+method may be of a class that cannot be pickled.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Any
 
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.planner.dry_runs.trial_order import simplest
 from atorch.auto.planner.estimate.candidate_table import TIE
-from atorch.auto.planner.estimate.score import (
-    estimate_of,
-    fastest_first,
-    scored,
-    split_by_memory,
-    usable_bytes,
-    usable_host_bytes,
-)
-from atorch.auto.planner.plan import Estimate, Rejected, Scored, Why
+from atorch.auto.planner.estimate.score import estimate_of, needs, usable_bytes, usable_host_bytes
+from atorch.auto.planner.plan import Rejected, Scored
 from atorch.auto.planner.search_space.best_first import best_first
 from atorch.auto.planner.search_space.space import Space, compositions
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
@@ -89,20 +84,23 @@ def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted:
 def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, precision: Exactness) -> Ranking:
     """The ranking of all compositions, or of the most promising in a large space."""
     space = wanted.space(profile, cluster, precision)
-    fitting, rejected = split_by_memory(_scored(space, start, cluster), cluster)
+    limit, candidates = usable_bytes(cluster), _scored(space, start, cluster)
+    fitting = [entry for entry in candidates if entry.estimate.needed_bytes <= limit]
+    too_large = [
+        entry.rejected("memory", needs(entry.estimate, limit))
+        for entry in candidates
+        if entry.estimate.needed_bytes > limit
+    ]
     unmet = [Rejected(strategy=Strategy((method,)), why="hardware", reason=reason) for method, reason in space.unmet]
     head, rest = _runnable(fitting, wanted.fixed)
-    beyond = [
-        Rejected(strategy=other.strategy, why="not run", reason="others were estimated faster", estimate=other.estimate)
-        for other in rest
-    ]
-    return Ranking(tuple(head), (*beyond, *rejected, *unmet))
+    beyond = [other.rejected("not run", "others were estimated faster") for other in rest]
+    return Ranking(tuple(head), (*beyond, *too_large, *unmet))
 
 
 def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
     leaves = list(islice(space.leaves(space.root(start)), ALL_SCORED + 1))
     if len(leaves) <= ALL_SCORED:
-        return scored(leaves, cluster)
+        return _fastest_first(Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves)
     room, host = usable_bytes(cluster), usable_host_bytes(cluster)
     table = best_first(
         space, start, cluster, device_bytes=room, host_bytes=host, keep=RUNNABLE, most=MOST_SCORED,
@@ -111,7 +109,11 @@ def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
     rows = table.fastest(RUNNABLE) or table.nearest(NEAREST)
     chosen = {Strategy(table.methods[row]) for row in rows} | _simple(space, start)
     chosen = chosen or {Strategy(leaf.methods) for leaf in islice(leaves, RUNNABLE)}
-    return fastest_first(Scored(strategy, estimate_of(strategy.cost(start), cluster)) for strategy in chosen)
+    return _fastest_first(Scored(strategy, estimate_of(strategy.cost(start), cluster)) for strategy in chosen)
+
+
+def _fastest_first(candidates: Iterable[Scored]) -> list[Scored]:
+    return sorted(candidates, key=lambda entry: (entry.estimate.step_s, entry.estimate.peak_bytes, str(entry.strategy)))
 
 
 def _simple(space: Space, start: Cost) -> set[Strategy]:
@@ -153,49 +155,37 @@ def gain_of_half(
         yield f"bf16 weights ({half}) are estimated {share:.0%} faster: precision='half' lets a search take them"
 
 
-class _Row(NamedTuple):
-    """A composition in the form that is broadcast; it fits if `why` is None."""
+class _Pickler(pickle.Pickler):
+    """Writes texts for methods."""
 
-    methods: tuple[int, ...]  # indices into the table of methods
-    estimate: Estimate | None
-    why: Why | None = None
-    reason: str = ""
+    def persistent_id(self, value: Any) -> str | None:
+        return repr(value) if isinstance(value, Method) else None
 
 
-@dataclass(frozen=True)
-class Told:
-    """A ranking as plain data for the broadcast."""
+class _Unpickler(pickle.Unpickler):
+    """Reads texts as this process's methods, and lists the texts of those that it lacks."""
 
-    methods: tuple[str, ...]  # texts of methods with their settings
-    rows: tuple[_Row, ...]
+    def __init__(self, data: bytes, methods: Mapping[str, Method]) -> None:
+        super().__init__(io.BytesIO(data))
+        self.methods, self.unknown = methods, list[str]()
 
-    @classmethod
-    def of(cls, ranking: Ranking) -> Told:
-        """The data of a ranking for the other processes."""
-        places: dict[str, int] = {}
+    def persistent_load(self, text: str) -> Method | None:
+        if text not in self.methods:
+            self.unknown.append(text)
+        return self.methods.get(text)
 
-        def numbered(strategy: Strategy) -> tuple[int, ...]:
-            return tuple(places.setdefault(repr(method), len(places)) for method in strategy)
 
-        rows = [_Row(numbered(entry.strategy), entry.estimate) for entry in ranking.fitting]
-        rows += [_Row(numbered(entry.strategy), entry.estimate, entry.why, entry.reason) for entry in ranking.rejected]
-        return cls(tuple(places), tuple(rows))
+def dumped(ranking: Ranking) -> bytes:
+    """A ranking for the broadcast."""
+    file = io.BytesIO()
+    _Pickler(file).dump(ranking)
+    return file.getvalue()
 
-    def unknown(self, methods: Mapping[str, Method]) -> list[str]:
-        return [text for text in self.methods if text not in methods]
 
-    def ranking(self, methods: Mapping[str, Method]) -> Ranking:
-        """The ranking with this process's `methods`, a map from texts."""
-        table = [methods[text] for text in self.methods]
-        fitting: list[Scored] = []
-        rejected: list[Rejected] = []
-        for row in self.rows:
-            strategy = Strategy(tuple(table[place] for place in row.methods))
-            if row.why is not None:
-                rejected.append(Rejected(strategy=strategy, why=row.why, reason=row.reason, estimate=row.estimate))
-            elif row.estimate is not None:
-                fitting.append(Scored(strategy, row.estimate))
-        return Ranking(tuple(fitting), tuple(rejected))
+def loaded(data: bytes, methods: Mapping[str, Method]) -> tuple[Ranking, list[str]]:
+    """The ranking with this process's `methods`, a map from texts, and the texts of those that it lacks."""
+    reader = _Unpickler(data, methods)
+    return reader.load(), reader.unknown
 
 
 def methods_of(space: Space) -> dict[str, Method]:

@@ -206,13 +206,11 @@ def compositions(
         CapabilityError: an included method cannot be applied yet.
         StrategyError: an unknown or contradictory name, or an included method that this machine cannot run.
     """
-    barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
     if fixed is not None:
-        check_fixed(fixed, barred, needed)
+        check_fixed(fixed, names_in(excluded, "excluded"), names_in(included, "included"))
         levels = tuple(_fixed_level(method, profile, cluster) for method in fixed)
         return Space(levels, cluster.world_size, is_checked=False)
-    left_out = (name for name in less_exact(precision) if name not in needed)
-    space = _space(profile, cluster, (*barred, *left_out), needed, ())
+    space = plannable(profile, cluster, excluded=excluded, included=included, precision=precision)
     for slot in (MESH, DATA_PARALLEL) if cluster.world_size > 1 else ():
         if not any(level.choices for level in space.levels if level.kind.slot == slot):
             names = [name for name in METHODS if METHODS[name].slot == slot]

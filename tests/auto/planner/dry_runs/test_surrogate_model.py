@@ -9,8 +9,7 @@ import pytest
 
 from atorch.auto.planner.dry_runs.dry_run_loop import MIN_GAIN
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate
-from atorch.auto.planner.estimate.score import Scored
-from atorch.auto.planner.plan import Estimate
+from atorch.auto.planner.plan import Estimate, Scored
 
 SIZES = (4, 3, 2, 2, 2)  # settings by slot
 FREE = np.zeros(1)  # starts that cost nothing

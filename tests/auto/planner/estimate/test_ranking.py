@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +22,16 @@ from atorch.auto.planner.dry_runs.time_budget import Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.planner.estimate import ranking as rankings
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
-from atorch.auto.planner.estimate.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked
+from atorch.auto.planner.estimate.ranking import (
+    RUNNABLE,
+    Wanted,
+    best_level,
+    dumped,
+    gain_of_half,
+    loaded,
+    methods_of,
+    ranked,
+)
 from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.search_space.bounds import Bounds
@@ -94,9 +102,9 @@ def test_some_hundreds_are_kept_whatever_the_cluster(
     assert work["estimates"] <= RUNNABLE * 5 // 4
     assert 100 < len(found.fitting) <= RUNNABLE * 5 // 4
     assert found.num_compositions <= rankings.ALL_SCORED
-    told = Told.of(found)
-    assert len(pickle.dumps(told)) < 2_000 * found.num_compositions
-    assert told.ranking(methods_of(Wanted().space(profile, there, "half"))) == found
+    told = dumped(found)
+    assert len(told) < 2_000 * found.num_compositions
+    assert loaded(told, methods_of(Wanted().space(profile, there, "half"))) == (found, [])
 
 
 @pytest.mark.nightly
