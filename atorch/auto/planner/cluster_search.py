@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from atorch.auto.planner.estimate.candidate_table import EQUAL, CandidateTable, is_simpler
+from atorch.auto.planner.estimate.candidate_table import EQUAL, CandidateTable
 from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.estimate.uncertainty import EstimateUncertainty
 from atorch.auto.planner.explanation import Room, counterfactuals, remedies
@@ -221,7 +221,7 @@ def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen
             covered |= names
             ratio = columns.step_s[row] / columns.step_s[chosen] - 1
             speed = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
-            less = "less simple" if is_simpler(columns, chosen, row) else "known less well"
+            less = "less simple" if columns.intricacy(chosen) < columns.intricacy(row) else "known less well"
             reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{speed} and {less}"
             yield question.ranked(columns.methods[row]).rejected("slower", reason)
     for method, reason in space.unmet:

@@ -25,7 +25,7 @@ from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, failure_o
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate, tokens_of
 from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Trial
-from atorch.auto.planner.dry_runs.trial_order import simplest
+from atorch.auto.planner.estimate.ranking import simplest
 from atorch.auto.planner.estimate.score import usable_bytes
 from atorch.auto.planner.plan import Measurement, Rejected, Scored
 from atorch.auto.strategy import Strategy

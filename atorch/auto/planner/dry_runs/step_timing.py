@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from atorch.auto.context import Context
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, described, forget_compiled
 from atorch.auto.planner.dry_runs.trial import Feed, Trial
-from atorch.auto.planner.dry_runs.trial_order import compiles
+from atorch.auto.planner.estimate.ranking import compiles
 from atorch.auto.planner.plan import Measurement, Why
 from atorch.auto.strategy import Strategy
 

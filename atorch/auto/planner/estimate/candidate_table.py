@@ -105,6 +105,9 @@ class CandidateTable:
 
         return list(map(label, self.methods))
 
+    def intricacy(self, row: int) -> Intricacy:
+        return intricacy(self.methods[row], on_host=bool(self.on_host[row] > 0))
+
     def fastest(self, number: int | None = None) -> list[int]:
         """Rows that fit, the fastest first; equally fast ones by number of methods, then by peak bytes."""
         rows = np.flatnonzero(self.fits)
@@ -156,15 +159,7 @@ def preferred(columns: CandidateTable, expected: Mapping[int, float] | None = No
     limit = seconds[rows[0]] * (1 + TIE)
     near = [row for row in rows if seconds[row] <= limit]
 
-    def order(row: int) -> tuple[Intricacy, float]:
-        return intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)), seconds[row]
-
-    return min(near, key=order)
-
-
-def is_simpler(columns: CandidateTable, one: int, other: int) -> bool:
-    mine, yours = (intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)) for row in (one, other))
-    return mine < yours
+    return min(near, key=lambda row: (columns.intricacy(row), seconds[row]))
 
 
 def _num_axes(methods: Sequence[Method]) -> int:

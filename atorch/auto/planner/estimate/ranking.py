@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from atorch.auto.opt_lib.ddp import Ddp
+from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.dry_runs.trial_order import simplest
 from atorch.auto.planner.estimate.candidate_table import TIE
 from atorch.auto.planner.estimate.score import estimate_of, needs, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Rejected, Scored
 from atorch.auto.planner.search_space.best_first import best_first
 from atorch.auto.planner.search_space.space import Space, compositions
-from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
+from atorch.auto.strategy import EXACTNESS, Exactness, Method, Phase, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
+from atorch.distributed.mesh import BATCH_AXES
 
 ALL_SCORED = 2_000  # largest space that is scored completely; of a larger one, bounds choose compositions
 MOST_SCORED = 4_000
@@ -133,6 +135,44 @@ def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Score
         [candidate for index, candidate in enumerate(fitting) if index in indices],
         [candidate for index, candidate in enumerate(fitting) if index not in indices],
     )
+
+
+def simplest(candidates: Sequence[Scored], given: Strategy | None = None) -> list[int]:
+    """The candidates in order, the baseline first.
+
+    The baseline is `given`, a strategy whose knobs are searched, or the code of a careful user: plain training on one
+    process, `ddp` on several. If that does not fit, it is the composition that is estimated fastest among the equally
+    exact ones without compiler and without split model.
+    """
+
+    def simplicity(index: int) -> tuple[bool, int, bool, int, bool, float, int]:
+        strategy = candidates[index].strategy
+        extras = len(_extras(strategy))
+        seconds = candidates[index].estimate.step_s
+        is_other = given is None or strategy != given
+        return is_other, _level(strategy), compiles(strategy), len(_split_axes(strategy)), extras > 0, seconds, extras
+
+    return sorted(range(len(candidates)), key=simplicity)
+
+
+def compiles(strategy: Strategy) -> bool:
+    return any(method.phase == Phase.COMPILE for method in strategy)
+
+
+def _split_axes(strategy: Strategy) -> frozenset[str]:
+    """The axes over which the model is split; data-parallel shards do not count."""
+    return frozenset(axis for method in strategy for axis in method.splits) - frozenset(BATCH_AXES)
+
+
+def _extras(strategy: Strategy) -> list[Method]:
+    """Methods in addition to plain training on these processes."""
+    mode = strategy.get(ParallelMode)
+    rest: list[Method] = [method for method in strategy if not isinstance(method, (ParallelMode, Ddp))]
+    return rest if mode is None or mode.size("data") == mode.size(*dict(mode.slices)) else [*rest, mode]
+
+
+def _level(strategy: Strategy) -> int:
+    return max((EXACTNESS.index(method.exactness) for method in strategy), default=0)
 
 
 def gain_of_half(
