@@ -265,7 +265,7 @@ def _start(name: str, size: int) -> dict[str, float]:
 
 def _ranking(shape: str, devices: str) -> dict[str, float]:
     import atorch.auto.opt_lib  # noqa: F401  registers the methods
-    from atorch.auto.planner.estimate.ranking import Wanted, best_level, dumped, loaded, methods_of
+    from atorch.auto.planner.estimate.ranking import Told, Wanted, best_level, methods_of
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import plain_cost
     from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -276,16 +276,16 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
     before, began = _peak_mib(), time.perf_counter()
     ranking = best_level(profile, start, cluster, Wanted())
     seconds, mib = time.perf_counter() - began, _peak_mib() - before
-    message = dumped(ranking)
+    message = Told.of(ranking)
     began = time.perf_counter()
-    rebuilt, _ = loaded(message, methods_of(Wanted().space(profile, cluster, Wanted().levels[-1])))
+    rebuilt = message.ranking(methods_of(Wanted().space(profile, cluster, Wanted().levels[-1])))
     others = time.perf_counter() - began
     assert rebuilt == ranking
     return {
         "seconds": seconds,
         "mib": mib,
         "kept": len(ranking.fitting),
-        "told": len(message),
+        "told": len(pickle.dumps(message)),
         "others": others,
     }
 

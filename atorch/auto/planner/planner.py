@@ -25,7 +25,7 @@ from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compi
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
 from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Feed, aside
-from atorch.auto.planner.estimate.ranking import Ranking, Wanted, best_level, dumped, gain_of_half, loaded, methods_of
+from atorch.auto.planner.estimate.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
 from atorch.auto.planner.estimate.score import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
 from atorch.auto.planner.search_space.method_names import names_in
@@ -126,24 +126,21 @@ def _ranked(crew: Coordinator, profile: ModelProfile, start: Cost, cluster: Clus
     Raises:
         StrategyError: some process lacks a method that rank 0 has.
     """
-    own: list[Ranking] = []
+    rankings: list[Ranking] = []
 
-    def work() -> bytes:
-        own.append(best_level(profile, start, cluster, wanted))
-        return dumped(own[0])
+    def work() -> Told:
+        rankings.append(best_level(profile, start, cluster, wanted))
+        return Told.of(rankings[0])
 
-    data = crew.run_on_rank0(work)
-    if own:
-        ranking, lacking = own[0], list[str]()
-    else:
-        ranking, lacking = loaded(data, methods_of(wanted.space(profile, cluster, wanted.levels[-1])))
-    for rank, unknown in enumerate(crew.gather(lacking)):
+    broadcast = crew.run_on_rank0(work)
+    methods = {} if rankings else methods_of(wanted.space(profile, cluster, wanted.levels[-1]))
+    for rank, unknown in enumerate(crew.gather([] if rankings else broadcast.unknown(methods))):
         if unknown:
             raise StrategyError(
                 f"rank 0 may choose {unknown[0]}, which rank {rank} does not have; import the methods of other "
                 "packages on all processes, or exclude them"
             )
-    return ranking
+    return rankings[0] if rankings else broadcast.ranking(methods)
 
 
 def compiled_ops(profile: ModelProfile) -> float:

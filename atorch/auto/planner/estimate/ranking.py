@@ -8,12 +8,9 @@ method may be of a class that cannot be pickled.
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
@@ -195,37 +192,34 @@ def gain_of_half(
         yield f"bf16 weights ({half}) are estimated {share:.0%} faster: precision='half' lets a search take them"
 
 
-class _Pickler(pickle.Pickler):
-    """Writes texts for methods."""
+@dataclass(frozen=True)
+class Told:
+    """A ranking for the broadcast, with texts of methods in the place of strategies."""
 
-    def persistent_id(self, value: Any) -> str | None:
-        return repr(value) if isinstance(value, Method) else None
+    methods: tuple[str, ...]  # with their settings
+    strategies: tuple[tuple[int, ...], ...]  # indices of the methods of each entry
+    entries: tuple[Scored | Rejected, ...]
 
+    @classmethod
+    def of(cls, ranking: Ranking) -> Told:
+        """The data of a ranking for the other processes."""
+        places: dict[str, int] = {}
+        entries = (*ranking.fitting, *ranking.rejected)
+        strategies = tuple(
+            tuple(places.setdefault(repr(method), len(places)) for method in entry.strategy) for entry in entries
+        )
+        return cls(tuple(places), strategies, tuple(replace(entry, strategy=Strategy()) for entry in entries))
 
-class _Unpickler(pickle.Unpickler):
-    """Reads texts as this process's methods, and lists the texts of those that it lacks."""
+    def unknown(self, methods: Mapping[str, Method]) -> list[str]:
+        return [text for text in self.methods if text not in methods]
 
-    def __init__(self, data: bytes, methods: Mapping[str, Method]) -> None:
-        super().__init__(io.BytesIO(data))
-        self.methods, self.unknown = methods, list[str]()
-
-    def persistent_load(self, text: str) -> Method | None:
-        if text not in self.methods:
-            self.unknown.append(text)
-        return self.methods.get(text)
-
-
-def dumped(ranking: Ranking) -> bytes:
-    """A ranking for the broadcast."""
-    file = io.BytesIO()
-    _Pickler(file).dump(ranking)
-    return file.getvalue()
-
-
-def loaded(data: bytes, methods: Mapping[str, Method]) -> tuple[Ranking, list[str]]:
-    """The ranking with this process's `methods`, a map from texts, and the texts of those that it lacks."""
-    reader = _Unpickler(data, methods)
-    return reader.load(), reader.unknown
+    def ranking(self, methods: Mapping[str, Method]) -> Ranking:
+        """The ranking with this process's `methods`, a map from texts."""
+        table = [methods[text] for text in self.methods]
+        strategies = (Strategy(tuple(table[place] for place in places)) for places in self.strategies)
+        entries = [replace(entry, strategy=own) for entry, own in zip(self.entries, strategies, strict=True)]
+        fitting = tuple(entry for entry in entries if isinstance(entry, Scored))
+        return Ranking(fitting, tuple(entry for entry in entries if isinstance(entry, Rejected)))
 
 
 def methods_of(space: Space) -> dict[str, Method]:
