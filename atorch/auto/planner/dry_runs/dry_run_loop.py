@@ -100,7 +100,7 @@ class DryRunLoop:
         if len(self.failures) == len(self._candidates):
             return None
         choice, training_s = self.choice(), self._training_s()
-        starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions()[0])
+        starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions[0])
         self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
         in_time = starts_s + LEAST * steps_s <= self._clock.left
         if choice not in self.measured and in_time[choice]:
@@ -116,13 +116,13 @@ class DryRunLoop:
     def _training_s(self) -> float:
         """The assumed seconds of training after the search."""
         limit = self._clock.limit or 0.0
-        epoch_s = math.exp(self._guide.predictions()[0][self._alive()].min()) * (self.job.epoch() or 0)
+        epoch_s = math.exp(self._guide.predictions[0][self._alive()].min()) * (self.job.epoch() or 0)
         return max(TRAINING_S, epoch_s, 0.0 if math.isinf(limit) else TRAINING_LIMITS * limit)
 
     def _starts_s(self, kinds: Sequence[str]) -> npt.NDArray[np.float64]:
         """Expected seconds to the end of every candidate's first step."""
         seconds = {kind: self.job.starts.of_kind(kind) for kind in set(kinds)}
-        return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions()[0])
+        return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions[0])
 
     def _alive(self) -> npt.NDArray[np.bool_]:
         alive = np.ones(len(self._candidates), dtype=bool)
@@ -134,9 +134,9 @@ class DryRunLoop:
         taken = self._alive()
         limit = ROOM * usable_bytes(self.job.cluster)
         needed = np.array([candidate.estimate.needed_bytes for candidate in self._candidates])
-        roomy = np.flatnonzero(taken & ~self._saves & (needed <= limit) & (self._guide.runs() > 0.5))
+        roomy = np.flatnonzero(taken & ~self._saves & (needed <= limit) & (self._guide.runs > 0.5))
         if len(roomy):
-            mean, _ = self._guide.predictions()
+            mean, _ = self._guide.predictions
             ran = np.isin(np.arange(len(taken)), list(self.measured))
             taken &= ~self._saves | ran | (mean < mean[roomy].min() - TIE)
         return taken
@@ -166,7 +166,7 @@ class DryRunLoop:
 
     def step_s(self, index: int, deviations: float = 0.0) -> float:
         """Seconds of a composition's step: measured, or expected plus a number of standard deviations."""
-        mean, deviation = self._guide.predictions()
+        mean, deviation = self._guide.predictions
         measured = self.measured.get(index)
         return math.exp(mean[index] + deviations * deviation[index]) if measured is None else measured.step_s
 
