@@ -124,7 +124,6 @@ def transformer_profile(
         num_trainable=num_params,
         param_bytes=int(num_params * itemsize),
         trainable_bytes=int(num_params * itemsize),
-        output_bytes=int(tokens * shape.vocab * itemsize),
         module_classes=frozenset({"Embedding", "Linear"}),
         block_classes=frozenset({"Linear"}),
     )

@@ -63,7 +63,7 @@ class Seen:
     """A record of nothing but calls."""
 
     def __init__(self, calls):
-        self.output_bytes, self.stretches = 0, [self]
+        self.stretches = [self]
         self.num_calls, self.seq_len, self.block = calls, 0, ""
         self.saved = self.inputs = self.read = {}
         self.operations = []
