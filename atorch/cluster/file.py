@@ -147,9 +147,10 @@ def _values(part: _Part, kind: type[Any], needed: Collection[str] = _NEEDED) -> 
 
 
 def _spec(outer: _Part, name: str, kind: Any) -> Any:
-    part = outer.part(name, _names(kind).keys())
-    peaks_of_a_data_sheet = {"efficiency": Efficiency()} if kind is DeviceSpec else {}
-    return kind(**peaks_of_a_data_sheet | _values(part, kind))
+    values = _values(outer.part(name, _names(kind).keys()), kind)
+    if kind is DeviceSpec:
+        values.setdefault("efficiency", Efficiency())  # peaks in a file are those of a data sheet
+    return kind(**values)
 
 
 def _peaks(device: _Part, name: str) -> dict[str, float]:
