@@ -95,7 +95,8 @@ class _Part:
 
     def figure(self, name: str, range_: _Range | None = None) -> float:
         """A figure in its range, of bytes where the file has GiB; a count is a whole number."""
-        range_, value = range_ or _RANGES.get(name, _SHARE), self.data.get(name)
+        range_ = range_ or _RANGES.get(name, _SHARE)
+        value: Any = self.data.get(name)
         if not range_.holds(value):
             self.refuse(name, f"{range_.unit} between {range_.least:g} and {range_.most:g}")
         if range_ is _COUNT and value != int(value):

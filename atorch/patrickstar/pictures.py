@@ -11,6 +11,7 @@ import base64
 import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -189,6 +190,13 @@ def _drawn(figure: Figure, kind: str) -> bytes:
     return file.getvalue()
 
 
+def _in_style() -> AbstractContextManager[None]:
+    from matplotlib import rc_context
+
+    settings: Any = dict(_STYLE)
+    return rc_context(settings)
+
+
 class Scale(NamedTuple):
     """A unit of time, and its number in a second."""
 
@@ -230,14 +238,13 @@ def memory_figure(
     title: str, curves: Sequence[Curve], spans: Sequence[PhaseSpan], end_s: float, budget_bytes: int | None
 ) -> Figure:
     """Plot the curves, and the budget as a dashed line unless it exceeds twice their maximum."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     most = max((value for curve in curves for value in curve.num_bytes), default=0)
     unit, size = next(((unit, size) for unit, size in (("GiB", GiB), ("MiB", MiB)) if most >= size), ("KiB", KiB))
     scale = Scale("s", 1.0) if end_s >= 2.0 else Scale("ms", 1e3)
-    with rc_context(_STYLE):
+    with _in_style():
         figure = Figure(figsize=(8.0, 3.8), layout="constrained")
         axes = figure.add_subplot()
         phases = _shaded(axes, spans, scale, opacity=0.14)
@@ -273,12 +280,11 @@ def locations_figure(
     title: str, sections: Mapping[str, Sequence[Bar]], spans: Sequence[PhaseSpan], end_s: float
 ) -> Figure:
     """Plot the sections from the bottom up, each with one row per chunk, under a strip of the phases."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     scale = Scale("s", 1.0) if end_s >= 2.0 else Scale("ms", 1e3)
-    with rc_context(_STYLE):
+    with _in_style():
         figure = Figure(figsize=(8.0, 5.0), layout="constrained")
         strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 30))
         strip.set_axis_off()
