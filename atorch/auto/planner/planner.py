@@ -90,7 +90,10 @@ def search(
         feed = Feed(ctx)
         crew = Coordinator(ctx.world)
         try:
-            profile, start, cluster, sample = crew.run_on_rank0(lambda: _traced(ctx, feed))
+            # Only numbers are broadcast, no strategies: a user's method may be of a class that cannot be pickled.
+            profile, start, cluster, sample = crew.run_on_rank0(
+                lambda: (*starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed))
+            )
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
             ranking = _ranked(crew, profile, start, cluster, wanted)
             _need_one_that_fits(ranking, ctx, profile, wanted)
@@ -147,12 +150,6 @@ def compiled_ops(profile: ModelProfile) -> float:
     """Operations that a compiler sees: those of one repeated block, or of the whole model if there are none."""
     blocks = [segment for segment in profile.segments if segment.is_block]
     return float(sum(segment.num_ops for segment in blocks or profile.segments))
-
-
-def _traced(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost, ClusterSpec, Any]:
-    """The model's profile and plain cost, rank 0's cluster, and the sample batch."""
-    # Only numbers are broadcast, no strategies: a user's method may be of a class that cannot be pickled.
-    return *starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed)
 
 
 @contextmanager

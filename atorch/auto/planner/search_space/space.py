@@ -77,7 +77,10 @@ class Space:
 
     def __post_init__(self) -> None:
         # The first of equally estimated compositions wins, so the order must not depend on the methods' lists.
-        levels = (replace(level, choices=tuple(sorted(level.choices, key=_text))) for level in self.levels)
+        levels = (
+            replace(level, choices=tuple(sorted(level.choices, key=lambda choice: str(choice.method))))
+            for level in self.levels
+        )
         object.__setattr__(self, "levels", tuple(levels))
 
     @cached_property
@@ -328,10 +331,6 @@ def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> 
 
 def _split_by(*levels: Level) -> frozenset[str]:
     return frozenset[str]().union(*(choice.splits for level in levels for choice in level.choices))
-
-
-def _text(choice: Choice) -> str:
-    return str(choice.method)
 
 
 def _choice(method: Method, *, is_given: bool = False) -> Choice:
