@@ -77,10 +77,8 @@ class Space:
 
     def __post_init__(self) -> None:
         # The first of equally estimated compositions wins, so the order must not depend on the methods' lists.
-        levels = (
-            replace(level, choices=tuple(sorted(level.choices, key=lambda choice: str(choice.method))))
-            for level in self.levels
-        )
+        ordered = (tuple(sorted(level.choices, key=lambda choice: str(choice.method))) for level in self.levels)
+        levels = (replace(level, choices=choices) for level, choices in zip(self.levels, ordered, strict=True))
         object.__setattr__(self, "levels", tuple(levels))
 
     @cached_property
