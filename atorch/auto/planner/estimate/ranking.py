@@ -204,7 +204,7 @@ class Told:
     def of(cls, ranking: Ranking) -> Told:
         """The data of a ranking for the other processes."""
         places: dict[str, int] = {}
-        entries = (*ranking.fitting, *ranking.rejected)
+        entries: tuple[Scored | Rejected, ...] = (*ranking.fitting, *ranking.rejected)
         strategies = tuple(
             tuple(places.setdefault(repr(method), len(places)) for method in entry.strategy) for entry in entries
         )
