@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from atorch.cli import files
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError
+from atorch.files.access import check_target, write
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ class Outputs:
         Raises:
             ArgumentError: a file cannot be written, or is for one cluster while there are several.
         """
-        files.check_targets(self.json, self.html, self.save)
+        for path in (self.json, self.html, self.save):
+            if path is not None:
+                check_target(path)
         if self.save is not None and num_clusters > 1:
             raise ArgumentError(f"--save writes the answer for one cluster, and there are {num_clusters}; give one")
 
@@ -107,12 +109,12 @@ def _write(plan: ClusterPlan, data: Mapping[str, Any], title: str, outputs: Outp
 
 
 def _write_page(path: Path, page: str) -> None:
-    files.write(path, page)
+    write(path, page)
     _note(path, "the answer as a page")
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    files.write(path, json.dumps(data, allow_nan=False) + "\n")
+    write(path, json.dumps(data, allow_nan=False) + "\n")
     _note(path, "the answer as data")
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atorch.auto.sources.source import NEEDED, OPTIONAL, JobSource, source_of
-from atorch.cli.files import check_targets
 from atorch.errors import ArgumentError, near_miss, shown
+from atorch.files.access import check_target
 from atorch.files.strict_json import Format, read_json
 from atorch.units import format_bytes, format_count, format_seconds
 
@@ -77,7 +77,7 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 
     if named is None:
         raise ArgumentError("--runs needs the cluster that they ran on; give --cluster, such as 8xH100-80GB")
-    check_targets(output)
+    check_target(output)
     spec = cluster_of(named)
     with telling("reading the runs"):
         runs = read_runs(path, spec)
@@ -112,29 +112,32 @@ def _changes(before: ClusterSpec, fitted: Calibrated) -> Iterator[tuple[str, str
 
 def _measure(output: Path, quick: bool) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     from atorch.distributed import world as worlds
     from atorch.distributed.collectives import all_or_none
     from atorch.profiler.calibrate import calibrate as measured
+    from atorch.report.text import table
 
     world = worlds.init()
-    all_or_none(lambda: check_targets(output) if world.rank == 0 else None)
+    all_or_none(lambda: check_target(output) if world.rank == 0 else None)
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     if world.rank == 0:
         typer.echo(f"measuring with {world.size} process{'es' * (world.size > 1)} for about {budget_s:.0f} s", err=True)
     cluster = measured(world, budget_s)
     all_or_none(lambda: cluster.save(output) if world.rank == 0 else None)
     if world.rank == 0:
-        table = Table("figure", "value", "source", title=escape(str(output)), title_justify="left")
-        for figure, value, place in _rows(cluster):
-            source = cluster.source_of(place)
-            table.add_row(figure, value, "measured" if source.startswith("measured") else escape(source))
-        Console().print(table)
+        console = Console(highlight=False)
+        console.print(table(str(output), ("figure", "value", "source"), _rows(cluster)))
 
 
 def _rows(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
+    """(figure, value, source) of each measured constant."""
+    for figure, value, place in _constants(cluster):
+        source = cluster.source_of(place)
+        yield figure, value, "measured" if source.startswith("measured") else source
+
+
+def _constants(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
     """(figure, value, its place in a cluster file) of each measured constant."""
     device, efficiency = cluster.device, cluster.device.efficiency
     yield "device", f"{cluster.num_nodes} x {cluster.devices_per_node} x {device.name}", "devices_per_node"

@@ -21,24 +21,13 @@ def doctor() -> None:
 
     from atorch.cluster.spec import ClusterSpec
     from atorch.distributed import world
+    from atorch.report.text import table
 
     cluster = ClusterSpec.detect(world.init(), measure=False)
     console = Console()
-    console.print(_table("environment", ("", ""), _environment()))
-    console.print(_table("extras", ("extra", "package", "version"), _extras()))
-    console.print(_table("methods", ("method", "here", ""), _methods(cluster)))
-
-
-def _table(title: str, columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> object:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", show_header=any(columns))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    return table
+    console.print(table("environment", ("", ""), _environment()))
+    console.print(table("extras", ("extra", "package", "version"), _extras()))
+    console.print(table("methods", ("method", "here", ""), _methods(cluster)))
 
 
 def _environment() -> Iterator[tuple[str, str]]:

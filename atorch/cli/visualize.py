@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from atorch.cli.files import check_targets, write
 from atorch.errors import ArgumentError
+from atorch.files.access import check_target, write
 
 
 class _ProfileUnlessNamed(TyperGroup):
@@ -59,7 +59,8 @@ def schedule(
 
     A forward pass takes one unit of time, a backward pass two; sending takes none.
     """
-    check_targets(svg)
+    if svg is not None:
+        check_target(svg)
 
     from rich.console import Console
 
@@ -103,7 +104,8 @@ def profile(
         raise ArgumentError(f"--output is {str(output)!r}; it ends in .png for a picture, in .html for a page")
     if not profile.exists():
         raise ArgumentError(f"{str(profile)!r} is no file that is there; visualize takes a profile, or `schedule`")
-    check_targets(*paths)
+    for path in paths:
+        check_target(path)
 
     from atorch.patrickstar.pictures import draw
     from atorch.patrickstar.profiler import Profile

@@ -13,12 +13,13 @@ lie in a range that covers machines of the coming years; a figure outside is a m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
-from atorch.cluster.spec import TREE_EFFICIENCY, ClusterSpec, DeviceSpec, Efficiency, HostSpec, KernelSpec, LinkSpec
+from atorch.cluster.spec import TREE_EFFICIENCY, ClusterSpec, DeviceSpec, Efficiency, KernelSpec
 from atorch.cost.uncertainty import KINDS
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.files.strict_json import Format
@@ -52,23 +53,17 @@ _RANGES: Mapping[str, _Range] = {
     "devices_per_node": _COUNT,
     "nodes_per_leaf": _COUNT,
     "cores": _COUNT,
+    "multiprocessors": _COUNT,
     "devices_per_uplink": _COUNT,
     "both_ways": _Range(1.0, 2.0, "a factor"),
 }
 _VARIANCE = _Range(0.0, 100.0, "the variance of a logarithm")
 _COVARIANCE = _Range(-100.0, 100.0, "the covariance of two logarithms")
 _PEAK = _Range(1e6, 1e18, "FLOP/s")
+_NEEDED: Set[str] = frozenset({"peak_flops", "memory_bandwidth", "launch_s"})  # though a DeviceSpec has defaults
 _DTYPES: Set[str] = frozenset({"float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4"})
 
 _KERNELS: Set[str] = frozenset({"flash1", "flash2", "flash3", "cudnn", "triton", "efficient"})
-_DEVICE: Set[str] = frozenset(
-    {"type", "name", "memory_gib", "capability", "peak_flops", "memory_bandwidth", "launch_s", "efficiency"}
-    | {"multiprocessors", "attention"}
-)
-_CLUSTER: Set[str] = frozenset(
-    {"device", "num_nodes", "devices_per_node", "intra_node", "inter_node", "nodes_per_leaf", "inter_leaf"}
-    | {"tree_efficiency", "host_link", "host_memory_gib", "host", "uncertainty", "sources"}
-)
 SHIPPED: Set[str] = frozenset({"matches", "aliases", "machine"})
 """Keys of a device's name pattern, aliases and cloud machine, which files do not inherit from their base."""
 
@@ -98,22 +93,18 @@ class _Part:
             )
         return _Part(self.data[name], self.where, known, self.at(name))
 
-    def figure(self, name: str, range_: _Range, default: Any = MISSING) -> float:
-        if name not in self.data and default is not MISSING:
-            return float(default)
-        value = self.data.get(name)
+    def figure(self, name: str, range_: _Range | None = None) -> float:
+        """A figure in its range, of bytes where the file has GiB; a count is a whole number."""
+        range_ = range_ or _RANGES.get(name, _SHARE)
+        value: Any = self.data.get(name)
         if not range_.holds(value):
             self.refuse(name, f"{range_.unit} between {range_.least:g} and {range_.most:g}")
-        return float(value)  # type: ignore[arg-type]  # `holds` has checked that it is a number
-
-    def count(self, name: str, default: Any = MISSING) -> int:
-        value = self.figure(name, _COUNT, default)
-        if value != int(value):
+        if range_ is _COUNT and value != int(value):
             self.refuse(name, "a whole number of at least 1")
-        return int(value)
+        return int(value) if range_ is _COUNT else float(value) * (GiB if name.endswith("_gib") else 1)
 
-    def text(self, name: str, default: str) -> str:
-        value = self.data.get(name, default)
+    def text(self, name: str) -> str:
+        value = self.data.get(name, "cuda" if name == "type" else Path(self.where).stem)
         if not isinstance(value, str):
             self.refuse(name, "text")
         return str(value)
@@ -132,73 +123,50 @@ def cluster_of(data: Any, where: str) -> ClusterSpec:
     Raises:
         ArgumentError: a figure is missing, unknown or absurd.
     """
-    top = _Part(data, where, _CLUSTER | SHIPPED)
-    optional: dict[str, Any] = {}
-    if "host_link" in top.data:
-        optional["host_link"] = _link(top, "host_link")
-    if "nodes_per_leaf" in top.data or "inter_leaf" in top.data:
-        optional["nodes_per_leaf"] = top.count("nodes_per_leaf")
-        optional["inter_leaf"] = _link(top, "inter_leaf")
-    if "host" in top.data:
-        optional["host"] = HostSpec(**_figures(top, "host", HostSpec))
-    if "host_memory_gib" in top.data:
-        optional["host_memory_bytes"] = top.figure("host_memory_gib", _RANGES["host_memory_gib"]) * GiB
-    return ClusterSpec(
-        device=_device(top),
-        num_nodes=top.count("num_nodes", 1),
-        devices_per_node=top.count("devices_per_node", 1),
-        intra_node=_link(top, "intra_node"),
-        inter_node=_link(top, "inter_node"),
-        uncertainty=_uncertainty(top) if "uncertainty" in top.data else {},
-        tree_efficiency=top.figure("tree_efficiency", _SHARE, TREE_EFFICIENCY),
-        sources=_sources(top),
-        **optional,
-    )
+    top = _Part(data, where, _names(ClusterSpec).keys() | SHIPPED)
+    leaves = {"nodes_per_leaf", "inter_leaf"}
+    return ClusterSpec(**_values(top, ClusterSpec, () if leaves.isdisjoint(top.data) else leaves))
 
 
-def _device(top: _Part) -> DeviceSpec:
-    device = top.part("device", _DEVICE)
-    peaks = device.part("peak_flops", _DTYPES)
-    return DeviceSpec(
-        type=device.text("type", "cuda"),
-        name=device.text("name", Path(top.where).stem),
-        memory_bytes=device.figure("memory_gib", _RANGES["memory_gib"]) * GiB,
-        capability=_capability(device),
-        peak_flops={dtype: peaks.figure(dtype, _PEAK) for dtype in peaks.data},
-        memory_bandwidth=device.figure("memory_bandwidth", _RANGES["memory_bandwidth"]),
-        launch_s=device.figure("launch_s", _RANGES["launch_s"]),
-        efficiency=Efficiency(**_figures(device, "efficiency", Efficiency) if "efficiency" in device.data else {}),
-        multiprocessors=device.count("multiprocessors") if "multiprocessors" in device.data else 0,
-        attention=_kernels(device),
-    )
+def _names(kind: type[Any]) -> Mapping[str, Field[Any]]:
+    """A dataclass's fields by their names in files."""
+    return {field.name.replace("_bytes", "_gib"): field for field in fields(kind)}
 
 
-def _link(top: _Part, name: str) -> LinkSpec:
-    return LinkSpec(**_figures(top, name, LinkSpec))
+def _values(part: _Part, kind: type[Any], needed: Collection[str] = _NEEDED) -> dict[str, Any]:
+    """Values of a dataclass's fields; those without default are required, like those in `needed`."""
+    hints, values = get_type_hints(kind), dict[str, Any]()
+    for name, field in _names(kind).items():
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if has_default and name not in part.data and name not in needed:
+            continue
+        hint = hints[field.name]
+        spec = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+        read = _READERS.get(hint) or (_Part.figure if spec is None else partial(_spec, kind=spec))
+        values[field.name] = read(part, name)
+    return values
 
 
-def _kernels(device: _Part) -> dict[str, KernelSpec]:
-    if "attention" not in device.data:
-        return {}
-    kernels = device.part("attention", _KERNELS)
-    return {name: KernelSpec(**_figures(kernels, name, KernelSpec)) for name in kernels.data}
+def _spec(outer: _Part, name: str, kind: Any) -> Any:
+    values = _values(outer.part(name, _names(kind).keys()), kind)
+    if kind is DeviceSpec:
+        values.setdefault("efficiency", Efficiency())  # peaks in a file are those of a data sheet
+    return kind(**values)
 
 
-def _figures(outer: _Part, name: str, kind: type[LinkSpec | Efficiency | KernelSpec | HostSpec]) -> dict[str, Any]:
-    """The figures of a dataclass's fields; those without default are required."""
-    part = outer.part(name, {field.name for field in fields(kind)})
-    ranges = {field: _RANGES.get(field.name, _SHARE) for field in fields(kind)}
-    return {
-        field.name: part.count(field.name, field.default)
-        if range_ is _COUNT
-        else part.figure(field.name, range_, field.default)
-        for field, range_ in ranges.items()
-    }
+def _peaks(device: _Part, name: str) -> dict[str, float]:
+    peaks = device.part(name, _DTYPES)
+    return {dtype: peaks.figure(dtype, _PEAK) for dtype in peaks.data}
 
 
-def _uncertainty(top: _Part) -> dict[str, dict[str, float]]:
+def _kernels(device: _Part, name: str) -> dict[str, KernelSpec]:
+    kernels = device.part(name, _KERNELS)
+    return {kernel: _spec(kernels, kernel, KernelSpec) for kernel in kernels.data}
+
+
+def _uncertainty(top: _Part, name: str) -> dict[str, dict[str, float]]:
     kinds = frozenset(KINDS)
-    part = top.part("uncertainty", kinds)
+    part = top.part(name, kinds)
     rows = {kind: part.part(kind, kinds) for kind in KINDS}
     return {
         kind: {other: row.figure(other, _VARIANCE if other == kind else _COVARIANCE) for other in KINDS}
@@ -206,19 +174,19 @@ def _uncertainty(top: _Part) -> dict[str, dict[str, float]]:
     }
 
 
-def _capability(device: _Part) -> tuple[int, int] | None:
-    pair = device.data.get("capability")
+def _capability(device: _Part, name: str) -> tuple[int, int] | None:
+    pair = device.data[name]
     if pair is None:
         return None
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) is int and number >= 0 for number in pair):
-        device.refuse("capability", "a pair of whole numbers such as [9, 0], or null")
+        device.refuse(name, "a pair of whole numbers such as [9, 0], or null")
     return pair[0], pair[1]
 
 
-def _sources(top: _Part) -> dict[str, str]:
-    sources = top.data.get("sources", {})
+def _sources(top: _Part, name: str) -> dict[str, str]:
+    sources = top.data[name]
     if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
-        top.refuse("sources", "an object of places and texts")
+        top.refuse(name, "an object of places and texts")
     places = set(_places(top.data))
     for place in sources:
         if place not in places:
@@ -235,6 +203,17 @@ def _places(data: Mapping[str, Any], above: str = "") -> Iterator[str]:
         yield above + key
         if isinstance(value, dict):
             yield from _places(value, f"{above}{key}.")
+
+
+_READERS: Mapping[Any, Callable[[_Part, str], Any]] = {
+    str: _Part.text,
+    tuple[int, int] | None: _capability,
+    Mapping[str, float]: _peaks,
+    Mapping[str, KernelSpec]: _kernels,
+    Mapping[str, Mapping[str, float]]: _uncertainty,
+    Mapping[str, str]: _sources,
+}
+"""By type, the readers of fields that are neither a figure nor an object of figures."""
 
 
 def with_source(sources: Mapping[str, str], place: str, source: str) -> dict[str, str]:

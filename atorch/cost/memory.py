@@ -106,7 +106,7 @@ def peak_memory(cost: Cost) -> Memory:
     `on_host` is the maximum over stages. Slack is set so that `needed` is the maximum over stages.
     """
     stages = heaviest_stages(cost)
-    peaks = [held for _, held in _peaks(cost, stages)]
+    peaks = _peaks(cost, stages)
     stage, held = max(zip(stages, peaks, strict=True), key=lambda pair: pair[1].total)
     if len(peaks) > 1:
         needed = max(peak.total + STUCK * SLACK * peak.coming for peak in peaks)
@@ -115,22 +115,22 @@ def peak_memory(cost: Cost) -> Memory:
 
 
 def peak_bytes(cost: Cost) -> float:
-    return max(held.total for _, held in _peaks(cost, heaviest_stages(cost)))
+    return max(held.total for held in _peaks(cost, heaviest_stages(cost)))
 
 
 def stage_memory(cost: Cost, stage: StageCost) -> Memory:
-    ((_, held),) = _peaks(cost, (stage,))
+    (held,) = _peaks(cost, (stage,))
     return held._replace(stage=stage.index)
 
 
 def beside_host(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[StageMemory, Memory]]:
     """Timelines of stages without offloading, and the bytes held at each peak with it."""
     courses = courses_of(cost, stages)
-    return [(course, held) for course, (_, held) in zip(courses, _peaks_of(cost, courses), strict=True)]
+    return list(zip(courses, _peaks_of(cost, courses), strict=True))
 
 
 def host_bytes(cost: Cost) -> float:
-    return max(held.on_host for _, held in _peaks(cost, stages_of(cost)))
+    return max(held.on_host for held in _peaks(cost, stages_of(cost)))
 
 
 def least_on_host(cost: Cost) -> float:
@@ -149,19 +149,19 @@ def uses_host(cost: Cost) -> bool:
     return bool(cost.param_offload or cost.optim_offload or cost.activation_offload or cost.budget_bytes < math.inf)
 
 
-def _peaks(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[MemoryPoint, Memory]]:
+def _peaks(cost: Cost, stages: Sequence[StageCost]) -> list[Memory]:
     return _peaks_of(cost, courses_of(cost, stages))
 
 
-def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[tuple[MemoryPoint, Memory]]:
+def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[Memory]:
     if not uses_host(cost):
-        return [(course.peak, _on_device(course, course.peak, cost.buffer_bytes)) for course in courses]
+        return [_on_device(course, course.peak, cost.buffer_bytes) for course in courses]
     offload = _OffloadTerms._make(_offload_terms(cost))
     return [_peak_beside_host(course, cost.buffer_bytes, offload) for course in courses]
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _peak_beside_host(course: StageMemory, buffer_bytes: float, offload: _OffloadTerms) -> tuple[MemoryPoint, Memory]:
+def _peak_beside_host(course: StageMemory, buffer_bytes: float, offload: _OffloadTerms) -> Memory:
     """The fullest moment; of equals the one with the most bytes on the host."""
     *passes, step = course.moments
     if offload.activation_offload:
@@ -170,9 +170,9 @@ def _peak_beside_host(course: StageMemory, buffer_bytes: float, offload: _Offloa
     shared = [(moment, _with_host(course, moment, buffer_bytes, offload)) for moment in (*passes, step)]
     full = max(held.total for _, held in shared) * (1 - ROUNDING)
     fullest = [pair for pair in shared if pair[1].total >= full]
-    moment, held = max(fullest, key=lambda pair: (pair[1].on_host, -pair[1].parameters))
+    _, held = max(fullest, key=lambda pair: (pair[1].on_host, -pair[1].parameters))
     coming = max(live.activations + live.transient + live.working for _, live in shared)
-    return moment, held._replace(coming=coming - course.buckets)
+    return held._replace(coming=coming - course.buckets)
 
 
 def _on_device(course: StageMemory, moment: MemoryPoint, buffer_bytes: float) -> Memory:

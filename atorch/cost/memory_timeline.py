@@ -118,11 +118,10 @@ _terms = attrgetter(*Terms._fields[:-2])
 class _Copy(NamedTuple):
     """One copy of a segment on a device: elements, then bytes of a micro-batch."""
 
-    params: float  # whole, as they are computed with
     stored_bytes: float  # of the shard that is kept
-    cast: float  # the part of params that is cast for use
-    gathered_bytes: float  # of params, full, if shards of them are kept
-    trained: float  # the part of params that gets gradients
+    cast: float  # elements that are cast for use
+    gathered_bytes: float  # of all parameters, full, if shards of them are kept
+    trained: float  # elements that get gradients
     stored_grads: float
     stored_state: float
     kept: float  # activations saved for backward
@@ -311,7 +310,6 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     whole = dense + experts
     results = inside * segment.inside.selective_bytes + outside * segment.outside.selective_bytes
     return _Copy(
-        params=whole,
         stored_bytes=kept_elements(dense, experts, terms.param_shards, terms.expert)
         * segment.mean_itemsize(terms.param_itemsize),
         cast=share * whole if 0.0 < segment.frozen_itemsize <= terms.cast_itemsize else whole,

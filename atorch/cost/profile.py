@@ -127,7 +127,6 @@ class ModelProfile:
     param_bytes: int
     trainable_bytes: int
     buffer_bytes: int = 0
-    output_bytes: int = 0
     optim_state_per_param: float = 2.0  # elements of optimizer state per parameter element: Adam 2, momentum 1
     optim_is_elementwise: bool = True  # True if elements step independently, so its state can be split anywhere
     optim_traffic: float = 1.0  # seconds of its step, relative to reading and writing everything once
@@ -144,32 +143,6 @@ class ModelProfile:
         return tuple(segment for segment in self.segments if segment.is_block)
 
     @property
-    def num_blocks(self) -> int:
-        return sum(block.count for block in self.blocks)
-
-    @property
     def num_distinct_blocks(self) -> int:
         """The number of repeated blocks; a block that runs several times counts once."""
         return sum(block.count for block in self.blocks if block.num_params or not block.tied_params)
-
-    @property
-    def matmul_flops(self) -> float:
-        """Forward FLOPs of products with weights."""
-        return sum(segment.count * segment.matmul_flops for segment in self.segments)
-
-    @property
-    def attention_flops(self) -> float:
-        return sum(segment.count * segment.attention_flops for segment in self.segments)
-
-    @property
-    def traffic_bytes(self) -> float:
-        return sum(segment.count * segment.traffic_bytes for segment in self.segments)
-
-    @property
-    def num_ops(self) -> float:
-        return sum(segment.count * segment.num_ops for segment in self.segments)
-
-    @property
-    def activation_bytes(self) -> float:
-        """Bytes saved for backward by the whole forward pass."""
-        return sum(segment.count * segment.saved_bytes for segment in self.segments)

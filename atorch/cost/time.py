@@ -40,18 +40,16 @@ class StepTime(NamedTuple):
     total_s: float
 
 
-Links = tuple[float, float]  # seconds in which links carry bytes: within nodes, between nodes
-
-
 class _Copy(NamedTuple):
-    """One copy of a segment for a micro-batch: seconds of computing, and of exposed and hidden communication."""
+    """One copy of a segment for a micro-batch, or all on a stage: seconds of computing and communication, elements."""
 
     matmul_s: float
     traffic_s: float
     launch_s: float
     exposed_s: float
     hidden_s: float
-    carried: Links
+    inside_s: float  # in which links within nodes carry bytes
+    between_s: float  # in which links between nodes do
     params: float
     dense: float  # trainable parameters outside of experts
     experts: float  # trainable parameters in experts
@@ -66,18 +64,12 @@ class _Copies(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """A stage's seconds for one micro-batch, forward and backward, and its elements."""
+    """A stage's seconds for one micro-batch, forward and backward."""
 
-    matmul_s: float
-    traffic_s: float
-    launch_s: float
+    work: _Copy
     computing_s: float
     exposed_s: float
     total_s: float
-    carried: Links
-    params: float
-    dense: float  # trainable parameters outside of experts
-    experts: float  # trainable parameters in experts
 
 
 class _Run(NamedTuple):
@@ -88,18 +80,23 @@ class _Run(NamedTuple):
     micro: _MicroBatch
 
 
-class _Totals(NamedTuple):
-    """Totals of the model, shared by stages: elements, blocks, and seconds of communication other than model splits.
+class _Sent(NamedTuple):
+    """Seconds of communication other than model splits, for the whole model."""
 
-    Pairs are (exposed, hideable) seconds.
-    """
+    exposed_s: float
+    hidden_s: float
+    inside_s: float
+    between_s: float
+
+
+class _Totals(NamedTuple):
+    """Totals of the model, shared by stages."""
 
     num_params: float
     num_blocks: int
-    once: tuple[float, float]
-    by_parameters: tuple[float, float]  # per micro-batch
-    by_blocks: tuple[float, float]  # per micro-batch
-    carried: tuple[Links, Links, Links]  # once, by parameters, by blocks
+    once: _Sent
+    by_parameters: _Sent  # per micro-batch
+    by_blocks: _Sent  # per micro-batch
 
 
 _read_by_copies = attrgetter(
@@ -149,7 +146,7 @@ class StepTimes:
         slowest = max((run.micro for run in runs), key=lambda micro: micro.total_s)
         times, sending = cost.num_micro_batches, self._sending_seconds(cost)
         bubble = _bubble(cost, runs, slowest) + 2.0 * (cost.stages - 1) * sending
-        passes_s, between_s = times * slowest.total_s, times * max(run.micro.carried[1] for run in runs)
+        passes_s, between_s = times * slowest.total_s, times * max(run.micro.work.between_s for run in runs)
         host = host_time(cost, passes_s, self.cluster, between_s)
         once, optimizer = _end_seconds(cost, runs, totals, host.backward_s / times, self.cluster)
         between_sends = 0.0 if cost.sends_beside else 2.0 * (times - 1.0) * cost.interleave * sending
@@ -157,9 +154,9 @@ class StepTimes:
         total = times * slowest.computing_s + bubble + optimizer + exposed + host.total_s + cost.extra_s
         short = max(0.0, self._carrying_seconds(cost, runs, totals, sending) - total)
         return StepTime(
-            matmul_s=times * slowest.matmul_s,
-            traffic_s=times * slowest.traffic_s,
-            launch_s=times * slowest.launch_s,
+            matmul_s=times * slowest.work.matmul_s,
+            traffic_s=times * slowest.work.traffic_s,
+            launch_s=times * slowest.work.launch_s,
             bubble_s=bubble,
             optimizer_s=optimizer,
             exposed_comm_s=exposed + short,
@@ -227,7 +224,8 @@ class StepTimes:
             launch_s=launch,
             exposed_s=exposed + uncovered,
             hidden_s=hidden - uncovered,
-            carried=(carried[0], carried[1]),
+            inside_s=carried[0],
+            between_s=carried[1],
             params=cost.local_params(segment),
             dense=cost.local_trainable(segment) - cost.local_experts(segment),
             experts=cost.local_experts(segment),
@@ -246,28 +244,17 @@ class StepTimes:
         return self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
 
     def _totals(self, cost: Cost, copies: _Copies) -> _Totals:
-        once, by_parameters, by_blocks = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
-        carried = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+        sent = {"once": [0.0] * 4, "parameters": [0.0] * 4, "blocks": [0.0] * 4}
         for comm in cost.comm:
-            group, share = self._group(cost, comm.axis), 1.0
-            if comm.each_micro_batch:
-                into, place = (by_parameters, 1) if comm.scales_with == "parameters" else (by_blocks, 2)
-            elif comm.scales_with == "blocks":
-                into, place, share = by_blocks, 2, 1.0 / cost.num_micro_batches
-            else:
-                into, place = once, 0
+            group, share, when = self._group(cost, comm.axis), 1.0, comm.scales_with
+            if not comm.each_micro_batch:
+                share = 1.0 / cost.num_micro_batches if when == "blocks" else 1.0
+            sums = sent[when if comm.each_micro_batch or when == "blocks" else "once"]
             seconds = share * group.seconds(comm.kind, comm.count, comm.num_bytes)
-            into[0] += (1.0 - comm.overlap) * seconds + share * comm.copied / reached_bandwidth(self.cluster)
-            into[1] += comm.overlap * seconds
-            carried[place][group.num_nodes > 1] += share * group.carrying_s(comm.kind, comm.num_bytes)
-        return _Totals(
-            num_params=copies.num_params,
-            num_blocks=max(1, cost.num_blocks),
-            once=(once[0], once[1]),
-            by_parameters=(by_parameters[0], by_parameters[1]),
-            by_blocks=(by_blocks[0], by_blocks[1]),
-            carried=((carried[0][0], carried[0][1]), (carried[1][0], carried[1][1]), (carried[2][0], carried[2][1])),
-        )
+            sums[0] += (1.0 - comm.overlap) * seconds + share * comm.copied / reached_bandwidth(self.cluster)
+            sums[1] += comm.overlap * seconds
+            sums[2 + (group.num_nodes > 1)] += share * group.carrying_s(comm.kind, comm.num_bytes)
+        return _Totals(copies.num_params, max(1, cost.num_blocks), *map(_Sent._make, sent.values()))
 
     def _carrying_seconds(self, cost: Cost, runs: Sequence[_Run], totals: _Totals, sending_s: float) -> float:
         """Seconds in which links carry a step's bytes, hidden or not: the maximum over all stages' links.
@@ -278,10 +265,11 @@ class StepTimes:
         ways = (1.0 if cost.stages == 2 else 2.0) * cost.interleave * sending_s
         between = cost.stages > 1 and self._group(cost, ("pipeline",)).num_nodes > 1
         for _, _, micro in runs:
-            share = micro.params / totals.num_params if cost.stages > 1 else 1.0
-            for place in (0, 1):
-                seconds = micro.carried[place] + (ways if place == between else 0.0)
-                longest = max(longest, cost.num_micro_batches * seconds + share * totals.carried[0][place])
+            share = micro.work.params / totals.num_params if cost.stages > 1 else 1.0
+            inside_s, between_s = micro.work.inside_s, micro.work.between_s
+            inside_s, between_s = (inside_s, between_s + ways) if between else (inside_s + ways, between_s)
+            for each_s, once_s in ((inside_s, totals.once.inside_s), (between_s, totals.once.between_s)):
+                longest = max(longest, cost.num_micro_batches * each_s + share * once_s)
         return longest
 
 
@@ -304,31 +292,21 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
 
 def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, totals: _Totals, cluster: ClusterSpec) -> _MicroBatch:
     """A GPU launches the next operations while one runs, so the longer of launching and running counts; a CPU adds."""
-    matmul = traffic = launch = exposed = hidden = inside = between = params = dense = experts = added = blocks = 0.0
+    sums, blocks = [0.0] * len(_Copy._fields), 0.0
     for segment, count in parts:
-        copy = copies.of[id(segment)]
-        matmul += count * copy.matmul_s
-        traffic += count * copy.traffic_s
-        launch += count * copy.launch_s
-        exposed += count * copy.exposed_s
-        hidden += count * copy.hidden_s
-        inside += count * copy.carried[0]
-        between += count * copy.carried[1]
-        params += count * copy.params
-        dense += count * copy.dense
-        experts += count * copy.experts
-        added += count * copy.added
+        sums = [held + count * more for held, more in zip(sums, copies.of[id(segment)], strict=True)]
         blocks += count if segment.is_block else 0.0
+    matmul, traffic, launch, exposed, hidden, inside, between, params, dense, experts, added = sums
     traffic += micro_batch_bytes(cost, params, added / cost.grad_shards) / reached_bandwidth(cluster)
     of_parameters = of_blocks = 1.0
     if cost.stages > 1:  # sends and receives activations and gradients
         launch += 4.0 * cost.interleave * SEND_LAUNCHES * cost.ops_scale * cluster.device.launch_s
         of_parameters, of_blocks = params / totals.num_params, blocks / totals.num_blocks
-    exposed += of_parameters * totals.by_parameters[0] + of_blocks * totals.by_blocks[0]
-    hidden += of_parameters * totals.by_parameters[1] + of_blocks * totals.by_blocks[1]
-    _, (inside_by_parameters, between_by_parameters), (inside_by_blocks, between_by_blocks) = totals.carried
-    inside += of_parameters * inside_by_parameters + of_blocks * inside_by_blocks
-    between += of_parameters * between_by_parameters + of_blocks * between_by_blocks
+    shared = [
+        of_parameters * one + of_blocks * other
+        for one, other in zip(totals.by_parameters, totals.by_blocks, strict=True)
+    ]
+    exposed, hidden, inside, between = exposed + shared[0], hidden + shared[1], inside + shared[2], between + shared[3]
     if cluster.device.type != "cuda":
         exposed += max(0.0, hidden - matmul - traffic - launch)
         total = matmul + traffic + launch + exposed
@@ -336,9 +314,8 @@ def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, totals: _Total
         exposed += beside_computing(hidden, matmul + traffic)
         total = ((matmul + traffic + exposed) ** SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
     computing = max(matmul + traffic, total - exposed)  # rounding may make the difference too small
-    return _MicroBatch(
-        matmul, traffic, launch, computing, exposed, computing + exposed, (inside, between), params, dense, experts
-    )
+    work = _Copy(matmul, traffic, launch, exposed, hidden, inside, between, params, dense, experts, added)
+    return _MicroBatch(work, computing, exposed, computing + exposed)
 
 
 def beside_computing(sending_s: float, computing_s: float) -> float:
@@ -382,14 +359,14 @@ def _end_seconds(
     waiting = host_s + (1.0 - unfilled) * in_backward * slowest_s
     last, longest, earlier = (0.0, 0.0), 0.0, -slowest_s
     for _, number, micro in runs:
-        share = micro.params / totals.num_params if cost.stages > 1 else 1.0
+        share = micro.work.params / totals.num_params if cost.stages > 1 else 1.0
         backward = unfilled * in_backward * micro.total_s
         waited = max(0.0, unfilled * in_backward * earlier)
-        hiding = max(0.0, share * totals.once[1] - backward - waiting)
+        hiding = max(0.0, share * totals.once.hidden_s - backward - waiting)
         if cluster.device.type == "cuda":
-            hiding = beside_computing(share * totals.once[1], backward + waiting)
-        exposed = share * totals.once[0] + hiding
-        optimizer = optimizer_s * kept_elements(micro.dense, micro.experts, cost.optim_shards, cost.expert)
+            hiding = beside_computing(share * totals.once.hidden_s, backward + waiting)
+        exposed = share * totals.once.exposed_s + hiding
+        optimizer = optimizer_s * kept_elements(micro.work.dense, micro.work.experts, cost.optim_shards, cost.expert)
         if exposed + optimizer - waited > longest:
             longest = exposed + optimizer - waited
             left = max(0.0, exposed - waited)

@@ -124,7 +124,6 @@ def transformer_profile(
         num_trainable=num_params,
         param_bytes=int(num_params * itemsize),
         trainable_bytes=int(num_params * itemsize),
-        output_bytes=int(tokens * shape.vocab * itemsize),
         module_classes=frozenset({"Embedding", "Linear"}),
         block_classes=frozenset({"Linear"}),
     )
@@ -251,14 +250,11 @@ class _Build:
         columns = float(query + 2 * key) if shape.bias else 0.0
         widths = (query + 2 * key,) if self.keep.fused_projections else (query, key, key)
         into = tuple(self._product(shape.hidden, width, "columns") for width in widths)
-        return _Part(
+        return replace(
+            core,
             params=weights + columns + (shape.hidden if shape.bias else 0.0),
             split_params=weights + columns,
             matmuls=(*into, self._product(query, shape.hidden, "rows")),
-            attention_flops=core.attention_flops,
-            scores_bytes=core.scores_bytes,
-            inside=core.inside,
-            working_bytes=core.working_bytes,
             num_ops=core.num_ops + 4.0,
             num_into=len(into),
         )
@@ -275,7 +271,8 @@ class _Build:
         core = self._core(query, key, value, value)
         split = float(up_from * query + latent.kv_rank * up_kv + value * shape.hidden)
         shared_keys = self.tokens * latent.rope_dim * keep.itemsize
-        return _Part(
+        return replace(
+            core,
             params=split + shape.hidden * down + sum(norm.params for norm in norms),
             split_params=split,
             matmuls=(
@@ -284,11 +281,7 @@ class _Build:
                 self._product(latent.kv_rank, up_kv, "columns"),
                 self._product(value, shape.hidden, "rows"),
             ),
-            attention_flops=core.attention_flops,
-            scores_bytes=core.scores_bytes,
             outside=_together(Region(saved_bytes=shared_keys), *(norm.outside for norm in norms)),
-            inside=core.inside,
-            working_bytes=core.working_bytes,
             num_ops=core.num_ops + 8.0,
         )
 
@@ -326,12 +319,11 @@ class _Build:
         weights, first = float(matrices * shape.hidden * width), (matrices - 1) * width
         parts = 1 if self.keep.fused_projections else matrices - 1
         into = (self._product(shape.hidden, first // parts, "columns"),) * parts
-        return _Part(
+        return replace(
+            kept,
             params=weights + (first + shape.hidden if shape.bias else 0.0),
             split_params=weights + (first if shape.bias else 0.0),
             matmuls=(*into, self._product(width, shape.hidden, "rows")),
-            inside=kept.inside,
-            working_bytes=kept.working_bytes,
             num_ops=kept.num_ops + 2.0,
             num_into=parts,
         )

@@ -87,8 +87,8 @@ def all_reduce_max(values: Sequence[int], group: dist.ProcessGroup | None = None
     """The elementwise maximum of `values` (integers of 63 bits) over the ranks of `group` (None: all ranks)."""
     if not is_distributed() or is_fake_world() or dist.get_world_size(group) == 1:
         return list(values)
-    maxima = torch.tensor(values, dtype=torch.int64, device=host_comm_device())
     group = present_group(group)
+    maxima = torch.tensor(values, dtype=torch.int64, device=host_comm_device(group))
     answered(lambda: dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group), group)
     return [int(value) for value in maxima.tolist()]
 
@@ -100,9 +100,9 @@ def present_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     return present
 
 
-def host_comm_device() -> torch.device:
+def host_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """The device for small tensors that ranks exchange: the host, unless NCCL is the only backend."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def first_not_none(value: T | None, group: dist.ProcessGroup | None = None) -> tuple[int, T] | None:

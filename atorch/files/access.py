@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from atorch.errors import AtorchError, shown
+from atorch.errors import ArgumentError, AtorchError, shown
 
 AnyPath = str | os.PathLike[str]
 
@@ -30,6 +30,9 @@ class FileKind:
     name: str
     error: type[AtorchError]
     max_bytes: int = 2**20
+
+
+FILE = FileKind("file", ArgumentError)
 
 
 def read_bytes(path: AnyPath, kind: FileKind) -> bytes:
@@ -49,14 +52,16 @@ def read_bytes(path: AnyPath, kind: FileKind) -> bytes:
     return data
 
 
-def write(path: AnyPath, content: str | bytes, kind: FileKind) -> None:
+def write(path: AnyPath, content: str | bytes, kind: FileKind = FILE) -> None:
     """Write a regular file atomically: a reader sees the old one or the new one.
+
+    Characters without a form in UTF-8 become question marks.
 
     Raises:
         AtorchError: of class `kind.error`: it cannot be written, or the path names something else than a regular file.
     """
     with replacing(path, kind) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content.encode(errors="replace") if isinstance(content, str) else content)
 
 
 @contextmanager
@@ -94,7 +99,7 @@ def check_source(path: AnyPath, kind: FileKind) -> None:
         _refuse_special(quoted, os.stat(path), kind)
 
 
-def check_target(path: AnyPath, kind: FileKind) -> None:
+def check_target(path: AnyPath, kind: FileKind = FILE) -> None:
     """Refuse a path that `write` would refuse, before its content is computed.
 
     Raises:

@@ -1,8 +1,8 @@
 """JSON read under limits, with the place of every fault.
 
-A file may come from an untrusted source. Its size is checked before parsing, its depth before the parser recurses, and
-the length of a number before conversion. So any content either parses or raises the error of the file's `Format`. It
-names the line and column of bad syntax, or the JSON path of a bad value.
+A file may come from an untrusted source. Its size is checked before parsing, and the length of a number before
+conversion. So any content either parses or raises the error of the file's `Format`. It names the line and column of bad
+syntax, or the JSON path of a bad value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ Json: TypeAlias = None | bool | int | float | str | list["Json"] | dict[str, "Js
 MAX_INTEGER = 2**63 - 1
 _MAX_NUMBER = 64  # maximum characters of a number
 
-_STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -72,12 +71,13 @@ def parse(text: str | bytes, form: Format) -> Json:
         raise form.error(f"more than {form.max_bytes:,} bytes; a {form.name} is smaller")
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        _check_depth(text, form)
         raw = json.loads(
             text, object_pairs_hook=_Object, parse_int=_Number, parse_float=_Number, parse_constant=_Number
         )
     except UnicodeDecodeError as error:
         raise form.error(f"byte {error.start} is not UTF-8 ({error.reason}); a {form.name} is JSON in UTF-8") from None
+    except RecursionError:
+        raise form.error(f"nested deeper than {form.max_depth} levels") from None
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
         why = " (the text was cut short)" if is_cut else ""
@@ -99,15 +99,6 @@ def step(place: str, part: str | int) -> str:
     if isinstance(part, int):
         return f"{place}[{part}]"
     return f"{place}.{part}" if _PLAIN_KEY.fullmatch(part) else f"{place}[{shown(part, 60)}]"
-
-
-def _check_depth(text: str, form: Format) -> None:
-    """Refuse deep nesting before the recursive parser runs."""
-    depth = 0
-    for match in _STRING_OR_BRACKET.finditer(text):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match.group(), 0)
-        if depth > form.max_depth:
-            raise json.JSONDecodeError(f"nested deeper than {form.max_depth} levels", text, match.start())
 
 
 class _Reader:

@@ -11,19 +11,20 @@ import base64
 import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from atorch.errors import ArgumentError, CapabilityError
-from atorch.patrickstar.profiler import MemoryEvent, MemoryTier, Profile
+from atorch.patrickstar.profiler import MemoryEvent, MemoryTier, PhaseSpan, Profile
 from atorch.report.html import page
 from atorch.report.html_dom import element, table
-from atorch.report.phases import Scale, Shade, in_style, over_time, shade, time_scale
 from atorch.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 FigType = Literal["memory", "access"]
 TOTAL, CHUNKS = "#cf3a3a", "#2f6db5"
@@ -34,6 +35,24 @@ DOTS_PER_INCH = 200
 DEVICE, HOST = "#cf3a3a", "#3f77bd"
 _MANY = 4000  # rectangles; above it they are rasterized, since a page would draw them slowly
 _DISTINCT_ROWS = 160  # above it there is no room for a gap between rows
+
+
+PHASES: Mapping[str, str] = {"forward": "#2e9e4f", "backward": "#2f6db5", "optimizer": "#8e5bbf"}
+_STYLE: Mapping[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#667085",
+    "axes.labelcolor": "#1d2430",
+    "xtick.color": "#667085",
+    "ytick.color": "#667085",
+    "xtick.labelcolor": "#1d2430",
+    "ytick.labelcolor": "#1d2430",
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +116,7 @@ def _memory(profile: Profile, tier: MemoryTier) -> Drawing:
     return Drawing(
         title=where,
         said=f"{where} over time: at most {format_bytes(most)} in use, of which chunks {format_bytes(most_chunks)}.",
-        figure=memory_figure(where, curves, _shades(profile), profile.end_s, budget),
+        figure=memory_figure(where, curves, profile.spans(), profile.end_s, budget),
         facts=tuple(facts),
         head=("phase", "times", "time", "most in use", "most in chunks"),
         rows=tuple(_by_phase(profile, events)),
@@ -141,7 +160,7 @@ def _access(profile: Profile) -> Drawing:
     return Drawing(
         title=title,
         said=f"Where chunks were over time, by kind, {' below '.join(kinds)}: red on the device, blue on the host.",
-        figure=locations_figure(title, sections, _shades(profile), profile.end_s),
+        figure=locations_figure(title, sections, profile.spans(), profile.end_s),
         facts=tuple(facts),
         head=("kind", "chunks", "came to the device", "bytes", "time on the device"),
         rows=tuple(_by_kind(profile, kind) for kind in kinds),
@@ -160,10 +179,6 @@ def _by_kind(profile: Profile, kind: str) -> tuple[str, ...]:
     return kind, f"{chunks:,}", f"{len(fetches):,}", format_bytes(sum(event.num_bytes for event in fetches)), share
 
 
-def _shades(profile: Profile) -> list[Shade]:
-    return [Shade(*span) for span in profile.spans()]
-
-
 def _drawn(figure: Figure, kind: str) -> bytes:
     from matplotlib import rc_context
 
@@ -173,6 +188,41 @@ def _drawn(figure: Figure, kind: str) -> bytes:
     with rc_context({"svg.hashsalt": "atorch"}):
         figure.savefig(file, format=kind, dpi=DOTS_PER_INCH, metadata=unnamed)
     return file.getvalue()
+
+
+def _in_style() -> AbstractContextManager[None]:
+    from matplotlib import rc_context
+
+    settings: Any = dict(_STYLE)
+    return rc_context(settings)
+
+
+class Scale(NamedTuple):
+    """A unit of time, and its number in a second."""
+
+    unit: str
+    per_s: float
+
+
+def _shaded(axes: Axes, spans: Sequence[PhaseSpan], scale: Scale, opacity: float) -> list[Patch]:
+    """Colour the phases over the full height of `axes`; return the patches for the legend."""
+    from matplotlib.patches import Patch
+
+    patches: list[Patch] = []
+    for name, colour in PHASES.items():
+        bars = [(start * scale.per_s, (end - start) * scale.per_s) for phase, start, end in spans if phase == name]
+        if bars:
+            full_height = axes.get_xaxis_transform()
+            axes.broken_barh(
+                bars, (0, 1), transform=full_height, facecolor=colour, alpha=opacity, zorder=0, linewidth=0
+            )
+            patches.append(Patch(facecolor=colour, alpha=opacity, label=name))
+    return patches
+
+
+def _let_time_run(axes: Axes, end_s: float, scale: Scale) -> None:
+    axes.set_xlim(0, max(end_s * scale.per_s, 1e-9))
+    axes.set_xlabel(f"time ({scale.unit})")
 
 
 class Curve(NamedTuple):
@@ -185,7 +235,7 @@ class Curve(NamedTuple):
 
 
 def memory_figure(
-    title: str, curves: Sequence[Curve], shades: Sequence[Shade], end_s: float, budget_bytes: int | None
+    title: str, curves: Sequence[Curve], spans: Sequence[PhaseSpan], end_s: float, budget_bytes: int | None
 ) -> Figure:
     """Plot the curves, and the budget as a dashed line unless it exceeds twice their maximum."""
     from matplotlib.figure import Figure
@@ -193,11 +243,11 @@ def memory_figure(
 
     most = max((value for curve in curves for value in curve.num_bytes), default=0)
     unit, size = next(((unit, size) for unit, size in (("GiB", GiB), ("MiB", MiB)) if most >= size), ("KiB", KiB))
-    scale = time_scale(end_s)
-    with in_style():
+    scale = Scale("s", 1.0) if end_s >= 2.0 else Scale("ms", 1e3)
+    with _in_style():
         figure = Figure(figsize=(8.0, 3.8), layout="constrained")
         axes = figure.add_subplot()
-        phases = shade(axes, shades, scale, opacity=0.14)
+        phases = _shaded(axes, spans, scale, opacity=0.14)
         lines: list[Line2D] = []
         for name, colour, times, values in curves:
             along = [time * scale.per_s for time in (*times, end_s)]
@@ -211,7 +261,7 @@ def memory_figure(
             )
         axes.set_ylim(0, 1.06 * top / size or 1.0)
         axes.set_ylabel(f"memory ({unit})")
-        over_time(axes, end_s, scale)
+        _let_time_run(axes, end_s, scale)
         axes.set_title(title, loc="left")
         figure.legend(handles=[*lines, *phases], loc="outside lower center", ncols=len(lines) + len(phases))
     return figure
@@ -227,21 +277,21 @@ class Bar(NamedTuple):
 
 
 def locations_figure(
-    title: str, sections: Mapping[str, Sequence[Bar]], shades: Sequence[Shade], end_s: float
+    title: str, sections: Mapping[str, Sequence[Bar]], spans: Sequence[PhaseSpan], end_s: float
 ) -> Figure:
     """Plot the sections from the bottom up, each with one row per chunk, under a strip of the phases."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    scale = time_scale(end_s)
-    with in_style():
+    scale = Scale("s", 1.0) if end_s >= 2.0 else Scale("ms", 1e3)
+    with _in_style():
         figure = Figure(figsize=(8.0, 5.0), layout="constrained")
         strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 30))
         strip.set_axis_off()
         strip.set_title(title, loc="left")
-        phases = shade(strip, shades, scale, opacity=0.4)
+        phases = _shaded(strip, spans, scale, opacity=0.4)
         _draw(axes, sections, scale)
-        over_time(axes, end_s, scale)
+        _let_time_run(axes, end_s, scale)
         places = [Patch(facecolor=DEVICE, label="on the device"), Patch(facecolor=HOST, label="on the host")]
         figure.legend(handles=[*places, *phases], loc="outside lower center", ncols=len(places) + len(phases))
     return figure

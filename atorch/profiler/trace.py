@@ -125,7 +125,6 @@ def trace(
         param_bytes=sum(map(tensor_bytes, parameters)),
         trainable_bytes=sum(map(tensor_bytes, trainable)),
         buffer_bytes=sum(map(tensor_bytes, model.buffers())),
-        output_bytes=recorder.output_bytes,
         **_of_optimizer(stepped),
         optim_is_elementwise=make_optimizer is None or is_elementwise(None if stepped is None else stepped[0]),
         module_classes=_class_names([model]),
@@ -280,7 +279,6 @@ def _record(
         if loss_func is not None:
             with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers != "own"):
                 loss_func(batch, output)
-    recorder.output_bytes = sum(map(tensor_bytes, tensors_in(output)))
     return recorder
 
 

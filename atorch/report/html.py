@@ -175,16 +175,14 @@ def _memory_bars(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Bars:
 
 
 def _memory_chart(plan: PlanData, shown: Sequence[tuple[str, PlanData]], bars: Bars) -> Element:
-    """A bar for each stage of the choice, if there are several, then one for each strategy that is compared."""
-    stages = plan["estimate"].get("stages") or ()
-    rows = [(f"chosen, stage {index}", held(stage)) for index, stage in enumerate(stages) if len(stages) > 1]
+    """A bar for each strategy that is compared."""
     has = format_bytes(plan["memory_bytes"])
     near = Bars.of([held(entry["estimate"]["memory"]) for _, entry in shown], format_bytes, bars.limits)
     more = reserved(plan["estimate"]["memory"])
     caption = f"The line is what a device has, {has}; the dashed one, what may be used of it."
     caption += f" Beside what tensors of the chosen one hold, {more}." if more else ""
     caption += f" {_legend(near)}"
-    return replace(near, names=bars.names).chart([*rows, *_of_each(shown, "memory", held)], caption)
+    return replace(near, names=bars.names).chart(_of_each(shown, "memory", held), caption)
 
 
 def _of_each(

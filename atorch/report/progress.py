@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from atorch.units import format_seconds
 
@@ -56,24 +57,19 @@ def _report(what: str, is_over: threading.Event, began: float, after_s: float) -
                 return
 
 
-class SearchState(Protocol):
+@dataclass(frozen=True)
+class Progress:
     """The state of a search after a dry run."""
 
-    @property
-    def done(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def step_s(self) -> float | None: ...
-    @property
-    def best_s(self) -> float | None: ...
-    @property
-    def left_s(self) -> float: ...
+    done: int
+    total: int  # at most
+    strategy: str
+    step_s: float | None  # None if it failed
+    best_s: float | None
+    left_s: float  # expected
 
 
-def line(state: SearchState) -> str:
+def line(state: Progress) -> str:
     outcome = "rejected" if state.step_s is None else format_seconds(state.step_s)
     best = "" if state.best_s is None else f", best {format_seconds(state.best_s)}"
     left = f", at most {format_seconds(state.left_s)} left" if state.done < state.total else ""
@@ -81,23 +77,21 @@ def line(state: SearchState) -> str:
 
 
 @contextmanager
-def search_progress(
-    console: Console | None = None, *, verbose: bool = False
-) -> Iterator[Callable[[SearchState], None]]:
-    """A function that shows each SearchState, by default on standard error; `verbose` adds lines to the bar."""
+def search_progress(console: Console | None = None, *, verbose: bool = False) -> Iterator[Callable[[Progress], None]]:
+    """A function that shows each state, by default on standard error; `verbose` adds lines to the bar."""
+    from rich import progress
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TextColumn
 
     console = console or Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda state: console.print(line(state), markup=False, soft_wrap=True)
         return
-    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
+    columns = (progress.TextColumn("searching"), progress.BarColumn(), progress.TextColumn("{task.description}"))
+    with progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("the first dry run", total=None)
 
-        def show(state: SearchState) -> None:
+        def show(state: Progress) -> None:
             if verbose:
                 console.print(line(state), markup=False, soft_wrap=True)
             bar.update(task, total=state.total, completed=state.done, description=escape(line(state)))

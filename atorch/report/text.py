@@ -42,7 +42,7 @@ def _drawn(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Re
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=title, title_justify="left")
+    drawn = Table(title=title, title_justify="left", show_header=any(head))
     for name in head:
         is_figure = name.startswith(">")
         drawn.add_column(

@@ -55,11 +55,6 @@ TRAFFIC_S, LAUNCH_S = 2.5 * 3e3 / 1e5, 30 * 1e-3
 OPTIMIZER_S = 500 * (2 * (4 + 8) + 4) / 1e5
 
 
-def test_a_profile_sums_its_segments():
-    assert (PROFILE.matmul_flops, PROFILE.attention_flops, PROFILE.traffic_bytes) == (10e3, 1e3, 3e3)
-    assert (PROFILE.activation_bytes, PROFILE.num_ops, PROFILE.num_blocks) == (800, 10, 2)
-
-
 def test_a_fold_starts_from_the_model_as_it_is():
     cost = plain_cost(PROFILE)
     assert (cost.param_itemsize, cost.grad_itemsize, cost.optim_itemsize, cost.buffer_bytes) == (4, 4, 8, 40)

@@ -27,7 +27,7 @@ FORM = Format("note", ArgumentError, max_bytes=200, max_depth=3, max_values=10, 
     [
         ("[" + "1," * 9 + "1]", "more than 10 values; a note has fewer"),
         ('["123456789"]', r"\$\[0\]: a string of 9 characters; one has at most 8"),
-        ("[[[[1]]]]", "line 1 column 4: nested deeper than 3 levels"),
+        ("[[[[1]]]]", r"\$\[0\]\[0\]\[0\]: nested deeper than 3 levels"),
         ('{"a": 1, "a": 2}', r"\$\.a: the key is there twice"),
         ("[NaN]", r"\$\[0\]: nan is no JSON number"),
         (" " * 201, "more than 200 bytes; a note is smaller"),

@@ -29,9 +29,6 @@ BLIND_EXCEPTS: Mapping[str, str] = {
         "what a user's method, model or optimizer raises is the reason"
     ),
     "atorch/runtime/pipeline/engine.py:LocalStage.forward": "raised when the pass has ended, for which others wait",
-    "atorch/auto/planner/dry_runs/fault_barrier.py:Coordinator.run_on_rank0": (
-        "raised again on rank 0, and told to the others, who would wait for ever"
-    ),
     "atorch/auto/planner/dry_runs/fault_barrier.py:FaultBarrier.together": (
         "a candidate that raises is rejected, on all ranks together"
     ),

@@ -13,9 +13,8 @@ from matplotlib.colors import to_hex
 
 from atorch.cli import main
 from atorch.errors import ArgumentError, CapabilityError
-from atorch.patrickstar.pictures import CHUNKS, DEVICE, HOST, TOTAL, draw
+from atorch.patrickstar.pictures import CHUNKS, DEVICE, HOST, PHASES, TOTAL, draw
 from atorch.patrickstar.profiler import Profile
-from atorch.report.phases import PHASES
 from tests.house.source import ROOT
 from tests.patrickstar.recorded import KINDS, recorded
 

@@ -13,6 +13,7 @@ from atorch.cost import plain_cost
 from atorch.cost.kernels.operations import optimizer_bytes
 from atorch.errors import ArgumentError
 from atorch.profiler.trace import optimizer_state_per_param, trace
+from tests.profiler.totals import total
 
 
 def call(model, batch):
@@ -31,14 +32,13 @@ def test_mlp_counts_are_the_closed_forms():
     profile = trace(mlp(), torch.randn(32, 16), call, mean)
     assert profile.num_params == profile.num_trainable == 16 * 64 + 64 + 64 * 8 + 8
     assert profile.param_bytes == 4 * profile.num_params
-    assert profile.matmul_flops == 2 * 32 * (16 * 64 + 64 * 8)
-    assert profile.attention_flops == 0
+    assert total(profile, "matmul_flops") == 2 * 32 * (16 * 64 + 64 * 8)
+    assert total(profile, "attention_flops") == 0
     # The input, for the first weight's gradient, and ReLU's output, which the second layer needs as well.
-    assert profile.activation_bytes == 4 * 32 * (16 + 64)
-    assert profile.traffic_bytes == 4 * (32 * 64 * 2 + 32 * 8 + 1)  # ReLU in and out; mean in and out
-    assert profile.num_ops == 6  # two addmm, each of a weight that is looked at transposed, relu, mean
+    assert total(profile, "saved_bytes") == 4 * 32 * (16 + 64)
+    assert total(profile, "traffic_bytes") == 4 * (32 * 64 * 2 + 32 * 8 + 1)  # ReLU in and out; mean in and out
+    assert total(profile, "num_ops") == 6  # two addmm, each of a weight that is looked at transposed, relu, mean
     assert profile.batch_size == 32
-    assert profile.output_bytes == 4 * 32 * 8
     assert profile.segments[0].working_bytes == 2 * 4 * 32 * 64  # ReLU's gradients, of what it gave and was given
     assert profile.traced
     assert profile.blocks == ()
@@ -50,7 +50,7 @@ def test_frozen_parameters_are_not_trainable():
     model[0].requires_grad_(False)
     profile = trace(model, torch.randn(32, 16), call, mean)
     assert profile.num_trainable == 64 * 8 + 8
-    assert profile.activation_bytes == 4 * 32 * 64  # ReLU of what needs no gradient saves nothing
+    assert total(profile, "saved_bytes") == 4 * 32 * 64  # ReLU of what needs no gradient saves nothing
 
 
 def test_tiny_llama_counts_are_the_closed_forms():
@@ -67,14 +67,14 @@ def test_tiny_llama_counts_are_the_closed_forms():
     profile = trace(model, {"input_ids": tokens, "labels": tokens}, lambda m, b: m(**b), lambda b, output: output.loss)
     per_layer = 4 * hidden * hidden + 3 * hidden * ffn
     assert profile.num_params == layers * (per_layer + 2 * hidden) + 2 * vocab * hidden + hidden
-    assert profile.matmul_flops == 2 * batch * seq * (layers * per_layer + vocab * hidden)
-    assert profile.attention_flops == layers * 4 * batch * seq * seq * hidden / 2  # causal
+    assert total(profile, "matmul_flops") == 2 * batch * seq * (layers * per_layer + vocab * hidden)
+    assert total(profile, "attention_flops") == layers * 4 * batch * seq * seq * hidden / 2  # causal
     start, block, end = profile.segments
     assert (block.name, block.count) == ("model.layers.0", layers)
     assert block.num_params == per_layer + 2 * hidden
     assert block.matmul_flops == 2 * batch * seq * per_layer
     assert block.input_bytes == end.input_bytes == 4 * batch * seq * hidden  # the hidden states
-    assert profile.activation_bytes == layers * block.saved_bytes + start.saved_bytes + end.saved_bytes
+    assert total(profile, "saved_bytes") == layers * block.saved_bytes + start.saved_bytes + end.saved_bytes
     assert model.model.layers[0].mlp.up_proj.weight.is_meta
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.model.layers)
 
@@ -103,7 +103,7 @@ def test_model_and_random_states_are_untouched():
     torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     profile = trace(model, torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)), call, mean)
     assert profile.traced
-    assert profile.matmul_flops == 2 * 2 * 4 * 6 * 6 * 3 * 9
+    assert total(profile, "matmul_flops") == 2 * 2 * 4 * 6 * 6 * 3 * 9
     for name, tensor in before.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name])
     assert torch.equal(model.seen, before.seen)
@@ -131,7 +131,7 @@ def test_data_dependent_flow_runs_for_real_on_a_copy():
     state = torch.get_rng_state()
     profile = trace(model, torch.ones(8, 4), call, mean)
     assert not profile.traced
-    assert profile.matmul_flops == 2 * 8 * 4 * 4
+    assert total(profile, "matmul_flops") == 2 * 8 * 4 * 4
     assert profile.num_params == 2 * (16 + 4) + 8
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -162,8 +162,7 @@ class Named(nn.Module):
 def test_several_inputs_and_dict_outputs():
     batch = {"left": torch.randn(3, 4), "right": torch.randn(3, 4)}
     profile = trace(Named(), batch, lambda m, b: m(**b), lambda b, output: output["sum"].sum())
-    assert profile.matmul_flops == 2 * 3 * 16
-    assert profile.output_bytes == 2 * 4 * 3 * 4
+    assert total(profile, "matmul_flops") == 2 * 3 * 16
 
 
 def test_tied_parameters_count_once():
@@ -171,14 +170,14 @@ def test_tied_parameters_count_once():
     model[1].weight = model[0].weight
     profile = trace(model, torch.randint(0, 50, (2, 5)), call, mean)
     assert profile.num_params == 50 * 8
-    assert profile.matmul_flops == 2 * 10 * 8 * 50
+    assert total(profile, "matmul_flops") == 2 * 10 * 8 * 50
 
 
 def test_a_module_used_twice_counts_twice():
     layer, inputs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 3, 8)
     twice, single = (trace(nn.Sequential(*[layer] * times), inputs, call, mean) for times in (2, 1))
     assert twice.num_params == single.num_params
-    assert twice.matmul_flops == 2 * single.matmul_flops
+    assert total(twice, "matmul_flops") == 2 * total(single, "matmul_flops")
 
 
 def needs_two_parameters(params):
@@ -248,12 +247,12 @@ def gradient(net, x):
 def test_what_is_inside_of_a_transform_is_seen(transformed):
     profile = trace(Transformed(transformed), torch.randn(8, 4), call, mean)
     assert profile.num_params == 3 * 20
-    assert profile.matmul_flops >= 3 * 2 * 8 * 16
+    assert total(profile, "matmul_flops") >= 3 * 2 * 8 * 16
 
 
 def test_what_does_not_run_while_it_is_recorded_is_taken_for_its_parameters(caplog):
     profile = trace(Transformed(gradient), torch.randn(8, 4), call, mean)
-    assert (profile.num_params, profile.matmul_flops, profile.traced) == (3 * 20, 0, False)
+    assert (profile.num_params, total(profile, "matmul_flops"), profile.traced) == (3 * 20, 0, False)
     assert "what the model computes is not known" in caplog.text
     with pytest.raises(ZeroDivisionError):  # of the model itself
         trace(Transformed(lambda net, x: 1 // 0), torch.randn(8, 4), call, mean)

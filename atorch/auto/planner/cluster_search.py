@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from atorch.auto.planner.estimate.candidate_table import EQUAL, CandidateTable, is_simpler
+from atorch.auto.planner.estimate.candidate_table import EQUAL, CandidateTable
 from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.estimate.uncertainty import EstimateUncertainty
 from atorch.auto.planner.explanation import Room, counterfactuals, remedies
@@ -83,9 +83,6 @@ class _Question(PlanJob):
             return bool(self.found(self.space(), nearest=False, most=1).columns.fits.any())
         except StrategyError:
             return False
-
-    def but(self, **knobs: Any) -> _Question:
-        return replace(self, request=replace(self.request, **knobs))
 
     @property
     def start(self) -> Cost:
@@ -219,21 +216,21 @@ def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen
         names = {method.name for method in columns.methods[row]}
         if why[row] and shown[why[row]] < EXAMPLES:
             shown[why[row]] += 1
-            estimate = question.estimate(columns.methods[row])
-            reason = question.room.short(estimate) or why[row]
-            strategy = Strategy(columns.methods[row])
-            yield Rejected(strategy=strategy, why="memory", reason=reason, estimate=estimate)
+            yield _too_large(question, columns, row)
         elif not why[row] and row != chosen and not names <= covered:
             covered |= names
             ratio = columns.step_s[row] / columns.step_s[chosen] - 1
-            estimate = question.estimate(columns.methods[row])
-            strategy = Strategy(columns.methods[row])
             speed = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
-            less = "less simple" if is_simpler(columns, chosen, row) else "known less well"
+            less = "less simple" if columns.intricacy(chosen) < columns.intricacy(row) else "known less well"
             reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{speed} and {less}"
-            yield Rejected(strategy=strategy, why="slower", reason=reason, estimate=estimate)
+            yield question.ranked(columns.methods[row]).rejected("slower", reason)
     for method, reason in space.unmet:
         yield Rejected(strategy=Strategy((method,)), why="hardware", reason=reason)
+
+
+def _too_large(question: _Question, columns: CandidateTable, row: int) -> Rejected:
+    entry = question.ranked(columns.methods[row])
+    return entry.rejected("memory", question.room.short(entry.estimate) or columns.why()[row])
 
 
 def _counts(columns: CandidateTable, space: Space) -> dict[str, dict[str, int]]:
@@ -302,17 +299,12 @@ def _nothing_fits(question: _Question, space: Space, found: BestFound) -> Strate
         reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))
         return StrategyError(f"no legal composition is left: {reasons or 'exclude fewer methods'}")
     row = int(columns.short_bytes.argmin())
-    strategy, estimate = Strategy(columns.methods[row]), question.estimate(columns.methods[row])
-
-    helps = remedies(question, _Question.fits)
+    rejected, helps = _too_large(question, columns, row), remedies(question, _Question.fits)
     advice = f"What would make it fit: {'; or '.join(helps)}" if helps else "Use a smaller model, or larger devices"
-    rejected = Rejected(
-        strategy=strategy, why="memory", reason=question.room.short(estimate) or columns.why()[row], estimate=estimate
-    )
     cluster, batch = question.cluster, question.global_batch
     usable = format_bytes(question.room.device_bytes)
     return NoFeasiblePlanError(
         f"nothing fits on {cluster.world_size} × {cluster.device.name} with {usable} usable each and a global batch of "
-        f"{batch}. The nearest miss, {strategy}, {rejected.reason}. {advice}",
+        f"{batch}. The nearest miss, {rejected.strategy}, {rejected.reason}. {advice}",
         [json_data(rejected) | {"short_bytes": float(columns.short_bytes[row]), "remedies": list(helps)}],
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from atorch.auto.planner.estimate.candidate_table import CandidateTable
 from atorch.auto.planner.estimate.score import estimate_of, needs
@@ -20,7 +20,7 @@ from atorch.auto.planner.plan import Counterfactual, Estimate
 from atorch.auto.planner.request import PlanJob
 from atorch.auto.planner.search_space.space import MESH, Level, SearchNode, Space
 from atorch.auto.strategy import EXACTNESS, Method
-from atorch.cost import Cost, Matmul, ModelProfile, Region, Segment, StepTimes, peak_memory
+from atorch.cost import Cost, ModelProfile, Segment, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds
 
 STEP = "micro_batch"  # the slot that is adapted if the batch no longer divides
@@ -232,11 +232,11 @@ def _allowed(job: J) -> Iterator[tuple[str, J]]:
     request = job.request
     for name in request.excluded:
         rest = tuple(other for other in request.excluded if other != name)
-        yield f"allow {name}, which is excluded", _but(job, excluded=rest)
+        yield f"allow {name}, which is excluded", job.but(excluded=rest)
     if not request.host_memory:
-        yield "allow host memory (host_memory=True, --host-memory)", _but(job, host_memory=True)
+        yield "allow host memory (host_memory=True, --host-memory)", job.but(host_memory=True)
     if EXACTNESS.index(request.precision) < EXACTNESS.index("half"):
-        yield 'allow 16-bit parameters (precision="half", --precision half)', _but(job, precision="half")
+        yield 'allow 16-bit parameters (precision="half", --precision half)', job.but(precision="half")
 
 
 def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
@@ -244,7 +244,7 @@ def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
     for share in _halves():
         if job.global_batch % share == 0:
             batch = job.global_batch // share
-            yield f"use a global batch of {batch} instead of {job.global_batch}", _but(job, global_batch=batch)
+            yield f"use a global batch of {batch} instead of {job.global_batch}", job.but(global_batch=batch)
 
 
 def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
@@ -252,7 +252,8 @@ def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
     for share in _halves():
         if length and length % share == 0 and length // share >= 1:
             text = f"use sequences of {length // share} instead of {length} tokens"
-            yield text, replace(job, profile=_shortened(job.profile, share))
+            same_batch = job.but(global_batch=job.global_batch)
+            yield text, replace(same_batch, profile=_shortened(job.profile, share))
 
 
 def _larger_clusters(job: J) -> Iterator[tuple[str, J]]:
@@ -262,47 +263,23 @@ def _larger_clusters(job: J) -> Iterator[tuple[str, J]]:
         yield text, replace(job, cluster=replace(job.cluster, num_nodes=nodes))
 
 
-def _but(job: J, **knobs: Any) -> J:
-    return replace(job, request=replace(job.request, **knobs))
-
-
 def _halves() -> Sequence[int]:
     return [2**power for power in range(1, LARGEST.bit_length())]
 
 
 def _shortened(profile: ModelProfile, share: int) -> ModelProfile:
-    """The profile of sequences that are `share` times shorter. Quadratic terms shrink only linearly, so that no
-    estimate is too small."""
+    """The profile of sequences that are `share` times shorter, so that the traced figures are those of more samples.
+
+    Quadratic terms shrink only linearly, so that no estimate is too small.
+    """
+
+    def shorter(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        return tuple(replace(segment, sequence_length=segment.sequence_length // share) for segment in segments)
+
     return replace(
         profile,
-        segments=tuple(_shorter(segment, share) for segment in profile.segments),
-        in_half=tuple(_shorter(segment, share) for segment in profile.in_half),
-        in_autocast=tuple(_shorter(segment, share) for segment in profile.in_autocast),
-        output_bytes=profile.output_bytes // share,
-    )
-
-
-def _shorter(segment: Segment, share: int) -> Segment:
-    return replace(
-        segment,
-        matmuls=tuple(_fewer_rows(matmul, share) for matmul in segment.matmuls),
-        attention_flops=segment.attention_flops / share,
-        outside=_smaller(segment.outside, share),
-        inside=_smaller(segment.inside, share),
-        input_bytes=segment.input_bytes / share,
-        working_bytes=segment.working_bytes / share,
-        dispatched_bytes=segment.dispatched_bytes / share,
-        sequence_length=segment.sequence_length // share,
-    )
-
-
-def _fewer_rows(product: Matmul, share: int) -> Matmul:
-    return replace(product, rows=product.rows / share)
-
-
-def _smaller(region: Region, share: int) -> Region:
-    return Region(
-        saved_bytes=region.saved_bytes / share,
-        selective_bytes=region.selective_bytes / share,
-        traffic_bytes=region.traffic_bytes / share,
+        segments=shorter(profile.segments),
+        in_half=shorter(profile.in_half),
+        in_autocast=shorter(profile.in_autocast),
+        batch_size=profile.batch_size * share,
     )

@@ -6,9 +6,6 @@ warning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import SLOT, complete
 from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
@@ -18,13 +15,6 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import StrategyError
 from atorch.units import format_bytes
-
-
-@dataclass(frozen=True)
-class _Tried:
-    mode: ParallelMode
-    cost: Cost | None  # None if the strategy is not legal on this mesh
-    reason: str = ""
 
 
 def lacks_degrees(strategy: Strategy) -> bool:
@@ -38,20 +28,21 @@ def fastest_mesh(strategy: Strategy, profile: ModelProfile, start: Cost, cluster
     Raises:
         StrategyError: the strategy is legal on no mesh of this many processes, or fits on none.
     """
-    tried = [_on(strategy, mode, start, cluster) for mode in ParallelMode.choices(profile, cluster)]
-    legal = [(entry, estimate_of(entry.cost, cluster)) for entry in tried if entry.cost is not None]
+    tried = [(mode, _cost_on(strategy, mode, start, cluster)) for mode in ParallelMode.choices(profile, cluster)]
+    legal = [(mode, estimate_of(cost, cluster)) for mode, cost in tried if isinstance(cost, Cost)]
     fitting = [pair for pair in legal if pair[1].needed_bytes <= usable_bytes(cluster)]
     if fitting:
-        return min(fitting, key=lambda pair: pair[1].step_s)[0].mode
+        return min(fitting, key=lambda pair: pair[1].step_s)[0]
     if legal:
         nearest, estimate = min(legal, key=lambda pair: pair[1].needed_bytes)
         raise StrategyError(
-            f"{strategy} fits on no mesh of {cluster.world_size} processes; the nearest is {nearest.mode}, which "
+            f"{strategy} fits on no mesh of {cluster.world_size} processes; the nearest is {nearest}, which "
             f"needs {format_bytes(estimate.needed_bytes)} of {format_bytes(usable_bytes(cluster))} a device. "
             "Add fsdp, checkpoint or micro_batch, or use more processes"
         )
+    reasons = "; ".join(list(dict.fromkeys(str(reason) for _, reason in tried))[:3])
     raise StrategyError(
-        f"{strategy} is legal on no mesh of {cluster.world_size} processes: {_reasons(tried)}. Give a parallel_mode"
+        f"{strategy} is legal on no mesh of {cluster.world_size} processes: {reasons}. Give a parallel_mode"
     )
 
 
@@ -62,21 +53,17 @@ def on_mesh(strategy: Strategy, mode: ParallelMode, world_size: int) -> Strategy
     return complete(Strategy((*kept, mode), strategy.metadata), world_size)
 
 
-def _on(strategy: Strategy, mode: ParallelMode, start: Cost, cluster: ClusterSpec) -> _Tried:
+def _cost_on(strategy: Strategy, mode: ParallelMode, start: Cost, cluster: ClusterSpec) -> Cost | str:
     """The strategy's cost on one mesh, or the reason why it is not legal there."""
     splitting = [method for method in strategy if method.splits and method.slot != SLOT]
     if not any(mode.size(*method.splits) > 1 for method in splitting):
-        return _Tried(mode, None, f"{mode} splits no model by {' or '.join(method.name for method in splitting)}")
+        return f"{mode} splits no model by {' or '.join(method.name for method in splitting)}"
     here = on_mesh(strategy, mode, cluster.world_size)
     reason = disagreement(here.methods, dict(mode.slices))
     cost = start
     for method in here:
         reason = reason or method.unfit(cost)
         if reason:
-            return _Tried(mode, None, reason)
+            return reason
         cost = method.cost(cost)
-    return _Tried(mode, cost)
-
-
-def _reasons(tried: Iterable[_Tried]) -> str:
-    return "; ".join(list(dict.fromkeys(entry.reason for entry in tried))[:3])
+    return cost

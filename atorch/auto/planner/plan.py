@@ -62,13 +62,6 @@ class Measurement:
     memory_kind: str  # the kind of measurement of the peak
 
 
-@dataclass(frozen=True)
-class Scored:
-    strategy: Strategy
-    estimate: Estimate
-    chance: float | None = None  # probability that it is faster than the chosen one, if known
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
     strategy: Strategy
@@ -76,6 +69,16 @@ class Rejected:
     reason: str
     estimate: Estimate | None = None
     measured: Measurement | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    strategy: Strategy
+    estimate: Estimate
+    chance: float | None = None  # probability that it is faster than the chosen one, if known
+
+    def rejected(self, why: Why, reason: str, measured: Measurement | None = None) -> Rejected:
+        return Rejected(strategy=self.strategy, why=why, reason=reason, estimate=self.estimate, measured=measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +153,7 @@ class Plan:
         """
         from atorch.report.html import plan_page
 
-        page = plan_page(self.to_json_data(), title)
-        write(path, page.encode(errors="replace"), FileKind("page", ArgumentError))
+        write(path, plan_page(self.to_json_data(), title), FileKind("page", ArgumentError))
 
     def to_json_data(self) -> dict[str, Any]:
         return {**json_data(self), "load_strategy": _load_strategy(self.strategy), "numbers": self.numbers}

@@ -20,7 +20,7 @@ import torch
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
 from atorch.auto.planner.dry_runs.calibration import Calibration, Past, job_of
-from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, Progress, SearchJob
+from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compiled, quick_collections
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
 from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Starts, TimeBudget
@@ -29,7 +29,7 @@ from atorch.auto.planner.estimate.ranking import Ranking, Told, Wanted, best_lev
 from atorch.auto.planner.estimate.score import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
 from atorch.auto.planner.search_space.method_names import names_in
-from atorch.auto.planner.search_space.space import MESH, compositions
+from atorch.auto.planner.search_space.space import MESH
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -40,7 +40,7 @@ from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import batch_size
 from atorch.profiler.trace import trace
-from atorch.report.progress import search_progress
+from atorch.report.progress import Progress, search_progress
 from atorch.units import format_bytes, format_seconds
 
 Show = Callable[[Progress], None]
@@ -90,7 +90,10 @@ def search(
         feed = Feed(ctx)
         crew = Coordinator(ctx.world)
         try:
-            profile, start, cluster, sample = crew.run_on_rank0(lambda: _traced(ctx, feed))
+            # Only numbers are broadcast, no strategies: a user's method may be of a class that cannot be pickled.
+            profile, start, cluster, sample = crew.run_on_rank0(
+                lambda: (*starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed))
+            )
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
             ranking = _ranked(crew, profile, start, cluster, wanted)
             _need_one_that_fits(ranking, ctx, profile, wanted)
@@ -147,12 +150,6 @@ def compiled_ops(profile: ModelProfile) -> float:
     """Operations that a compiler sees: those of one repeated block, or of the whole model if there are none."""
     blocks = [segment for segment in profile.segments if segment.is_block]
     return float(sum(segment.num_ops for segment in blocks or profile.segments))
-
-
-def _traced(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost, ClusterSpec, Any]:
-    """The model's profile and plain cost, rank 0's cluster, and the sample batch."""
-    # Only numbers are broadcast, no strategies: a user's method may be of a class that cannot be pickled.
-    return *starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed)
 
 
 @contextmanager
@@ -217,7 +214,7 @@ def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, w
     rejected = [json_data(entry) for entry in ranking.rejected]
     misses = [entry for entry in ranking.rejected if entry.estimate is not None]
     if not misses:
-        obstacle = obstacles(profile, ctx.cluster, wanted.excluded, wanted.included, wanted.fixed, wanted.levels[-1])
+        obstacle = obstacles(profile, ctx.cluster, wanted)
         raise NoFeasiblePlanError(f"no composition is left to try: {obstacle}", rejected)
     nearest = min(misses, key=lambda entry: entry.estimate.needed_bytes if entry.estimate else 0.0)
     raise NoFeasiblePlanError(
@@ -319,38 +316,34 @@ def _nothing_ran(ranking: Ranking, explorer: DryRunLoop) -> NoFeasiblePlanError:
     )
 
 
-def obstacles(
-    profile: ModelProfile,
-    cluster: ClusterSpec,
-    excluded: Iterable[str] | None,
-    included: Iterable[str] | None,
-    fixed: Strategy | None,
-    precision: Exactness,
-) -> str:
+def obstacles(profile: ModelProfile, cluster: ClusterSpec, wanted: Wanted) -> str:
     """Remedies if no composition is legal: each excluded or included name whose removal alone leaves some."""
-    barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
+    barred, needed = names_in(wanted.excluded, "excluded"), names_in(wanted.included, "included")
+    precision, fixed = wanted.levels[-1], wanted.fixed
     start = plain_cost(profile, profile.batch_size * cluster.world_size)
 
-    def opens(out: Iterable[str], within: Iterable[str]) -> bool:
+    def opens(**names: Any) -> bool:
         try:
-            space = compositions(profile, cluster, excluded=out, included=within, precision=precision)
+            space = replace(wanted, fixed=None, **names).space(profile, cluster, precision)
         except StrategyError:
             return False
         return next(space.leaves(space.root(start)), None) is not None
 
-    space = compositions(profile, cluster, excluded=excluded, included=included, fixed=fixed, precision=precision)
+    space = wanted.space(profile, cluster, precision)
     next(space.leaves(space.root(start)), None)
     why = "; ".join(reason for reason, _ in space.refused.most_common(2))
     if fixed is not None:
         return f"{fixed} cannot be here: {why or 'its methods do not agree'}. Give another strategy"
-    extra = [name for name in needed if opens(barred, [other for other in needed if other != name])]
+    extra = [name for name in needed if opens(included=_without(needed, name))]
     ways = [f"leave {name} out of included: {_idle(name, cluster) or why or 'it has nothing to do'}" for name in extra]
-    ways += [
-        f"take {name} out of excluded" for name in barred if opens([other for other in barred if other != name], needed)
-    ]
+    ways += [f"take {name} out of excluded" for name in barred if opens(excluded=_without(barred, name))]
     if not ways and needed:
         ways = [f"include fewer methods than {', '.join(needed)}: {why or 'they do not agree'}"]
     return "; or ".join(ways) or f"{why or 'everything is excluded'}. Exclude fewer methods"
+
+
+def _without(names: Iterable[str], left_out: str) -> list[str]:
+    return [name for name in names if name != left_out]
 
 
 def _idle(name: str, cluster: ClusterSpec) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from atorch.auto.planner.search_space.method_names import names_in
 from atorch.auto.strategy import EXACTNESS, Exactness, Strategy
@@ -11,6 +11,9 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, near_miss, shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -85,6 +88,10 @@ class PlanJob:
     profile: ModelProfile
     cluster: ClusterSpec
     request: PlanRequest
+
+    def but(self, **knobs: Any) -> Self:
+        """The same job with other knobs."""
+        return replace(self, request=replace(self.request, **knobs))
 
     @property
     def global_batch(self) -> int:

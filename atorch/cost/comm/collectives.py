@@ -133,13 +133,10 @@ def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> LinkG
     if num_nodes > 1:
         links.append(Link(size - in_node, outside.bandwidth * outside.efficiency))
         bandwidth = min(bandwidth, in_node * links[-1].bandwidth)
-    num_leaves = 1 if across is None else -(-size // in_leaf)
-    if across is None or num_leaves == 1:
-        latencies = (inside.latency_s, outside.latency_s)
-        return LinkGroup(size, num_nodes, bandwidth, *latencies, tree_bandwidth=trees, links=tuple(links))
-    links.append(Link(size - in_leaf, across.bandwidth * across.efficiency))
-    bandwidth = min(bandwidth, in_leaf * links[-1].bandwidth)
-    latency = max(outside.latency_s, across.latency_s)  # messages that leave a leaf also leave their node
-    return LinkGroup(
-        size, num_nodes, bandwidth, inside.latency_s, outside.latency_s, num_leaves, latency, trees, tuple(links)
-    )
+    num_leaves, leaf_latency = 1 if across is None else -(-size // in_leaf), 0.0
+    if across is not None and num_leaves > 1:
+        links.append(Link(size - in_leaf, across.bandwidth * across.efficiency))
+        bandwidth = min(bandwidth, in_leaf * links[-1].bandwidth)
+        leaf_latency = max(outside.latency_s, across.latency_s)  # messages that leave a leaf also leave their node
+    latencies = inside.latency_s, outside.latency_s
+    return LinkGroup(size, num_nodes, bandwidth, *latencies, num_leaves, leaf_latency, trees, tuple(links))

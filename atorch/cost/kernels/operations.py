@@ -56,10 +56,6 @@ def takes_fp8(cost: Cost, segment: Segment, product: Matmul) -> bool:
     return is_whole and inner % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
-def gradient_dtype(cost: Cost) -> str:
-    return cost.dtype if cost.fp8 == "rowwise_gw_hp" else "float8"
-
-
 def cast_bytes(cost: Cost, shape: tuple[float, float, float, float], again: float) -> float:
     """Bytes that casts move in all passes over products of a shape (rows, inner, columns, count)."""
     assert cost.fp8 is not None
@@ -72,11 +68,6 @@ def cast_bytes(cost: Cost, shape: tuple[float, float, float, float], again: floa
     if cost.fp8_once:
         weights = inner * columns * (cast.weight_forward + cast.weight_backward) / cost.num_micro_batches
     return count * (activations + weights) * (1.0 if fused else _EAGER)
-
-
-def slower(cost: Cost) -> float:
-    """Factor on the seconds of an 8-bit product with one scale per operand."""
-    return _ROWWISE if cost.fp8 in ("rowwise", "rowwise_gw_hp") else 1.0
 
 
 _SCORES_TRAFFIC = 3.0  # bytes moved between attention's products per saved byte of scores
@@ -161,10 +152,12 @@ def _product_seconds(
 
     def one(height: float, depth: float, width: float, dtype: str, result: float = wide) -> float:
         is_narrow = dtype == "float8"
-        narrow, times = (1.0, slower(cost)) if is_narrow else (wide, 1.0)
+        times = _ROWWISE if is_narrow and cost.fp8 in ("rowwise", "rowwise_gw_hp") else 1.0
+        narrow = 1.0 if is_narrow else wide
         return times * products.seconds(GemmShape(height, depth, width, dtype, narrow, result, count, pitch))
 
-    dtype, of_gradient = ("float8", gradient_dtype(cost)) if in_fp8 else (cost.dtype, cost.dtype)
+    dtype = "float8" if in_fp8 else cost.dtype
+    of_gradient = cost.dtype if cost.fp8 == "rowwise_gw_hp" else dtype
     seconds = (1.0 + again) * one(rows, inner, columns, dtype) + one(rows, columns, inner, dtype)
     if not product.trainable:
         return seconds

@@ -66,7 +66,6 @@ def _num_calls(recorder: Recorder) -> int:
 
 def _slots(recorder: Recorder) -> Iterator[tuple[Any, Any]]:
     """The places of a record's figures, each as an object or a dict, and the name in it."""
-    yield recorder, "output_bytes"
     for stretch in recorder.stretches:
         yield stretch, "seq_len"
         for sizes in (stretch.saved, stretch.inputs, stretch.read):

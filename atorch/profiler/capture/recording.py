@@ -112,7 +112,6 @@ class Recorder:
         self.activations = {self.value(tensor) for tensor in tensors_in(batch) if tensor.is_floating_point()}
         self.fused_attention = False  # True if a block called `scaled_dot_product_attention`
         self._is_on, self._casts_apart, self.max_calls = True, casts_apart, max_calls
-        self.output_bytes = 0
         self.kernels: set[str] = set()  # packages of fused kernels that are not installed
         self._kernel: FrameType | None = None  # the last call of a substituted kernel, and the values made in it
         self._in_kernel: dict[StorageId, None] = {}

@@ -280,7 +280,7 @@ def check_more_memory(chance: random.Random, node: SearchNode, job: Drawn, times
 def check_search(number: int, most: int | None = None) -> None:
     """With more memory, of devices or of hosts, a search finds what is no slower; so with anything that is faster."""
     chance, job = drawn(number)
-    if job.cluster.world_size > 4 or job.profile.num_blocks > 40:
+    if job.cluster.world_size > 4 or sum(block.count for block in job.profile.blocks) > 40:
         return
     if most is not None and num_compositions(job, most + 1) > most:
         return

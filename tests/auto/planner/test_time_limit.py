@@ -106,7 +106,7 @@ def test_plain_trainings_first_pass_is_run_once(caplog: pytest.LogCaptureFixture
 def test_the_limit_is_told_where_the_user_gave_none(
     limit: float | None, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stopped = mock.patch.object(planner, "_traced", side_effect=KeyboardInterrupt)
+    stopped = mock.patch.object(planner, "starting_point", side_effect=KeyboardInterrupt)
     with stopped, caplog.at_level(logging.INFO, "atorch"), pytest.raises(KeyboardInterrupt):
         planner.search(context(), time_limit=limit, progress=lambda _: None)
     told = "the search takes at most 1 min 26 s, or 60 steps of what it chooses where these take longer; give"

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from atorch.profiler.trace import trace
+from tests.profiler.totals import total
 
 
 class Block(nn.Module):
@@ -64,7 +65,7 @@ def test_inputs_of_another_shape_are_run(runs):
     profile = traced(Pooling())
     assert runs == [0, 0] * 3  # what is equal shares its parts
     assert [(each.name, each.count) for each in profile.blocks] == [("blocks.0", 2), ("blocks.2", 2)]
-    assert profile.matmul_flops == 2 * 16 * (2 + 2 + 2 + 1 + 1)
+    assert total(profile, "matmul_flops") == 2 * 16 * (2 + 2 + 2 + 1 + 1)
 
 
 def test_arguments_that_are_no_tensors_count(runs):
@@ -109,7 +110,7 @@ def test_what_is_returned_is_like_what_the_first_returned():
         assert state["inputs"].requires_grad
         assert not state["count"].requires_grad
     # The first product's input, the first block's, and of every block the result of its ReLU, once.
-    assert profile.activation_bytes == 4 * 8 * (2 + 4)
+    assert total(profile, "saved_bytes") == 4 * 8 * (2 + 4)
 
 
 class Collecting(Block):
@@ -143,4 +144,4 @@ def test_a_block_inside_another_is_a_part_of_it():
 
     profile = traced(Outer(Calling))
     assert [each.name for each in profile.blocks] == ["blocks.0"]
-    assert profile.matmul_flops == 2 * 2 * 2 * 16
+    assert total(profile, "matmul_flops") == 2 * 2 * 2 * 16

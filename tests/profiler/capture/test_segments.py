@@ -36,6 +36,7 @@ from tests.profiler.families import (
     traced,
     vit,
 )  # fmt: skip
+from tests.profiler.totals import total
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
@@ -78,11 +79,11 @@ def test_saved_bytes_are_those_of_a_real_run(make):
     """In 16 bits norms and losses that models compute in fp32 stay there; autocast casts what every product takes."""
     model, batch, profile = traced(make)
     assert profile.traced
-    assert profile.activation_bytes == really_saved(model, batch)
+    assert total(profile, "saved_bytes") == really_saved(model, batch)
     in_half, in_autocast = (
         sum(each.count * each.saved_bytes for each in segments) for segments in (profile.in_half, profile.in_autocast)
     )
-    assert profile.activation_bytes / 2 <= in_half <= in_autocast <= profile.activation_bytes
+    assert total(profile, "saved_bytes") / 2 <= in_half <= in_autocast <= total(profile, "saved_bytes")
     with torch.autocast("cpu", torch.bfloat16):  # routers choose otherwise, small casts differ
         assert in_autocast == pytest.approx(really_saved(model, batch), rel=0.01)
     narrow = {name: each.bfloat16() if each.is_floating_point() else each for name, each in batch.items()}
@@ -298,11 +299,11 @@ def test_what_enters_a_segment():
 def test_attention_where_it_is_one_operation_and_where_it_is_not():
     scores = BATCH * HEADS * SEQ * SEQ
     whole = 2 * 2 * scores * HEAD_DIM
-    assert traced(llama).profile.attention_flops == LAYERS * whole / 2  # causal: half of the scores
+    assert total(traced(llama).profile, "attention_flops") == LAYERS * whole / 2  # causal: half of the scores
     assert traced(vit).profile.blocks[0].attention_flops == 2 * 2 * BATCH * HEADS * 17**2 * HEAD_DIM
     written, fused = (traced(gpt2, device).profile for device in ("cpu", "cuda"))
-    assert written.attention_flops == LAYERS * whole  # dropout: scores are written out
-    assert fused.attention_flops == LAYERS * whole / 2
+    assert total(written, "attention_flops") == LAYERS * whole  # dropout: scores are written out
+    assert total(fused, "attention_flops") == LAYERS * whole / 2
     assert fused.blocks[0].inside.saved_bytes < written.blocks[0].inside.saved_bytes - 4 * scores
 
 
@@ -335,7 +336,7 @@ def test_how_blocks_attend():
     assert [traced(each).profile.attention for each in (llama, gpt2)] == ["fused", "fused"]
     assert trace(eager, batch, call, None).attention == "replaceable"
     assert (written.attention, encoder.attention) == ("written", "replaceable")
-    assert written.attention_flops, "products of activations"
+    assert total(written, "attention_flops"), "products of activations"
 
 
 def test_selective_bytes_are_results_of_products_and_attention():
@@ -382,8 +383,8 @@ def test_what_lies_between_equal_blocks_is_spread_over_them():
     profile = chained({1})
     assert runs(profile) == [("blocks.0", 4), ("end", 1)]
     plain = chained(set())
-    assert profile.num_ops == plain.num_ops + 1
-    assert profile.activation_bytes == plain.activation_bytes + 4 * 16
+    assert total(profile, "num_ops") == total(plain, "num_ops") + 1
+    assert total(profile, "saved_bytes") == total(plain, "saved_bytes") + 4 * 16
     assert profile.blocks[0].num_ops == plain.blocks[0].num_ops + 1 / 4
 
 
@@ -392,7 +393,7 @@ def test_a_block_that_is_used_again_has_its_parameters_once():
     assert [(each.count, each.num_params, each.tied_params) for each in profile.blocks] == [
         (1, 72, 0), (1, 0, 72),
     ] * 4  # fmt: skip
-    assert profile.matmul_flops == 2 * chained(set()).matmul_flops
+    assert total(profile, "matmul_flops") == 2 * total(chained(set()), "matmul_flops")
 
 
 def test_parameters_that_nothing_uses_are_held_all_the_same():

@@ -21,14 +21,16 @@ from atorch.auto.planner.dry_runs.paired_benchmark import (
     num_turns,
     seconds_needed,
 )
-from atorch.auto.planner.dry_runs.step_timing import CompositionRunner, Failure, OnTrial, failure_of, measure
+from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, failure_of, measure
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate, tokens_of
 from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
-from atorch.auto.planner.dry_runs.trial_order import simplest
+from atorch.auto.planner.dry_runs.trial import Trial
+from atorch.auto.planner.estimate.ranking import simplest
 from atorch.auto.planner.estimate.score import usable_bytes
-from atorch.auto.planner.plan import Measurement, Rejected, Scored, Why
+from atorch.auto.planner.plan import Measurement, Rejected, Scored
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
+from atorch.report.progress import Progress
 from atorch.units import format_seconds
 
 MAX_RUNS = 16
@@ -41,16 +43,6 @@ MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
 ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
-
-
-@dataclass(frozen=True)
-class Progress:
-    done: int
-    total: int  # at most
-    strategy: str
-    step_s: float | None  # None if it failed
-    best_s: float | None
-    left_s: float  # expected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +82,7 @@ class DryRunLoop:
             [any(method.saves_memory for method in candidate.strategy) for candidate in job.candidates]
         )
 
-    def explore(self, runs: CompositionRunner) -> None:
+    def explore(self, runs: DryRuns) -> None:
         """Run the most valuable candidates until none is worth its time or time is up; then compare the best."""
         while self.num_runs < MAX_RUNS:
             index = self._crew.broadcast(self.next_run())
@@ -108,7 +100,7 @@ class DryRunLoop:
         if len(self.failures) == len(self._candidates):
             return None
         choice, training_s = self.choice(), self._training_s()
-        starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions()[0])
+        starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions[0])
         self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
         in_time = starts_s + LEAST * steps_s <= self._clock.left
         if choice not in self.measured and in_time[choice]:
@@ -124,13 +116,13 @@ class DryRunLoop:
     def _training_s(self) -> float:
         """The assumed seconds of training after the search."""
         limit = self._clock.limit or 0.0
-        epoch_s = math.exp(self._guide.predictions()[0][self._alive()].min()) * (self.job.epoch() or 0)
+        epoch_s = math.exp(self._guide.predictions[0][self._alive()].min()) * (self.job.epoch() or 0)
         return max(TRAINING_S, epoch_s, 0.0 if math.isinf(limit) else TRAINING_LIMITS * limit)
 
     def _starts_s(self, kinds: Sequence[str]) -> npt.NDArray[np.float64]:
         """Expected seconds to the end of every candidate's first step."""
         seconds = {kind: self.job.starts.of_kind(kind) for kind in set(kinds)}
-        return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions()[0])
+        return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions[0])
 
     def _alive(self) -> npt.NDArray[np.bool_]:
         alive = np.ones(len(self._candidates), dtype=bool)
@@ -142,9 +134,9 @@ class DryRunLoop:
         taken = self._alive()
         limit = ROOM * usable_bytes(self.job.cluster)
         needed = np.array([candidate.estimate.needed_bytes for candidate in self._candidates])
-        roomy = np.flatnonzero(taken & ~self._saves & (needed <= limit) & (self._guide.runs() > 0.5))
+        roomy = np.flatnonzero(taken & ~self._saves & (needed <= limit) & (self._guide.runs > 0.5))
         if len(roomy):
-            mean, _ = self._guide.predictions()
+            mean, _ = self._guide.predictions
             ran = np.isin(np.arange(len(taken)), list(self.measured))
             taken &= ~self._saves | ran | (mean < mean[roomy].min() - TIE)
         return taken
@@ -174,7 +166,7 @@ class DryRunLoop:
 
     def step_s(self, index: int, deviations: float = 0.0) -> float:
         """Seconds of a composition's step: measured, or expected plus a number of standard deviations."""
-        mean, deviation = self._guide.predictions()
+        mean, deviation = self._guide.predictions
         measured = self.measured.get(index)
         return math.exp(mean[index] + deviations * deviation[index]) if measured is None else measured.step_s
 
@@ -202,10 +194,10 @@ class DryRunLoop:
         ratio = self.step_s(index) / chosen_s
         if measured is not None:
             tied = "" if ratio > 1 + TIE else ", and no simpler" if ratio > 1 - TIE else ", not surely faster"
-            return rejected(candidate, "slower", told(ratio) + tied, measured)
+            return candidate.rejected("slower", told(ratio) + tied, measured)
         # The estimate, corrected by measurements so that it can be compared with the chosen one's time.
         corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
-        return rejected(corrected, "not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
+        return corrected.rejected("not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
 
     def _why_not_run(self, index: int, ratio: float) -> str:
         start_s = self._start_s(index)
@@ -217,7 +209,7 @@ class DryRunLoop:
             return f", but starting it takes about {format_seconds(start_s)}, and there was no time left"
         return f", but not surely enough for its start of about {format_seconds(start_s)}"
 
-    def _run(self, runs: CompositionRunner, index: int) -> None:
+    def _run(self, runs: DryRuns, index: int) -> None:
         """Run one dry run on all ranks; the result goes to `measured` or `failures`."""
         strategy, share_s = self._candidates[index].strategy, float(self._crew.broadcast(self._clock.left))
         trial = runs.trial(strategy, share_s)
@@ -239,11 +231,11 @@ class DryRunLoop:
     def reject(self, index: int, failure: Failure) -> None:
         """Record that a candidate does not run, or was refused or given up."""
         self.measured.pop(index, None)
-        self.failures[index] = rejected(self._candidates[index], failure.why, failure.reason)
+        self.failures[index] = self._candidates[index].rejected(failure.why, failure.reason)
         if failure.why == "failed":
             self._guide.tell_failed(index, of_memory="memory" in failure.reason.lower())
 
-    def _compare(self, runs: CompositionRunner) -> None:
+    def _compare(self, runs: DryRuns) -> None:
         """Measure the candidates near the choice in turns, if the comparison is worth its time."""
         finalists = self._crew.broadcast(self._finalists())
         if len(finalists) < 2:
@@ -280,9 +272,9 @@ class DryRunLoop:
         gain = self._guide.prior.noise / math.sqrt(math.pi)  # expected, from taking the better of two within noise
         return chosen if gain * self._training_s() >= self._compare_s(chosen) else []
 
-    def _in_turns(self, runs: CompositionRunner, finalists: Sequence[int]) -> dict[int, list[float]]:
+    def _in_turns(self, runs: DryRuns, finalists: Sequence[int]) -> dict[int, list[float]]:
         """Seconds of each finalist by turn; all trials are alive together."""
-        trials: dict[int, OnTrial] = {}
+        trials: dict[int, Trial] = {}
 
         def failed(index: int) -> None:
             self.reject(index, failure_of(trials[index]))
@@ -322,7 +314,3 @@ def told(ratio: float) -> str:
     if abs(ratio - 1) < 0.005:
         return "as fast"
     return f"{ratio - 1:.0%} slower" if ratio > 1 else f"{1 - ratio:.0%} faster"
-
-
-def rejected(candidate: Scored, why: Why, reason: str, measured: Measurement | None = None) -> Rejected:
-    return Rejected(strategy=candidate.strategy, why=why, reason=reason, estimate=candidate.estimate, measured=measured)

@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from atorch.distributed.collectives import from_rank_zero, gather_objects, use_world_group
+from atorch.distributed.collectives import all_or_none, from_rank_zero, gather_objects, use_world_group
 from atorch.distributed.mesh import Mesh, current, use_mesh
 from atorch.distributed.world import World
-from atorch.errors import ArgumentError, AtorchError
 
 T = TypeVar("T")
 LOOK_S = 0.25  # interval of checks of the store and the clock
@@ -46,28 +45,8 @@ class Coordinator:
         return from_rank_zero(value, self._group)
 
     def run_on_rank0(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and broadcast its result.
-
-        Raises:
-            Exception: on rank 0 the error of `work`; on the others an error of the same class if it is one of atorch's,
-                else an ArgumentError, with the first line of its message.
-        """
-        value, failure = None, None
-        if self._rank == 0:
-            try:
-                value = work()
-            except Exception as error:  # no rank may be left waiting, whatever the error is
-                failure = error
-        report = self.broadcast(
-            None
-            if failure is None
-            else (type(failure) if isinstance(failure, AtorchError) else ArgumentError, described(failure))
-        )
-        if failure is not None:
-            raise failure
-        if report is not None:
-            raise report[0](f"rank 0 failed: {report[1]}")
-        result: T = self.broadcast(value)
+        """Run `work` on rank 0 and broadcast its result; an error is raised on all, as `all_or_none` does."""
+        result: T = self.broadcast(all_or_none(lambda: work() if self._rank == 0 else None, self._group))
         return result
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from atorch.auto.planner.dry_runs.step_timing import OnTrial
+from atorch.auto.planner.dry_runs.trial import Trial
 
 TIE = 0.01  # share of a step: smaller differences are ties
 SURE = 2.0  # standard errors of the median that a gain must exceed
@@ -52,7 +52,7 @@ def seconds_needed(startups: Sequence[float], steps: Sequence[float]) -> float:
 
 
 def in_turns(
-    trials: Mapping[int, OnTrial],
+    trials: Mapping[int, Trial],
     turns: int,
     goes_on: Callable[[float], bool],
     failed: Callable[[int], None],

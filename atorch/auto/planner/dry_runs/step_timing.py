@@ -5,46 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from atorch.auto.context import Context
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, described, forget_compiled
 from atorch.auto.planner.dry_runs.trial import Feed, Trial
-from atorch.auto.planner.dry_runs.trial_order import compiles
+from atorch.auto.planner.estimate.ranking import compiles
 from atorch.auto.planner.plan import Measurement, Why
 from atorch.auto.strategy import Strategy
 
 WARM_UP, STEADY = 6, 0.1  # at most this many steps, until two differ by less than this fraction
 TIMEOUT_S = 300.0  # seconds that a process waits for its peers in a dry run
 HOPELESS = 2.0  # multiple of the best step from which on a step need not be measured well
-
-
-class OnTrial(Protocol):
-    """The interface of a strategy on trial: see `Trial`."""
-
-    @property
-    def memory_kind(self) -> str: ...
-    @property
-    def failure(self) -> str | None: ...
-    @property
-    def is_overdue(self) -> bool: ...
-    @property
-    def startup_s(self) -> float: ...
-    @property
-    def elapsed_s(self) -> float: ...
-    def start(self) -> bool: ...
-    def step(self) -> float | None: ...
-    def peak_bytes(self) -> float | None: ...
-    def close(self) -> None: ...
-
-
-class CompositionRunner(Protocol):
-    """The interface for running a search's compositions."""
-
-    def refusal(self, strategy: Strategy) -> str | None:
-        """The reason why a strategy cannot be applied, if known before a trial; else None."""
-
-    def trial(self, strategy: Strategy, limit_s: float) -> OnTrial: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +57,7 @@ class Failure:
     reason: str
 
 
-def measure(trial: OnTrial, share_s: float, best_s: float | None) -> Measurement | Failure:
+def measure(trial: Trial, share_s: float, best_s: float | None) -> Measurement | Failure:
     """Run a trial's steps until two are steady, then enough for a median; returns the median, or the failure.
 
     If `share_s` is over, since the start took longer than expected, a single step counts as steady.
@@ -125,5 +96,5 @@ def _enough(step_s: float) -> int:
     return min(20, max(3, int(0.5 / max(step_s, 1e-6))))
 
 
-def failure_of(trial: OnTrial) -> Failure:
+def failure_of(trial: Trial) -> Failure:
     return Failure("time" if trial.is_overdue else "failed", str(trial.failure))

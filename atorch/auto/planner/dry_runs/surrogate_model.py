@@ -20,8 +20,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +75,6 @@ class Surrogate:
     memory_bytes: float = math.inf  # of a device
     _measured: dict[int, float] = field(default_factory=dict)  # index → seconds
     _failed: dict[int, bool] = field(default_factory=dict)  # index → whether memory ran out
-    _cache: dict[str, Any] = field(default_factory=dict)  # cache of results since the last measurement
 
     def __post_init__(self) -> None:
         self.prior = PRIORS.get(self.device_type, PRIORS["cuda"])
@@ -124,30 +124,27 @@ class Surrogate:
 
     def tell(self, index: int, seconds: float) -> None:
         self._measured[index] = seconds
-        self._cache.clear()
+        self._forget()
 
     def tell_failed(self, index: int, *, of_memory: bool = False) -> None:
         self._measured.pop(index, None)
         self._failed[index] = of_memory
-        self._cache.clear()
+        self._forget()
 
+    def _forget(self) -> None:
+        for name in ("predictions", "runs", "_posterior"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
     def predictions(self) -> tuple[Vector, Vector]:
         """Means and standard deviations of the logarithms of all candidates' seconds."""
-        if "predictions" not in self._cache:
-            mean, solved, across, scale = self._posterior()
-            variance = np.maximum(self._variances() - np.sum(across * solved.T, axis=1), 0.0)
-            self._cache["predictions"] = mean, scale * np.sqrt(variance)
-        predictions: tuple[Vector, Vector] = self._cache["predictions"]
-        return predictions
+        mean, solved, across, scale = self._posterior
+        variance = np.maximum(self._variances() - np.sum(across * solved.T, axis=1), 0.0)
+        return mean, scale * np.sqrt(variance)
 
+    @cached_property
     def _posterior(self) -> tuple[Vector, Vector, Vector, float]:
         """Posterior means, solved covariances with observations, prior covariances with them, and the common scale."""
-        if "posterior" not in self._cache:
-            self._cache["posterior"] = self._solved()
-        posterior: tuple[Vector, Vector, Vector, float] = self._cache["posterior"]
-        return posterior
-
-    def _solved(self) -> tuple[Vector, Vector, Vector, float]:
         count = len(self._tokens)
         seen = np.array([*self._measured, *range(count, len(self._features))], dtype=int)
         residual = [math.log(seconds) - self._log_estimates[index] for index, seconds in self._measured.items()]
@@ -160,23 +157,22 @@ class Surrogate:
         scale = math.sqrt((FREEDOM + float(np.dot(residual, solved[:, -1]))) / (FREEDOM + len(seen)))
         return self._log_estimates + across @ solved[:, -1], solved[:, :-1], across, scale
 
+    @cached_property
     def runs(self) -> Vector:
         """The probability that each candidate runs, by Bayes' rule.
 
         The model: at most one method always fails, and at most one needs more memory than estimated; other failures are
         independent. Every column is a method, the last one is none.
         """
-        if "runs" not in self._cache:
-            ran, oom = list(self._measured), [index for index, why in self._failed.items() if why]
-            broken = [index for index, why in self._failed.items() if not why]
-            held, over = self._held, self._over
-            failing = np.where(held[broken], 1.0, ALONE).prod(axis=0) * np.where(held[oom], ALONE, 1.0).prod(axis=0)
-            failing *= ~(held[ran].any(axis=0) | held.all(axis=0) & (np.arange(held.shape[1]) < held.shape[1] - 1))
-            failing, short = _share(failing), _share(over[oom].prod(axis=0) * (1 - over[ran]).prod(axis=0))
-            chances = (1 - ALONE) * (1 - held @ failing) * (1 - over @ short)
-            chances[ran] = 1.0
-            self._cache["runs"] = chances
-        return np.asarray(self._cache["runs"])
+        ran, oom = list(self._measured), [index for index, why in self._failed.items() if why]
+        broken = [index for index, why in self._failed.items() if not why]
+        held, over = self._held, self._over
+        failing = np.where(held[broken], 1.0, ALONE).prod(axis=0) * np.where(held[oom], ALONE, 1.0).prod(axis=0)
+        failing *= ~(held[ran].any(axis=0) | held.all(axis=0) & (np.arange(held.shape[1]) < held.shape[1] - 1))
+        failing, short = _share(failing), _share(over[oom].prod(axis=0) * (1 - over[ran]).prod(axis=0))
+        chances = (1 - ALONE) * (1 - held @ failing) * (1 - over @ short)
+        chances[ran] = 1.0
+        return np.asarray(chances)
 
     def expected(self, starts: Vector) -> Vector:
         """The expected cost of choosing each candidate, as a logarithm of seconds; the least is the best choice.
@@ -185,14 +181,14 @@ class Surrogate:
         to try it, and to choose another if it fails. The best first try has the least sum of its step's cost and the
         cost of a try over the probability of success (Weitzman 1979).
         """
-        mean, _ = self.predictions()
+        mean, _ = self.predictions
         doubt = self.apart(int(mean.argmin())) / 2
         doubt[list(self._measured)] = 0.0
-        return np.asarray(mean + doubt + starts / np.maximum(self.runs(), 1e-6))
+        return np.asarray(mean + doubt + starts / np.maximum(self.runs, 1e-6))
 
     def apart(self, index: int) -> Vector:
         """The variance of the difference between every candidate and `index`."""
-        _, solved, across, scale = self._posterior()
+        _, solved, across, scale = self._posterior
         with_it = self._covariances(np.arange(len(across)), np.array([index]))[:, 0] - across @ solved[:, index]
         variance = self._variances() - np.sum(across * solved.T, axis=1)
         return np.asarray(scale**2 * np.maximum(variance + variance[index] - 2 * with_it, 0.0))
@@ -202,10 +198,10 @@ class Surrogate:
 
         `again`: cost of another start after the run, as a fraction of the training ahead.
         """
-        costs = self.predictions()[0] + again
+        costs = self.predictions[0] + again
         spread = np.sqrt(self.apart(choice))
         margins = costs[choice] - costs
-        gains = self.runs() * [_expected_gain(margin, s) for margin, s in zip(margins, spread, strict=True)]
+        gains = self.runs * [_expected_gain(margin, s) for margin, s in zip(margins, spread, strict=True)]
         gains[[choice, *self._measured]] = 0.0
         return np.asarray(gains)
 

@@ -7,7 +7,7 @@ fewer methods, then with fewer axes of the mesh.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -97,7 +97,16 @@ class CandidateTable:
         return [names[int(binds)][column] for binds, column in zip(self.binds, largest, strict=True)]
 
     def labels(self) -> list[str]:
-        return list(_labels(self.methods))
+        texts: dict[int, str] = {}  # a method is shared by many rows, and its text is slow to make
+
+        def label(methods: tuple[Method, ...]) -> str:
+            named = [texts.get(id(method)) or texts.setdefault(id(method), str(method)) for method in methods]
+            return " + ".join(named) or "plain"
+
+        return list(map(label, self.methods))
+
+    def intricacy(self, row: int) -> Intricacy:
+        return intricacy(self.methods[row], on_host=bool(self.on_host[row] > 0))
 
     def fastest(self, number: int | None = None) -> list[int]:
         """Rows that fit, the fastest first; equally fast ones by number of methods, then by peak bytes."""
@@ -117,13 +126,6 @@ class CandidateTable:
         least = np.minimum.accumulate(self.step_s[order]) if len(order) else order
         is_first = np.concatenate(([True], least[1:] < least[:-1])) if len(order) else np.zeros(0, bool)
         return [int(row) for row in order[is_first]]
-
-
-def _labels(rows: Sequence[tuple[Method, ...]]) -> Iterator[str]:
-    texts: dict[int, str] = {}  # a method is shared by many rows, and its text is slow to make
-    for methods in rows:
-        labels = [texts.get(id(method)) or texts.setdefault(id(method), str(method)) for method in methods]
-        yield " + ".join(labels) or "plain"
 
 
 TIE = 0.03  # share of a step: smaller differences are below the accuracy of estimates
@@ -157,15 +159,7 @@ def preferred(columns: CandidateTable, expected: Mapping[int, float] | None = No
     limit = seconds[rows[0]] * (1 + TIE)
     near = [row for row in rows if seconds[row] <= limit]
 
-    def order(row: int) -> tuple[Intricacy, float]:
-        return intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)), seconds[row]
-
-    return min(near, key=order)
-
-
-def is_simpler(columns: CandidateTable, one: int, other: int) -> bool:
-    mine, yours = (intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)) for row in (one, other))
-    return mine < yours
+    return min(near, key=lambda row: (columns.intricacy(row), seconds[row]))
 
 
 def _num_axes(methods: Sequence[Method]) -> int:

@@ -2,34 +2,28 @@
 
 A small space is scored completely. A large one has tens of thousands of compositions on a thousand devices; there
 bounds lead to the fastest (`best_first`), and the simplest are added. Either way some hundreds are left, so a search's
-memory does not grow with the cluster. Only rank 0 computes the ranking. It broadcasts methods as texts and compositions
-as indices of these, since a user's method may be of a class that cannot be pickled.
+memory does not grow with the cluster. Only rank 0 computes the ranking. It broadcasts methods as texts, since a user's
+method may be of a class that cannot be pickled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
 
+from atorch.auto.opt_lib.ddp import Ddp
+from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.dry_runs.trial_order import simplest
 from atorch.auto.planner.estimate.candidate_table import TIE
-from atorch.auto.planner.estimate.score import (
-    estimate_of,
-    fastest_first,
-    scored,
-    split_by_memory,
-    usable_bytes,
-    usable_host_bytes,
-)
-from atorch.auto.planner.plan import Estimate, Rejected, Scored, Why
+from atorch.auto.planner.estimate.score import estimate_of, needs, usable_bytes, usable_host_bytes
+from atorch.auto.planner.plan import Rejected, Scored
 from atorch.auto.planner.search_space.best_first import best_first
 from atorch.auto.planner.search_space.space import Space, compositions
-from atorch.auto.strategy import EXACTNESS, Exactness, Method, Strategy
+from atorch.auto.strategy import EXACTNESS, Exactness, Method, Phase, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
+from atorch.distributed.mesh import BATCH_AXES
 
 ALL_SCORED = 2_000  # largest space that is scored completely; of a larger one, bounds choose compositions
 MOST_SCORED = 4_000
@@ -89,20 +83,23 @@ def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted:
 def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, precision: Exactness) -> Ranking:
     """The ranking of all compositions, or of the most promising in a large space."""
     space = wanted.space(profile, cluster, precision)
-    fitting, rejected = split_by_memory(_scored(space, start, cluster), cluster)
+    limit, candidates = usable_bytes(cluster), _scored(space, start, cluster)
+    fitting = [entry for entry in candidates if entry.estimate.needed_bytes <= limit]
+    too_large = [
+        entry.rejected("memory", needs(entry.estimate, limit))
+        for entry in candidates
+        if entry.estimate.needed_bytes > limit
+    ]
     unmet = [Rejected(strategy=Strategy((method,)), why="hardware", reason=reason) for method, reason in space.unmet]
     head, rest = _runnable(fitting, wanted.fixed)
-    beyond = [
-        Rejected(strategy=other.strategy, why="not run", reason="others were estimated faster", estimate=other.estimate)
-        for other in rest
-    ]
-    return Ranking(tuple(head), (*beyond, *rejected, *unmet))
+    beyond = [other.rejected("not run", "others were estimated faster") for other in rest]
+    return Ranking(tuple(head), (*beyond, *too_large, *unmet))
 
 
 def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
     leaves = list(islice(space.leaves(space.root(start)), ALL_SCORED + 1))
     if len(leaves) <= ALL_SCORED:
-        return scored(leaves, cluster)
+        return _fastest_first(Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves)
     room, host = usable_bytes(cluster), usable_host_bytes(cluster)
     table = best_first(
         space, start, cluster, device_bytes=room, host_bytes=host, keep=RUNNABLE, most=MOST_SCORED,
@@ -111,7 +108,11 @@ def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
     rows = table.fastest(RUNNABLE) or table.nearest(NEAREST)
     chosen = {Strategy(table.methods[row]) for row in rows} | _simple(space, start)
     chosen = chosen or {Strategy(leaf.methods) for leaf in islice(leaves, RUNNABLE)}
-    return fastest_first(Scored(strategy, estimate_of(strategy.cost(start), cluster)) for strategy in chosen)
+    return _fastest_first(Scored(strategy, estimate_of(strategy.cost(start), cluster)) for strategy in chosen)
+
+
+def _fastest_first(candidates: Iterable[Scored]) -> list[Scored]:
+    return sorted(candidates, key=lambda entry: (entry.estimate.step_s, entry.estimate.peak_bytes, str(entry.strategy)))
 
 
 def _simple(space: Space, start: Cost) -> set[Strategy]:
@@ -131,6 +132,44 @@ def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Score
         [candidate for index, candidate in enumerate(fitting) if index in indices],
         [candidate for index, candidate in enumerate(fitting) if index not in indices],
     )
+
+
+def simplest(candidates: Sequence[Scored], given: Strategy | None = None) -> list[int]:
+    """The candidates in order, the baseline first.
+
+    The baseline is `given`, a strategy whose knobs are searched, or the code of a careful user: plain training on one
+    process, `ddp` on several. If that does not fit, it is the composition that is estimated fastest among the equally
+    exact ones without compiler and without split model.
+    """
+
+    def simplicity(index: int) -> tuple[bool, int, bool, int, bool, float, int]:
+        strategy = candidates[index].strategy
+        extras = len(_extras(strategy))
+        seconds = candidates[index].estimate.step_s
+        is_other = given is None or strategy != given
+        return is_other, _level(strategy), compiles(strategy), len(_split_axes(strategy)), extras > 0, seconds, extras
+
+    return sorted(range(len(candidates)), key=simplicity)
+
+
+def compiles(strategy: Strategy) -> bool:
+    return any(method.phase == Phase.COMPILE for method in strategy)
+
+
+def _split_axes(strategy: Strategy) -> frozenset[str]:
+    """The axes over which the model is split; data-parallel shards do not count."""
+    return frozenset(axis for method in strategy for axis in method.splits) - frozenset(BATCH_AXES)
+
+
+def _extras(strategy: Strategy) -> list[Method]:
+    """Methods in addition to plain training on these processes."""
+    mode = strategy.get(ParallelMode)
+    rest: list[Method] = [method for method in strategy if not isinstance(method, (ParallelMode, Ddp))]
+    return rest if mode is None or mode.size("data") == mode.size(*dict(mode.slices)) else [*rest, mode]
+
+
+def _level(strategy: Strategy) -> int:
+    return max((EXACTNESS.index(method.exactness) for method in strategy), default=0)
 
 
 def gain_of_half(
@@ -153,33 +192,23 @@ def gain_of_half(
         yield f"bf16 weights ({half}) are estimated {share:.0%} faster: precision='half' lets a search take them"
 
 
-class _Row(NamedTuple):
-    """A composition in the form that is broadcast; it fits if `why` is None."""
-
-    methods: tuple[int, ...]  # indices into the table of methods
-    estimate: Estimate | None
-    why: Why | None = None
-    reason: str = ""
-
-
 @dataclass(frozen=True)
 class Told:
-    """A ranking as plain data for the broadcast."""
+    """A ranking for the broadcast, with texts of methods in the place of strategies."""
 
-    methods: tuple[str, ...]  # texts of methods with their settings
-    rows: tuple[_Row, ...]
+    methods: tuple[str, ...]  # with their settings
+    strategies: tuple[tuple[int, ...], ...]  # indices of the methods of each entry
+    entries: tuple[Scored | Rejected, ...]
 
     @classmethod
     def of(cls, ranking: Ranking) -> Told:
         """The data of a ranking for the other processes."""
         places: dict[str, int] = {}
-
-        def numbered(strategy: Strategy) -> tuple[int, ...]:
-            return tuple(places.setdefault(repr(method), len(places)) for method in strategy)
-
-        rows = [_Row(numbered(entry.strategy), entry.estimate) for entry in ranking.fitting]
-        rows += [_Row(numbered(entry.strategy), entry.estimate, entry.why, entry.reason) for entry in ranking.rejected]
-        return cls(tuple(places), tuple(rows))
+        entries: tuple[Scored | Rejected, ...] = (*ranking.fitting, *ranking.rejected)
+        strategies = tuple(
+            tuple(places.setdefault(repr(method), len(places)) for method in entry.strategy) for entry in entries
+        )
+        return cls(tuple(places), strategies, tuple(replace(entry, strategy=Strategy()) for entry in entries))
 
     def unknown(self, methods: Mapping[str, Method]) -> list[str]:
         return [text for text in self.methods if text not in methods]
@@ -187,15 +216,10 @@ class Told:
     def ranking(self, methods: Mapping[str, Method]) -> Ranking:
         """The ranking with this process's `methods`, a map from texts."""
         table = [methods[text] for text in self.methods]
-        fitting: list[Scored] = []
-        rejected: list[Rejected] = []
-        for row in self.rows:
-            strategy = Strategy(tuple(table[place] for place in row.methods))
-            if row.why is not None:
-                rejected.append(Rejected(strategy=strategy, why=row.why, reason=row.reason, estimate=row.estimate))
-            elif row.estimate is not None:
-                fitting.append(Scored(strategy, row.estimate))
-        return Ranking(tuple(fitting), tuple(rejected))
+        strategies = (Strategy(tuple(table[place] for place in places)) for places in self.strategies)
+        entries = [replace(entry, strategy=own) for entry, own in zip(self.entries, strategies, strict=True)]
+        fitting = tuple(entry for entry in entries if isinstance(entry, Scored))
+        return Ranking(fitting, tuple(entry for entry in entries if isinstance(entry, Rejected)))
 
 
 def methods_of(space: Space) -> dict[str, Method]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
-from atorch.auto.planner.plan import Estimate, Rejected, Scored
-from atorch.auto.planner.search_space.space import SearchNode
-from atorch.auto.strategy import Strategy
+from atorch.auto.planner.plan import Estimate
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTime, StepTimes, peak_memory
 from atorch.cost.memory import RESERVE
@@ -36,14 +34,6 @@ def useful_flops(cost: Cost) -> float:
 def utilisation_peak(peak_flops: Mapping[str, float]) -> float:
     """A device's dense FLOP/s in 16 bits, the base of MFU, or in fp32 if it has no others; 0: unknown."""
     return next((peak_flops[name] for name in _SIXTEEN_BITS if name in peak_flops), 0.0)
-
-
-def scored(leaves: Iterable[SearchNode], cluster: ClusterSpec) -> list[Scored]:
-    return fastest_first(Scored(Strategy(leaf.methods), estimate_of(leaf.cost, cluster)) for leaf in leaves)
-
-
-def fastest_first(candidates: Iterable[Scored]) -> list[Scored]:
-    return sorted(candidates, key=lambda entry: (entry.estimate.step_s, entry.estimate.peak_bytes, str(entry.strategy)))
 
 
 def estimate_of(cost: Cost, cluster: ClusterSpec, times: StepTimes | None = None) -> Estimate:
@@ -84,18 +74,6 @@ def usable_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
 
 def usable_host_bytes(cluster: ClusterSpec, reserve: float = RESERVE) -> float:
     return cluster.host_memory_bytes / cluster.devices_per_node * (1 - reserve)
-
-
-def split_by_memory(candidates: Sequence[Scored], cluster: ClusterSpec) -> tuple[list[Scored], list[Rejected]]:
-    """Candidates that fit, and rejections of the others with bytes by category."""
-    limit = usable_bytes(cluster)
-    fitting = [candidate for candidate in candidates if candidate.estimate.needed_bytes <= limit]
-    rejected = [
-        Rejected(strategy=other.strategy, why="memory", reason=needs(other.estimate, limit), estimate=other.estimate)
-        for other in candidates
-        if other.estimate.needed_bytes > limit
-    ]
-    return fitting, rejected
 
 
 def needs(estimate: Estimate, limit: float) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
 
-from atorch.auto.planner.estimate.candidate_table import TIE, CandidateTable, intricacy, preferred
+from atorch.auto.planner.estimate.candidate_table import TIE, CandidateTable, preferred
 from atorch.auto.planner.plan import Estimate, Measuring
 from atorch.auto.strategy import Method, Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -129,11 +129,7 @@ def _near(columns: CandidateTable) -> list[int]:
     step_s = columns.step_s
     near = [row for row in rows if step_s[row] <= step_s[rows[0]] * (1 + NEAR)]
     ties = [row for row in near if step_s[row] <= step_s[rows[0]] * (1 + TIE)]
-
-    def order(row: int) -> tuple[object, ...]:
-        return intricacy(columns.methods[row], on_host=bool(columns.on_host[row] > 0)), step_s[row]
-
-    simple = sorted(ties, key=order)[: MOST_NEAR // 2]
+    simple = sorted(ties, key=lambda row: (columns.intricacy(row), step_s[row]))[: MOST_NEAR // 2]
     return list(dict.fromkeys([preferred(columns), *near[: MOST_NEAR // 2], *simple]))
 
 

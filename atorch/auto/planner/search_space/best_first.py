@@ -86,25 +86,21 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass
 class _Search:
     """A search with a heap of branches by bound; a branch is a node at the depth of bounds, or a part of it."""
 
-    def __init__(
-        self,
-        space: Space,
-        times: StepTimes,
-        columns: CandidateTable,
-        keep: int,
-        breadth: int,
-        most: float,
-        most_looks: float,
-        limit_s: float,
-    ) -> None:
-        self.columns, self._space = columns, space
-        self._keep, self._breadth, self._most, self._most_looks = keep, breadth, most, most_looks
-        self._limit_s = limit_s
-        self._times = times
-        self._bounds = Bounds(space, self._times, columns.limit_bytes, columns.host_bytes)
+    space: Space
+    times: StepTimes
+    columns: CandidateTable
+    keep: int
+    breadth: int
+    most: float
+    most_looks: float
+    limit_s: float
+
+    def __post_init__(self) -> None:
+        self._bounds = Bounds(self.space, self.times, self.columns.limit_bytes, self.columns.host_bytes)
         self._count = itertools.count()  # breaks ties: branches with equal bounds are opened in the order of discovery
         self._open: list[_Branch] = []
         self._aside: list[_Branch] = []  # branches that cannot fit, by missing bytes
@@ -122,11 +118,11 @@ class _Search:
         return BestFound(self.columns, self._num_slow + len(self._open), len(self._aside), gap)
 
     def _begin(self, start: Cost) -> None:
-        root, depth = self._space.root(start), self._bounds.depth
-        if depth == len(self._space.levels):
+        root, depth = self.space.root(start), self._bounds.depth
+        if depth == len(self.space.levels):
             self._score(root, None)
             return
-        for node in self._space.descend(root, depth):
+        for node in self.space.descend(root, depth):
             heapq.heappush(self._open, (self._bounds.least_seconds(node), next(self._count), node, None))
 
     def _push(self, node: SearchNode, parts: Iterable[LowerBound], bound: float = 0.0, short: float = 0.0) -> None:
@@ -149,8 +145,8 @@ class _Search:
             self._push(node, self._bounds.cut(part, self._enough_s()), bound=bound)
 
     def _score(self, node: SearchNode, only: Only | None) -> None:
-        for leaf in self._space.leaves(node, only):
-            seconds = self._times.of(leaf.cost).total_s
+        for leaf in self.space.leaves(node, only):
+            seconds = self.times.of(leaf.cost).total_s
             if seconds > self._enough_s():
                 self._num_slow += 1
                 continue
@@ -160,7 +156,7 @@ class _Search:
 
     def _nearest(self) -> None:
         """Score the compositions that miss by least, from the branches put aside."""
-        self._looks = min(self._looks, (PATIENCE - 1) * self._most_looks)
+        self._looks = min(self._looks, (PATIENCE - 1) * self.most_looks)
         while self._aside and not self._is_over():
             missed = self.columns.short_bytes
             if len(missed) and self._aside[0][0] >= missed.min():
@@ -175,22 +171,22 @@ class _Search:
 
     def _is_over(self) -> bool:
         if not self._fitting:
-            return self._looks >= PATIENCE * self._most_looks
-        return len(self.columns) >= self._most or self._looks >= self._most_looks
+            return self._looks >= PATIENCE * self.most_looks
+        return len(self.columns) >= self.most or self._looks >= self.most_looks
 
     def _enough_s(self) -> float:
         """Seconds beyond which a step is neither among the best nor a tie nor needed to compare."""
-        wanted = max(self._keep, self._breadth)
+        wanted = max(self.keep, self.breadth)
         if len(self._fitting) < wanted:
-            return self._limit_s
-        return min(self._limit_s, max(self._fitting[self._keep - 1][0], self._fitting[0][0] * (1 + TIE)))
+            return self.limit_s
+        return min(self.limit_s, max(self._fitting[self.keep - 1][0], self._fitting[0][0] * (1 + TIE)))
 
     def _is_known(self, bound: float, node: SearchNode, part: LowerBound | None) -> bool:
         """True if no composition of a branch is among the best, or ties with the best and is simpler than known ties.
 
         Bounds ascend, so once a bound exceeds the fastest result, that is the best.
         """
-        if len(self._fitting) < max(self._keep, self._breadth) or bound < self._fitting[self._keep - 1][0]:
+        if len(self._fitting) < max(self.keep, self.breadth) or bound < self._fitting[self.keep - 1][0]:
             return False
         limit = self._fitting[0][0] * (1 + TIE)
         ties = itertools.takewhile(lambda pair: pair[0] <= limit, self._fitting)

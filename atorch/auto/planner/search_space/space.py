@@ -77,7 +77,8 @@ class Space:
 
     def __post_init__(self) -> None:
         # The first of equally estimated compositions wins, so the order must not depend on the methods' lists.
-        levels = (replace(level, choices=tuple(sorted(level.choices, key=_text))) for level in self.levels)
+        ordered = (tuple(sorted(level.choices, key=lambda choice: str(choice.method))) for level in self.levels)
+        levels = (replace(level, choices=choices) for level, choices in zip(self.levels, ordered, strict=True))
         object.__setattr__(self, "levels", tuple(levels))
 
     @cached_property
@@ -206,13 +207,11 @@ def compositions(
         CapabilityError: an included method cannot be applied yet.
         StrategyError: an unknown or contradictory name, or an included method that this machine cannot run.
     """
-    barred, needed = names_in(excluded, "excluded"), names_in(included, "included")
     if fixed is not None:
-        check_fixed(fixed, barred, needed)
+        check_fixed(fixed, names_in(excluded, "excluded"), names_in(included, "included"))
         levels = tuple(_fixed_level(method, profile, cluster) for method in fixed)
         return Space(levels, cluster.world_size, is_checked=False)
-    left_out = (name for name in less_exact(precision) if name not in needed)
-    space = _space(profile, cluster, (*barred, *left_out), needed, ())
+    space = plannable(profile, cluster, excluded=excluded, included=included, precision=precision)
     for slot in (MESH, DATA_PARALLEL) if cluster.world_size > 1 else ():
         if not any(level.choices for level in space.levels if level.kind.slot == slot):
             names = [name for name in METHODS if METHODS[name].slot == slot]
@@ -330,10 +329,6 @@ def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> 
 
 def _split_by(*levels: Level) -> frozenset[str]:
     return frozenset[str]().union(*(choice.splits for level in levels for choice in level.choices))
-
-
-def _text(choice: Choice) -> str:
-    return str(choice.method)
 
 
 def _choice(method: Method, *, is_given: bool = False) -> Choice:

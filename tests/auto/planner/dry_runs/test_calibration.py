@@ -132,7 +132,7 @@ def test_another_job_starts_from_methods_as_they_are():
     candidates = [scored(methods, 1.0) for methods in ((), ("a",), ("b",), ("a", "b"))]
     earlier = observed(candidates, (0, 1, 2), (1.0, 2.0, 0.5), "another")
     guide = Surrogate(candidates, Past("job", earlier), "cpu")
-    mean, deviation = guide.predictions()
+    mean, deviation = guide.predictions
     assert int(np.argmin(mean)) == 2
     assert mean[1] > mean[3] > mean[2]
     assert 0 < mean[1] < math.log(2)  # not all of it carries over
@@ -142,11 +142,11 @@ def test_another_job_starts_from_methods_as_they_are():
 def test_a_job_that_ran_tells_its_seconds_whatever_is_estimated_now():
     then, now = [scored(("a",), 1.0)], [scored(("a",), 5.0), scored((), 5.0)]
     guide = Surrogate(now, Past("job", observed(then, (0,), (2.0,), "job")), "cpu")
-    mean, deviation = guide.predictions()
+    mean, deviation = guide.predictions
     assert mean[0] == pytest.approx(math.log(2.0), abs=0.1)
     assert DRIFT < deviation[0] < 1.5 * DRIFT + 0.1
     guide.tell(0, 2.2)
-    assert guide.predictions()[1][0] < 0.05
+    assert guide.predictions[1][0] < 0.05
 
 
 def searches(rank, size, path):

@@ -9,8 +9,7 @@ import pytest
 
 from atorch.auto.planner.dry_runs.dry_run_loop import MIN_GAIN
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate
-from atorch.auto.planner.estimate.score import Scored
-from atorch.auto.planner.plan import Estimate
+from atorch.auto.planner.plan import Estimate, Scored
 
 SIZES = (4, 3, 2, 2, 2)  # settings by slot
 FREE = np.zeros(1)  # starts that cost nothing
@@ -91,7 +90,7 @@ def test_a_measurement_moves_what_is_alike():
     guide = of([], ["a"], ["a", "b"], ["b"], device_type="cpu")
     guide.tell(0, 2.0)
     guide.tell(1, 1.0)
-    mean, deviation = guide.predictions()
+    mean, deviation = guide.predictions
     assert mean[2] < mean[3] - 0.3  # `a` halved the time of one, so it is expected to halve the other's
     assert deviation[0] < 0.1 < deviation[3]
     assert guide.gains(1, FREE)[0] == guide.gains(1, FREE)[1] == 0  # what was measured need not be again
@@ -104,7 +103,7 @@ def test_what_is_wrong_about_a_kind_of_work_is_wrong_wherever_it_is():
     guide = Surrogate([one(["a"], matmul=1.0), one(["b"], offload=1.0), one(["c"], offload=0.9, matmul=0.1)])
     guide.tell(0, 1.0)
     guide.tell(1, 2.0)
-    mean, _ = guide.predictions()
+    mean, _ = guide.predictions
     assert mean[2] > 0.3
 
 
@@ -113,7 +112,7 @@ def test_how_far_off_estimates_are_is_learnt():
     for index, seconds in enumerate((1.0, 1.5, 0.7)):
         near.tell(index, 1.0)
         far.tell(index, seconds)
-    assert far.predictions()[1][3] > 2 * near.predictions()[1][3]
+    assert far.predictions[1][3] > 2 * near.predictions[1][3]
 
 
 def test_the_baseline_is_run_only_where_it_matters():
@@ -125,15 +124,15 @@ def test_the_baseline_is_run_only_where_it_matters():
 
 def test_what_may_be_the_reason_of_failures_is_less_sure_to_run():
     guide = of(["m"], ["m", "a"], ["m", "b"], ["m", "a", "b"], ["m", "a", "c"], ["m", "d"])
-    sure = guide.runs()[5]
+    sure = guide.runs[5]
     guide.tell_failed(1)
-    assert guide.runs()[4] < 0.7 * sure, "`a` is suspect"
-    assert guide.runs()[5] > 0.95 * sure, "what all have is not"
+    assert guide.runs[4] < 0.7 * sure, "`a` is suspect"
+    assert guide.runs[5] > 0.95 * sure, "what all have is not"
     guide.tell_failed(3)
-    assert guide.runs()[4] < 0.2 * sure
-    assert guide.runs()[2] > 0.8 * sure, "`b` is explained away"
+    assert guide.runs[4] < 0.2 * sure
+    assert guide.runs[2] > 0.8 * sure, "`b` is explained away"
     guide.tell(4, 1.0)
-    assert guide.runs()[4] == 1.0
+    assert guide.runs[4] == 1.0
 
 
 def test_what_needs_less_memory_is_not_taken_to_run_out_of_it():
@@ -141,9 +140,9 @@ def test_what_needs_less_memory_is_not_taken_to_run_out_of_it():
         return Scored(tuple(methods), Estimate(step_s=1.0, peak_bytes=needed, memory={}))
 
     guide = Surrogate([one(["a"], 60.0), one(["a", "b"], 20.0), one(["a", "c"], 65.0)], memory_bytes=100.0)
-    before = guide.runs()
+    before = guide.runs
     guide.tell_failed(0, of_memory=True)
-    after = guide.runs()
+    after = guide.runs
     assert after[1] > 0.9 * before[1]
     assert after[2] < 0.5 * before[2]
 

@@ -17,11 +17,12 @@ from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
 from atorch.auto.planner.dry_runs.trial import Feed
-from atorch.auto.planner.estimate.score import estimate_of, scored, split_by_memory
+from atorch.auto.planner.estimate.ranking import Wanted, ranked
+from atorch.auto.planner.estimate.score import estimate_of
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.search_space.method_names import less_exact as less_exact_names
 from atorch.auto.planner.search_space.space import compositions, plannable
-from atorch.auto.strategy import METHODS, Strategy
+from atorch.auto.strategy import EXACTNESS, METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -232,21 +233,20 @@ def test_the_fold_is_each_strategy_by_itself(start):
     assert space.follow((Ddp(),), cost) is None, "without a mesh"
 
 
-def score(profile, cost):
-    space = compositions(profile, cluster(2))
-    return scored(space.leaves(space.root(cost)), cluster(2))
+def score(profile, cost, machine=None):
+    return ranked(profile, cost, machine or cluster(2), Wanted(), EXACTNESS[-1])
 
 
 def test_ranking_is_by_estimated_seconds(start):
     profile, cost = start
-    found = score(profile, cost)
+    found = score(profile, cost).fitting
     brute = sorted(estimate_of(each.strategy.cost(cost), cluster(2)).step_s for each in found)
     assert [each.estimate.step_s for each in found] == brute
 
 
 def test_an_estimate_adds_up(start):
     profile, cost = start
-    for each in score(profile, cost):
+    for each in score(profile, cost).fitting:
         assert sum(each.estimate.time.values()) == pytest.approx(each.estimate.step_s)
         assert sum(each.estimate.memory.values()) == pytest.approx(each.estimate.peak_bytes)
         assert each.estimate.samples_per_s == pytest.approx(8 / each.estimate.step_s)
@@ -254,12 +254,14 @@ def test_an_estimate_adds_up(start):
 
 def test_what_cannot_fit_says_what_takes_the_room(start):
     profile, cost = start
-    found = score(profile, cost)
+    found = score(profile, cost).fitting
     sizes = sorted(each.estimate.needed_bytes for each in found)
     small = cluster(2, memory_bytes=sizes[len(sizes) // 2] / 0.95)
-    fitting, rejected = split_by_memory(found, small)
-    assert fitting
-    assert len(fitting) + len(rejected) == len(found)
+    ranking = score(profile, cost, small)
+    rejected = [each for each in ranking.rejected if each.why == "memory"]
+    assert ranking.fitting
+    assert rejected
+    assert ranking.num_compositions == len(found)
     assert all(" short of the " in each.reason for each in rejected)
     assert all(next(iter(each.estimate.memory)) in each.reason for each in rejected)
 
