@@ -354,5 +354,7 @@ def _gathering(operations: Operations, model: nn.Module) -> AbstractContextManag
 def _compiled_code(operations: Operations, module: nn.Module) -> AbstractContextManager[None]:
     if operations.in_a_pass:
         return operations.compiled_code(module)
-    stance: Any = torch.compiler.set_stance("force_eager")  # as each operation chooses its device
+    stance: AbstractContextManager[None] = torch.compiler.set_stance(
+        "force_eager"
+    )  # as each operation chooses its device
     return stance

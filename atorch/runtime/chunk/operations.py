@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.saved_tensors import Owner, saved_as_handles
-from atorch.runtime.chunk.schedule.layout import ChunkSlot
 from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, CollectiveEvent
 from atorch.runtime.gradients.backward_targets import has_users_hooks, weakly
@@ -34,6 +34,7 @@ from atorch.runtime.gradients.norm_guard import NormGuard, guarded
 
 _TENSOR: Any = Tensor
 _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
+_OFFSET = attrgetter("offset")
 _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
 
 PASS_BEGINS = CollectiveEvent("begins a pass", is_compared=True)  # since processes then agree on its schedule
@@ -53,10 +54,6 @@ def host_values(model: nn.Module) -> dict[str, Tensor]:
             name: p.home.operations.host_value(p) if isinstance(p, ChunkedParameter) else p.detach()
             for name, p in model.named_parameters()
         }
-
-
-def _offset(slot: ChunkSlot) -> int:
-    return slot.offset
 
 
 class Operations(Owner):
@@ -186,7 +183,7 @@ class Operations(Owner):
         if chunk is None:
             return None
         slots = self.chunks.chunks[chunk].spec.slots
-        return slots[bisect_right(slots, tensor.storage_offset(), key=_offset) - 1].name
+        return slots[bisect_right(slots, tensor.storage_offset(), key=_OFFSET) - 1].name
 
     def provide(self, operation: str, names: frozenset[str]) -> None:
         self.residency.need(operation, frozenset([self.chunks.layout.chunk_of[name] for name in names]))

@@ -72,12 +72,9 @@ class Residency:
         self._stays = frozenset(staying)
         self.tier.take(beside_bytes, "gradients and states that stay")
         for chunk in staying:
-            self._keep(chunk)
+            self.tier.take(self._num_bytes(chunk), f"chunk {chunk}, which stays")
+            self._show(chunk, chunks.chunks[chunk].compute)
         self._held: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # dropped, but still referenced elsewhere
-
-    def _keep(self, chunk: int) -> None:
-        self.tier.take(self._num_bytes(chunk), f"chunk {chunk}, which stays")
-        self._show(chunk, self.chunks.chunks[chunk].compute)
 
     def begin(self) -> None:
         """Begin a pass: drop buffers of an earlier one, and take over writes on the host."""

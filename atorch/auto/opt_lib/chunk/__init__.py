@@ -179,6 +179,8 @@ class Chunk(Method):
         ctx.give_memory(_place_in_chunk)
         compiles = ctx.strategy.get(Compile)
         compiled = [] if compiles is None else outermost(compiles.chosen(part))
+        # A simulation allocates nothing on the host.
+        on_host = None if is_simulated(ctx.parts) else 0.0 if self.disk else state_bytes(ctx)
         adds_up = ctx.strategy.get(MicroBatch) is not None  # gradients of several passes a step
         courses = Courses(_foresee(ctx, part, compiled), sharers)
         courses.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
@@ -194,7 +196,7 @@ class Chunk(Method):
             compiled=compiled,
             in_place=False if adds_up else None,
             state_bytes=state_bytes(ctx) if self.hybrid else None,
-            host_state_bytes=self._host_state_bytes(ctx),
+            host_state_bytes=on_host,
             prefetch=self.prefetch,
         )
         courses.schedule_passes(operations)
@@ -234,12 +236,6 @@ class Chunk(Method):
             if getattr(other, "dtype", None) == "fp16" or getattr(other, "skip_if_nonfinite", False):
                 return f"{other} leaves out steps of which a gradient is not finite"
         return None
-
-    def _host_state_bytes(self, ctx: Context) -> float | None:
-        """Bytes of the optimizer's states in host memory per element; None in a simulation, which allocates none."""
-        if is_simulated(ctx.parts):
-            return None
-        return state_bytes(ctx) if self.disk is None else 0.0
 
     def _budget(self, ctx: Context) -> int:
         if self.budget_bytes is not None:

@@ -119,7 +119,7 @@ class LayerTrace(TorchDispatchMode):
 
     def __init__(self, stack: Stack, depth: int, device_type: str, *, is_whole: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._stack, self._depth, self._device_type, self._is_whole = stack, depth, device_type, is_whole
+        self._stack, self.depth, self._device_type, self._is_whole = stack, depth, device_type, is_whole
         self.calls: list[tuple[int, Hashable]] = []
         self.after: Sequence[Any] | None = None
         """Operations since the beginning of the last call, once the forward pass is over."""
@@ -134,7 +134,7 @@ class LayerTrace(TorchDispatchMode):
         It has the first `depth` blocks. If it `is_whole`, it also has the others, which share these blocks' parts, and
         return the output of the block a period before.
         """
-        blocks, depth, period = self._stack.blocks, self._depth, self._stack.period
+        blocks, depth, period = self._stack.blocks, self.depth, self._stack.period
         if self._is_whole:
             alike = [blocks[index::period] for index in range(depth - period, depth)]
             copied, others = copy_with(model, functions, convert, alike)
@@ -154,11 +154,11 @@ class LayerTrace(TorchDispatchMode):
 
     def is_continued(self, whole: LayerTrace) -> bool:
         """True if `whole`, of full depth, continues this pass with further blocks treated alike."""
-        period, begun = self._stack.period, self._depth - ENDS * self._stack.period
+        period, begun = self._stack.period, self.depth - ENDS * self._stack.period
         pairs = zip(whole.calls[begun:], whole.calls[begun - period :], strict=False)
         return (
             [index for index, _ in whole.calls] == list(range(len(self._stack.blocks)))
-            and self.calls == whole.calls[: self._depth]
+            and self.calls == whole.calls[: self.depth]
             and self.after == whole.after
             and all(how == before for (_, how), (_, before) in pairs)
         )
@@ -192,7 +192,7 @@ class LayerTrace(TorchDispatchMode):
             inputs = tensors_in((args, kwargs))
             self._is_inside = True
             try:
-                output = forward(*args, **kwargs) if index < self._depth else self._repeated(index, inputs)
+                output = forward(*args, **kwargs) if index < self.depth else self._repeated(index, inputs)
             finally:
                 self._is_inside = False
             if self._is_whole:  # else kept tensors would count as live

@@ -97,9 +97,10 @@ def deeper(passes: Sequence[Sequence[PassStretch]], rename: Rename, periods: int
     def grown(number: int, later: int, more: int) -> _Numbers:
         """The bytes of a stretch in a pass with `more` more periods."""
         now, then = found[0][number, 0], found[1][number, int(_FORWARD < number < _BACKWARD)]
-        if number in (_FORWARD, _BACKWARD):
-            return now + more * (then - now) + later * (found[1][number, 1] - then)
-        return now + more * (then - now)
+        is_repeated = number in (_FORWARD, _BACKWARD)
+        by_later = found[1][number, 1] - then if is_repeated else np.zeros_like(now)
+        num_bytes: _Numbers = now + more * (then - now) + later * by_later
+        return num_bytes
 
     if any(not np.array_equal(num_bytes, grown(*origin, 2)) for origin, num_bytes in found[2].items()):
         return None
