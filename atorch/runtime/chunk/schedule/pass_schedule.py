@@ -150,7 +150,9 @@ class Nodes:
 
     def given(self) -> frozenset[Any]:
         """Things that the running node has; empty outside of a backward pass."""
-        running = _running_node()
+        node = torch._C._current_autograd_node()
+        # Numbers identify the node, since a reference to it would keep its graph's parameters alive.
+        running = () if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
         if running != self._running:
             self._running, self._given = running, frozenset()
         return self._given
@@ -158,12 +160,6 @@ class Nodes:
     def give(self, thing: Any) -> None:
         """Give `thing` to the running node."""
         self._given = self.given() | {thing}
-
-
-def _running_node() -> tuple[int, ...]:
-    """Numbers that identify the running node. A reference to the node would keep its graph's parameters alive."""
-    node = torch._C._current_autograd_node()
-    return () if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
 
 
 @dataclass

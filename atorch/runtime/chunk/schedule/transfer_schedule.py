@@ -93,7 +93,9 @@ def schedule(
     room = runs.room(chunk_bytes, budget_bytes - always)
     planned = _plan_stays(runs.needs, chunk_bytes, room)
     if planned is None:
-        return Shortfall(-min(room), _tightest(runs, room, moments))
+        run = room.index(min(room))
+        tightest = (moment for moment in moments[runs.firsts[run] :] if moment.other_bytes == runs.most_bytes[run])
+        return Shortfall(-min(room), next(tightest))
     stays, left = planned
     edges = [*runs.firsts, len(moments)]
     stays = [_Span(edges[stay.first], edges[stay.last + 1] - 1, stay.chunk) for stay in stays]
@@ -164,12 +166,6 @@ def transfer_cost(
         else:
             cost += 2 * num_bytes
     return cost
-
-
-def _tightest(runs: StepRuns, room: Sequence[int], moments: Sequence[ScheduleStep]) -> ScheduleStep:
-    """The first moment with the least room."""
-    run = room.index(min(room))
-    return next(moment for moment in moments[runs.firsts[run] :] if moment.other_bytes == runs.most_bytes[run])
 
 
 def _plan_stays(
