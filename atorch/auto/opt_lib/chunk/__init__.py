@@ -181,7 +181,6 @@ class Chunk(Method):
         compiled = [] if compiles is None else outermost(compiles.chosen(part))
         # A simulation allocates nothing on the host.
         on_host = None if is_simulated(ctx.parts) else 0.0 if self.disk else state_bytes(ctx)
-        adds_up = ctx.strategy.get(MicroBatch) is not None  # gradients of several passes a step
         courses = Courses(_foresee(ctx, part, compiled), sharers)
         courses.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
         operations = chunk(
@@ -194,7 +193,7 @@ class Chunk(Method):
             group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
             replicas=mesh.group(*replicas) if replicas else None,
             compiled=compiled,
-            in_place=False if adds_up else None,
+            in_place=False if ctx.strategy.get(MicroBatch) else None,  # its passes add gradients up
             state_bytes=state_bytes(ctx) if self.hybrid else None,
             host_state_bytes=on_host,
             prefetch=self.prefetch,
@@ -206,12 +205,11 @@ class Chunk(Method):
             courses.expect(batch, tensors_in(batch))
             return inner_prepare(batch, device)
 
-        figures = _figures(operations.chunks, operations.residency.course)
         ctx = replace(
             ctx,
             prepare_input=prepare_input,
             write_value=partial(_write, operations.chunks),
-            learnt={**ctx.learnt, self.name: figures},
+            learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.course)},
         )
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
