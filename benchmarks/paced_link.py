@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from atorch.runtime.chunk.transfer import Wait, put
+from atorch.runtime.chunk.transfer import Transfer, Wait, put
 
 
-class Paced:
+class Paced(Transfer):
     """Copies in threads over a simulated link with a fixed number of bytes a second in each direction."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -24,11 +23,6 @@ class Paced:
         """Copy after all earlier copies, no faster than the link."""
         copying: Future[None] = self._there.submit(self._copy, target, source)
         return copying.result
-
-    def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
-        """Copy and wait, since a process must hold what it sends to others."""
-        self.start(target, source)()
-        return nullcontext()
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait:
         """Copy or add, no faster than the link."""

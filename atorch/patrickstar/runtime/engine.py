@@ -231,8 +231,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         for name in on_host:
             look_up_on_host(self.module.get_submodule(name), DTYPE)
         chunks = self._operations.chunks
-        self._courses.begin(self._operations.residency.course)
-        self._operations.course_for = partial(self._courses.next, self._operations.course_of)
+        self._courses.schedule_passes(self._operations)
         recorder = MemoryRecorder(self._operations)
         self._backward.watch(self.module)
         self.optimizer.live_in(chunks, recorder.phase, self._backward)
@@ -309,7 +308,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 class MemoryRecorder:
-    """The observer of a `Residency`: reports chunk moves to the profiler, in PatrickStar's terms.
+    """Reports chunk moves to the profiler, in PatrickStar's terms.
 
     A PARAM_FP16 chunk holds the fp16 parameters; on the host it includes their gradients. PARAM_FP32, MOMENTUM and
     VARIANCE are the optimizer's states of each trained chunk.
@@ -321,7 +320,7 @@ class MemoryRecorder:
         profiler.works_on(str(self._device), self._residency.tier.budget_bytes)
         for memory in operations.chunks.chunks:
             _place(memory, "GPU" if memory.tier is operations.chunks.device_tier else "CPU")
-        self._residency.observer = self
+        self._residency.moved = self.moved
 
     def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
         """Record that a chunk was fetched to the device, or evicted from it."""

@@ -8,7 +8,7 @@ error comes before anything moves, and states the missing bytes and the operatio
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,7 @@ from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
 from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, PassSchedule, Uses, moments
-from atorch.runtime.chunk.schedule.transfer_schedule import (
-    ScheduleStep,
-    Shortfall,
-    choose_pinned,
-    schedule,
-    transfer_cost,
-)
+from atorch.runtime.chunk.schedule.transfer_schedule import Shortfall, choose_pinned, schedule, transfer_cost
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.data_parallel.collective_order import CollectiveOrder
 from atorch.units import format_bytes
@@ -131,23 +125,22 @@ def chunk(
         device=device,
         on_device=plan.pinned,
     )
-    slots = {slot.name: slot for memory in chunks.chunks for slot in memory.spec.slots}
     names = [name for _, name in foreseen.gradients]
     copies = transfer or transfer_for(device)
     rounds = Rounds(chunks, CollectiveOrder.of([group, replicas], device.type))
-    shared = None if group is None else SharedGradients(chunks, slots, copies, names, replicas, rounds)
-    gradients = shared or GradientSink(chunks, slots, copies)
+    shared = None if group is None else SharedGradients(chunks, copies, names, replicas, rounds)
+    gradients = shared or GradientSink(chunks, copies)
     residency = Residency(chunks, managed, budget_bytes, plan.first, copies, plan.staying, plan.beside_bytes, rounds)
     compiled_modules = CompiledModules.of(model, compiled)
-    operations = Operations(chunks, slots, gradients, residency, plan.course_of, compiled_modules, rounds)
+    operations = Operations(chunks, gradients, residency, plan.course_of, compiled_modules, rounds)
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
     bound = _Bound(operations)
     for entry in ("forward", "__call__"):  # a forward set on the instance takes precedence over the class's
-        override(model, entry, _in_a_pass, bound)
-    override(model, "state_dict", _gathering, bound)
+        override(model, entry, _inside, _pass, bound)
+    override(model, "state_dict", _inside, _gathering, bound)
     for block in blocks:
-        override(block, "__call__", _compiled_code, bound)
+        override(block, "__call__", _inside, _compiled_code, bound)
     return operations
 
 
@@ -242,7 +235,7 @@ def lay_out(
 
     def cost(filling: Filling) -> float | None:
         num_bytes = sizes(filling)
-        runs = uses.runs(filling.chunk_of, num_bytes if shards > 1 else (), shards)
+        runs = uses.runs(filling.chunk_of, num_bytes, shards)
         return transfer_cost(runs, num_bytes, budget_bytes, TRANSFER_BYTES, prefetch=prefetch)
 
     def least(filling: Filling) -> float:
@@ -267,7 +260,7 @@ def course(
     Raises:
         OutOfBudgetError: no schedule keeps the budget.
     """
-    by_chunk = _moments(layout, foreseen, shards)
+    by_chunk = moments(foreseen, layout.chunk_of, _sizes(layout), shards)
     planned = schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
     if isinstance(planned, Shortfall):
         moment = planned.moment
@@ -287,13 +280,9 @@ def pinned_in(
     if state_bytes is None:
         return frozenset(), 0
     beside = [_pinned_state_bytes(spec, state_bytes, shards) for spec in layout.chunks]
-    by_chunk = _moments(layout, foreseen, shards)
+    by_chunk = moments(foreseen, layout.chunk_of, _sizes(layout), shards)
     pinned = choose_pinned(by_chunk, _sizes(layout), beside, budget_bytes, is_shared=shards > 1)
     return pinned, sum(beside[chunk] for chunk in pinned)
-
-
-def _moments(layout: ChunkLayout, foreseen: AccessTrace, shards: int) -> list[ScheduleStep]:
-    return moments(foreseen, layout.chunk_of, _sizes(layout) if shards > 1 else (), shards)
 
 
 def _pinned_state_bytes(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:
@@ -328,6 +317,9 @@ def _itemsize(dtype: str) -> int:
     return torch_dtype.itemsize
 
 
+Surround = Callable[[Operations, nn.Module], AbstractContextManager[None]]
+
+
 class _Bound:
     """A reference to the operations that manage a model's parameters; copies of the model get none."""
 
@@ -341,35 +333,28 @@ class _Bound:
         return _Bound, ()
 
 
-def _in_a_pass(forward: Callable[..., Any], bound: _Bound) -> Callable[..., Any]:
+def _inside(method: Callable[..., Any], context: Surround, bound: _Bound) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if bound.operations is None else bound.operations.forward():
-            return forward(self, *args, **kwargs)
+        with nullcontext() if bound.operations is None else context(bound.operations, self):
+            return method(self, *args, **kwargs)
 
     return run
 
 
-def _gathering(state_dict: Callable[..., Any], bound: _Bound) -> Callable[..., Any]:
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        operations = bound.operations
-        if operations is None:
-            return state_dict(self, *args, **kwargs)
-        if operations.chunks.group is not None:
-            checked_barrier("model.state_dict()", operations.chunks.group)
-        with operations.gathering():
-            return state_dict(self, *args, **kwargs)
-
-    return run
+def _pass(operations: Operations, model: nn.Module) -> AbstractContextManager[None]:
+    return operations.forward()
 
 
-def _compiled_code(call: Callable[..., Any], bound: _Bound) -> Callable[..., Any]:
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if bound.operations is None:
-            return call(self, *args, **kwargs)
-        if not bound.operations.in_a_pass:  # run eagerly, as each operation chooses its device
-            with torch.compiler.set_stance("force_eager"):
-                return call(self, *args, **kwargs)
-        with bound.operations.compiled_code(self):
-            return call(self, *args, **kwargs)
+def _gathering(operations: Operations, model: nn.Module) -> AbstractContextManager[None]:
+    if operations.chunks.group is not None:
+        checked_barrier("model.state_dict()", operations.chunks.group)
+    return operations.gathering()
 
-    return run
+
+def _compiled_code(operations: Operations, module: nn.Module) -> AbstractContextManager[None]:
+    if operations.in_a_pass:
+        return operations.compiled_code(module)
+    stance: AbstractContextManager[None] = torch.compiler.set_stance(
+        "force_eager"
+    )  # as each operation chooses its device
+    return stance

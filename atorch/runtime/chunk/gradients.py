@@ -11,7 +11,7 @@ gradient on any process has none afterwards; one small all-reduce at the end of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 from atorch.distributed.collectives import all_gather_single, host_comm_device, reduce_scatter_single
 from atorch.runtime.chunk.memory import ChunkSet, Keep
-from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSlot
+from atorch.runtime.chunk.schedule.layout import ChunkLayout
 from atorch.runtime.chunk.transfer import Transfer, Wait, put
 from atorch.runtime.data_parallel.collective_order import (
     BACKWARD_ENDS,
@@ -103,8 +103,8 @@ def completion(layout: ChunkLayout, gradients: Sequence[str]) -> list[int]:
 class GradientSink:
     """Copies gradients to the memory of their chunks."""
 
-    def __init__(self, chunks: ChunkSet, slots: Mapping[str, ChunkSlot], transfer: Transfer) -> None:
-        self._chunks, self._slots, self._transfer = chunks, slots, transfer
+    def __init__(self, chunks: ChunkSet, transfer: Transfer) -> None:
+        self._chunks, self._transfer = chunks, transfer
         self._leaving: list[tuple[Tensor, Wait]] = []  # under way, with the wait until their memory is free
         self._under_way = False
         self._missing: dict[int, set[str]] = {}  # by chunk, parameters whose gradients are still to come
@@ -133,7 +133,7 @@ class GradientSink:
     def _take(self, name: str, chunk: int, gradient: Tensor) -> None:
         self._let_go()
         memory = self._chunks.chunks[chunk]
-        memory.accumulate(self._slots[name], gradient, self._way(chunk))
+        memory.accumulate(self._chunks.layout.slot_of[name], gradient, self._way(chunk))
         missing = self._missing.setdefault(chunk, {slot.name for slot in memory.spec.slots})
         missing.discard(name)
         if not missing and self.complete is not None and chunk not in self._chunks.on_device:
@@ -169,17 +169,16 @@ class SharedGradients(GradientSink):
     def __init__(
         self,
         chunks: ChunkSet,
-        slots: Mapping[str, ChunkSlot],
         transfer: Transfer,
         foreseen: Sequence[str],
         replicas: dist.ProcessGroup | None,
         rounds: Rounds,
     ) -> None:
-        super().__init__(chunks, slots, transfer)
+        super().__init__(chunks, transfer)
         self._replicas, self._rounds = replicas, rounds
         rounds.reduce = self._reduce_complete
         self._order = completion(chunks.layout, foreseen)
-        self._names = list(slots)
+        self._names = list(chunks.layout.slot_of)
         self.begin()
 
     def begin(self) -> None:
@@ -196,7 +195,7 @@ class SharedGradients(GradientSink):
         memory = self._chunks.chunks[chunk]
         if chunk not in self._open:
             self._open[chunk] = self._zeros(chunk)
-        memory.whole(self._open[chunk], self._slots[name]).copy_(gradient)
+        memory.whole(self._open[chunk], self._chunks.layout.slot_of[name]).copy_(gradient)
         self._come.add(name)
         self._missing[chunk].discard(name)
         if not self._rounds.are_held:

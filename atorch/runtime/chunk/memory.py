@@ -234,13 +234,6 @@ class ChunkMemory:
             return None
         return self.part(self.gradient, slot)
 
-    def gradients(self) -> Iterator[Tensor]:
-        """The parts of all gradients on this process."""
-        for slot in self.spec.slots:
-            part = self.gradient_of(slot)
-            if part is not None:
-                yield part
-
     def _put(self, flat: Tensor, slot: ChunkSlot, value: Tensor, add: bool = False, keep: Keep = put) -> None:
         part, local = self.part(flat, slot), self.within(slot)
         if part is None:
@@ -283,14 +276,11 @@ class ChunkSet:
         layout: the chunk of each parameter.
         parameters: by name, all that the layout has.
         dtype: of floating-point compute copies; None for each parameter's own.
-        wide: keep fp32 masters of trainable parameters with a 16-bit compute copy.
         values: the parameters' values before rounding to 16 bits; values that are used are removed.
         in_place: let gradients overwrite 16-bit compute copies that have masters.
         group: the processes that share every chunk; None for a single process.
         device: the compute device.
         on_device: indices of the chunks that are pinned on it.
-        host: ledger of host memory.
-        device_tier: ledger of the chunks in `on_device`.
     """
 
     def __init__(
@@ -299,26 +289,22 @@ class ChunkSet:
         parameters: Mapping[str, nn.Parameter],
         *,
         dtype: torch.dtype | None = None,
-        wide: bool = True,
         values: MutableMapping[Tensor, Tensor] | None = None,
         in_place: bool = False,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         on_device: Collection[int] = (),
-        host: MemoryLedger | None = None,
-        device_tier: MemoryLedger | None = None,
     ) -> None:
         self.layout, self.group, self.device = layout, group, torch.device(device)
         self.on_device = frozenset(on_device)
-        self.host = MemoryLedger("host memory") if host is None else host
-        self.device_tier = MemoryLedger("device memory") if device_tier is None else device_tier
+        self.host, self.device_tier = MemoryLedger("host memory"), MemoryLedger("device memory")
         self.reduced: set[str] = set()
         """Parameters whose gradients all sharing processes have reduced since the last step."""
         self._places: dict[Tensor, tuple[ChunkMemory, ChunkSlot]] = {}
         chunks = []
         for spec in layout.chunks:
             chunk_parameters = {slot.name: parameters[slot.name] for slot in spec.slots}
-            memory = self._memory(spec, chunk_parameters, dtype, wide, in_place, spec.index in on_device)
+            memory = self._memory(spec, chunk_parameters, dtype, in_place)
             for slot in spec.slots:
                 self._take(chunk_parameters[slot.name], memory, slot, {} if values is None else values)
             chunks.append(memory)
@@ -346,10 +332,9 @@ class ChunkSet:
         spec: ChunkSpec,
         parameters: Mapping[str, nn.Parameter],
         dtype: torch.dtype | None,
-        wide: bool,
         in_place: bool,
-        on_device: bool,
     ) -> ChunkMemory:
+        on_device = spec.index in self.on_device
         parameter_dtype = next(iter(parameters.values())).dtype
         compute = parameter_dtype if dtype is None or not parameter_dtype.is_floating_point else dtype
         return ChunkMemory(
@@ -357,7 +342,7 @@ class ChunkSet:
             {name: ChunkForm.of(parameter) for name, parameter in parameters.items()},
             compute,
             self.device if on_device else torch.device("cpu"),
-            wide=wide and spec.trainable and compute in HALVES,
+            wide=spec.trainable and compute in HALVES,
             shard=(0 if self.group is None else self.group.rank(), self.num_shares),
             in_place=in_place,
             pinned=self.device.type == "cuda" and not on_device,

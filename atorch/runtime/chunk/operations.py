@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,15 +26,15 @@ from atorch.runtime.chunk.gradients import GradientSink, Rounds
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.saved_tensors import Handle, saved_as_handles
-from atorch.runtime.chunk.schedule.layout import ChunkSlot
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, HeldViews, Nodes, PassSchedule
+from atorch.runtime.chunk.saved_tensors import Owner, saved_as_handles
+from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, CollectiveEvent
 from atorch.runtime.gradients.backward_targets import has_users_hooks, weakly
 from atorch.runtime.gradients.norm_guard import NormGuard, guarded
 
 _TENSOR: Any = Tensor
 _GRADIENT, _SET_GRADIENT, _SET_DATA = _TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.data.__set__
+_OFFSET = attrgetter("offset")
 _WITHOUT_GRADIENTS = frozenset({_TENSOR.detach, _TENSOR.data.__get__})
 
 PASS_BEGINS = CollectiveEvent("begins a pass", is_compared=True)  # since processes then agree on its schedule
@@ -55,28 +56,21 @@ def host_values(model: nn.Module) -> dict[str, Tensor]:
         }
 
 
-def _offset(slot: ChunkSlot) -> int:
-    return slot.offset
-
-
-class Operations:
+class Operations(Owner):
     """Runs operations on the parameters of a model's chunks."""
 
     def __init__(
         self,
         chunks: ChunkSet,
-        slots: Mapping[str, ChunkSlot],
         gradients: GradientSink,
         residency: Residency,
         course_of: Callable[[AccessTrace], PassSchedule],
         compiled: CompiledModules,
         rounds: Rounds,
     ) -> None:
+        super().__init__(compiled)
         self.chunks, self.residency, self.course_of = chunks, residency, course_of
-        self._compiled, self._rounds = compiled, rounds
-        self._slots, self.gradients = slots, gradients
-        self._nodes = Nodes()
-        self._views = HeldViews()  # by chunk
+        self.gradients, self._rounds = gradients, rounds
         self.norms_differ = ""
         """The reason why the norm of gradients differs from plain training's; empty if it does not."""
         self._aliases: dict[str, list[TensorWeakRef]] = {}  # by parameter, results of `parameter.data` still alive
@@ -91,7 +85,7 @@ class Operations:
         if self._passes == 0:
             if self.chunks.group is not None and torch.is_grad_enabled():
                 self._refuse_hooks()
-            self._compiled.begin()
+            self.compiled.begin()
             self._rounds.announce(PASS_BEGINS if torch.is_grad_enabled() else FORWARD_BEGINS)
             if self.course_for is not None and torch.is_grad_enabled():
                 self._foreseeing = True
@@ -148,16 +142,17 @@ class Operations:
             if func in _WITHOUT_GRADIENTS and isinstance(args[0], ChunkedParameter):
                 return self._alias(args[0])
             return self._run_on_host(func, args, kwargs)
-        self._need(getattr(func, "__name__", str(func)), frozenset(tensor.home.name for tensor in managed))
+        self.need(getattr(func, "__name__", str(func)), frozenset(tensor.home.name for tensor in managed))
         with self._saving(managed):
             result = func(*args, **kwargs)
-        return self._watched(result)
+        self.watch(result)
+        return result
 
     @contextmanager
     def compiled_code(self, module: nn.Module) -> Iterator[None]:
         """Inside, a module's compiled code runs: its parameters are on the device, as ordinary parameters."""
         managed = [parameter for parameter in module.parameters() if isinstance(parameter, ChunkedParameter)]
-        self._need(f"{type(module).__name__}, compiled", frozenset(parameter.home.name for parameter in managed))
+        self.need(f"{type(module).__name__}, compiled", frozenset(parameter.home.name for parameter in managed))
         with self._saving(managed):
             for parameter in managed:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -183,28 +178,18 @@ class Operations:
     def in_a_pass(self) -> bool:
         return self._passes > 0
 
-    def place_of(self, tensor: Tensor) -> str | None:
-        """The name of the parameter in whose memory a tensor lies; None for other memory."""
+    def name_of(self, tensor: Tensor) -> str | None:
         chunk = self.residency.chunk_at(tensor)
         if chunk is None:
             return None
         slots = self.chunks.chunks[chunk].spec.slots
-        return slots[bisect_right(slots, tensor.storage_offset(), key=_offset) - 1].name
+        return slots[bisect_right(slots, tensor.storage_offset(), key=_OFFSET) - 1].name
 
-    def restored(self, handle: Handle) -> Tensor:
-        """A saved tensor for the running backward node; its chunk stays until the next node."""
-        name: str = handle.place
-        chunk = self.chunks.layout.chunk_of[name]
-        self._need(f"{torch._C._current_autograd_node().name()} (backward)", frozenset((name,)))
-        if name not in self._compiled:
-            self._nodes.give(chunk)
-        return handle.within(self.residency.buffer(chunk))
+    def provide(self, operation: str, names: frozenset[str]) -> None:
+        self.residency.need(operation, frozenset([self.chunks.layout.chunk_of[name] for name in names]))
 
-    def _need(self, operation: str, names: frozenset[str]) -> None:
-        needs = self._compiled.needs(names)
-        if needs is not None:
-            chunks = frozenset(self.chunks.layout.chunk_of[name] for name in needs)
-            self.residency.need(operation, chunks.union(self._nodes.given(), self._views.held()))
+    def memory_of(self, name: str) -> Tensor:
+        return self.residency.buffer(self.chunks.layout.chunk_of[name])
 
     def _special(self, func: Any) -> Callable[..., Any] | None:
         if func == _GRADIENT:
@@ -220,22 +205,9 @@ class Operations:
         is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in managed)
         return is_recorded and func not in _WITHOUT_GRADIENTS
 
-    def _watched(self, result: Any) -> Any:
-        """The result of an operation, with views of managed memory as `ChunkedView`."""
-        if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
-            return type(result)(self._watched(item) for item in result)
-        if not isinstance(result, Tensor) or isinstance(result, (ChunkedParameter, ChunkedView)):
-            return result
-        name = self.place_of(result)
-        if name is None:
-            return result
-        chunk = self.chunks.layout.chunk_of[name]
-        view = result.as_subclass(ChunkedView)
-        view.home = Home(self, name, chunk)
-        if name in self._compiled:
-            return view
-        self._views.add(chunk, view)
-        return view
+    def show(self, name: str, view: Any) -> None:
+        view.__class__ = ChunkedView
+        view.home = Home(self, name, self.chunks.layout.chunk_of[name])
 
     # Outside passes: the host's copies.
 
@@ -268,7 +240,7 @@ class Operations:
         Raises:
             ArgumentError: other processes have parts of it, outside of `gathering`.
         """
-        memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]
+        memory, slot = self.chunks.chunks[parameter.home.chunk], self.chunks.layout.slot_of[parameter.home.name]
         if self.chunks.group is None:
             value = memory.part(memory.master, slot)
             assert value is not None, "this process keeps all"
@@ -330,14 +302,14 @@ class Operations:
             return gradient
         self.gradients.settle()  # backward may still be under way
         home: Home = parameter.home
-        part = self.chunks.chunks[home.chunk].gradient_of(self._slots[home.name])
+        part = self.chunks.chunks[home.chunk].gradient_of(self.chunks.layout.slot_of[home.name])
         shares = self.chunks.num_shares
         why = f"is spread over {shares} processes" if shares > 1 else self.norms_differ
         is_piece = part is not None and part.shape != parameter.shape
         return guarded(part, NormGuard(home.name, why, is_piece=is_piece)) if why else part
 
     def _set_gradient(self, parameter: Any, gradient: Tensor | None) -> None:
-        memory, slot = self.chunks.chunks[parameter.home.chunk], self._slots[parameter.home.name]
+        memory, slot = self.chunks.chunks[parameter.home.chunk], self.chunks.layout.slot_of[parameter.home.name]
         if gradient is not None and self.chunks.num_shares > 1 and slot.name not in self.chunks.reduced:
             raise ArgumentError(
                 f"{slot.name}.grad was assigned, and no backward pass has reduced its gradients since the last step: "
@@ -366,4 +338,4 @@ class Operations:
         memory = self.chunks.chunks[parameter.home.chunk]
         if isinstance(values, ChunkedParameter):
             values = values.home.operations.host_value(values)
-        memory.write(self._slots[parameter.home.name], values.detach().expand(parameter.shape))
+        memory.write(self.chunks.layout.slot_of[parameter.home.name], values.detach().expand(parameter.shape))

@@ -30,10 +30,22 @@ class Home(NamedTuple):
     chunk: int
 
 
-class ChunkedParameter(nn.Parameter):
-    """A parameter whose values a `Residency` manages."""
+class Managed:
+    """A tensor whose operations are run by the owner of its memory."""
+
+    __slots__ = ()
 
     home: Home
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, {} if kwargs is None else kwargs)
+
+
+class ChunkedParameter(Managed, nn.Parameter):
+    """A parameter whose values a `Residency` manages."""
 
     @property
     def shared_over(self) -> tuple[dist.ProcessGroup, ...]:
@@ -44,12 +56,6 @@ class ChunkedParameter(nn.Parameter):
     def guard_gradient(self, why: str) -> None:
         """Let gradients refuse reductions to numbers; see `guard_gradients`."""
         self.home.operations.norms_differ = why
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, {} if kwargs is None else kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the same values, on the host."""
@@ -64,16 +70,8 @@ class ChunkedParameter(nn.Parameter):
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class ChunkedView(Tensor):
-    """A view of a managed parameter, whose operations are intercepted, too."""
-
-    home: Home
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _run(func, args, {} if kwargs is None else kwargs)
+class ChunkedView(Managed, Tensor):
+    """A view of a managed parameter."""
 
 
 def manage(parameter: nn.Parameter, home: Home) -> None:
@@ -136,9 +134,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return managed[0].home.operations.run(func, args, kwargs, managed)
 
 
-def _managed(values: Iterable[Any]) -> Iterator[ChunkedParameter | ChunkedView]:
+def _managed(values: Iterable[Any]) -> Iterator[Managed]:
     for value in values:
-        if isinstance(value, (ChunkedParameter, ChunkedView)):
+        if isinstance(value, Managed):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _managed(value)

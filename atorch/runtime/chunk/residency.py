@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,8 @@ from atorch.units import format_bytes
 LETTING_GO_S = 0.5  # many times the 26 ms that gloo's threads took on a busy machine
 
 
-class Observer(Protocol):
-    """A listener to transfers."""
-
-    def moved(self, chunk: int, on_device: bool, num_bytes: int) -> None:
-        """Note that a chunk came to the device, or left it."""
-        ...
+Moved = Callable[[int, bool, int], object]
+"""Notes that a chunk of so many bytes came to the device (True), or left it."""
 
 
 class Residency:
@@ -65,7 +61,7 @@ class Residency:
         self.chunks, self.course = chunks, course
         self.tier = MemoryLedger("device budget", budget_bytes)
         self.fetched_bytes = self.peak_bytes = 0
-        self.observer: Observer | None = None
+        self.moved: Moved | None = None
         self._parameters, self._transfer, self._rounds = parameters, transfer, rounds or Rounds(chunks, None)
         # The stand-ins that parameters show while their values are off the device.
         self._away = {name: parameter.data for name, parameter in parameters.items()}
@@ -76,12 +72,9 @@ class Residency:
         self._stays = frozenset(staying)
         self.tier.take(beside_bytes, "gradients and states that stay")
         for chunk in staying:
-            self._keep(chunk)
+            self.tier.take(self._num_bytes(chunk), f"chunk {chunk}, which stays")
+            self._show(chunk, chunks.chunks[chunk].compute)
         self._held: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []  # dropped, but still referenced elsewhere
-
-    def _keep(self, chunk: int) -> None:
-        self.tier.take(self._num_bytes(chunk), f"chunk {chunk}, which stays")
-        self._show(chunk, self.chunks.chunks[chunk].compute)
 
     def begin(self) -> None:
         """Begin a pass: drop buffers of an earlier one, and take over writes on the host."""
@@ -174,8 +167,8 @@ class Residency:
         self._coming[chunk] = self._bring(buffer, memory)
         self._show(chunk, buffer)
         self.fetched_bytes += num_bytes
-        if self.observer is not None:
-            self.observer.moved(chunk, True, num_bytes)
+        if self.moved is not None:
+            self.moved(chunk, True, num_bytes)
 
     def _come_to(self, action: str, memory: ChunkMemory) -> None:
         assert self.chunks.group is not None
@@ -233,8 +226,8 @@ class Residency:
         self._held.append((weakref.ref(storage), self._num_bytes(chunk)))
         del buffer, storage
         self._strike_freed()
-        if self.observer is not None:
-            self.observer.moved(chunk, False, self._num_bytes(chunk))
+        if self.moved is not None:
+            self.moved(chunk, False, self._num_bytes(chunk))
 
     def _strike_freed(self) -> None:
         """Release the bytes of dropped buffers that nothing references any more."""

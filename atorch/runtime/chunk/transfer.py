@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,57 +20,40 @@ PAGE = mmap.PAGESIZE
 MOST_SUMS = 2  # most gradients that wait in page-locked memory to be added to others
 
 
-class Transfer(Protocol):
+def put(target: Tensor, source: Tensor, add: bool) -> None:
+    target.add_(source.to(target)) if add else target.copy_(source)
+
+
+class Transfer:
+    """Copies synchronously, for a device that shares the host's memory."""
+
     def start(self, target: Tensor, source: Tensor) -> Wait:
         """Begin to copy `source` into `target`; the returned function waits until computation may read it."""
-        ...
+        target.copy_(source)
+        return nothing
 
     def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
         """Copy `source` into `target` ahead of work queued inside; computation waits for neither."""
-        ...
+        self.start(target, source)()
+        return nullcontext()
 
     def keep(self, target: Tensor, source: Tensor, add: bool) -> Wait | None:
         """Begin to copy `source` into `target` on the host, or to add it there.
 
         The returned function waits until computation may overwrite `source`; None: it may already.
         """
-        ...
+        put(target, source, add)
+        return None
 
     def kept(self) -> Wait:
         """A function that waits, on any thread, until all `keep` calls so far are done."""
-        ...
+        return nothing
 
     def settle(self) -> None:
         """Wait until all `keep` calls are done."""
-        ...
 
 
-def put(target: Tensor, source: Tensor, add: bool) -> None:
-    target.add_(source.to(target)) if add else target.copy_(source)
-
-
-class AtOnce:
-    """Copies synchronously, for a device that shares the host's memory."""
-
-    def start(self, target: Tensor, source: Tensor) -> Wait:
-        target.copy_(source)
-        return nothing
-
-    def ahead(self, target: Tensor, source: Tensor) -> AbstractContextManager[None]:
-        target.copy_(source)
-        return nullcontext()
-
-    def keep(self, target: Tensor, source: Tensor, add: bool) -> None:
-        put(target, source, add)
-
-    def kept(self) -> Wait:
-        return nothing
-
-    def settle(self) -> None:
-        """Do nothing, since no copy is under way."""
-
-
-class OnStream:
+class OnStream(Transfer):
     """Copies between pinned and device memory on one CUDA stream per direction. A thread adds sums on the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -126,7 +108,7 @@ class OnStream:
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    return OnStream(device) if device.type == "cuda" else AtOnce()
+    return OnStream(device) if device.type == "cuda" else Transfer()
 
 
 def _add_after(copied: torch.cuda.Event, target: Tensor, landing: Tensor) -> None:

@@ -353,9 +353,9 @@ def test_families(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, seen = make().train(), ids(), []
     traced = trace._Job.traced
 
-    def seeing(job: Any, stack: Any = None, depth: int = 0, calls: Any = None) -> Any:
-        seen.append(depth)
-        return traced(job, stack, depth, calls)
+    def seeing(job: Any, calls: Any = None) -> Any:
+        seen.append(0 if calls is None else calls.depth)
+        return traced(job, calls)
 
     def of_family(model: nn.Module, batch: Tensor) -> Tensor:
         is_plain = isinstance(model, nn.Sequential)

@@ -134,7 +134,6 @@ def test_gradients_of_a_whole_chunk_are_kept_by_share():
         parts = [part.flatten() for memory in memories if (part := memory.gradient_of(slot)) is not None]
         expected = factor * flat[slot.offset : slot.offset + slot.numel]
         assert torch.equal(torch.cat([*parts]).sort().values, expected)
-        assert len(list(memories[0].gradients())) >= 1
     assert all(memory.gradient_of(slots[1]) is None for memory in memories)
 
 
@@ -261,13 +260,11 @@ def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
 
 
 def test_the_ledgers_know_where_chunks_lie():
-    host, device = MemoryLedger("host"), MemoryLedger("device")
     net = make_net()
-    chunks = chunks_of(net, 60, dtype=torch.bfloat16, on_device=[1], host=host, device_tier=device)
+    chunks = chunks_of(net, 60, dtype=torch.bfloat16, on_device=[1])
+    host, device = chunks.host, chunks.device_tier
     assert device.used_bytes == chunks.chunks[1].num_bytes == 8 * len(chunks.chunks[1].master)
     assert host.used_bytes == sum(chunk.num_bytes for chunk in chunks.chunks) - device.used_bytes
-    with pytest.raises(OutOfBudgetError, match="chunk 0 takes"):
-        chunks_of(make_net(), host=MemoryLedger("host", 10))
 
 
 def test_parameters_without_values_are_refused():

@@ -23,7 +23,7 @@ from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
 from atorch.runtime.chunk.schedule.schedule_cache import Courses
-from atorch.runtime.chunk.transfer import AtOnce, Transfer
+from atorch.runtime.chunk.transfer import Transfer
 from benchmarks.paced_link import Paced
 from tests.runtime.sharing import SEQ, VOCAB, Awkward
 
@@ -263,7 +263,7 @@ def test_losses_and_parameters_are_those_of_training_without_chunks_and_budgets_
 @pytest.fixture(params=[None, 1e9], ids=["at once", "over a link"])
 def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
     if request.param is None:
-        yield AtOnce()
+        yield Transfer()
     else:
         link = Paced(request.param)
         yield link
@@ -381,8 +381,7 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
     others, parameters = needed(first, model)
     operations = chunk(model, first, others + parameters // 2, device=CPU)
     optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
-    courses.begin(operations.residency.course)
-    operations.course_for = partial(courses.next, operations.course_of)
+    courses.schedule_passes(operations)
     for early, seen in ((False, 1), (True, 2), (False, 2), (True, 2)):
         reference.early = model.early = early
         assert train(model, optimizer, tokens, of_logits) == train(reference, plain, tokens, of_logits)
@@ -391,7 +390,7 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
     assert foreseen_batches == [False, True], "its blocks are not trusted to be alike any more"
 
 
-class Lingering(AtOnce):
+class Lingering(Transfer):
     """Copies, and a thread holds what it copied to a little longer."""
 
     def start(self, target: Tensor, source: Tensor) -> Callable[[], None]:

@@ -177,7 +177,10 @@ class Chunk(Method):
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
         ctx.give_memory(_place_in_chunk)
-        compiled = _compiled(ctx, part)
+        compiles = ctx.strategy.get(Compile)
+        compiled = [] if compiles is None else outermost(compiles.chosen(part))
+        # A simulation allocates nothing on the host.
+        on_host = None if is_simulated(ctx.parts) else 0.0 if self.disk else state_bytes(ctx)
         courses = Courses(_foresee(ctx, part, compiled), sharers)
         courses.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
         operations = chunk(
@@ -190,25 +193,23 @@ class Chunk(Method):
             group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
             replicas=mesh.group(*replicas) if replicas else None,
             compiled=compiled,
-            in_place=False if self._adds_up(ctx) else None,
+            in_place=False if ctx.strategy.get(MicroBatch) else None,  # its passes add gradients up
             state_bytes=state_bytes(ctx) if self.hybrid else None,
-            host_state_bytes=self._host_state_bytes(ctx),
+            host_state_bytes=on_host,
             prefetch=self.prefetch,
         )
-        courses.begin(operations.residency.course)
-        operations.course_for = partial(courses.next, operations.course_of)
+        courses.schedule_passes(operations)
         inner_prepare = ctx.prepare_input
 
         def prepare_input(batch: Any, device: Any) -> Any:
             courses.expect(batch, tensors_in(batch))
             return inner_prepare(batch, device)
 
-        figures = _figures(operations.chunks, operations.residency.course)
         ctx = replace(
             ctx,
             prepare_input=prepare_input,
             write_value=partial(_write, operations.chunks),
-            learnt={**ctx.learnt, self.name: figures},
+            learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.course)},
         )
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
@@ -233,16 +234,6 @@ class Chunk(Method):
             if getattr(other, "dtype", None) == "fp16" or getattr(other, "skip_if_nonfinite", False):
                 return f"{other} leaves out steps of which a gradient is not finite"
         return None
-
-    def _adds_up(self, ctx: Context) -> bool:
-        """True if the strategy runs several backward passes a step."""
-        return ctx.strategy.get(MicroBatch) is not None
-
-    def _host_state_bytes(self, ctx: Context) -> float | None:
-        """Bytes of the optimizer's states in host memory per element; None in a simulation, which allocates none."""
-        if is_simulated(ctx.parts):
-            return None
-        return state_bytes(ctx) if self.disk is None else 0.0
 
     def _budget(self, ctx: Context) -> int:
         if self.budget_bytes is not None:
@@ -292,7 +283,6 @@ def _write(chunks: ChunkSet, tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
     """Figures of the first pass, for the strategy's metadata."""
-    assert first.schedule is not None
     sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
     return {
         "num_chunks": len(sizes),
@@ -300,18 +290,6 @@ def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
         "peak_bytes": first.schedule.peak_bytes,
         "fetched_bytes": first.schedule.fetched_bytes,
     }
-
-
-def _compiled(ctx: Context, part: nn.Module) -> list[str]:
-    """Names of the outermost modules that `compile` will compile.
-
-    Raises:
-        StrategyError: it will compile the whole model.
-    """
-    for other in ctx.strategy:
-        if isinstance(other, Compile):
-            return outermost(other.chosen(part))
-    return []
 
 
 def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Foresee:
@@ -347,9 +325,7 @@ def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.
 
 def _rows(ctx: Context, rows: int) -> int:
     """Rows of the largest micro-batch, or of the batch if it is not split."""
-    for other in ctx.strategy:
-        if isinstance(other, MicroBatch):
-            if isinstance(other.size, int):
-                return min(rows, other.size)
-            return rows if other.count is None else -(-rows // other.count)
-    return rows
+    split = ctx.strategy.get(MicroBatch)
+    if split is not None and isinstance(split.size, int):
+        return min(rows, split.size)
+    return rows if split is None or split.count is None else -(-rows // split.count)

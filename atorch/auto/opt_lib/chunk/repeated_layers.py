@@ -8,15 +8,15 @@ first few only return what the one before returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.model.copy import sharing_parts
+from atorch.model.copy import Convert, copy_with
 from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.structure import repeated_blocks, tell_depth
 from atorch.profiler.capture.block_equality import are_alike, groups_of_alike
@@ -45,32 +45,22 @@ class Stack(NamedTuple):
         least += (len(self.blocks) - least) % self.period
         return least, least + self.period, least + 2 * self.period
 
+    def place(self, name: str) -> tuple[int, str] | None:
+        """The index of a parameter's block, and its name inside; None if it is in no repeating block."""
+        index, _, rest = name.removeprefix(f"{self.name}.").partition(".")
+        if not name.startswith(f"{self.name}.") or not index.isdigit() or int(index) < self.first:
+            return None
+        return int(index), rest
+
+    def period_of(self, name: str) -> int | None:
+        """The number of a parameter's period; None if it is in no repeating block."""
+        place = self.place(name)
+        return None if place is None else (place[0] - self.first) // self.period
+
     def later(self, name: str, periods: int) -> str:
         """A parameter's name, `periods` periods later if it is in a repeating block."""
-        prefix = f"{self.name}."
-        if not name.startswith(prefix):
-            return name
-        index, _, rest = name[len(prefix) :].partition(".")
-        return f"{prefix}{int(index) + periods * self.period}.{rest}" if int(index) >= self.first else name
-
-    def shorten(self, copied: nn.Module, depth: int) -> None:
-        """Reduce a copy to its first `depth` blocks."""
-        container: Any = copied.get_submodule(self.name)
-        for index in range(depth, len(self.blocks)):
-            del container._modules[str(index)]
-        tell_depth(copied, len(self.blocks), depth)
-
-    def fill(self, copied: nn.Module, depth: int) -> list[nn.Module]:
-        """Extend a copy of `depth` blocks to full depth by blocks that share parts with these; return all blocks."""
-        container: Any = copied.get_submodule(self.name)
-        filled = list(container)[:depth]
-        for index in range(depth, len(self.blocks)):
-            made = sharing_parts(filled[index - self.period])
-            attributes = vars(self.blocks[index])
-            vars(made).update({name: value for name, value in attributes.items() if type(value) is int})
-            container._modules[str(index)] = made
-            filled.append(made)
-        return filled
+        place = self.place(name)
+        return name if place is None else f"{self.name}.{place[0] + periods * self.period}.{place[1]}"
 
 
 def stack_of(model: nn.Module, compiled: Collection[str]) -> Stack | None:
@@ -84,27 +74,16 @@ def stack_of(model: nn.Module, compiled: Collection[str]) -> Stack | None:
     blocks, container = by_list[name], model.get_submodule(name)
     if not isinstance(container, (nn.ModuleList, nn.Sequential)) or list(container) != blocks or not name:
         return None
-    of_blocks, others = _parameters(model, f"{name}.")
-    if len(set(of_blocks)) < len(of_blocks) or not others.isdisjoint(of_blocks):
+    names_of = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    of_blocks = [parameter for block in blocks for parameter in block.parameters()]
+    if any(names_of[parameter] > 1 for parameter in of_blocks):
         return None  # blocks that share parameters, or are the same module
-    run_at_least = 4 * len(others) + 5 * FEWEST * len(of_blocks) // len(blocks)
+    run_at_least = 4 * (len(names_of) - len(of_blocks)) + 5 * FEWEST * len(of_blocks) // len(blocks)
     if 4 * run_at_least > 3 * len(of_blocks):
         return None
     repeats = _find_period(blocks, [_compiled_in(f"{name}.{index}.", compiled) for index in range(len(blocks))])
     stack = None if repeats is None else Stack(name, blocks, *repeats)
     return stack if stack is not None and 2 * sum(stack.depths) <= len(blocks) else None
-
-
-def _parameters(model: nn.Module, prefix: str) -> tuple[list[int], set[int]]:
-    """Ids of the parameters below `prefix`, one per name, and of all others."""
-    inside: list[int] = []
-    outside: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name.startswith(prefix):
-            inside.append(id(parameter))
-        else:
-            outside.add(id(parameter))
-    return inside, outside
 
 
 def _compiled_in(prefix: str, compiled: Collection[str]) -> frozenset[str]:
@@ -130,104 +109,109 @@ def _find_period(blocks: Sequence[nn.Module], compiled: Sequence[frozenset[str]]
     return first, period
 
 
-class LayerCall(NamedTuple):
-    """A call of a block, and the operations outside of blocks since the previous call."""
-
-    place: int
-    given: Hashable
-    before: Sequence[Any]
-
-
 class LayerTrace(TorchDispatchMode):
-    """Records the operations outside of blocks in a forward pass, and the calls of blocks."""
+    """Records a forward pass of a copy: the calls of blocks, the operations between, and uses of counting numbers.
 
-    def __init__(self, device_type: str) -> None:
+    A block's number, such as a layer index, may change its behaviour from some number on. If all comparisons of numbers
+    come out alike for some blocks, relative to their own numbers, all blocks are assumed to behave alike.
+    `len(cache) <= index` is always at the same distance from the index, `index < 12` is not.
+    """
+
+    def __init__(self, stack: Stack, depth: int, device_type: str, *, is_whole: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[LayerCall] = []
+        self._stack, self.depth, self._device_type, self._is_whole = stack, depth, device_type, is_whole
+        self.calls: list[tuple[int, Hashable]] = []
         self.after: Sequence[Any] | None = None
-        """Operations after the last call, once the forward pass is over."""
-        self._device_type = device_type
-        self._operations: list[Any] = []
+        """Operations since the beginning of the last call, once the forward pass is over."""
+        self._noted: list[Any] = []
         self._is_inside = False
-        self._numbers: CountingNumbers | None = None
         self._num_modes: tuple[int, int] | None = None
-        self._runs: dict[int, tuple[list[Tensor], Any]] = {}
+        self._runs: dict[int, tuple[list[Tensor], Any, list[Any]]] = {}  # inputs, output, uses of numbers
 
-    def watch(self, stack: Stack, shortened: nn.Module) -> None:
-        """Record the calls of a shortened copy's blocks, and their decisions by integer attributes."""
-        blocks = list(shortened.get_submodule(stack.name).children())
-        self._numbers = CountingNumbers(blocks, stack.first, stack.period)
-        for index, block in enumerate(blocks):
-            _replace_forward(block, self._watched(index, block.forward))
+    def copy_with(self, model: nn.Module, functions: Iterable[Any], convert: Convert) -> tuple[nn.Module, list[Any]]:
+        """A copy whose calls are recorded, as from `copy.copy_with`.
 
-    def stand_in(self, stack: Stack, copied: nn.Module, depth: int) -> None:
-        """Record the calls of all blocks; those beyond `depth` return the output of the block a period before."""
-        for index, block in enumerate(stack.fill(copied, depth)):
-            watched = self._watched(index, block.forward, keep=True)
-            _replace_forward(block, watched if index < depth else self._repeating(index, stack.period))
+        It has the first `depth` blocks. If it `is_whole`, it also has the others, which share these blocks' parts, and
+        return the output of the block a period before.
+        """
+        blocks, depth, period = self._stack.blocks, self.depth, self._stack.period
+        if self._is_whole:
+            alike = [blocks[index::period] for index in range(depth - period, depth)]
+            copied, others = copy_with(model, functions, convert, alike)
+        else:
+            copied, others = copy_with(model, functions, convert, without=blocks[depth:])
+            tell_depth(copied, len(blocks), depth)
+        container: Any = copied.get_submodule(self._stack.name)
+        for index in range(len(blocks)):
+            block = container._modules[str(index)]
+            if block is None:
+                del container._modules[str(index)]
+                continue
+            if index >= self._stack.first + period:
+                self._count(index, [block] if index >= depth else block.modules())
+            block.forward = self._watched(index, block.forward)
+        return copied, others
 
-    def end(self) -> None:
-        """End the recording, once forward and loss are computed."""
-        self.after = tuple(self._operations)
+    def is_continued(self, whole: LayerTrace) -> bool:
+        """True if `whole`, of full depth, continues this pass with further blocks treated alike."""
+        period, begun = self._stack.period, self.depth - ENDS * self._stack.period
+        pairs = zip(whole.calls[begun:], whole.calls[begun - period :], strict=False)
+        return (
+            [index for index, _ in whole.calls] == list(range(len(self._stack.blocks)))
+            and self.calls == whole.calls[: self.depth]
+            and self.after == whole.after
+            and all(how == before for (_, how), (_, before) in pairs)
+        )
 
-    def is_continued(self, other: LayerTrace, stack: Stack, depth: int) -> bool:
-        """True if `other`, of full depth, continues this pass of `depth` blocks with further blocks treated alike."""
-        if self.after is None or self._numbers is None or not self._numbers.are_used_alike:
-            return False
-        if [call.place for call in self.calls] != list(range(depth)):
-            return False
-        if [call.place for call in other.calls] != list(range(len(stack.blocks))) or self.after != other.after:
-            return False
-        begun = depth - ENDS * stack.period
-        pairs = zip(other.calls[begun:], other.calls[begun - stack.period :], strict=False)
-        return self.calls == other.calls[:depth] and all(one[1:] == before[1:] for one, before in pairs)
+    def __exit__(self, *fault: Any) -> None:
+        super().__exit__(*fault)  # type: ignore[no-untyped-call]
+        self.after = tuple(self._noted)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_noted = not self._is_inside and self.after is None and func.namespace != "prim"
+        is_noted = not self._is_inside and func.namespace != "prim"
         if is_noted and func not in _DETACHING:  # which autograd also runs when it saves tensors
-            self._operations.append(func)
+            self._noted.append(func)
         return func(*args, **(kwargs or {}))
 
-    def _watched(self, index: int, forward: Callable[..., Any], keep: bool = False) -> Callable[..., Any]:
+    def _count(self, index: int, modules: Iterable[nn.Module]) -> None:
+        """Let integers of a block that differ from those of the block a period before record their uses."""
+        block, before = self._stack.blocks[index], self._stack.blocks[index - self._stack.period]
+        for module, own, earlier in zip(modules, block.modules(), before.modules(), strict=False):
+            for name, value in vars(own).items():
+                if type(value) is int and value != vars(earlier)[name]:
+                    vars(module)[name] = _Counting(value, self._use)
+
+    def _use(self, *use: Any) -> None:
+        self._noted.append(use)
+
+    def _watched(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside or self.after is not None:  # recompute in backward is no call
                 return forward(*args, **kwargs)
             self._note(index, (args, kwargs))
-            with self._inside():
-                output = forward(*args, **kwargs)
-            if keep:
-                self._runs[index] = tensors_in((args, kwargs)), output
+            inputs = tensors_in((args, kwargs))
+            self._is_inside = True
+            try:
+                output = forward(*args, **kwargs) if index < self.depth else self._repeated(index, inputs)
+            finally:
+                self._is_inside = False
+            if self._is_whole:  # else kept tensors would count as live
+                self._runs[index] = inputs, output, list(self._noted)
             return output
 
         return watched
 
-    def _repeating(self, index: int, period: int) -> Callable[..., Any]:
-        def repeated(*args: Any, **kwargs: Any) -> Any:
-            self._note(index, (args, kwargs))
-            inputs = tensors_in((args, kwargs))
-            before, output = self._runs[index - period]
-            now = {id(one): other for one, other in zip(before, inputs, strict=True)}  # for outputs that are inputs
-            with self._inside():
-                repeated = map_tensors(lambda tensor: now[id(tensor)] if id(tensor) in now else like(tensor), output)
-            self._runs[index] = inputs, repeated
-            self._runs.pop(index - 2 * period, None)
-            return repeated
-
-        return repeated
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._is_inside = True
-        try:
-            yield
-        finally:
-            self._is_inside = False
+    def _repeated(self, index: int, inputs: Sequence[Tensor]) -> Any:
+        """The output and the noted uses of the block a period before, on these inputs."""
+        before, output, self._noted[:] = self._runs[index - self._stack.period]
+        now = {id(one): other for one, other in zip(before, inputs, strict=True)}  # for outputs that are inputs
+        return map_tensors(lambda tensor: now[id(tensor)] if id(tensor) in now else like(tensor), output)
 
     def _note(self, index: int, arguments: Any) -> None:
-        operations, self._operations = tuple(self._operations), []
+        operations, self._noted = tuple(self._noted), []
         numbers: dict[int, int] = {}  # numbers of tensors, by which equal ones show
         made_of = described(arguments, lambda tensor: numbers.setdefault(id(tensor), len(numbers)), type)
-        self.calls.append(LayerCall(index, (*self._context(), *made_of), operations))
+        self.calls.append((index, (*self._context(), *made_of, operations)))
 
     def _context(self) -> tuple[Hashable, ...]:
         """The modes and hooks in force around a block, relative to the first block."""
@@ -242,82 +226,38 @@ class LayerTrace(TorchDispatchMode):
         )
 
 
-def _replace_forward(block: Any, forward: Callable[..., Any]) -> None:
-    block.forward = forward
-
-
-class CountingNumbers:
-    """Integer attributes that count up with a copy's blocks, such as a layer index, and a record of their use.
-
-    A block that knows its index may behave differently from some index on. If all comparisons come out alike for some
-    blocks, relative to their own indices, all blocks are assumed to behave alike. `len(cache) <= index` is always at
-    the same distance from the index, `index < 12` is not.
-
-    Args:
-        blocks: those of the copy; attributes of their modules are replaced.
-        first: the index of the first block that repeats.
-        period: the number of blocks that repeat together.
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module], first: int, period: int) -> None:
-        self._period = period
-        pairs = [(blocks[first + (index - first) % period], blocks[index]) for index in range(first, len(blocks))]
-        self._used = [_record_uses(before, block) for before, block in pairs][period:]
-
-    @property
-    def are_used_alike(self) -> bool:
-        """True if all uses so far were alike in all blocks."""
-        return all(one == other for one, other in zip(self._used, self._used[self._period :], strict=False))
-
-
-def _record_uses(like: nn.Module, block: nn.Module) -> list[Any]:
-    """Replace integers of `block` that differ from those of `like`; return a list that records their uses."""
-    used: list[Any] = []
-    for before, module in zip(like.modules(), block.modules(), strict=True):
-        for name, value in list(vars(module).items()):
-            if type(value) is int and value != vars(before)[name]:
-                vars(module)[name] = _Counting(value, used)
-    return used
-
-
-def _compared(name: str) -> Any:
-    def compare(self: _Counting, other: Any) -> Any:
-        self.used.append((name, int(self) - int(other) if isinstance(other, int) else type(other)))
-        return getattr(int, name)(self, other)
-
-    return compare
-
-
-def _used(name: str) -> Any:
-    def use(self: _Counting, *others: Any) -> Any:
-        self.used.append((name, int(self), *others))
-        return getattr(int, name)(self, *others)
-
-    return use
-
-
-def _moved(name: str) -> Any:
-    def move(self: _Counting, other: Any) -> Any:
-        moved = getattr(int, name)(self, other)
-        return _Counting(moved, self.used) if type(moved) is int else moved
-
-    return move
-
-
 class _Counting(int):
-    """An integer that records its uses in a list."""
+    """An integer that reports its uses."""
 
-    used: list[Any]
+    report: Callable[..., None]
 
-    def __new__(cls, value: int, used: list[Any]) -> _Counting:
+    def __new__(cls, value: int, report: Callable[..., None]) -> _Counting:
         made = super().__new__(cls, value)
-        made.used = used
+        made.report = report
         return made
 
-    __eq__, __ne__, __lt__ = _compared("__eq__"), _compared("__ne__"), _compared("__lt__")
-    __le__, __gt__, __ge__ = _compared("__le__"), _compared("__gt__"), _compared("__ge__")
-    __add__, __radd__, __sub__ = _moved("__add__"), _moved("__radd__"), _moved("__sub__")
-    __mod__, __floordiv__, __divmod__ = _used("__mod__"), _used("__floordiv__"), _used("__divmod__")
-    __and__, __or__, __xor__, __rshift__ = _used("__and__"), _used("__or__"), _used("__xor__"), _used("__rshift__")
-    __rsub__, __rmod__, __bool__, __hash__ = _used("__rsub__"), _used("__rmod__"), _used("__bool__"), _used("__hash__")
-    __str__, __repr__, __format__ = _used("__str__"), _used("__repr__"), _used("__format__")
+
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_SHIFTS = ("__add__", "__radd__", "__sub__")
+_OTHERS = (
+    *("__mod__", "__floordiv__", "__divmod__", "__and__", "__or__", "__xor__", "__rshift__", "__rsub__", "__rmod__"),
+    *("__bool__", "__hash__", "__str__", "__repr__", "__format__"),
+)
+
+
+def _reporting(name: str) -> Callable[..., Any]:
+    def run(self: _Counting, *others: Any) -> Any:
+        result = getattr(int, name)(self, *others)
+        if name in _SHIFTS:
+            return _Counting(result, self.report) if type(result) is int else result
+        if name in _COMPARISONS:
+            self.report(name, int(self) - int(others[0]) if isinstance(others[0], int) else type(others[0]))
+        else:
+            self.report(name, int(self), *others)
+        return result
+
+    return run
+
+
+for _name in (*_COMPARISONS, *_SHIFTS, *_OTHERS):
+    setattr(_Counting, _name, _reporting(_name))

@@ -25,7 +25,7 @@ from atorch.profiler.capture.fakes import Fakes
 from atorch.profiler.memory_tracker import BUFFERS, HOST, PARAMETERS, LiveBytes
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import host_values
-from atorch.runtime.chunk.schedule.depth_extrapolation import deeper, events_of
+from atorch.runtime.chunk.schedule.depth_extrapolation import FEWEST, deeper, stretches
 from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
 from atorch.runtime.chunk.schedule.trace import trace
 
@@ -70,12 +70,12 @@ def _extended(job: _Job, stack: Stack) -> AccessTrace | None:
     try:
         whole = job.called(stack)
         passes = []
-        for depth in stack.depths:
-            calls = LayerTrace(job.device_type)
-            access, instants = job.traced(stack, depth, calls)
-            if not calls.is_continued(whole, stack, depth):
+        for more, depth in enumerate(stack.depths):
+            calls = LayerTrace(stack, depth, job.device_type)
+            access, instants = job.traced(calls)
+            if not calls.is_continued(whole):
                 return None
-            passes.append(events_of(access, instants))
+            passes.append(stretches(access, instants, FEWEST + more, stack.period_of))
     except OriginalReachedError:
         raise
     except Exception as error:  # a model may fail in any way with fewer blocks than it was made of
@@ -95,68 +95,51 @@ class _Job(NamedTuple):
     lingering: bool | None
     for_real: bool
 
-    def traced(
-        self, stack: Stack | None = None, depth: int = 0, calls: LayerTrace | None = None
-    ) -> tuple[AccessTrace, list[list[int]]]:
+    def traced(self, calls: LayerTrace | None = None) -> tuple[AccessTrace, list[list[int]]]:
         """Trace a pass; return it, and the bytes other than parameters at each instant of its operations.
 
-        Args:
-            stack, depth: run with only the first `depth` blocks of `stack`.
-            calls: records the calls of these blocks.
+        calls: makes the copy, and records the calls of its blocks.
         """
-        removed = () if stack is None else stack.blocks[depth:]
-        with self._copied(removed) as (duplicate, loss, batch, mode):
-            if stack is not None and calls is not None:
-                stack.shorten(duplicate, depth)
-                calls.watch(stack, duplicate)
+        with self._copied(calls) as (duplicate, loss, batch, mode):
             parameters = dict(duplicate.named_parameters())
-            for name, parameter in parameters.items():
-                parameter.data = mode.value(name, parameter)
             existing = {name for name, _ in duplicate.named_modules()}
             modules = CompiledModules.of(duplicate, [name for name in self.compiled if name in existing])
             live = _OtherBytes(parameters, [*duplicate.buffers(), *tensors_in(batch)], self.on_host)
+            lingering = self.device_type == "cuda" if self.lingering is None else self.lingering
 
             def computed_loss() -> Any:
-                value = loss(duplicate, batch)
-                if calls is not None:
-                    calls.end()
-                return value
+                with calls or nullcontext():
+                    return loss(duplicate, batch)
 
-            access = trace(
-                computed_loss,
-                parameters,
-                live,
-                _watching(self.model, mode.running(), calls),
-                modules,
-                lingering=self.device_type == "cuda" if self.lingering is None else self.lingering,
-            )
-            return access, live.instants[1:]
+            access = trace(computed_loss, parameters, live, mode, modules, lingering=lingering)
+            return access, live.instants[1:-1]
 
     def called(self, stack: Stack) -> LayerTrace:
         """The calls of all blocks of `stack` in a forward pass, in which only the first few blocks compute."""
-        depth, calls = stack.depths[-1], LayerTrace(self.device_type)
-        with self._copied(stack.blocks[depth:]) as (duplicate, loss, batch, mode):
-            calls.stand_in(stack, duplicate, depth)
-            for name, parameter in duplicate.named_parameters():
-                parameter.data = mode.value(name, parameter)
-            with torch.enable_grad(), _watching(self.model, mode.running(), calls):
-                loss(duplicate, batch)
-        calls.end()
+        calls = LayerTrace(stack, stack.depths[-1], self.device_type, is_whole=True)
+        with self._copied(calls) as (duplicate, loss, batch, mode), torch.enable_grad(), mode, calls:
+            loss(duplicate, batch)
         return calls
 
     @contextmanager
     def _copied(
-        self, without: Collection[nn.Module]
-    ) -> Iterator[tuple[nn.Module, Callable[[nn.Module, Any], Any], Any, _RunMode]]:
-        """A copy of the model, its loss, batch and run mode, on the training device or as if it were there."""
+        self, calls: LayerTrace | None
+    ) -> Iterator[tuple[nn.Module, Callable[[nn.Module, Any], Any], Any, AbstractContextManager[Any]]]:
+        """A copy of the model, its loss, batch and a context to run in, on the training device or as if it were there.
+
+        calls: makes the copy; None for a plain one.
+        """
         is_there = self.device_type == "cuda" and torch.cuda.is_available() and not self.for_real
         device = self.device_type if is_there else "cpu"
         mode = _for_real(self.model, self.dtype) if self.for_real else _on_fakes(self.dtype, device)
-        duplicate, (loss,) = copy_with(self.model, (self.loss,), mode.convert, without=without)
+        copy = copy_with if calls is None else calls.copy_with
+        duplicate, (loss,) = copy(self.model, (self.loss,), mode.convert)
         batch = map_tensors(mode.convert_input, self.batch)
         with preserved_rng(), nullcontext() if is_there else as_on(self.device_type):
             try:
-                yield duplicate, loss, batch, mode
+                for name, parameter in duplicate.named_parameters():
+                    parameter.data = mode.value(name, parameter)
+                yield duplicate, loss, batch, _guarded(mode.running(), self.model)
             except OriginalReachedError:
                 raise
             except Exception as error:  # user code may fail in any way, on fakes above all
@@ -213,11 +196,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 @contextmanager
-def _watching(
-    model: nn.Module, mode: AbstractContextManager[None], calls: AbstractContextManager[Any] | None
-) -> Iterator[None]:
+def _guarded(mode: AbstractContextManager[None], model: nn.Module) -> Iterator[None]:
     """Enter `mode`, and raise if the run reaches the original model."""
-    with mode, calls or nullcontext(), Originals(model):
+    with mode, Originals(model):
         yield
 
 
@@ -228,7 +209,7 @@ class _OtherBytes(LiveBytes):
         super().__init__()
         self._parameters, self._before, self._on_host = parameters, before, on_host
         self.instants: list[list[int]] = [[0]]
-        """Bytes other than parameters at each change, grouped by moment; `other_bytes` has the maximum of each."""
+        """Bytes other than parameters at each change, grouped by moment."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()  # type: ignore[no-untyped-call]
@@ -236,10 +217,6 @@ class _OtherBytes(LiveBytes):
         self.label(self._before, BUFFERS)
         self.label(self._on_host, HOST)
         return entered
-
-    @property
-    def other_bytes(self) -> list[int]:
-        return [int(moment.total_bytes - moment.memory.get(PARAMETERS, 0.0)) for moment in self.moments]
 
     def mark(self, name: str, index: int | None = None) -> None:
         super().mark(name, index)

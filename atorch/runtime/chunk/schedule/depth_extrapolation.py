@@ -1,13 +1,15 @@
-"""The pass of a model with many similar blocks, extrapolated from passes of the same model with fewer blocks.
+"""The pass of a model with many similar blocks, unrolled from passes of the same model with fewer blocks.
 
-Each additional period of blocks adds a stretch of events to forward and to backward. It equals the adjacent stretch
-with other names, and the bytes at each instant grow linearly. So two depths give the growth, and a third confirms it.
-The maximum over an operation's instants is taken last, since the instant of the maximum moves with depth.
+A pass is cut where it first takes a parameter of each period of blocks, in forward and again in backward. A deeper
+model repeats one stretch of forward and one of backward with other names, and the bytes at each instant grow linearly.
+So two depths give the growth, and a third confirms it. The maximum over an operation's instants is taken last, since
+the instant of the maximum moves with depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,172 +20,112 @@ WARM, ENDS = 2, 2
 """Periods of the first and of the last blocks, which may differ from those between."""
 FEWEST = WARM + 1 + ENDS
 """Periods of the shallowest usable model."""
+_FORWARD, _BACKWARD = 1 + WARM, 2 * FEWEST - 1 - WARM
+"""The stretches of the shallowest model that deeper ones repeat."""
 
 Rename = Callable[[str, int], str]
 _Numbers = np.ndarray[Any, Any]
 _Origin = tuple[int, int]
 
 
-class Event(NamedTuple):
-    """An operation, or the arrival of a gradient."""
+class PassStretch(NamedTuple):
+    """Consecutive operations and gradients of a pass."""
 
-    operation: str | None
-    """None for a gradient."""
-    names: frozenset[str]
-    num_bytes: _Numbers
-    """Bytes except parameters, at each instant from this operation to the next one; empty for a gradient."""
+    events: list[tuple[str | None, frozenset[str]]]
+    """Operations with their parameters; gradients have the name None."""
+    instants: list[Sequence[int]]
+    """For each operation, the bytes except parameters at each instant until the next one."""
+
+    def renamed(self, periods: int, rename: Rename) -> list[tuple[str | None, frozenset[str]]]:
+        """The events of the same stretch so many periods later."""
+        if not periods:
+            return self.events
+        return [(operation, frozenset([rename(name, periods) for name in names])) for operation, names in self.events]
+
+    @property
+    def num_bytes(self) -> _Numbers:
+        return np.array([size for sizes in self.instants for size in sizes], dtype=np.int64)
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first instant of each operation, and the number of all instants."""
+        return [0, *accumulate(map(len, self.instants))]
 
 
-def events_of(found: AccessTrace, instants: Sequence[Sequence[int]]) -> list[Event]:
-    """A pass as events, in order.
+def stretches(
+    found: AccessTrace, instants: Sequence[Sequence[int]], num_periods: int, period_of: Callable[[str], int | None]
+) -> list[PassStretch]:
+    """A pass, cut where each period begins in forward, and each but the last in backward.
 
     Args:
-        found: the pass.
         instants: for each operation, the bytes except parameters at each instant until the next one.
+        period_of: the number of a parameter's period; None outside of the repeated blocks.
     """
-    none = np.empty(0, dtype=np.int64)
-    events: list[Event] = []
-    coming = list(reversed(found.gradients))
-    for index in range(len(found.accesses) + 1):
-        while coming and coming[-1][0] == index:
-            events.append(Event(None, frozenset((coming.pop()[1],)), none))
-        if index < len(found.accesses):
-            operation, names, _ = found.accesses[index]
-            events.append(Event(operation, names, np.array(instants[index], dtype=np.int64)))
-    return events
+    starts = [*range(num_periods), *reversed(range(num_periods - 1))]
+    made, arrived = [PassStretch([], [])], 0
+    for index, access in enumerate(found.accesses):
+        if starts and starts[0] in map(period_of, access.parameters):
+            made.append(PassStretch([], []))
+            del starts[0]
+        made[-1].events.append((access.operation, access.parameters))
+        made[-1].instants.append(instants[index])
+        while arrived < len(found.gradients) and found.gradients[arrived][0] <= index + 1:
+            made[-1].events.append((None, frozenset((found.gradients[arrived][1],))))
+            arrived += 1
+    return made
 
 
-def deeper(passes: Sequence[Sequence[Event]], rename: Rename, periods: int) -> AccessTrace | None:
+def deeper(passes: Sequence[Sequence[PassStretch]], rename: Rename, periods: int) -> AccessTrace | None:
     """The pass of a model with `periods` more periods than the first of three; None if it does not follow from them.
 
     Args:
-        passes: of three models, each with one period of blocks more than the one before.
+        passes: of three models, of FEWEST periods and of one and two more.
         rename: maps a parameter's name to that of its counterpart so many periods later. Names outside the repeated
             blocks map to themselves.
         periods: additional periods, compared with the first model.
     """
-    first, second, third = passes
-    for parts in _possible_parts(first, second, rename):
-        if all(parts.make(first, events, more, rename) for more, events in ((1, second), (2, third))):
-            growth = _growth(parts, first, second, third)
-            return None if growth is None else _assembled(parts, first, growth, rename, periods)
-    return None
-
-
-class _Parts(NamedTuple):
-    """The extension of the first pass to a deeper model, by stretches of events inserted at two places."""
-
-    forward_at: int
-    forward: int
-    """Number of events of the forward stretch, a copy of those right before `forward_at`."""
-    backward_at: int
-    backward: int
-    """Number of events of the backward stretch, a copy of those right after `backward_at`."""
-
-    def origins(self, length: int, more: int) -> Iterator[_Origin]:
-        """The origin of each event of a pass with `more` more periods: its place in the first pass, and periods later.
-
-        length: of the first pass.
-        """
-        for place in range(self.forward_at):
-            yield place, 0
-        for later in range(1, more + 1):
-            for place in range(self.forward_at - self.forward, self.forward_at):
-                yield place, later
-        for place in range(self.forward_at, self.backward_at):
-            yield place, more
-        for later in range(more, 0, -1):
-            for place in range(self.backward_at, self.backward_at + self.backward):
-                yield place, later
-        for place in range(self.backward_at, length):
-            yield place, 0
-
-    def make(self, first: Sequence[Event], other: Sequence[Event], more: int, rename: Rename) -> bool:
-        """True if `other` is the first pass with `more` more periods, except for bytes."""
-        if len(other) != len(first) + more * (self.forward + self.backward):
-            return False
-        origins = self.origins(len(first), more)
-        return all(
-            event.operation == first[place].operation and event.names == _renamed(first[place].names, later, rename)
-            for event, (place, later) in zip(other, origins, strict=True)
-        )
-
-
-def _possible_parts(first: Sequence[Event], second: Sequence[Event], rename: Rename) -> Iterator[_Parts]:
-    """The possible cuts of the first pass, with the last `ENDS` periods between the two places."""
-    added = len(second) - len(first)
-    begin = _num_equal(first, second)
-    end = min(_num_equal(first[::-1], second[::-1]), len(first) - begin)
-    if added <= 0 or begin + end == 0:
-        return
-    after = first[begin] if begin + end < len(first) else None
-    for forward in range(added + 1):
-        backward = added - forward
-        forward_at, backward_at = begin - ENDS * forward, len(first) - end + ENDS * backward
-        if forward_at < forward or backward_at + backward > len(first):
-            continue
-        if after is None or second[begin + forward].names == _renamed(after.names, 1, rename):
-            yield _Parts(forward_at, forward, backward_at, backward)
-
-
-def _num_equal(one: Sequence[Event], other: Sequence[Event]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a[:2] != b[:2]), min(len(one), len(other)))
-
-
-def _renamed(names: frozenset[str], later: int, rename: Rename) -> frozenset[str]:
-    return frozenset([rename(name, later) for name in names]) if later else names
-
-
-def _growth(
-    parts: _Parts, first: Sequence[Event], second: Sequence[Event], third: Sequence[Event]
-) -> dict[int, tuple[_Numbers, _Numbers]] | None:
-    """The growth of each event's bytes per additional period of the model, and per period that the event is later.
-
-    None if they do not grow linearly.
-    """
-    passes = [
-        {origin: event.num_bytes for origin, event in zip(parts.origins(len(first), more), events, strict=True)}
-        for more, events in enumerate((first, second, third))
-    ]
-    growth: dict[int, tuple[_Numbers, _Numbers]] = {}
-    for place, event in enumerate(first):
-        is_between = parts.forward_at <= place < parts.backward_at  # later by all added periods
-        at_depths = [by_origin[place, more if is_between else 0] for more, by_origin in enumerate(passes)]
-        if {len(num_bytes) for num_bytes in at_depths} != {len(event.num_bytes)}:
+    first = passes[0]
+    found: list[dict[_Origin, _Numbers]] = []
+    for more, made in enumerate(passes):
+        if len(made) != len(_origins(more)):
             return None
-        growth[place] = at_depths[1] - at_depths[0], np.zeros_like(event.num_bytes)
-        if (place, 1) in passes[1] and not is_between:
-            if len(passes[1][place, 1]) != len(event.num_bytes):
+        for (number, later), stretch in zip(_origins(more), made, strict=True):
+            if stretch.events != first[number].renamed(later, rename) or stretch.firsts != first[number].firsts:
                 return None
-            growth[place] = growth[place][0], passes[1][place, 1] - at_depths[1]
-    for (place, later), num_bytes in passes[2].items():
-        by_more, by_later = growth[place]
-        if not np.array_equal(num_bytes, first[place].num_bytes + 2 * by_more + later * by_later):
-            return None
-    return growth
+        found.append({origin: stretch.num_bytes for origin, stretch in zip(_origins(more), made, strict=True)})
 
+    def grown(number: int, later: int, more: int) -> _Numbers:
+        """The bytes of a stretch in a pass with `more` more periods."""
+        now, then = found[0][number, 0], found[1][number, int(_FORWARD < number < _BACKWARD)]
+        is_repeated = number in (_FORWARD, _BACKWARD)
+        by_later = found[1][number, 1] - then if is_repeated else np.zeros_like(now)
+        num_bytes: _Numbers = now + more * (then - now) + later * by_later
+        return num_bytes
 
-def _assembled(
-    parts: _Parts,
-    first: Sequence[Event],
-    growth: dict[int, tuple[_Numbers, _Numbers]],
-    rename: Rename,
-    periods: int,
-) -> AccessTrace:
-    laters = np.arange(periods + 1, dtype=np.int64)[:, None]
-    most: list[list[int]] = []
-    for place, event in enumerate(first):
-        by_more, by_later = growth[place]
-        now = event.num_bytes + periods * by_more
-        rows = (now + laters * by_later) if by_later.any() else now[None]
-        most.append(rows.max(axis=1).tolist() if event.operation is not None else [])
+    if any(not np.array_equal(num_bytes, grown(*origin, 2)) for origin, num_bytes in found[2].items()):
+        return None
     accesses: list[Access] = []
     gradients: list[tuple[int, str]] = []
-    for place, later in parts.origins(len(first), periods):
-        operation, names = first[place].operation, _renamed(first[place].names, later, rename)
-        if operation is None:
-            gradients += [(len(accesses), name) for name in names]
-        else:
-            accesses.append(Access(operation, names, most[place][min(later, len(most[place]) - 1)]))
+    for number, later in _origins(periods):
+        firsts = first[number].firsts[:-1]
+        most = iter(np.maximum.reduceat(grown(number, later, periods), firsts).tolist() if firsts else ())
+        for operation, names in first[number].renamed(later, rename):
+            if operation is None:
+                gradients += [(len(accesses), name) for name in names]
+            else:
+                accesses.append(Access(operation, names, next(most)))
     return AccessTrace(accesses, gradients)
+
+
+def _origins(more: int) -> list[_Origin]:
+    """The origin of each stretch of a pass with `more` more periods: its number in the first pass, and periods later.
+
+    The last period of forward and of backward are one stretch, with what lies between them.
+    """
+    return [
+        *((number, 0) for number in range(_FORWARD)),
+        *((_FORWARD, later) for later in range(more + 1)),
+        *((number, more) for number in range(_FORWARD + 1, _BACKWARD)),
+        *((_BACKWARD, later) for later in reversed(range(more + 1))),
+        *((number, 0) for number in range(_BACKWARD + 1, 2 * FEWEST)),
+    ]

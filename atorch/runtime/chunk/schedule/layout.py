@@ -68,6 +68,11 @@ class ChunkLayout:
         """The index of each parameter's chunk, by name."""
         return {slot.name: chunk.index for chunk in self.chunks for slot in chunk.slots}
 
+    @cached_property
+    def slot_of(self) -> dict[str, ChunkSlot]:
+        """The slot of each parameter, by name."""
+        return {slot.name: slot for chunk in self.chunks for slot in chunk.slots}
+
 
 def pack(items: Sequence[Item], capacity: int, shards: int = 1, aligned: int = 1) -> ChunkLayout:
     """Fill chunks of at most `capacity` elements with `items`, in order.

@@ -6,8 +6,7 @@ least recently used ones are evicted, until the pass ends.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,12 +41,12 @@ def moments(
     """The accesses by chunk.
 
     Args:
-        gathering: bytes of each chunk's gradient buffer, if gradients are collected before reduction. The buffer lives
-            from a chunk's first gradient to its last, or to the end if some of its parameters get none.
+        gathering: bytes of each chunk's gradient buffer, if several processes reduce gradients. The buffer lives from a
+            chunk's first gradient to its last, or to the end if some of its parameters get none.
         shards: number of processes that reduce them. The reduced share lives until the next reduction.
     """
     extras = [0] * len(foreseen.accesses)
-    if gathering:
+    if shards > 1:
         extras = Uses(foreseen, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
     return [
         ScheduleStep(_label(access), frozenset([chunk_of[p] for p in access.parameters]), access.other_bytes + extra)
@@ -85,7 +84,7 @@ class Uses:
         other = self._other_bytes
         if not len(other):
             return StepRuns([], [], [], [])
-        if gathering:
+        if shards > 1:
             other = other + self.gathered_bytes(chunk_of, gathering, shards)
         num_chunks = int(chunk_of.max()) + 1
         keys = np.sort(self._by * num_chunks + chunk_of[self._used], kind="stable")  # nearly sorted already
@@ -151,7 +150,9 @@ class Nodes:
 
     def given(self) -> frozenset[Any]:
         """Things that the running node has; empty outside of a backward pass."""
-        running = _running_node()
+        node = torch._C._current_autograd_node()
+        # Numbers identify the node, since a reference to it would keep its graph's parameters alive.
+        running = () if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
         if running != self._running:
             self._running, self._given = running, frozenset()
         return self._given
@@ -161,38 +162,12 @@ class Nodes:
         self._given = self.given() | {thing}
 
 
-class HeldViews:
-    """Views made by operations that are still alive, by the parameter or chunk in whose memory they lie."""
-
-    def __init__(self) -> None:
-        self._of: dict[Any, set[int]] = {}  # without owners whose views are gone, since `held` is called often
-
-    def add(self, owner: Any, view: torch.Tensor) -> None:
-        self._of.setdefault(owner, set()).add(id(view))
-        weakref.finalize(view, self._gone, owner, id(view))
-
-    def held(self) -> Collection[Any]:
-        return tuple(self._of)
-
-    def _gone(self, owner: Any, view: int) -> None:
-        views = self._of.get(owner, set())
-        views.discard(view)
-        if not views:
-            self._of.pop(owner, None)
-
-
-def _running_node() -> tuple[int, ...]:
-    """Numbers that identify the running node. A reference to the node would keep its graph's parameters alive."""
-    node = torch._C._current_autograd_node()
-    return () if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())
-
-
 @dataclass
 class PassSchedule:
     """Follows a schedule, and records the needs of operations."""
 
     moments: Sequence[ScheduleStep]
-    schedule: TransferSchedule | None
+    schedule: TransferSchedule
     varies: bool = False
     strayed: bool = False
     """True if a training pass deviated from the schedule."""
@@ -202,7 +177,7 @@ class PassSchedule:
 
     def begin(self) -> None:
         self.seen: list[tuple[str, frozenset[int]]] = []
-        self.on_course = self.schedule is not None
+        self.on_course = True
 
     def next(self, operation: str, needs: frozenset[int]) -> StepTransfers | None:
         """The step before an operation that needs these chunks; None after a deviation."""
@@ -214,7 +189,6 @@ class PassSchedule:
         if not self.on_course:
             self.strayed = self.strayed or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
             return None
-        assert self.schedule is not None
         return self.schedule.steps[position]
 
     @property

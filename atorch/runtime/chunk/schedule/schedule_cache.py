@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from atorch.distributed.fingerprints import both_ways
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
 from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
+
+if TYPE_CHECKING:
+    from atorch.runtime.chunk.operations import Operations
 
 
 class Foresee(Protocol):
@@ -74,9 +78,10 @@ class Courses:
         self._largest = numel
         return attempt
 
-    def begin(self, first: PassSchedule) -> None:
-        """Keep `first` as the schedule of the pass that `first()` returned."""
-        self._known = {self._key(): first}
+    def schedule_passes(self, operations: Operations) -> None:
+        """Schedule each later pass of a model whose first pass is the one that `first()` returned."""
+        self._known = {self._key(): operations.residency.course}
+        operations.course_for = partial(self.next, operations.course_of)
 
     def next(self, course_of: Callable[[AccessTrace], PassSchedule]) -> PassSchedule:
         key = self._key()

@@ -7,28 +7,26 @@ the order in which autograd really does, with checkpoints, too. A gradient is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.runtime.chunk.compiled import CompiledModules
-from atorch.runtime.chunk.parameter import is_descriptive
-from atorch.runtime.chunk.saved_tensors import Handle, saved_as_handles
-from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, HeldViews, Nodes
+from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Managed
+from atorch.runtime.chunk.saved_tensors import Owner, saved_as_handles
+from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
 
 
 class LiveCount(Protocol):
     """Counts the bytes of tensors while code runs, except parameters."""
 
-    @property
-    def other_bytes(self) -> Sequence[int]:
-        """The peak bytes of each moment."""
-        ...
+    instants: list[list[int]]
+    """The bytes at each change, grouped by moment."""
 
     def __enter__(self) -> Any: ...
 
@@ -65,7 +63,7 @@ def trace(
         nonlocal leaving
         gradients.append((len(watch.accesses), name))
         with torch._C.DisableTorchFunctionSubclass():
-            watch.hold(name, parameter.grad)
+            watch.keep(name, parameter.grad)
             leaving = parameter.grad if lingering else None
             parameter.grad = None
 
@@ -76,121 +74,51 @@ def trace(
         with torch.enable_grad(), mode, live:
             loss().backward()
             live.mark("end")
-    both = zip(watch.accesses, live.other_bytes[1:], strict=True)  # the first moment ends with the first access
-    return AccessTrace([Access(operation, names, size) for (operation, names), size in both], gradients)
+    both = zip(watch.accesses, live.instants[1:-1], strict=True)  # the first moment ends with the first access
+    return AccessTrace([Access(operation, names, max(sizes)) for (operation, names), sizes in both], gradients)
 
 
-class _Watch:
+class _Watch(Owner):
     """Notes accesses to parameters, whose memory does not move."""
 
     def __init__(self, parameters: Mapping[str, Tensor], live: LiveCount, compiled: CompiledModules) -> None:
+        super().__init__(compiled)
         self.accesses: list[tuple[str, frozenset[str]]] = []
-        self._live, self._nodes, self._compiled = live, Nodes(), compiled
-        self._held: list[Tensor | None] = []
-        self._whole = {parameter.untyped_storage()._cdata: parameter.detach() for parameter in parameters.values()}
+        self._live = live
+        self._kept: list[Tensor | None] = []
+        self._memory = {name: parameter.detach() for name, parameter in parameters.items()}
         self._names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
-        self._views = HeldViews()
-        for parameter in parameters.values():
-            self._see(parameter)
+        for name, parameter in parameters.items():
+            self.show(name, parameter)
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        names = frozenset(self._named((*args, *kwargs.values())))
-        if is_descriptive(func) or not names:
-            return func(*args, **kwargs)
-        self._note(getattr(func, "__name__", str(func)), names)
-        if torch.is_grad_enabled():
-            with saved_as_handles(self):
-                result = func(*args, **kwargs)
-        else:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], managed: Sequence[Managed]) -> Any:
+        self.need(getattr(func, "__name__", str(func)), frozenset([tensor.home.name for tensor in managed]))
+        with saved_as_handles(self) if torch.is_grad_enabled() else nullcontext():
             result = func(*args, **kwargs)
-        self._watch(result)
+        self.watch(result)
         return result
 
-    def place_of(self, tensor: Tensor) -> int | None:
-        if tensor.layout != torch.strided:
-            return None
-        storage = tensor.untyped_storage()._cdata
-        return storage if storage in self._names else None
+    def name_of(self, tensor: Tensor) -> str | None:
+        return self._names.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
 
-    def restored(self, handle: Handle) -> Tensor:
-        """The saved tensor, which backward requests."""
-        node = torch._C._current_autograd_node()
-        name = self._names[handle.place]
-        self._note(f"{node.name()} (backward)", frozenset((name,)))
-        if name not in self._compiled:
-            self._nodes.give(name)
-        return handle.within(self._whole[handle.place])
-
-    def hold(self, name: str, gradient: Tensor | None) -> None:
-        """Keep a gradient of compiled code alive, which returns all of them at its end."""
-        if name in self._compiled:
-            self._held.append(gradient)
-
-    def _see(self, tensor: Tensor) -> None:
-        real = _WatchedParameter if isinstance(tensor, torch.nn.Parameter) else _WatchedView
-        tensor.__class__ = _WatchedFake if isinstance(tensor, FakeTensor) else real
-        tensor.watch = self  # type: ignore[attr-defined]
-
-    def _note(self, operation: str, names: frozenset[str]) -> None:
-        needs = self._compiled.needs(names)
-        if needs is None:
-            return
-        self._held.clear()
+    def provide(self, operation: str, names: frozenset[str]) -> None:
+        self._kept.clear()
         self._live.mark(operation)
-        self.accesses.append((operation, needs.union(self._nodes.given(), self._views.held())))
+        self.accesses.append((operation, names))
 
-    def _named(self, values: Iterable[Any]) -> Iterator[str]:
-        for value in values:
-            if isinstance(value, Tensor):
-                place = self.place_of(value)
-                if place is not None:
-                    yield self._names[place]
-            elif isinstance(value, (list, tuple)):
-                yield from self._named(value)
+    def memory_of(self, name: str) -> Tensor:
+        return self._memory[name]
 
-    def _watch(self, result: Any) -> None:
-        if isinstance(result, (list, tuple)):
-            for item in result:
-                self._watch(item)
-        elif isinstance(result, Tensor) and not isinstance(result, torch.nn.Parameter):
-            place = self.place_of(result)
-            if place is not None:
-                self._see(result)
-                if self._names[place] in self._compiled:
-                    return  # views inside compiled code are not visible outside
-                self._views.add(self._names[place], result)
+    def keep(self, name: str, gradient: Tensor | None) -> None:
+        """Keep a gradient of compiled code alive, which returns all of them at its end."""
+        if name in self.compiled:
+            self._kept.append(gradient)
+
+    def show(self, name: str, view: Any) -> None:
+        real = ChunkedParameter if isinstance(view, torch.nn.Parameter) else ChunkedView
+        view.__class__ = _ManagedFake if isinstance(view, FakeTensor) else real
+        view.home = Home(self, name, 0)  # type: ignore[arg-type]  # only to run operations
 
 
-def _run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        kwargs = kwargs or {}
-        watched = next(_watched_of((*args, *kwargs.values())), None)
-        return func(*args, **kwargs) if watched is None else watched.watch.run(func, args, kwargs)
-
-
-class _WatchedFake(FakeTensor):
+class _ManagedFake(Managed, FakeTensor):
     """A fake parameter, or a view of one."""
-
-    watch: _Watch
-    __torch_function__: ClassVar[Any] = classmethod(_run)
-
-
-class _WatchedParameter(torch.nn.Parameter):
-    watch: _Watch
-    __torch_function__: ClassVar[Any] = classmethod(_run)
-
-
-class _WatchedView(Tensor):
-    watch: _Watch
-    __torch_function__: ClassVar[Any] = classmethod(_run)
-
-
-_Watched = _WatchedFake | _WatchedParameter | _WatchedView
-
-
-def _watched_of(values: Iterable[Any]) -> Iterator[_Watched]:
-    for value in values:
-        if isinstance(value, _Watched):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _watched_of(value)

@@ -51,21 +51,11 @@ class TransferSchedule:
     steps: tuple[StepTransfers, ...]
     fetched_bytes: int
     peak_bytes: int  # peak of all bytes on the device
-    resident_at_end: frozenset[int]
 
     @property
     def num_fetches(self) -> int:
         """The number of transfers, prefetches included."""
         return sum(len(step.fetch) + len(step.prefetch) for step in self.steps)
-
-    def cost(self, chunk_bytes: Sequence[int], transfer_bytes: int) -> int:
-        """The cost of the schedule, as bytes that the link could move in the same time.
-
-        It is the sum of the fetched bytes, again the bytes of fetches that are waited for, since nothing overlaps
-        them, and `transfer_bytes` per transfer: what the link moves in the time that starting one takes.
-        """
-        waited = sum(chunk_bytes[chunk] for step in self.steps for chunk in step.fetch)
-        return self.fetched_bytes + waited + transfer_bytes * self.num_fetches
 
 
 @dataclass(frozen=True)
@@ -101,9 +91,12 @@ def schedule(
     runs = StepRuns.of(needs, [moment.other_bytes for moment in moments])
     always = sum(chunk_bytes[chunk] for chunk in pinned)
     room = runs.room(chunk_bytes, budget_bytes - always)
-    if room and min(room) < 0:
-        return Shortfall(-min(room), _tightest(runs, room, moments))
-    stays, left = _plan_stays(runs.needs, chunk_bytes, room)
+    planned = _plan_stays(runs.needs, chunk_bytes, room)
+    if planned is None:
+        run = room.index(min(room))
+        tightest = (moment for moment in moments[runs.firsts[run] :] if moment.other_bytes == runs.most_bytes[run])
+        return Shortfall(-min(room), next(tightest))
+    stays, left = planned
     edges = [*runs.firsts, len(moments)]
     stays = [_Span(edges[stay.first], edges[stay.last + 1] - 1, stay.chunk) for stay in stays]
     by_moment = [
@@ -116,7 +109,6 @@ def schedule(
         steps=_steps(stays, starts, len(moments)),
         fetched_bytes=sum(chunk_bytes[stay.chunk] for stay in stays),
         peak_bytes=budget_bytes - min(by_moment, default=budget_bytes - always),
-        resident_at_end=pinned.union(stay.chunk for stay in stays if stay.last == len(moments) - 1),
     )
 
 
@@ -151,14 +143,16 @@ class StepRuns(NamedTuple):
 def transfer_cost(
     runs: StepRuns, chunk_bytes: Sequence[int], budget_bytes: int, transfer_bytes: int, *, prefetch: int = 1
 ) -> int | None:
-    """`TransferSchedule.cost` of the schedule, without computing it; None if nothing keeps the budget.
+    """The cost of the schedule, as bytes that the link could move in the same time; None if nothing keeps the budget.
 
-    A fetch is waited for if it could not start one moment before its use. So its start is not needed.
+    It is the sum of the fetched bytes, again the bytes of fetches that are waited for, since nothing overlaps them, and
+    `transfer_bytes` per transfer: what the link moves in the time that starting one takes. A fetch is waited for if it
+    could not start one moment before its use. So the schedule itself is not needed.
     """
-    room = runs.room(chunk_bytes, budget_bytes)
-    if room and min(room) < 0:
+    planned = _plan_stays(runs.needs, chunk_bytes, runs.room(chunk_bytes, budget_bytes))
+    if planned is None:
         return None
-    stays, left = _plan_stays(runs.needs, chunk_bytes, room)
+    stays, left = planned
     cost, first, spare = transfer_bytes * len(stays), -1, 0
     for index, stay in enumerate(stays):
         num_bytes, earliest = chunk_bytes[stay.chunk], stays[index - prefetch].first if index >= prefetch else 0
@@ -174,30 +168,12 @@ def transfer_cost(
     return cost
 
 
-def _fetched_chunks(
-    moments: Sequence[ScheduleStep],
-    chunk_bytes: Sequence[int],
-    budget_bytes: int,
-    pinned: frozenset[int] = frozenset(),
-) -> list[int] | None:
-    """The chunks that `schedule` would fetch, once per fetch; None if nothing keeps the budget."""
-    runs = StepRuns.of([moment.needs - pinned for moment in moments], [moment.other_bytes for moment in moments])
-    room = runs.room(chunk_bytes, budget_bytes - sum(chunk_bytes[chunk] for chunk in pinned))
-    if room and min(room) < 0:
-        return None
-    return [stay.chunk for stay in _plan_stays(runs.needs, chunk_bytes, room)[0]]
-
-
-def _tightest(runs: StepRuns, room: Sequence[int], moments: Sequence[ScheduleStep]) -> ScheduleStep:
-    """The first moment with the least room."""
-    run = room.index(min(room))
-    return next(moment for moment in moments[runs.firsts[run] :] if moment.other_bytes == runs.most_bytes[run])
-
-
 def _plan_stays(
     needs: Sequence[frozenset[int]], chunk_bytes: Sequence[int], room: Sequence[int]
-) -> tuple[list[_Span], list[int]]:
-    """(each chunk's stays without prefetching, the room that they leave)."""
+) -> tuple[list[_Span], list[int]] | None:
+    """(each chunk's stays without prefetching, the room that they leave); None if nothing keeps the budget."""
+    if room and min(room) < 0:
+        return None
     gaps = _gaps(needs)
     dropped, left = _restore_gaps(gaps, _dropped_gaps(gaps, chunk_bytes, room), chunk_bytes, room)
     return _stays(needs, dropped), left
@@ -338,8 +314,15 @@ def choose_pinned(
             chunk is gathered like others.
     """
     runs = StepRuns.of([moment.needs for moment in moments], [moment.other_bytes for moment in moments])
-    moments = [ScheduleStep("", needed, most) for needed, most in zip(runs.needs, runs.most_bytes, strict=True)]
-    plain = _fetched_chunks(moments, chunk_bytes, budget_bytes)
+
+    def fetches(budget_bytes: int, pinned: frozenset[int] = frozenset()) -> list[int] | None:
+        """The chunks to fetch, once per fetch; None if nothing keeps the budget."""
+        fewer = StepRuns.of([needed - pinned for needed in runs.needs], runs.most_bytes)
+        room = fewer.room(chunk_bytes, budget_bytes - sum(chunk_bytes[chunk] for chunk in pinned))
+        planned = _plan_stays(fewer.needs, chunk_bytes, room)
+        return None if planned is None else [stay.chunk for stay in planned[0]]
+
+    plain = fetches(budget_bytes)
     if plain is None:
         return frozenset()
     saved = [size if state else 0 for size, state in zip(chunk_bytes, state_bytes, strict=True)]
@@ -353,10 +336,10 @@ def choose_pinned(
     def travels(count: int) -> float:
         pinned = frozenset(ranked[:count])
         room = budget_bytes - sum(state_bytes[chunk] for chunk in pinned)
-        fetches = _fetched_chunks(moments, chunk_bytes, room, pinned=frozenset() if is_shared else pinned)
-        if fetches is None:
+        chunks = fetches(room, frozenset() if is_shared else pinned)
+        if chunks is None:
             return inf
-        fetched = sum(chunk_bytes[chunk] for chunk in fetches if chunk not in pinned)
+        fetched = sum(chunk_bytes[chunk] for chunk in chunks if chunk not in pinned)
         return fetched + returned - sum(chunk_bytes[chunk] for chunk in pinned if state_bytes[chunk])
 
     low, high = 0, len(ranked)

@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from atorch.errors import ArgumentError, CheckpointError, OutOfBudgetError
 from atorch.profiler.memory_tracker import LiveBytes
-from atorch.runtime.chunk.memory_ledger import MemoryLedger
 from atorch.runtime.chunk.optimizer import optimizer_slices
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
@@ -396,8 +395,8 @@ def test_the_whole_state_is_gathered(pool):
 
 def test_states_in_files(tmp_path):
     plain, net = make_net(), make_net()
-    tier = MemoryLedger("host memory")
-    chunks = chunks_of(net, 150, host=tier)
+    chunks = chunks_of(net, 150)
+    tier = chunks.host
     before = tier.used_bytes
     reference, optim = adam(plain.parameters()), ChunkOptimizer(adam, net.parameters(), chunks, disk=tmp_path)
     for number in range(STEPS):
@@ -424,8 +423,8 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
 
 def test_states_are_entered_in_the_ledger():
     net = make_net()
-    tier = MemoryLedger("host memory")
-    chunks = chunks_of(net, 150, host=tier, dtype=torch.bfloat16)
+    chunks = chunks_of(net, 150, dtype=torch.bfloat16)
+    tier = chunks.host
     optim = ChunkOptimizer(adam, net.parameters(), chunks)
     before = tier.used_bytes
     give_gradients(net, chunks, random_gradients(make_net(), 0))

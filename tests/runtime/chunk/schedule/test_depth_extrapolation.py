@@ -6,10 +6,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from atorch.runtime.chunk.schedule.depth_extrapolation import FEWEST, Event, deeper, events_of
+from atorch.runtime.chunk.schedule.depth_extrapolation import FEWEST, PassStretch, deeper, stretches
 from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
 
 Size = Callable[[int, int], Sequence[int]]
+
+
+def period_of(name: str) -> int | None:
+    return int(name.partition(".")[2]) if "." in name else None
 
 
 def later(name: str, periods: int) -> str:
@@ -19,8 +23,8 @@ def later(name: str, periods: int) -> str:
 
 def model(
     depth: int, forward: Size, head: Callable[[int], Sequence[int]], extra: bool = False
-) -> tuple[AccessTrace, list[Event]]:
-    """A model of so many blocks, of two weights each, and the same as events.
+) -> tuple[AccessTrace, list[PassStretch]]:
+    """A model of so many blocks, of two weights each, and the same in stretches.
 
     Args:
         forward: the bytes at each instant of a block, by its number and the depth.
@@ -40,7 +44,7 @@ def model(
         gradients.append((len(done), f"up.{block}"))
     gradients.append((len(done), "embed"))
     found = AccessTrace([Access(name, frozenset(taken), max(sizes)) for name, taken, sizes in done], gradients)
-    return found, events_of(found, [sizes for _, _, sizes in done])
+    return found, stretches(found, [sizes for _, _, sizes in done], depth, period_of)
 
 
 def told(depth: int, forward: Size, head: Callable[[int], Sequence[int]], odd: int = 0) -> AccessTrace | None:

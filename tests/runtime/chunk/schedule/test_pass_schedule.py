@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, HeldViews, Uses, moments
+from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, Uses, moments
 from atorch.runtime.chunk.schedule.transfer_schedule import StepRuns
 
 CHUNK_OF = {"first": 0, "second": 1}
@@ -64,16 +61,3 @@ def test_runs_are_those_of_the_moments(made: tuple[AccessTrace, dict[str, int]],
     found = Uses(foreseen, chunk_of).runs(np.array(list(chunk_of.values())), gathering, shards)
     plain = moments(foreseen, chunk_of, gathering, shards)
     assert found == StepRuns.of([each.needs for each in plain], [each.other_bytes for each in plain])
-
-
-def test_who_holds_no_view_any_more_is_not_asked_again() -> None:
-    views, held = HeldViews(), [torch.ones(2)[:1], torch.ones(2)[:1], torch.ones(2)[1:]]
-    for owner, view in zip("aab", held, strict=True):
-        views.add(owner, view)
-    del view
-    held.pop(0)
-    gc.collect()
-    assert list(views.held()) == ["a", "b"]
-    held.clear()
-    gc.collect()
-    assert list(views.held()) == []
