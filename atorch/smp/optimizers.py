@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atorch.errors import ArgumentError, shown
-from atorch.smp.training.fused_optimizer import Fused, Kernel, TensorBucket, Tensors, wide, write
+from atorch.smp.training.fused_optimizer import Fused, KernelCall, TensorBucket, Tensors, wide, write
 
 __all__ = ["FusedLamb", "FusedNovoGrad"]
 
@@ -118,7 +118,7 @@ class FusedLamb(Fused):
             torch._foreach_mul_(updates, list(trust.unbind()))
         return list(updates)
 
-    def _kernel_step(self, kernel: Kernel, group: dict[str, Any], bucket: TensorBucket) -> None:
+    def _kernel_step(self, kernel: KernelCall, group: dict[str, Any], bucket: TensorBucket) -> None:
         lists = [bucket.gradients, bucket.parameters, bucket.means, self._moments(bucket.whose, "exp_avg_sq")]
         norm, most = self._norm.to(bucket.parameters[0].device), self.defaults["max_grad_norm"]
         kernel(lists, *_settings(group), int(self.adam_w_mode), norm, most, self.use_nvlamb)
@@ -229,7 +229,7 @@ class FusedNovoGrad(Fused):
     def _keep(self, bucket: TensorBucket, norms: Tensor) -> None:
         torch._foreach_copy_([self.state[parameter]["exp_avg_sq"] for parameter in bucket.whose], list(norms.unbind()))
 
-    def _kernel_step(self, kernel: Kernel, group: dict[str, Any], bucket: TensorBucket) -> None:
+    def _kernel_step(self, kernel: KernelCall, group: dict[str, Any], bucket: TensorBucket) -> None:
         norms = self._norms_before(group, bucket)
         lists = [bucket.gradients, bucket.parameters, bucket.means]
         kernel(lists, norms, *_settings(group), int(not self.reg_inside_moment), group["norm_type"])  # updates `norms`

@@ -18,7 +18,7 @@ from atorch.model.pytree import local_part
 from atorch.runtime.gradients.clip import Spread, local_grad, spread_over
 
 Tensors = list[Tensor]
-Kernel = Callable[..., Any]
+KernelCall = Callable[..., Any]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -116,7 +116,7 @@ class Fused(Optimizer):
         """The amounts to subtract from the parameters at a learning rate of 1; changes the means, not the gradients."""
         raise NotImplementedError
 
-    def _kernel_step(self, kernel: Kernel, group: dict[str, Any], bucket: TensorBucket) -> None:
+    def _kernel_step(self, kernel: KernelCall, group: dict[str, Any], bucket: TensorBucket) -> None:
         raise NotImplementedError
 
     def _buckets(self, group: dict[str, Any]) -> Iterator[TensorBucket]:
@@ -135,7 +135,7 @@ class Fused(Optimizer):
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [local_part(self.state[parameter][name]) for parameter in whose]
 
-    def _kernel_for(self, bucket: TensorBucket) -> Kernel | None:
+    def _kernel_for(self, bucket: TensorBucket) -> KernelCall | None:
         """apex's kernel if it can step these parameters; else None, and the reason is logged once."""
         name = f"smp.optimizers.{type(self).__name__}"
         device, dtype = bucket.kind
@@ -155,7 +155,7 @@ class Fused(Optimizer):
         return kernel
 
 
-def _apex(name: str) -> Kernel | None:
+def _apex(name: str) -> KernelCall | None:
     """The function that applies a kernel of apex to lists; None if apex or its CUDA extensions are not installed."""
     try:
         kernel = getattr(importlib.import_module("amp_C"), name)
