@@ -36,7 +36,6 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.partitioning import (
     Division,
-    Weighing,
     auto_units,
     divided_by_cost,
     divided_by_hand,
@@ -96,7 +95,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     averaging = None if passes is not None else _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
-        reductions = [PartReduction(averaging, faults.note) for _ in parts]
+        reductions = [PartReduction(part, averaging, faults.note) for part in parts]
         group = mesh.group("pipeline")
         schedule = by_torch(placed, config.microbatches)
         engine = Engine(parts, schedule, group, owner.device, reductions=reductions)
@@ -144,15 +143,8 @@ def _divided(
     call, route = _watched(model, units, function, sample)
     if not config.auto_partition:
         return units, route, divided_by_hand(route, units, count, config.default_partition)
-    weighing = Weighing(
-        config.memory_weight,
-        min(config.active_microbatches, config.microbatches),
-        times=model.options.trace_execution_times,
-        memory=model.options.trace_memory_usage,
-        traces=not config.skip_tracing,
-    )
     device = ClusterSpec.detect(world.init(), measure=False).device
-    return units, route, divided_by_cost(route, units, whole, call, device, count, weighing)
+    return units, route, divided_by_cost(route, units, whole, call, device, config, model.options)
 
 
 def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
