@@ -78,11 +78,6 @@ def has_begun_none(owner: Session) -> bool:
     return begun == NOBODY
 
 
-def raise_it(fault: Exception | None) -> None:
-    if fault is not None:
-        raise fault
-
-
 def _plain(arguments: StepArguments) -> Hashable:
     """The flags, strings and None among the arguments, which may select a branch of the function."""
     return tuple(leaf for leaf in leaves_of(arguments) if isinstance(leaf[1], (bool, str, type(None))))

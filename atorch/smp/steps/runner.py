@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging
-from atorch.smp.steps.handshake import Start, has_begun_none, raise_it
+from atorch.smp.steps.handshake import Start, has_begun_none
 from atorch.smp.steps.micro_batch_run import Body, Owners
 from atorch.smp.steps.results import StepResults
 from atorch.smp.steps.slicing import StepArguments, beginnings
@@ -58,6 +57,10 @@ class Faults:
 
     def note(self, error: Exception) -> None:
         self.first = self.first or error
+
+    def tell(self) -> None:
+        if self.first is not None:
+            raise self.first
 
 
 @dataclass(eq=False, repr=False)
@@ -224,7 +227,7 @@ class Runner:
         """Exchange at the end of a step: raises if any process failed; True if any has a result of a new form."""
         failed, some_new = all_reduce_max([self.faults.first is not None, is_new])
         if failed:
-            all_or_none(partial(raise_it, self.faults.first))
+            all_or_none(self.faults.tell)
         return bool(some_new)
 
 
