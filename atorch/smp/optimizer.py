@@ -9,18 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.distributed.collectives import checked_barrier
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import ScaledOptimizer
 from atorch.smp.checkpointing.states import (
     CUTS,
-    MARKS,
     PARTIAL,
-    PATIENCE,
-    meet_replicas,
+    meet,
     merged,
+    merged_state,
     of_all,
     shards_like,
     whole_over_shards,
@@ -190,7 +188,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         check_bools("optimizer.local_state_dict", gather_if_shard=gather_if_shard)
         if self._model.partitioned:
-            meet_replicas("optimizer.local_state_dict()")
+            meet("optimizer.local_state_dict()", is_whole=False, states=True)
         return self._partial_state()
 
     def state_dict(self) -> OptimizerState:
@@ -203,9 +201,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         if not self._model.partitioned:
             return self.inner.state_dict()
-        mesh = session().mesh
-        if not meet_replicas("optimizer.state_dict()") and mesh.size("pipeline", "tensor") > 1:
-            checked_barrier("optimizer.state_dict()", mesh.group("pipeline", "tensor"), longest=PATIENCE)
+        meet("optimizer.state_dict()", is_whole=True, states=True)
         named = merged(of_all(self._partial_state()), "the optimizer's state")
         order = [name for group in self._names for name in group]
         number = {name: index for index, name in enumerate(order)}
@@ -222,10 +218,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: the state does not match this optimizer's groups.
         """
-        state = dict(state_dict)
-        if state.get(PARTIAL):
-            state = merged(of_all(state), "the optimizer's state")
-        named = self._by_name({key: value for key, value in state.items() if key not in MARKS})
+        named = self._by_name(merged_state(state_dict, "the optimizer's state"))
         self._model.when_partitioned(lambda: self._load(named))
 
     def _partial_state(self) -> OptimizerState:

@@ -94,9 +94,7 @@ class TensorSplit:
         return {name: self.own(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def split_marked(
-    model: nn.Module, run: Callable[[], Any], mesh: Mesh, *, as_dtensors: bool = False, loss_parallel: bool = False
-) -> TensorSplit:
+def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> TensorSplit:
     """Split the marked modules of `model` in place over the axis tensor of `mesh`. All processes call it together.
 
     Call it before the model is cut into stages. It broadcasts the first process's parameters, buffers and random state,
@@ -104,9 +102,6 @@ def split_marked(
 
     Args:
         run: calls the model once on a few rows, which are the same on all tensor ranks.
-        as_dtensors: make the parts DTensors, as FSDP2 needs them; else plain tensors.
-        loss_parallel: keep logits of a split vocabulary split for a cross entropy. Any other read gathers them, which
-            all ranks must do together. Else they are gathered at once.
 
     Raises:
         ArgumentError: `run` does not call the model, or processes differ in their models, marks or rows.
@@ -127,10 +122,9 @@ def split_marked(
         )  # fmt: skip
         return TensorSplit(degree, mesh.rank("tensor"), mesh.group("tensor"))
     matrices = _Matrix.all_of(model)
-    options: dict[str, Any] = {"among": marked, "as_dtensors": as_dtensors, "loss_parallel": loss_parallel}
     with without_checkpointing(model):  # the traced forward must not contain recomputed parts
         layout = all_or_none(
-            lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options)
+            lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), among=marked)
         )
     require_equal(
         sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError
