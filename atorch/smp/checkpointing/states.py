@@ -189,9 +189,3 @@ def blank_copy(model: nn.Module) -> nn.Module:
         for tensor in model.parameters()
     }
     return duplicate(model, memo)
-
-
-def whole_on_host(blank: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Load a whole state into a blank copy, in host memory."""
-    blank.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
-    return blank.cpu()
