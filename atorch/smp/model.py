@@ -17,7 +17,7 @@ from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.checkpointing import states
 from atorch.smp.checkpointing.local_parts import LocalParts
 from atorch.smp.checkpointing.states import CUTS, PARTIAL, gathered_state, meet, shards_like
-from atorch.smp.options import ModelOptions
+from atorch.smp.config import ModelOptions
 from atorch.smp.session import Session, session
 from atorch.smp.tensor.replacement import replace_registered
 from atorch.smp.tensor.split import TensorSplit
@@ -327,7 +327,9 @@ class DistributedModel(LocalParts):
             return self
         state = self._gathered("model.cpu()")
         assert self.runner is not None
-        self.module, self._others = states.whole_on_host(self.runner.blank, state), ()
+        self.module, self._others = self.runner.blank, ()
+        self.module.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
+        self.module.cpu()
         self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"
         return self
 

@@ -13,16 +13,7 @@ from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import ScaledOptimizer
-from atorch.smp.checkpointing.states import (
-    CUTS,
-    PARTIAL,
-    meet,
-    merged,
-    merged_state,
-    of_all,
-    shards_like,
-    whole_over_shards,
-)
+from atorch.smp.checkpointing.states import CUTS, PARTIAL, meet, merged_state, shards_like, whole_over_shards
 from atorch.smp.model import DistributedModel
 from atorch.smp.norms import ScaledApart, clip, spread_of
 from atorch.smp.session import session
@@ -81,8 +72,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._scale = scale if owner.config.fp16 else None
         if self._scale is None and (dynamic_loss_scale or static_loss_scale not in (None, 1.0)):
             logger.info("the loss is not scaled: fp16 is not set in the configuration")
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        self._names = [[_name(names, parameter) for parameter in group["params"]] for group in self.param_groups]
+        self._names = [self._names_of(group) for group in self.param_groups]
         owner.optimizer = self
         if self._model.partitioned:
             self.follow(self._model)
@@ -158,8 +148,17 @@ class DistributedOptimizer(WrappedOptimizer):
         previous = len(self.inner.param_groups)
         super().add_param_group(param_group)
         for group in self.inner.param_groups[previous:]:
-            names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-            self._names.append([_name(names, parameter) for parameter in group["params"]])
+            self._names.append(self._names_of(group))
+
+    def _names_of(self, group: Mapping[str, Any]) -> list[str]:
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ArgumentError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "DistributedModel's; make it of model.parameters()"
+                )
+        return [names[parameter] for parameter in group["params"]]
 
     def step(self, closure: Any = None) -> Any:
         """Step the local parameters.
@@ -202,7 +201,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if not self._model.partitioned:
             return self.inner.state_dict()
         meet("optimizer.state_dict()", is_whole=True, states=True)
-        named = merged(of_all(self._partial_state()), "the optimizer's state")
+        named = merged_state(self._partial_state(), "the optimizer's state")
         order = [name for group in self._names for name in group]
         number = {name: index for index, name in enumerate(order)}
         state = {number[name]: entry for name, entry in named["state"].items()}
@@ -280,13 +279,3 @@ class DistributedOptimizer(WrappedOptimizer):
 
 def _local_part(split: TensorSplit, name: str, entry: Mapping[str, Any]) -> OptimizerState:
     return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-
-
-def _name(names: Mapping[int, str], parameter: Tensor) -> str:
-    name = names.get(id(parameter))
-    if name is None:
-        raise ArgumentError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the DistributedModel's; make "
-            "it of model.parameters()"
-        )
-    return name

@@ -31,8 +31,7 @@ from atorch.profiler.capture.unit_costs import unit_costs
 from atorch.runtime.pipeline.capture.partition import partition as least_largest
 from atorch.runtime.pipeline.capture.stage_dataflow import Route
 from atorch.runtime.pipeline.stage import STAGE
-from atorch.smp.config import Config
-from atorch.smp.options import ModelOptions
+from atorch.smp.config import Config, ModelOptions
 from atorch.smp.session import session
 from atorch.smp.steps.slicing import StepArguments
 from atorch.units import format_bytes

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.barrier_diagnostics import answered
+from atorch.runtime.data_parallel.buckets import in_buckets
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.loss_value import value_of
 
@@ -102,7 +103,8 @@ class Averaging:
         self.comm_hook: tuple[Any, CommHook] | None = None
         self._holders = Counter(parameter for part in parts for parameter in dict.fromkeys(part.parameters()))
         trained = [parameter for parameter in self._holders if parameter.requires_grad]
-        self._buckets = _buckets(trained[::-1], bucket_cap_mb * 2**20)
+        buckets = list(in_buckets(trained[::-1], most_bytes=bucket_cap_mb * 2**20))
+        self._buckets = [GradientBucket(number, held, held is buckets[-1]) for number, held in enumerate(buckets)]
         self._left: Counter[nn.Parameter] = Counter()  # local stages that still run backward through it
         self._next = 0  # the first bucket that no backward pass has reduced
         self.is_reducing = self._overlaps = self._counts = False
@@ -184,17 +186,3 @@ class PartReduction(Reduction):
         """True: the step raises it."""
         self._failed(error)
         return True
-
-
-def _buckets(parameters: Sequence[nn.Parameter], most_bytes: float) -> list[GradientBucket]:
-    filled: list[list[nn.Parameter]] = []
-    size = 0.0
-    for parameter in parameters:
-        num_bytes = parameter.numel() * parameter.element_size()
-        same = filled and (filled[-1][0].dtype, filled[-1][0].device) == (parameter.dtype, parameter.device)
-        if not same or size + num_bytes > most_bytes:
-            filled.append([])
-            size = 0.0
-        filled[-1].append(parameter)
-        size += num_bytes
-    return [GradientBucket(index, group, index == len(filled) - 1) for index, group in enumerate(filled)]

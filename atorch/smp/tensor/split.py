@@ -20,7 +20,6 @@ from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 from atorch.runtime.tensor_parallel.state import whole_tensor
 from atorch.smp.activation_checkpointing import without_checkpointing
 from atorch.smp.model_creation import delayed_values, fill
-from atorch.smp.nn.distributed_module import DistributedModule
 from atorch.smp.tensor.marks import marked_parameters
 
 UNKNOWN = "nothing splits it, and by themselves only linear layers and tables are split"
@@ -109,7 +108,7 @@ def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> Tensor
     degree = mesh.size("tensor")
     if degree == 1:
         return TensorSplit()
-    marked = marked_parameters(model, _is_distributed)
+    marked = marked_parameters(model)
     require_equal(sorted(marked), "what is marked for tensor parallelism", ArgumentError, "as name {}".format)
     fill([model], torch.device("cpu"), delayed_values(model))
     synchronise([*model.parameters(), *model.buffers()])
@@ -122,9 +121,10 @@ def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> Tensor
         )  # fmt: skip
         return TensorSplit(degree, mesh.rank("tensor"), mesh.group("tensor"))
     matrices = _Matrix.all_of(model)
+    options: dict[str, Any] = {"among": marked, "as_dtensors": False, "loss_parallel": False}
     with without_checkpointing(model):  # the traced forward must not contain recomputed parts
         layout = all_or_none(
-            lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), among=marked)
+            lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options)
         )
     require_equal(
         sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError
@@ -201,7 +201,3 @@ def _warn_kept(model: nn.Module, split: TensorSplit) -> None:
             "tensor parallelism leaves %s%s of %s whole on every rank: %s",
             ", ".join(names[:MANY]), more, type(model).__name__, reason,
         )  # fmt: skip
-
-
-def _is_distributed(module: nn.Module) -> bool:
-    return isinstance(module, DistributedModule)
