@@ -6,7 +6,7 @@ import changed, or unchanged after `import atorch.smp.alias`.
 
 from __future__ import annotations
 
-from atorch.smp import amp, nn, optimizers, patches, state
+from atorch.smp import amp, nn, optimizers, patches, ranks, state
 from atorch.smp.activation_checkpointing import set_activation_checkpointing
 from atorch.smp.checkpointing.files import load, save
 from atorch.smp.checkpointing.folder import resume_from_checkpoint, save_checkpoint
@@ -16,42 +16,7 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delay_param_initialization, model_creation
 from atorch.smp.optimizer import DistributedOptimizer
 from atorch.smp.partitioning import partition, set_partition
-from atorch.smp.ranks import (
-    DP_GROUP,
-    MP_GROUP,
-    PP_GROUP,
-    RDP_GROUP,
-    TP_GROUP,
-    WORLD,
-    CommGroup,
-    RankType,
-    dp_rank,
-    dp_size,
-    get_dp_group,
-    get_dp_process_group,
-    get_mp_group,
-    get_mp_process_group,
-    get_pp_group,
-    get_pp_process_group,
-    get_rdp_group,
-    get_rdp_process_group,
-    get_tp_group,
-    get_tp_process_group,
-    get_world_group,
-    get_world_process_group,
-    local_rank,
-    local_size,
-    mp_rank,
-    mp_size,
-    pp_rank,
-    pp_size,
-    rank,
-    rdp_rank,
-    rdp_size,
-    size,
-    tp_rank,
-    tp_size,
-)
+from atorch.smp.ranks import *  # noqa: F403  rank, size and the groups
 from atorch.smp.session import init, is_initialized, is_tracing, shutdown
 from atorch.smp.step import step
 from atorch.smp.steps.slicing import StepOutput
@@ -59,56 +24,25 @@ from atorch.smp.tensor.marks import set_tensor_parallelism, tensor_marks, tensor
 from atorch.smp.tensor.replacement import tp_register, tp_register_with_module
 
 __all__ = [
-    "CommGroup",
-    "DP_GROUP",
     "DistributedModel",
     "DistributedOptimizer",
-    "MP_GROUP",
-    "PP_GROUP",
-    "RDP_GROUP",
-    "RankType",
     "StepOutput",
-    "TP_GROUP",
-    "WORLD",
     "allgather",
     "amp",
     "barrier",
     "broadcast",
     "delay_param_initialization",
     "dp_barrier",
-    "dp_rank",
-    "dp_size",
-    "get_dp_group",
-    "get_dp_process_group",
-    "get_mp_group",
-    "get_mp_process_group",
-    "get_pp_group",
-    "get_pp_process_group",
-    "get_rdp_group",
-    "get_rdp_process_group",
-    "get_tp_group",
-    "get_tp_process_group",
-    "get_world_group",
-    "get_world_process_group",
     "init",
     "is_initialized",
     "is_tracing",
     "load",
-    "local_rank",
-    "local_size",
     "model_creation",
     "mp_barrier",
-    "mp_rank",
-    "mp_size",
     "nn",
     "optimizers",
     "partition",
     "patches",
-    "pp_rank",
-    "pp_size",
-    "rank",
-    "rdp_rank",
-    "rdp_size",
     "recv_from",
     "resume_from_checkpoint",
     "save",
@@ -118,14 +52,12 @@ __all__ = [
     "set_partition",
     "set_tensor_parallelism",
     "shutdown",
-    "size",
     "state",
     "step",
     "strategy_of",
     "tensor_marks",
     "tensor_parallelism",
-    "tp_rank",
     "tp_register",
     "tp_register_with_module",
-    "tp_size",
 ]
+__all__ += ranks.__all__

@@ -16,8 +16,8 @@ from atorch.errors import ArgumentError, check_bools, shown
 from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.checkpointing import states
 from atorch.smp.checkpointing.local_parts import LocalParts
-from atorch.smp.checkpointing.states import CUTS, PARTIAL, gathered_state, meet_replicas, shards_like
-from atorch.smp.options import ModelOptions
+from atorch.smp.checkpointing.states import CUTS, PARTIAL, gathered_state, meet, shards_like
+from atorch.smp.config import ModelOptions
 from atorch.smp.session import Session, session
 from atorch.smp.tensor.replacement import replace_registered
 from atorch.smp.tensor.split import TensorSplit
@@ -277,7 +277,7 @@ class DistributedModel(LocalParts):
             ArgumentError: some of them did not call it, which the error lists; or the model is not partitioned yet.
         """
         self._need_partition("local_state_dict")
-        meet_replicas("model.local_state_dict()", states=False)
+        meet("model.local_state_dict()", is_whole=False, states=False)
         state = states.whole_over_shards(self._own_state())
         return {**state, PARTIAL: True, CUTS: self.split.told(state)}
 
@@ -293,8 +293,7 @@ class DistributedModel(LocalParts):
         check_bools("model.state_dict", gather_to_rank0=gather_to_rank0)
         if not self.partitioned:
             return self.module.state_dict(*args, **kwargs)
-        meet_replicas("model.state_dict()", states=False)
-        return gathered_state(self._own_state(), self.names, "model.state_dict()", self.split)
+        return self._gathered("model.state_dict()")
 
     def load_state_dict(
         self,
@@ -317,7 +316,7 @@ class DistributedModel(LocalParts):
             raise ArgumentError(
                 f"the model was given {shown(state_dict)} as a state; give what its state_dict returned"
             )
-        state = states.merged_model_state(dict(state_dict))
+        state = states.merged_state(state_dict, "the model's state")
         self._check_state(state, strict)
         self.when_partitioned(lambda: self._load(state, strict, assign))
 
@@ -326,12 +325,17 @@ class DistributedModel(LocalParts):
         if not self.partitioned:
             self.module.cpu()
             return self
-        meet_replicas("model.cpu()", states=False)
-        state = gathered_state(self._own_state(), self.names, "model.cpu()", self.split)
+        state = self._gathered("model.cpu()")
         assert self.runner is not None
-        self.module, self._others = states.whole_on_host(self.runner.blank, state), ()
+        self.module, self._others = self.runner.blank, ()
+        self.module.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
+        self.module.cpu()
         self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"
         return self
+
+    def _gathered(self, call: str) -> dict[str, Any]:
+        meet(call, is_whole=True, states=False)
+        return gathered_state(self._own_state(), self.names, self.split)
 
     def _own_state(self) -> dict[str, Any]:
         parts = (self.module, *self._others)

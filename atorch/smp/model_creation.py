@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
@@ -96,30 +96,27 @@ def model_creation(
         yield
 
 
-def delayed_values(model: nn.Module, init: Callable[[nn.Module], Any] | None = None) -> InitialValues | None:
+def delayed_values(model: nn.Module) -> InitialValues | None:
     """Initial values of the delayed parameters; None if there are none. Call it while the model is whole.
 
-    init: initializes a module's own parameters; None for the model's `_init_weights`, as in transformers, or else the
-        modules' own `reset_parameters`.
+    The model's `_init_weights`, as in transformers, or else the modules' own `reset_parameters` draw them.
 
     Raises:
         ArgumentError: some of them would not be initialized.
     """
     if not has_meta([model]):
         return None
-    default = getattr(model, "_init_weights", None)
-    return InitialValues(model, init or (default if callable(default) else None), ADVICE)
+    init = getattr(model, "_init_weights", None)
+    return InitialValues(model, init if callable(init) else None, ADVICE)
 
 
-def fill(parts: Iterable[nn.Module], device: torch.device, values: InitialValues | None) -> dict[Tensor, Tensor]:
-    """Materialize a model's local parts with the values of `delayed_values`; returns new parameters by the old ones.
+def fill(parts: Iterable[nn.Module], device: torch.device, values: InitialValues | None) -> None:
+    """Materialize a model's local parts with the values of `delayed_values`.
 
     Only one parameter is whole at a time, and those of other processes are freed at once. All processes call this
     together. The values are those that rank 0 would draw for the whole model.
     """
     modules = list(parts)
-    if values is None:
-        return {}
-    replaced = give_memory(modules, lambda tensor: unfilled(tensor, device))
-    give_values(values, modules, device)
-    return replaced
+    if values is not None:
+        give_memory(modules, lambda tensor: unfilled(tensor, device))
+        give_values(values, modules, device)

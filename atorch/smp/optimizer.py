@@ -9,22 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.distributed.collectives import checked_barrier
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import ScaledOptimizer
-from atorch.smp.checkpointing.states import (
-    CUTS,
-    MARKS,
-    PARTIAL,
-    PATIENCE,
-    meet_replicas,
-    merged,
-    of_all,
-    shards_like,
-    whole_over_shards,
-)
+from atorch.smp.checkpointing.states import CUTS, PARTIAL, meet, merged_state, shards_like, whole_over_shards
 from atorch.smp.model import DistributedModel
 from atorch.smp.norms import ScaledApart, clip, spread_of
 from atorch.smp.session import session
@@ -83,8 +72,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._scale = scale if owner.config.fp16 else None
         if self._scale is None and (dynamic_loss_scale or static_loss_scale not in (None, 1.0)):
             logger.info("the loss is not scaled: fp16 is not set in the configuration")
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        self._names = [[_name(names, parameter) for parameter in group["params"]] for group in self.param_groups]
+        self._names = [self._names_of(group) for group in self.param_groups]
         owner.optimizer = self
         if self._model.partitioned:
             self.follow(self._model)
@@ -160,8 +148,17 @@ class DistributedOptimizer(WrappedOptimizer):
         previous = len(self.inner.param_groups)
         super().add_param_group(param_group)
         for group in self.inner.param_groups[previous:]:
-            names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-            self._names.append([_name(names, parameter) for parameter in group["params"]])
+            self._names.append(self._names_of(group))
+
+    def _names_of(self, group: Mapping[str, Any]) -> list[str]:
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ArgumentError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "DistributedModel's; make it of model.parameters()"
+                )
+        return [names[parameter] for parameter in group["params"]]
 
     def step(self, closure: Any = None) -> Any:
         """Step the local parameters.
@@ -190,7 +187,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         check_bools("optimizer.local_state_dict", gather_if_shard=gather_if_shard)
         if self._model.partitioned:
-            meet_replicas("optimizer.local_state_dict()")
+            meet("optimizer.local_state_dict()", is_whole=False, states=True)
         return self._partial_state()
 
     def state_dict(self) -> OptimizerState:
@@ -203,10 +200,8 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         if not self._model.partitioned:
             return self.inner.state_dict()
-        mesh = session().mesh
-        if not meet_replicas("optimizer.state_dict()") and mesh.size("pipeline", "tensor") > 1:
-            checked_barrier("optimizer.state_dict()", mesh.group("pipeline", "tensor"), longest=PATIENCE)
-        named = merged(of_all(self._partial_state()), "the optimizer's state")
+        meet("optimizer.state_dict()", is_whole=True, states=True)
+        named = merged_state(self._partial_state(), "the optimizer's state")
         order = [name for group in self._names for name in group]
         number = {name: index for index, name in enumerate(order)}
         state = {number[name]: entry for name, entry in named["state"].items()}
@@ -222,10 +217,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: the state does not match this optimizer's groups.
         """
-        state = dict(state_dict)
-        if state.get(PARTIAL):
-            state = merged(of_all(state), "the optimizer's state")
-        named = self._by_name({key: value for key, value in state.items() if key not in MARKS})
+        named = self._by_name(merged_state(state_dict, "the optimizer's state"))
         self._model.when_partitioned(lambda: self._load(named))
 
     def _partial_state(self) -> OptimizerState:
@@ -287,13 +279,3 @@ class DistributedOptimizer(WrappedOptimizer):
 
 def _local_part(split: TensorSplit, name: str, entry: Mapping[str, Any]) -> OptimizerState:
     return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-
-
-def _name(names: Mapping[int, str], parameter: Tensor) -> str:
-    name = names.get(id(parameter))
-    if name is None:
-        raise ArgumentError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the DistributedModel's; make "
-            "it of model.parameters()"
-        )
-    return name

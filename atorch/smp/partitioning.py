@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,20 +18,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atorch.cluster.spec import DeviceSpec
 from atorch.errors import ArgumentError, StrategyError, shown
 from atorch.logs import logger
 from atorch.model.meta_device import has_meta
-from atorch.model.pytree import map_tensors, tensor_bytes, tensors_in
+from atorch.model.pytree import tensor_bytes
 from atorch.model.state import preserved_state
 from atorch.model.structure import units as units_of
 from atorch.profiler.capture.unit_costs import unit_costs
 from atorch.runtime.pipeline.capture.partition import partition as least_largest
-from atorch.runtime.pipeline.capture.stage_dataflow import Route, faked
+from atorch.runtime.pipeline.capture.stage_dataflow import Route
 from atorch.runtime.pipeline.stage import STAGE
+from atorch.smp.config import Config, ModelOptions
 from atorch.smp.session import session
 from atorch.smp.steps.slicing import StepArguments
 from atorch.units import format_bytes
@@ -52,17 +52,11 @@ def partition(index: int) -> Iterator[None]:
     _check_index(index, "smp.partition")
 
     def mark(module: nn.Module, name: str, parameter: Any) -> None:
-        if marking[-1] is mark:
-            vars(module).setdefault(MARK, index)
+        if all(present is None for present in module._parameters.values()):  # its first one: it is being created
+            vars(module)[MARK] = index  # torch calls the hook of the innermost context last
 
-    # A module with parameters registers them when it is created, and torch calls all hooks for each.
-    marking = session().partition_contexts
-    marking.append(mark)
-    try:
-        with register_module_parameter_registration_hook(mark):
-            yield
-    finally:
-        marking.remove(mark)
+    with register_module_parameter_registration_hook(mark):
+        yield
 
 
 def set_partition(module: nn.Module, index: int) -> None:
@@ -187,25 +181,14 @@ def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
     return inner
 
 
-@dataclass(frozen=True)
-class Weighing:
-    """Options for weighing units. `memory_weight` 0 counts time only, 1 memory only."""
-
-    memory_weight: float
-    in_flight: int  # micro-batches whose activations are alive at once
-    times: bool = False  # measured, not estimated
-    memory: bool = False  # traced activations, not the sizes of outputs
-    traces: bool = True  # else weigh by the number of parameters
-
-
 def divided_by_cost(
     route: Route,
     units: Mapping[str, nn.Module],
     model: nn.Module,
     call: StepArguments,
     device: DeviceSpec,
-    count: int,
-    weighing: Weighing,
+    config: Config,
+    options: ModelOptions,
 ) -> Division:
     """The division that minimizes the cost of the most expensive partition.
 
@@ -215,8 +198,12 @@ def divided_by_cost(
     Raises:
         StrategyError: the model has fewer groups of units than partitions.
     """
+    count, weight = config.pipeline_parallel_degree, config.memory_weight
     called = [invocation.unit for invocation in route.calls]
-    figures = _figures(units, called, model, call, device, weighing)
+    if config.skip_tracing:
+        figures = {name: (size, size) for name, size in _weights(units, called).items()}
+    else:
+        figures = _figures(route, units, model, call, device, config, options)
     groups = _tied_groups(units, called)
     names = list(dict.fromkeys(groups[name] for name in called))
     if len(names) < count:
@@ -228,7 +215,6 @@ def divided_by_cost(
     for name, (time_s, num_bytes) in figures.items():
         seconds[groups[name]] += time_s
         sizes[groups[name]] += num_bytes
-    weight = weighing.memory_weight
     all_s, all_bytes = sum(seconds.values()) or 1.0, sum(sizes.values()) or 1.0
     costs = [weight * sizes[name] / all_bytes + (1 - weight) * seconds[name] / all_s for name in names]
     starts = least_largest(costs, count, names=names)
@@ -252,63 +238,51 @@ def _tied_groups(units: Mapping[str, nn.Module], called: Sequence[str]) -> dict[
     return group
 
 
+def _weights(units: Mapping[str, nn.Module], called: Iterable[str]) -> dict[str, float]:
+    """Bytes of the parameters of the called units."""
+    return {name: float(sum(map(tensor_bytes, units[name].parameters()))) for name in dict.fromkeys(called)}
+
+
 def _figures(
+    route: Route,
     units: Mapping[str, nn.Module],
-    called: Sequence[str],
     model: nn.Module,
     call: StepArguments,
     device: DeviceSpec,
-    weighing: Weighing,
+    config: Config,
+    options: ModelOptions,
 ) -> dict[str, tuple[float, float]]:
     """Seconds and bytes of each unit, summed over its calls."""
-    weights = {name: float(sum(map(tensor_bytes, units[name].parameters()))) for name in dict.fromkeys(called)}
-    if not weighing.traces:
-        return {name: (weights[name], weights[name]) for name in weights}
-    costs = unit_costs(model, call, lambda m, given: m(*given[0], **given[1]), None, device, parts=units)
     seconds: dict[str, float] = defaultdict(float)
-    held: dict[str, float] = {}
+    held = _weights(units, [invocation.unit for invocation in route.calls])
     kept: dict[str, float] = defaultdict(float)
-    for cost in costs:
+    for cost in unit_costs(model, call, lambda m, given: m(*given[0], **given[1]), None, device, parts=units):
         seconds[cost.name] += cost.seconds
         held[cost.name] = cost.held_bytes
         kept[cost.name] += cost.kept_bytes
-    if has_meta([model]):
-        if weighing.times:
-            logger.warning("trace_execution_times: parameters are delayed, so that times are estimated, not measured")
-    elif weighing.times or not weighing.memory:
-        measured, returned = _looked_at(units, model, call, weighing.times)
-        seconds = measured if weighing.times else seconds
-        kept = kept if weighing.memory else returned
-    in_flight = weighing.in_flight
-    return {name: (seconds[name], held.get(name, weights[name]) + in_flight * kept[name]) for name in weights}
+    if not options.trace_memory_usage:
+        kept.clear()
+        for invocation in route.calls:
+            kept[invocation.unit] += invocation.num_bytes
+    if options.trace_execution_times and has_meta([model]):
+        logger.warning("trace_execution_times: parameters are delayed, so that times are estimated, not measured")
+    elif options.trace_execution_times:
+        _measured(units, model, call)  # warm-up: excludes one-time work from the times
+        seconds = _measured(units, model, call)
+    in_flight = min(config.active_microbatches, config.microbatches)  # whose activations are alive at once
+    return {name: (seconds[name], size + in_flight * kept[name]) for name, size in held.items()}
 
 
-def _looked_at(
-    units: Mapping[str, nn.Module], model: nn.Module, call: StepArguments, times: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    if not times:
-        try:
-            return _measured(units, model, call, for_real=False)
-        except Exception as error:  # a forward may fail on fakes in any way; a real run raises real faults
-            logger.info("what modules return is seen in a real run, the model does not run on fakes: %s", error)
-    _measured(units, model, call, for_real=True)  # warm-up: excludes one-time work from the times
-    return _measured(units, model, call, for_real=True)
-
-
-def _measured(
-    units: Mapping[str, nn.Module], model: nn.Module, call: StepArguments, *, for_real: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each unit in a forward pass, and bytes of its outputs; on fake tensors unless `for_real`."""
+def _measured(units: Mapping[str, nn.Module], model: nn.Module, call: StepArguments) -> dict[str, float]:
+    """Seconds of each unit in a forward pass."""
     seconds: dict[str, float] = defaultdict(float)
-    returned: dict[str, float] = defaultdict(float)
     begun: dict[str, float] = {}
 
     def enter(name: str, *_: Any) -> None:
         begun[name] = time.perf_counter()
 
-    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(name: str, *_: Any) -> None:
         seconds[name] += time.perf_counter() - begun[name]
-        returned[name] += sum(map(tensor_bytes, tensors_in(output)))
 
     with ExitStack() as contexts:
         for name, unit in units.items():
@@ -316,11 +290,8 @@ def _measured(
             contexts.enter_context(unit.register_forward_hook(partial(leave, name)))
         contexts.enter_context(torch.no_grad())
         contexts.enter_context(preserved_state(model))
-        if not for_real:
-            contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        args, kwargs = call if for_real else map_tensors(faked, call)
-        model(*args, **kwargs)
-    return seconds, returned
+        model(*call[0], **call[1])
+    return seconds
 
 
 def _division(

@@ -17,6 +17,14 @@ from atorch.distributed import world
 from atorch.errors import ArgumentError, shown
 from atorch.smp.session import AXES_OF, session
 
+__all__ = [
+    "DP_GROUP", "MP_GROUP", "PP_GROUP", "RDP_GROUP", "TP_GROUP", "WORLD", "CommGroup", "RankType", "dp_rank",
+    "dp_size", "get_dp_group", "get_dp_process_group", "get_mp_group", "get_mp_process_group", "get_pp_group",
+    "get_pp_process_group", "get_rdp_group", "get_rdp_process_group", "get_tp_group", "get_tp_process_group",
+    "get_world_group", "get_world_process_group", "local_rank", "local_size", "mp_rank", "mp_size", "pp_rank",
+    "pp_size", "rank", "rdp_rank", "rdp_size", "size", "tp_rank", "tp_size"
+]  # fmt: skip
+
 T = TypeVar("T")
 
 

@@ -55,7 +55,6 @@ class Session:
     name: str = ""  # of this session, equal on all processes
     saves: Counter[str] = field(default_factory=Counter)  # number of partial saves of `smp.save`, by path
     is_tracing: bool = False  # a step's function runs as a trace
-    partition_contexts: list[Any] = field(default_factory=list)  # `smp.partition`, the innermost last
 
     @property
     def device(self) -> torch.device:

@@ -6,14 +6,12 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, overload
 
-from torch import Tensor
-
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.model.pytree import map_tensors
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, session
+from atorch.smp.steps.exchange import starts_together, with_the_firsts_batch
 from atorch.smp.steps.first_step import partition
-from atorch.smp.steps.handshake import starts_together, with_the_firsts_batch
 from atorch.smp.steps.slicing import Slicing, StepArguments, outputs_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -91,16 +89,12 @@ def _run(
     arguments: StepArguments,
     detach: bool,
 ) -> list[Any]:
-    count = owner.config.microbatches
-
-    def on_device(leaf: Tensor) -> Tensor:
-        return leaf.to(owner.device, non_blocking=True)
-
     def cut() -> list[StepArguments]:
         batch = arguments
         if owner.mesh.size("tensor") > 1 and not owner.config.prescaled_batch:
             batch = slicing.gathered(batch, owner.mesh.group("tensor"))
-        return [map_tensors(on_device, piece) for piece in slicing.cut(batch, count)]
+        pieces = slicing.cut(batch, owner.config.microbatches)
+        return [map_tensors(lambda leaf: leaf.to(owner.device, non_blocking=True), piece) for piece in pieces]
 
     start = starts_together(owner, cut, _name(function), model.training)
     if not start.is_alike:

@@ -71,7 +71,6 @@ BLIND_EXCEPTS: Mapping[str, str] = {
         "raised again, and told to others, who would wait for ever"
     ),
     "atorch/smp/steps/first_step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
-    "atorch/smp/partitioning.py:_looked_at": "a forward may fail on fakes in any way; a real run shows its own faults",
     "atorch/smp/steps/runner.py:Runner.run": "raised on all processes at the end of the step",
     "atorch/smp/steps/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
     "atorch/smp/training/sharding.py:ShardedPasses.step": "raised again, once the others know that they have to stop",

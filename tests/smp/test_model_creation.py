@@ -75,10 +75,7 @@ def test_filled_values_are_those_of_apply() -> None:
     torch.manual_seed(11)
     plain.apply(reset)
     torch.manual_seed(11)
-    before = list(model.parameters())
-    made = fill([model], CPU, delayed_values(model))
-    assert set(made) >= set(before)
-    assert [made[each] for each in before] == list(model.parameters())
+    fill([model], CPU, delayed_values(model))
     assert model.head.weight is model.embed.weight
     state, expected = model.state_dict(), plain.state_dict()
     assert list(state) == list(expected)
@@ -90,7 +87,7 @@ def test_a_model_that_has_values_is_left_alone() -> None:
     model = Net()
     before = list(model.parameters())
     assert delayed_values(model) is None
-    assert fill([model], CPU, None) == {}
+    fill([model], CPU, None)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -117,15 +114,6 @@ def test_values_that_nothing_makes_again_are_named() -> None:
         ArgumentError, match=r"1\.scale .* Own has no reset_parameters\. Make that module outside of smp"
     ):
         delayed_values(model)
-
-    def init(module: nn.Module) -> None:
-        if isinstance(module, Own):
-            nn.init.constant_(module.scale, 2.0)
-        else:
-            reset(module)
-
-    fill([model], CPU, delayed_values(model, init))
-    assert model[1].scale.tolist() == [2.0] * 3
 
 
 def test_what_replaces_a_parameter_keeps_its_values() -> None:

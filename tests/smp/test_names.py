@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
-from atorch.smp.options import ModelOptions
+from atorch.smp.config import ModelOptions
 from tests.house.source import ROOT
 from tests.pool import Pool
 from tests.smp.job import begun

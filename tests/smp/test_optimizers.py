@@ -20,7 +20,7 @@ from atorch import logs
 from atorch.errors import ArgumentError
 from atorch.runtime.gradients.clip import Spread
 from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
-from atorch.smp.optimizers.fused import Fused, TensorBucket
+from atorch.smp.training.fused_optimizer import Fused, TensorBucket
 from tests.pool import Pool
 from tests.smp.job import several
 

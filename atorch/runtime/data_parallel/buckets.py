@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ ALIGNMENT = 32  # elements
 
 
 Finish = Callable[[], object]
+T = TypeVar("T", bound=Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +54,14 @@ def broadcast(shares: Iterable[tuple[int, Sequence[Tensor]]], group: dist.Proces
     Args:
         shares: `(rank in the group, tensors)`; the same shapes and order on all ranks.
     """
-    _pipelined(partial(_send, bucket, source, group) for source, tensors in shares for bucket in _buckets(tensors))
+    _pipelined(partial(_send, bucket, source, group) for source, tensors in shares for bucket in in_buckets(tensors))
 
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Replace the tensors, of equal shapes on all ranks, by their means over `group`."""
     with torch._C.DisableTorchFunctionSubclass():  # also tensor subclasses that refuse operations with others
-        for bucket in _buckets(tensors):
+        for bucket in in_buckets(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             dist.all_reduce(flat, group=group)
             flat /= group.size()
@@ -82,7 +83,7 @@ def can_cut(param: Tensor) -> bool:
 def sliced_buckets(params: Iterable[Tensor], num_ranks: int) -> list[SlicedBucket]:
     """Buckets of `params` (that `can_cut`) in their order; trained and frozen ones never share a bucket."""
     made = []
-    for bucket in _buckets(params, lambda param: param.requires_grad):
+    for bucket in in_buckets(params, lambda param: param.requires_grad):
         starts, end = [], 0
         for param in bucket:
             starts.append(end)
@@ -91,19 +92,22 @@ def sliced_buckets(params: Iterable[Tensor], num_ranks: int) -> list[SlicedBucke
     return made
 
 
-def _buckets(tensors: Iterable[Tensor], kind_of: Callable[[Tensor], Hashable] | None = None) -> Iterator[list[Tensor]]:
+def in_buckets(
+    tensors: Iterable[T], kind_of: Callable[[T], Hashable] | None = None, most_bytes: float | None = None
+) -> Iterator[list[T]]:
     """Lists of tensors of one kind, dtype and device that fit in a bucket; skips empty tensors."""
-    filling: dict[Hashable, list[Tensor]] = {}
+    most_bytes = BUCKET_BYTES if most_bytes is None else most_bytes
+    filling: dict[Hashable, list[T]] = {}
     filled: dict[Hashable, int] = {}
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if not num_bytes:
             continue
-        if num_bytes >= BUCKET_BYTES:
+        if num_bytes >= most_bytes:
             yield [tensor]
             continue
         kind = (kind_of and kind_of(tensor), tensor.dtype, tensor.device)
-        if filled.get(kind, 0) + num_bytes > BUCKET_BYTES:
+        if filled.get(kind, 0) + num_bytes > most_bytes:
             yield filling.pop(kind)
             filled[kind] = 0
         filling.setdefault(kind, []).append(tensor)

@@ -16,20 +16,23 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from atorch.distributed.collectives import all_or_none, gather_objects
 from atorch.errors import CheckpointError, shown
 
 
-@dataclass(frozen=True)
+@dataclass
 class Staged:
     """A save of a name in progress in a folder."""
 
     folder: Path
     name: str
     save: str
+    keeps_order: bool = False
+    """True on the one process per folder that moves and removes files."""
 
     @property
     def part(self) -> Path:
@@ -48,8 +51,8 @@ class Staged:
     def _at(self, ending: str) -> Path:
         return self.folder / f".{self.name}.{self.save}{ending}"
 
-    def begin(self) -> bool:
-        """Create the folders; True on the one process per folder that moves and removes files.
+    def begin(self) -> None:
+        """Create the folders.
 
         Raises:
             CheckpointError: they cannot be created.
@@ -58,24 +61,23 @@ class Staged:
             self.folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 self.part.mkdir()
-                return True
+                self.keeps_order = True
         except OSError as error:
             raise CheckpointError(f"the folder {shown(str(self.folder))} cannot be made: {error.strerror}") from None
-        return False
 
     def commit(self) -> None:
         """Make the save readable, after all processes have written."""
         with suppress(FileNotFoundError):  # renamed already
             os.rename(self.part, self.whole)
 
-    def move(self, is_own: Callable[[str], bool]) -> None:
-        """Move the entries to their place. `is_own` selects the files of a folder that a save replaces."""
+    def move(self) -> None:
+        """Move the entries to their place."""
         for entry in _names(self.whole):
             target, new = self.folder / entry, self.whole / entry
             _keep_permissions(target, new)
             if new.is_dir() and target.exists():
                 for other in _names(target):
-                    if not is_own(other) and not (new / other).exists():
+                    if not is_saved(other) and not (new / other).exists():
                         os.rename(target / other, new / other)  # keeps files that a script has added
                 os.rename(target, self.old)
             os.replace(new, target)
@@ -104,17 +106,21 @@ def entry_of(folder: Path, name: str, saves: Sequence[str], entry: str) -> Path:
     return next(paths, folder / entry)
 
 
-def settle(own: Staged, keeps_order: bool, is_own: Callable[[str], bool]) -> None:
+def settle(own: Staged) -> None:
     """Finish earlier saves of the name that were killed during the move; all processes call it."""
-    earlier = [Staged(own.folder, own.name, save) for save in whole_saves(own.folder, own.name)]
-    for save in earlier:
-        place(save, keeps_order, is_own)
+    for save in whole_saves(own.folder, own.name):
+        place(replace(own, save=save))
 
 
-def place(save: Staged, keeps_order: bool, is_own: Callable[[str], bool]) -> None:
+def place(staged: Staged) -> None:
     """Move a save in place that all processes have written; all processes call it."""
-    _in_order(save.commit, keeps_order)
-    _in_order(lambda: save.move(is_own), keeps_order)
+    for step in (staged.commit, staged.move):
+        all_or_none(partial(_take, step if staged.keeps_order else None))
+
+
+def is_saved(name: str) -> bool:
+    """True if a save writes a file of this name in a partial checkpoint's folder."""
+    return bool(re.fullmatch(r"(model|optimizer)_\d+\.pt|user_content\.pt|\.[0-9a-f]{16}\.tmp", name))
 
 
 def remove(path: Path) -> None:
@@ -124,17 +130,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # another machine may remove it, too
 
 
-def _in_order(step: Callable[[], object], keeps_order: bool) -> None:
-    def take() -> None:
-        try:
-            if keeps_order:
-                step()
-        except OSError as error:
-            raise CheckpointError(
-                f"a checkpoint cannot be put in its place: {error.strerror}: {shown(str(error.filename))}"
-            ) from None
-
-    all_or_none(take)
+def _take(step: Callable[[], object] | None) -> None:
+    try:
+        if step is not None:
+            step()
+    except OSError as error:
+        raise CheckpointError(
+            f"a checkpoint cannot be put in its place: {error.strerror}: {shown(str(error.filename))}"
+        ) from None
 
 
 def _match(name: str, entry: str) -> re.Match[str] | None:

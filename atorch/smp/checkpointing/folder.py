@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -33,8 +32,8 @@ from atorch.files.access import AnyPath, check_target, write
 from atorch.files.strict_json import Format, read_json
 from atorch.files.weights import CHECKPOINT, read_weights
 from atorch.logs import logger
-from atorch.smp.checkpointing.atomic_save import Staged, entry_of, place, remove, settle, whole_saves
-from atorch.smp.checkpointing.partial_files import ADVICE, PartialFiles, write_file
+from atorch.smp.checkpointing.atomic_save import Staged, entry_of, is_saved, place, remove, settle, whole_saves
+from atorch.smp.checkpointing.files import ADVICE, PartialFiles, write_file
 from atorch.smp.ranks import local_rank, rank, rdp_rank
 from atorch.smp.session import session
 
@@ -81,27 +80,28 @@ def save_checkpoint(
     staged = Staged(folder, _name(tag, partial), from_rank_zero(secrets.token_hex(8)))
     user_content = all_or_none(lambda: _plain(user_content, "user_content"))
 
-    def begin() -> bool:
+    def begin() -> None:
         _check_targets(folder, tag, partial)
-        return staged.begin()
+        staged.begin()
 
-    keeps_order = all_or_none(begin)
+    all_or_none(begin)
     is_written = False
     try:
-        settle(staged, keeps_order, _is_own)
+        settle(staged)
         if partial:
             all_or_none(lambda: _write_parts(staged, tag, model, optimizer, user_content))
         else:
             all_or_none(lambda: _write_whole(staged, tag, model, user_content))
         is_written = True
     finally:
-        if keeps_order and not is_written:
+        if staged.keeps_order and not is_written:
             remove(staged.part)
-    place(staged, keeps_order, _is_own)
-    removed = all_or_none(lambda: _note(folder, tag, partial, num_kept_partial_checkpoints) if keeps_order else [])
+    place(staged)
+    num_kept = num_kept_partial_checkpoints
+    removed = all_or_none(lambda: _note(folder, tag, partial, num_kept) if staged.keeps_order else [])
 
     def clear() -> None:  # after all machines have listed the new checkpoint
-        if keeps_order:
+        if staged.keeps_order:
             staged.clear()
         for outdated in removed:
             remove(_part_folder(folder, outdated))
@@ -323,15 +323,10 @@ def _name(tag: str, partial: bool) -> str:
     return f"{tag}_partial" if partial else f"{tag}_full"
 
 
-def _is_own(name: str) -> bool:
-    """True if a save writes a file of this name in a partial checkpoint's folder."""
-    return bool(re.fullmatch(r"(model|optimizer)_\d+\.pt|user_content\.pt|\.[0-9a-f]{16}\.tmp", name))
-
-
 def _check_targets(folder: Path, tag: str, partial: bool) -> None:
     """Refuse to replace files without write permission."""
     inner = _part_folder(folder, tag)
-    parts = [inner / name for name in os.listdir(inner) if _is_own(name)] if partial and inner.is_dir() else []
+    parts = [inner / name for name in os.listdir(inner) if is_saved(name)] if partial and inner.is_dir() else []
     for target in parts if partial else (folder / tag, folder / f"user_content_{tag}"):
         if target.exists():
             check_target(target, CHECKPOINT)

@@ -123,19 +123,20 @@ def _whole(parts: Sequence[tuple[Any, Mapping[str, Any] | None]], place: str) ->
     return whole
 
 
-def meet_replicas(call: str, *, states: bool = True) -> bool:
-    """Wait for all processes to make this call if replicas shard what it gathers; returns True if they do.
+def meet(call: str, *, is_whole: bool, states: bool) -> None:
+    """Wait for the processes whose parts this call gathers to make it.
 
-    states: the call gathers optimizer states, which replicas may shard without the parameters.
+    is_whole: it gathers those of the whole model; else only of this process's part, if replicas shard it.
+    states: it gathers optimizer states, which replicas may shard without the parameters.
 
     Raises:
         ArgumentError: some did not make the call; the error lists them.
     """
     owner = session()
-    if not ((states and owner.config.shard_optimizer_state) or owner.config.sharded_data_parallel_degree > 1):
-        return False
-    checked_barrier(call, owner.mesh.group("data", "zero", "pipeline", "tensor"), longest=PATIENCE)
-    return True
+    if owner.config.sharded_data_parallel_degree > 1 or (states and owner.config.shard_optimizer_state):
+        checked_barrier(call, owner.mesh.group("data", "zero", "pipeline", "tensor"), longest=PATIENCE)
+    elif is_whole:
+        checked_barrier(call, owner.mesh.group("pipeline", "tensor"), longest=PATIENCE)
 
 
 def whole_over_shards(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,27 +159,19 @@ def shards_like(parameter: Tensor, held: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def gathered_state(own: Mapping[str, Any], names: Sequence[str], call: str, split: TensorSplit) -> dict[str, Any]:
-    """The state of the whole model, in the order of `names`, on all processes that hold parts of one replica.
-
-    Raises:
-        ArgumentError: some of them did not call it; the error lists them.
-    """
+def gathered_state(own: Mapping[str, Any], names: Sequence[str], split: TensorSplit) -> dict[str, Any]:
+    """The state of the whole model, in the order of `names`, on all processes that hold parts of one replica."""
     mesh = session().mesh
-    if mesh.size("pipeline", "tensor") > 1:
-        checked_barrier(call, mesh.group("pipeline", "tensor"), longest=PATIENCE)
     state = split.whole_state(own)
     if mesh.size("pipeline") > 1:
         state = of_all_stages(state, names, mesh.group("pipeline"))
     return {name: state[name] for name in (*names, *state) if name in state}
 
 
-def merged_model_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def merged_state(state: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a whole state, or merge the partial states that all processes of a replica contribute."""
-    if not state.get(PARTIAL):
-        return {name: value for name, value in state.items() if name not in MARKS}
-    whole: dict[str, Any] = merged(of_all(state), "the model's state")
-    return whole
+    whole = merged(of_all(state), place) if state.get(PARTIAL) else state
+    return {name: value for name, value in whole.items() if name not in MARKS}
 
 
 def of_all(state: Mapping[str, Any]) -> list[Any]:
@@ -196,9 +189,3 @@ def blank_copy(model: nn.Module) -> nn.Module:
         for tensor in model.parameters()
     }
     return duplicate(model, memo)
-
-
-def whole_on_host(blank: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Load a whole state into a blank copy, in host memory."""
-    blank.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
-    return blank.cpu()

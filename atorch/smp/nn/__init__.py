@@ -1,12 +1,11 @@
 """`smp.nn`: modules that the first step splits over the tensor ranks, and a fused layer norm."""
 
 from atorch.smp.nn import huggingface
-from atorch.smp.nn.attention import DistributedAttentionLayer
-from atorch.smp.nn.distributed_module import DistributedModule
+from atorch.smp.nn.distributed_module import DistributedEmbedding, DistributedLinear, DistributedModule
 from atorch.smp.nn.language_model import DistributedTransformerLMHead
 from atorch.smp.nn.layer_norm import FusedLayerNorm
-from atorch.smp.nn.linear import DistributedEmbedding, DistributedLinear
 from atorch.smp.nn.transformer import (
+    DistributedAttentionLayer,
     DistributedTransformer,
     DistributedTransformerLayer,
     DistributedTransformerOutputLayer,

@@ -1,4 +1,4 @@
-"""The base of the distributed modules: whole weights at first, split over the tensor ranks at the first step."""
+"""Distributed modules, with whole weights at first, split over the tensor ranks at the first step; torch's layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atorch.errors import ArgumentError, shown
 
@@ -29,6 +29,53 @@ class DistributedModule(nn.Module):
     Until then it has its whole weights and computes as a plain module does. A subclass adds nothing else: the split
     follows from its computation.
     """
+
+
+class DistributedLinear(DistributedModule, nn.Linear):
+    """`nn.Linear`, (…, in_features) → (…, out_features), with sizes summed over the tensor ranks.
+
+    Each rank computes some of the output's columns, which are then gathered. Between two consecutive layers only one
+    sum is communicated.
+    """
+
+
+class DistributedEmbedding(DistributedModule, nn.Embedding):
+    """`nn.Embedding`, (…) → (…, embedding_dim), with the rows split over the tensor ranks.
+
+    Args:
+        _weight: initial values of shape (num_embeddings, embedding_dim).
+        initializer_range: standard deviation of normal initial values, without `_weight`.
+
+    Raises:
+        ArgumentError: `_skip_allgather` or `_skip_scatter_and_merge` is true: the result is whole on every rank.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        initializer_range: float = 0.02,
+        _skip_allgather: bool = False,
+        _skip_scatter_and_merge: bool = False,
+    ) -> None:
+        flags: dict[str, Any] = {"_skip_allgather": _skip_allgather, "_skip_scatter_and_merge": _skip_scatter_and_merge}
+        refuse("DistributedEmbedding", flags, dict.fromkeys(flags, False))
+        self._initializer_range = initializer_range
+        nn.Embedding.__init__(
+            self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.normal_(0.0, self._initializer_range)
+        if self.padding_idx is not None:
+            self.weight[self.padding_idx].zero_()
 
 
 def refuse(cls: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:

@@ -43,12 +43,9 @@ class FusedLayerNorm(nn.LayerNorm):
         apex = _apex() if self._has_apex and _is_cuda(input) else None
         if apex is None:
             return super().forward(input)
-        shape: tuple[int, ...] = self.normalized_shape
-        if not self.elementwise_affine:
-            plain: Callable[..., Tensor] = apex.fused_layer_norm
-            return plain(input, shape, self.eps)
-        affine: Callable[..., Tensor] = apex.fused_layer_norm_affine
-        return affine(input, self.weight, self.bias, shape, self.eps)
+        affine = (self.weight, self.bias) if self.elementwise_affine else ()
+        kernel: Callable[..., Tensor] = apex.fused_layer_norm_affine if affine else apex.fused_layer_norm
+        return kernel(input, *affine, self.normalized_shape, self.eps)
 
 
 def _is_cuda(input: Tensor) -> bool:

@@ -1,1 +1,1 @@
-"""The step of `smp`: its handshake, its micro-batches, and gradient averaging."""
+"""The step of `smp`: its exchanges, its micro-batches, and gradient averaging."""

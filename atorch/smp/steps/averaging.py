@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.barrier_diagnostics import answered
+from atorch.runtime.data_parallel.buckets import in_buckets
+from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.loss_value import value_of
 
 CommHook = Callable[[Any, Any], Any]
@@ -33,7 +35,6 @@ class GradientBucket:
         self._numel = sum(parameter.numel() for parameter in parameters)
         # After the gradients: one flag for each, 1 if it exists.
         self._flat = torch.zeros(self._numel + len(parameters), dtype=first.dtype, device=first.device)
-        self.waits_for: set[nn.Parameter] = set()
         self.work: Any = None
 
     def index(self) -> int:
@@ -100,14 +101,12 @@ class Averaging:
     ) -> None:
         self.group, self._as_views = group, as_views
         self.comm_hook: tuple[Any, CommHook] | None = None
-        self.num_reduced = 0
-        """Buckets whose reduction overlapped backward in the last step."""
         self._holders = Counter(parameter for part in parts for parameter in dict.fromkeys(part.parameters()))
         trained = [parameter for parameter in self._holders if parameter.requires_grad]
-        self._buckets = _buckets(trained[::-1], bucket_cap_mb * 2**20)
-        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters()}
-        self._left: Counter[nn.Parameter] = Counter()
-        self._next = 0
+        buckets = list(in_buckets(trained[::-1], most_bytes=bucket_cap_mb * 2**20))
+        self._buckets = [GradientBucket(number, held, held is buckets[-1]) for number, held in enumerate(buckets)]
+        self._left: Counter[nn.Parameter] = Counter()  # local stages that still run backward through it
+        self._next = 0  # the first bucket that no backward pass has reduced
         self.is_reducing = self._overlaps = self._counts = False
         self.divisor = group.size()
         """The divisor of the summed gradients."""
@@ -120,16 +119,14 @@ class Averaging:
         reduces: average gradients in this step.
         overlaps: start reductions while its last backward passes run.
         """
-        self.is_reducing, self._overlaps, self._next, self.num_reduced = reduces, overlaps, 0, 0
+        self.is_reducing, self._overlaps, self._next = reduces, overlaps, 0
         self._left = Counter(self._holders)
-        for bucket in self._buckets:
-            bucket.waits_for, bucket.work = set(bucket.parameters()), None
 
     def finish(self) -> None:
         """End a step: reduce the remaining buckets, and wait for all."""
         if not self.is_reducing:
             return
-        self.num_reduced, self.is_reducing = self._next, False
+        self.is_reducing = False
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         for bucket in self._buckets:
@@ -148,11 +145,10 @@ class Averaging:
         if not self._counts:
             return
         self._left[parameter] -= 1
-        if self._left[parameter]:  # another local stage still runs backward through it
-            return
-        self._bucket_of[parameter].waits_for.discard(parameter)
-        while self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
-            self._launch(self._buckets[self._next])
+        for bucket in self._buckets[self._next :]:
+            if any(self._left[other] > 0 for other in reversed(bucket.parameters())):  # mostly the last one
+                break
+            self._launch(bucket)
             self._next += 1
 
     def _launch(self, bucket: GradientBucket) -> None:
@@ -172,44 +168,21 @@ class Averaging:
         bucket.work = reduced
 
 
-class PartReduction:
-    """The reduction of one stage, with the interface of `data_parallel.gradient_sync.Reduction`.
+class PartReduction(Reduction):
+    """The reduction of one stage in a step, whose end finishes the averaging.
 
     averaging: None for one replica.
     failed: receives exceptions of a backward pass; the other stages continue until the end of the step.
     """
 
-    is_sharded = False
-
-    def __init__(self, averaging: Averaging | None, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, part: nn.Module, averaging: Averaging | None, failed: Callable[[Exception], None]) -> None:
+        super().__init__(part)
         self._averaging, self._failed = averaging, failed
-
-    def forward(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._averaging is None else self._averaging.backward(last=last)
 
-    def afterwards(self) -> None:
-        """Do nothing: the end of the step finishes the averaging."""
-
-    def reshard(self) -> None:
-        """Do nothing: no parameters were gathered."""
-
     def takes(self, error: Exception) -> bool:
+        """True: the step raises it."""
         self._failed(error)
         return True
-
-
-def _buckets(parameters: Sequence[nn.Parameter], most_bytes: float) -> list[GradientBucket]:
-    filled: list[list[nn.Parameter]] = []
-    size = 0.0
-    for parameter in parameters:
-        num_bytes = parameter.numel() * parameter.element_size()
-        same = filled and (filled[-1][0].dtype, filled[-1][0].device) == (parameter.dtype, parameter.device)
-        if not same or size + num_bytes > most_bytes:
-            filled.append([])
-            size = 0.0
-        filled[-1].append(parameter)
-        size += num_bytes
-    return [GradientBucket(index, group, index == len(filled) - 1) for index, group in enumerate(filled)]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world
@@ -34,14 +34,7 @@ from atorch.smp.checkpointing.states import blank_copy
 from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
-from atorch.smp.partitioning import (
-    Division,
-    Weighing,
-    auto_units,
-    divided_by_cost,
-    divided_by_hand,
-    units_by_hand,
-)
+from atorch.smp.partitioning import Division, auto_units, divided_by_cost, divided_by_hand, units_by_hand
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging, PartReduction
 from atorch.smp.steps.micro_batch_run import Body
@@ -96,14 +89,16 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     averaging = None if passes is not None else _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
-        reductions = [PartReduction(averaging, faults.note) for _ in parts]
+        reductions = [PartReduction(part, averaging, faults.note) for part in parts]
         group = mesh.group("pipeline")
         schedule = by_torch(placed, config.microbatches)
         engine = Engine(parts, schedule, group, owner.device, reductions=reductions)
         ties = Ties(shared, parts, group, division.places)
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
     model.become(runner, division, split)
-    _log_division(owner, division)
+    if owner.mesh.size("pipeline") > 1:
+        with speaking(True):
+            logger.info("the model was partitioned:\n%s", division)
     if owner.optimizer is not None:
         owner.optimizer.follow(model, unrounded)
     all_or_none(model.settle)
@@ -144,15 +139,8 @@ def _divided(
     call, route = _watched(model, units, function, sample)
     if not config.auto_partition:
         return units, route, divided_by_hand(route, units, count, config.default_partition)
-    weighing = Weighing(
-        config.memory_weight,
-        min(config.active_microbatches, config.microbatches),
-        times=model.options.trace_execution_times,
-        memory=model.options.trace_memory_usage,
-        traces=not config.skip_tracing,
-    )
     device = ClusterSpec.detect(world.init(), measure=False).device
-    return units, route, divided_by_cost(route, units, whole, call, device, count, weighing)
+    return units, route, divided_by_cost(route, units, whole, call, device, config, model.options)
 
 
 def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
@@ -185,7 +173,8 @@ def _watched(
         return outputs[-1]
 
     route = route_of(whole, units, call, run)
-    after = Body(function, _on_model_device(whole, sample), 0, _Giving(map_tensors(_zeros, outputs[-1])), {})
+    zeros = map_tensors(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), outputs[-1])
+    after = Body(function, _on_model_device(whole, sample), 0, _Giving(zeros), {})
     reads = Reads(whole)
     try:
         with reads:
@@ -234,13 +223,3 @@ class _Giving(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._output
-
-
-def _zeros(leaf: Tensor) -> Tensor:
-    return torch.zeros(leaf.shape, dtype=leaf.dtype)
-
-
-def _log_division(owner: Session, division: Division) -> None:
-    if owner.mesh.size("pipeline") > 1:
-        with speaking(True):
-            logger.info("the model was partitioned:\n%s", division)

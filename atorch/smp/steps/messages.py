@@ -31,7 +31,7 @@ class Message:
 
     dest: int
     number: int
-    transfers: tuple[tuple[dist.Work, torch.Tensor], ...]
+    transfers: tuple[tuple[Any, torch.Tensor], ...]
 
 
 class Messages:
@@ -118,10 +118,11 @@ class Messages:
             return []
         content, size = dist.distributed_c10d._object_to_tensor(copied, torch.device("cpu"), dist.group.WORLD)
         self._num_sent.update(others)
-        return [
-            Message(rank, self._num_sent[rank], tuple((_isend(part, rank), part) for part in (size, content)))
-            for rank in others
-        ]
+        messages = []
+        for rank in others:
+            transfers = tuple((dist.isend(part, rank, tag=TAG), part) for part in (size, content))
+            messages.append(Message(rank, self._num_sent[rank], transfers))
+        return messages
 
     def _told(self, messages: Sequence[Message]) -> str:
         ranks = sorted({message.dest for message in self.untaken(messages)})
@@ -135,12 +136,6 @@ def _store() -> Any:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _isend(part: torch.Tensor, dest: int) -> dist.Work:
-    work = dist.isend(part, dest, tag=TAG)
-    assert work is not None, "this process is in the group of all"
-    return work
 
 
 def on_host(obj: Any) -> Any:

@@ -10,8 +10,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +31,10 @@ from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging
-from atorch.smp.steps.handshake import Start, has_begun_none, raise_it
+from atorch.smp.steps.exchange import Start, StepResults, has_begun_none
 from atorch.smp.steps.micro_batch_run import Body, Owners
-from atorch.smp.steps.results import StepResults
 from atorch.smp.steps.slicing import StepArguments, beginnings
 from atorch.smp.training.sharding import ShardedPasses
-
-
-class StepKey(NamedTuple):
-    """The kind of a step: steps of one kind call the model alike, and all of them or none run backward."""
-
-    function: Callable[..., Any]
-    told: Hashable  # the other facts of the kind, equal on all processes
-
 
 LOOKS = 3
 """Number of first steps whose batches are compared over the processes of a pipeline."""
@@ -58,6 +48,10 @@ class Faults:
 
     def note(self, error: Exception) -> None:
         self.first = self.first or error
+
+    def tell(self) -> None:
+        if self.first is not None:
+            raise self.first
 
 
 @dataclass(eq=False, repr=False)
@@ -91,7 +85,7 @@ class Runner:
         """The reason why no more steps can run, if so."""
         engine = self.engine
         self._results = None if engine is None else StepResults(engine.last_place, engine.group, engine.device)
-        self._trains: dict[StepKey, bool] = {}
+        self._trains: dict[Hashable, bool] = {}  # by kind: steps of one kind call the model alike
         self._num_passes = 0  # backward passes since gradients were averaged
         self.reduces = False  # True if this step averages gradients at its end
 
@@ -108,8 +102,7 @@ class Runner:
         """
         self.num_steps += 1
         self.faults.first = None
-        kind = StepKey(function, start.told)
-        work = _Work(self, function, kind, start.pieces, detach)
+        work = _Work(self, function, start, detach)
         train = torch.is_grad_enabled()
         try:
             train = self._goes_back(work, start.is_alike)
@@ -127,8 +120,8 @@ class Runner:
             self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
         if work.went_back and self.owner.optimizer is not None:
             self.owner.optimizer.mark_synced()
-        is_new = self._ends_together(self._results is not None and self._results.is_new(kind, work.returned))
-        return work.returned if self._results is None else self._results.give(kind, work.returned, is_new=is_new)
+        is_new = self._ends_together(self._results is not None and self._results.is_new(work.kind, work.returned))
+        return work.returned if self._results is None else self._results.give(work.kind, work.returned, is_new=is_new)
 
     def join_remaining(self) -> None:
         """Take part without batches in the steps of replicas that have some left; then copy their parameters."""
@@ -224,18 +217,16 @@ class Runner:
         """Exchange at the end of a step: raises if any process failed; True if any has a result of a new form."""
         failed, some_new = all_reduce_max([self.faults.first is not None, is_new])
         if failed:
-            all_or_none(partial(raise_it, self.faults.first))
+            all_or_none(self.faults.tell)
         return bool(some_new)
 
 
 class _Work:
     """The micro-batches of a step, in the engine's interface."""
 
-    def __init__(
-        self, runner: Runner, function: Callable[..., Any], kind: StepKey, pieces: Sequence[StepArguments], detach: bool
-    ) -> None:
-        self.kind, self.pieces, self.train = kind, pieces, False
-        self.returned: list[Any] = [None] * len(pieces)
+    def __init__(self, runner: Runner, function: Callable[..., Any], start: Start, detach: bool) -> None:
+        self.kind, self.pieces, self.train = (function, start.told), start.pieces, False
+        self.returned: list[Any] = [None] * self.count
         self.looked = False
         """True if the function called `model.backward` in the trace."""
         self.went_back = False
@@ -243,7 +234,7 @@ class _Work:
         self._runner, self._function, self._detach = runner, function, detach
         self._owners: Owners = {}
         options = runner.model.options
-        self._scale = runner.loss_scale / (len(pieces) if options.average_grads_across_microbatches else 1)
+        self._scale = runner.loss_scale / (self.count if options.average_grads_across_microbatches else 1)
 
     @property
     def count(self) -> int:

@@ -6,7 +6,7 @@ marked by torch's parameter registration hook, and those of a registered class b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
+from atorch.smp.nn.distributed_module import DistributedModule
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -100,15 +101,12 @@ def tensor_marks(model: nn.Module) -> dict[str, TensorMark]:
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
-def marked_parameters(model: nn.Module, is_distributed: Callable[[nn.Module], bool]) -> frozenset[str]:
-    """All parameter names of modules that are marked, or inside a distributed module and not marked against it.
-
-    is_distributed: True for modules of `smp.nn` that are split by default.
-    """
+def marked_parameters(model: nn.Module) -> frozenset[str]:
+    """All parameter names of modules that are marked, or inside a distributed module and not marked against it."""
     names: set[str] = set()
 
     def visit(module: nn.Module, path: str, is_below: bool) -> None:
-        mark, is_below = mark_of(module), is_below or is_distributed(module)
+        mark, is_below = mark_of(module), is_below or isinstance(module, DistributedModule)
         if is_below if mark is None else mark.enabled:
             names.update(f"{path}{name}" for name, parameter in module._parameters.items() if parameter is not None)
         for name, child in module._modules.items():

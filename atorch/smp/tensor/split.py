@@ -20,7 +20,6 @@ from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 from atorch.runtime.tensor_parallel.state import whole_tensor
 from atorch.smp.activation_checkpointing import without_checkpointing
 from atorch.smp.model_creation import delayed_values, fill
-from atorch.smp.nn.distributed_module import DistributedModule
 from atorch.smp.tensor.marks import marked_parameters
 
 UNKNOWN = "nothing splits it, and by themselves only linear layers and tables are split"
@@ -94,9 +93,7 @@ class TensorSplit:
         return {name: self.own(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def split_marked(
-    model: nn.Module, run: Callable[[], Any], mesh: Mesh, *, as_dtensors: bool = False, loss_parallel: bool = False
-) -> TensorSplit:
+def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> TensorSplit:
     """Split the marked modules of `model` in place over the axis tensor of `mesh`. All processes call it together.
 
     Call it before the model is cut into stages. It broadcasts the first process's parameters, buffers and random state,
@@ -104,9 +101,6 @@ def split_marked(
 
     Args:
         run: calls the model once on a few rows, which are the same on all tensor ranks.
-        as_dtensors: make the parts DTensors, as FSDP2 needs them; else plain tensors.
-        loss_parallel: keep logits of a split vocabulary split for a cross entropy. Any other read gathers them, which
-            all ranks must do together. Else they are gathered at once.
 
     Raises:
         ArgumentError: `run` does not call the model, or processes differ in their models, marks or rows.
@@ -114,7 +108,7 @@ def split_marked(
     degree = mesh.size("tensor")
     if degree == 1:
         return TensorSplit()
-    marked = marked_parameters(model, _is_distributed)
+    marked = marked_parameters(model)
     require_equal(sorted(marked), "what is marked for tensor parallelism", ArgumentError, "as name {}".format)
     fill([model], torch.device("cpu"), delayed_values(model))
     synchronise([*model.parameters(), *model.buffers()])
@@ -127,7 +121,7 @@ def split_marked(
         )  # fmt: skip
         return TensorSplit(degree, mesh.rank("tensor"), mesh.group("tensor"))
     matrices = _Matrix.all_of(model)
-    options: dict[str, Any] = {"among": marked, "as_dtensors": as_dtensors, "loss_parallel": loss_parallel}
+    options: dict[str, Any] = {"among": marked, "as_dtensors": False, "loss_parallel": False}
     with without_checkpointing(model):  # the traced forward must not contain recomputed parts
         layout = all_or_none(
             lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options)
@@ -207,7 +201,3 @@ def _warn_kept(model: nn.Module, split: TensorSplit) -> None:
             "tensor parallelism leaves %s%s of %s whole on every rank: %s",
             ", ".join(names[:MANY]), more, type(model).__name__, reason,
         )  # fmt: skip
-
-
-def _is_distributed(module: nn.Module) -> bool:
-    return isinstance(module, DistributedModule)

@@ -26,7 +26,7 @@ from atorch.runtime.optimizer.split_support import ShardKind, refusal
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import MasterWeights, with_master_weights
-from atorch.smp.optimizers.fused import Fused
+from atorch.smp.training.fused_optimizer import Fused
 
 ADVICE = "Use an optimizer that steps every element by its own gradient (AdamW, SGD, …), or leave {key} out"
 

@@ -14,13 +14,9 @@ import atorch.smp as smp
 from atorch.smp.tensor.marks import marked_parameters
 
 
-def is_distributed(module: nn.Module) -> bool:
-    return isinstance(module, smp.nn.DistributedModule)
-
-
 def marked(model: nn.Module) -> set[str]:
     """The modules whose parameters are to be split."""
-    return {name.rpartition(".")[0] for name in marked_parameters(model, is_distributed)}
+    return {name.rpartition(".")[0] for name in marked_parameters(model)}
 
 
 class Model(nn.Module):
@@ -72,7 +68,7 @@ def test_a_transformers_model_is_marked_as_it_is_made() -> None:
     config = transformers.GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=2, n_positions=4)
     with smp.tensor_parallelism():
         model = transformers.GPT2LMHeadModel(config)
-    assert marked_parameters(model, is_distributed) == dict(model.named_parameters(remove_duplicate=False)).keys()
+    assert marked_parameters(model) == dict(model.named_parameters(remove_duplicate=False)).keys()
 
 
 def test_distributed_modules_need_no_mark_but_one_against_them_counts() -> None:

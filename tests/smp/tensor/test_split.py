@@ -118,9 +118,9 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids[:, : logits.shape[1]].flatten())
 
 
-def split(model: nn.Module, size: int, **options: Any) -> TensorSplit:
+def split(model: nn.Module, size: int) -> TensorSplit:
     mesh = Mesh((("tensor", size), ("pipeline", 1), ("data", 1)), None, "cpu")
-    return split_marked(model, lambda: model(batch_of_all(0, size)[:2]), mesh, **options)
+    return split_marked(model, lambda: model(batch_of_all(0, size)[:2]), mesh)
 
 
 def train(model: nn.Module, size: int) -> list[float]:
@@ -143,9 +143,7 @@ def distance(got: dict[str, Tensor], expected: dict[str, Tensor], before: dict[s
     return float(error / torch.stack([(expected[name] - before[name]).double().norm() for name in got]).norm())
 
 
-def parity(
-    rank: int, size: int, name: str, options: dict[str, Any], recomputed: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def parity(rank: int, size: int, name: str, recomputed: tuple[str, ...] = ()) -> dict[str, Any]:
     model, plain = make(name), make(name)
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in recomputed:
@@ -153,7 +151,7 @@ def parity(
     if rank:  # which is put right before anything is split
         nn.init.ones_(next(model.parameters()))
     before = {key: value.clone() for key, value in plain.state_dict().items()}
-    done = split(model, size, **options)
+    done = split(model, size)
     whole = done.whole_state(model.state_dict())
     same_state = whole.keys() == before.keys() and all(torch.equal(whole[key], before[key]) for key in before)
     losses, expected = train(model, size), train(plain, size)
@@ -170,29 +168,27 @@ def parity(
 
 # The most that one of two ranks holds of the parameters.
 HELD = {"hand-written": 0.7, "tied": 0.55, "language model": 0.55, "gpt2": 0.52}
-WAYS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    *((name, {}, ()) for name in HELD),
-    ("gpt2", {"as_dtensors": True}, ()),
-    ("gpt2", {"loss_parallel": True}, ()),
-    ("language model", {}, ("attention", "dense1", "word_embedding")),  # recomputed
+WAYS: list[tuple[str, tuple[str, ...]]] = [
+    *((name, ()) for name in HELD),
+    ("language model", ("attention", "dense1", "word_embedding")),  # recomputed
 ]
 
 
 def test_trains_as_the_whole_model(pool: Pool) -> None:
     first, other = pool.run(several, [(parity, *way) for way in WAYS])
-    for (name, options, _), *pair in zip(WAYS, first, other, strict=True):
+    for (name, _), *pair in zip(WAYS, first, other, strict=True):
         for seen in pair:
             assert seen["same state"]
             assert seen["loss"] <= 1e-5
             assert seen["update"] <= 1e-4
-            assert seen["held"] < HELD[name] or "as_dtensors" in options  # which count what all ranks hold
+            assert seen["held"] < HELD[name]
             assert not seen["kept"]
         assert all(torch.equal(value, pair[1]["shared"][key]) for key, value in pair[0]["shared"].items())
 
 
 def test_rows_that_several_ranks_need_are_whole_on_each(pool: Pool) -> None:
     """Of two heads of keys and values on four ranks."""
-    for seen in pool.run(parity, "llama", {}, ranks=4):
+    for seen in pool.run(parity, "llama", ranks=4):
         assert seen["update"] <= 1e-4
         assert set(seen["kept"].values()) == {"several ranks need the same of its rows"}
         assert {name.split(".")[-2] for name in seen["kept"]} == {"k_proj", "v_proj"}

@@ -25,7 +25,7 @@ from atorch.errors import AtorchError, StrategyError, near_miss
 from atorch.logs import logger
 from atorch.model.copy import duplicate_with
 from atorch.model.meta_device import has_meta
-from atorch.model.pytree import map_leaves, map_tensors, tensors_in, written_tensors
+from atorch.model.pytree import map_leaves, map_tensors, tensor_bytes, tensors_in, written_tensors
 from atorch.model.state import preserved_state
 from atorch.runtime.precision.amp import casting_anew
 
@@ -155,6 +155,7 @@ class ModuleCall:
     needs: set[ValueOrigin] = field(default_factory=set)
     returns: Any = None  # the results, with an OutputIndex in place of each tensor
     num_tensors: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,7 @@ class _Watch(TorchDispatchMode):
                 for tensor in (leaf, *_parts(leaf)):
                     self._marks[tensor] = {CallOutput(number, call.num_tensors)}
                 call.num_tensors += 1
+                call.num_bytes += tensor_bytes(leaf)
                 return OutputIndex(call.num_tensors - 1)
             if not isinstance(leaf, _PLAIN):
                 raise StrategyError(
