@@ -8,8 +8,8 @@ longer of its kernels and its copies (1.0: the shorter one is fully hidden). fp8
 --group measures other variants, in about four minutes each:
 - search: automatic mode, with limits of 60 and 120 s, against what an expert would write: amp, amp with compiled
   blocks, and bf16 weights with compiled blocks; 8 × 2,048 tokens.
-- chunk: Llamas of 7B under 60 GiB, and of 13B and 18B, which fit by chunks alone; 16 × 4,096 tokens, one step after
-  the first.
+- chunk: Llamas of 7B under 60 GiB, and of 13B and 16B, which fit by chunks alone; 16 rows of 4,096 tokens (4 for 16B,
+  whose parameters, gradients, masters and states leave no more room in 139 + 125 GiB); one step after the first.
 - fp8: scales of tensors and of rows on wide blocks, against bf16.
 
 --json adds the rows to a file, and skips those that the file has. --only selects variants by name. --tiny runs
@@ -77,7 +77,7 @@ IN_CHUNKS = [("half", "bf16"), "checkpoint", ("chunk", {"budget_fraction": 0.9})
 LARGE: dict[str, Any] = {
     "7B, half + checkpoint + chunk of 60 GiB": [*IN_CHUNKS[:2], ("chunk", {"budget_bytes": 60 * 2**30})],
     "13B, half + checkpoint + chunk": IN_CHUNKS,
-    "18B, half + checkpoint + chunk": IN_CHUNKS,
+    "16B, half + checkpoint + chunk": IN_CHUNKS,
 }
 FP8: dict[str, Any] = {
     "wide, amp + compile": VARIANTS["wide, amp + compile"],
@@ -91,7 +91,7 @@ FP8: dict[str, Any] = {
     },
 }
 GROUPS: Mapping[str, Mapping[str, Any]] = {"search": SEARCHES, "chunk": LARGE, "fp8": FP8}
-SHAPES = {"7B": (4096, 32, 32), "13B": (5120, 40, 40), "18B": (6144, 40, 48), "wide": (4096, 5, 32)}
+SHAPES = {"7B": (4096, 32, 32), "13B": (5120, 40, 40), "16B": (5632, 42, 44), "wide": (4096, 5, 32)}
 """Width, layers and heads of the variants whose names begin so; others have 1.1B parameters."""
 
 
@@ -130,7 +130,7 @@ def in_process(name: str, tiny: bool) -> dict[str, float]:
     is_large = name in LARGE
     with torch.device("meta") if is_large else device:  # a GPU draws weights a hundred times as fast
         model, seq = make_model(tiny, name), 16 if tiny else 4096 if is_large else 2048
-    rows = 2 if tiny else 16 if is_large else 8 if name in SEARCHES else 4
+    rows = 2 if tiny else 16 if is_large and "16B" not in name else 8 if name in SEARCHES else 4
     tokens = torch.randint(0, model.config.vocab_size, (rows, seq), device=device)
     batch, numel = {"input_ids": tokens, "labels": tokens}, sum(parameter.numel() for parameter in model.parameters())
     flops = (

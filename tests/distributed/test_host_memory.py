@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,11 +22,11 @@ MiB = 2**20
 
 
 class Wide(torch.nn.Module):
-    """4 MiB of parameters in fp32 in two blocks."""
+    """Parameters in fp32; by default 4 MiB in two blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 724, blocks: int = 2) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(724, 724, bias=False) for _ in range(2))
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -33,16 +34,16 @@ class Wide(torch.nn.Module):
         return x
 
 
-def row(index: int) -> torch.Tensor:
-    return torch.randn(724, generator=torch.Generator().manual_seed(index))
+def row(width: int, index: int) -> torch.Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(index))
 
 
-def job() -> dict[str, Any]:
+def job(width: int = 724, blocks: int = 2) -> dict[str, Any]:
     torch.manual_seed(0)
     return {
-        "model": Wide(),
+        "model": Wide(width, blocks),
         "optim_func": torch.optim.AdamW,
-        "dataset": Samples(16, row),
+        "dataset": Samples(16, partial(row, width)),
         "loss_func": lambda batch, output: output.square().mean(),
         "dataloader_args": {"batch_size": 4},
     }
@@ -53,8 +54,8 @@ def free(num_bytes: int) -> Any:
     return mock.patch.object(psutil, "virtual_memory", return_value=SimpleNamespace(available=num_bytes, total=2**40))
 
 
-def trained(rank: int, size: int, strategy: Any, free_bytes: int) -> float:
-    training = accelerated(job(), strategy)
+def trained(strategy: Any, *shape: int) -> float:
+    training = accelerated(job(*shape), strategy)
     for batch in training.dataloader:
         loss = training.loss_func(batch, training.model(batch))
         loss.backward()
@@ -63,9 +64,9 @@ def trained(rank: int, size: int, strategy: Any, free_bytes: int) -> float:
     return float(loss)
 
 
-def with_free(rank: int, size: int, strategy: Any, free_bytes: int) -> float:
+def with_free(rank: int, size: int, strategy: Any, free_bytes: int, *shape: int) -> float:
     with free(free_bytes):
-        return trained(rank, size, strategy, free_bytes)
+        return trained(strategy, *shape)
 
 
 CHUNK = ("chunk", {"budget_bytes": 24 * MiB, "hybrid": False})
@@ -101,6 +102,18 @@ def test_gradients_take_the_place_of_parameters_where_that_fits(pool: Pool) -> N
     (((beside, _), (instead, is_told)),) = pool.run(in_place, ranks=1)
     assert beside == instead
     assert is_told
+
+
+def filled(rank: int, size: int) -> list[float]:
+    """Losses where the host has room for what costs the least traffic, and where the device must be filled."""
+    # Of 16 MiB, one of 16 blocks on the device costs the least traffic, and four have room there.
+    strategy = [("chunk", {"budget_bytes": 5 * MiB})]
+    return [with_free(rank, size, strategy, free_bytes, 256, 16) for free_bytes in (2**40, 9 * MiB)]
+
+
+def test_the_device_is_filled_where_the_host_is_short(pool: Pool) -> None:
+    ((ample, short),) = pool.run(filled, ranks=1)
+    assert ample == short
 
 
 def test_limits_of_the_process_and_the_machine_count() -> None:

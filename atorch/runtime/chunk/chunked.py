@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def chunk(
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in leave}
     shards = 1 if group is None else group.size()
 
-    def planned() -> _Planned:
+    def planned(fills_device: bool) -> _Planned:
         if chunk_size is None:
             numel = sum(parameter.numel() for parameter in parameters.values())
             most = None if state_bytes is None else numel // PINNED_PARTS
@@ -97,7 +98,7 @@ def chunk(
             )
         else:
             layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards, ALIGNED)
-        pinned, beside_bytes = pinned_in(layout, foreseen, budget_bytes, state_bytes, shards)
+        pinned, beside_bytes = pinned_in(layout, foreseen, budget_bytes, state_bytes, shards, fills_device)
         staying = pinned if shards == 1 else frozenset()  # of a shared chunk only the share stays, so it is gathered
 
         def course_of(foreseen: AccessTrace) -> PassSchedule:
@@ -105,13 +106,15 @@ def chunk(
 
         return _Planned(layout, pinned, staying, beside_bytes, course_of, course_of(foreseen))
 
-    if group is None:
-        plan = planned()
-    else:
+    def agreed(fills_device: bool = False) -> _Planned:
+        if group is None:
+            return planned(fills_device)
         arguments: dict[str, Any] = {"budget_bytes": budget_bytes, "state_bytes": state_bytes, "prefetch": prefetch}
         arguments |= {"dtype": dtype, "in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
-        plan = call_on_all_ranks("chunk", lambda: {"arguments": _facts(arguments)}, planned, _Planned.facts, group)
-    in_place = _fit_host(plan, parameters.values(), shards, in_place, host_state_bytes)
+        own = partial(planned, fills_device)
+        return call_on_all_ranks("chunk", lambda: {"arguments": _facts(arguments)}, own, _Planned.facts, group)
+
+    plan, in_place = _fit_host(agreed, parameters.values(), shards, in_place, host_state_bytes)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     managed = {name: parameters[name] for name in plan.layout.chunk_of}
@@ -161,27 +164,36 @@ class _Planned:
 
 
 def _fit_host(
-    plan: _Planned,
+    plan_of: Callable[[bool], _Planned],
     parameters: Iterable[nn.Parameter],
     shards: int,
     in_place: bool | None,
     state_bytes: float | None,
-) -> bool:
-    """Check host memory. True if gradients are to be stored in place of parameters, by request or for lack of room.
+) -> tuple[_Planned, bool]:
+    """The plan that fits host memory, and True if gradients are to be stored in place of parameters.
+
+    The first plan sends the fewest bytes. If the host has no room for it, the device is filled with states. If that
+    is not enough, gradients lie in the place of parameters.
+
+    Args:
+        plan_of: a plan of chunks, if True with as many on the device as its budget has room for.
 
     Raises:
         OutOfBudgetError: host memory has no room; on all processes.
     """
+    plan = plan_of(False)
     if state_bytes is None:
-        return bool(in_place)
+        return plan, bool(in_place)
     # The parameters' current host memory is released chunk by chunk.
     on_cpu = [parameter for parameter in parameters if parameter.device.type == "cpu"]
     released = sum(parameter.nbytes for parameter in on_cpu if parameter.untyped_storage().nbytes())
-    on_host = [spec for spec in plan.layout.chunks if spec.index not in plan.pinned]
 
-    def needed(in_place: bool) -> float:
-        return sum(_host_bytes(spec, state_bytes, in_place) for spec in on_host) / shards - released
+    def needed(in_place: bool | None) -> float:
+        on_host = (spec for spec in plan.layout.chunks if spec.index not in plan.pinned)
+        return sum(_host_bytes(spec, state_bytes, bool(in_place)) for spec in on_host) / shards - released
 
+    if missing_bytes(needed(in_place)) > 0:
+        plan = plan_of(True)
     if in_place is None:
         in_place = missing_bytes(needed(False)) > 0
         if in_place:
@@ -194,7 +206,7 @@ def _fit_host(
         "what chunk keeps on the host (parameters, gradients, masters, optimizer states)",
         "Raise the device's budget, use more processes, 16-bit parameters (half), or chunk's disk",
     )
-    return in_place
+    return plan, in_place
 
 
 def _host_bytes(chunk: ChunkSpec, state_bytes: float, in_place: bool) -> float:
@@ -274,14 +286,21 @@ def course(
 
 
 def pinned_in(
-    layout: ChunkLayout, foreseen: AccessTrace, budget_bytes: int, state_bytes: float | None, shards: int = 1
+    layout: ChunkLayout,
+    foreseen: AccessTrace,
+    budget_bytes: int,
+    state_bytes: float | None,
+    shards: int = 1,
+    fills_device: bool = False,
 ) -> tuple[frozenset[int], int]:
     """The chunks to step on the device, and the bytes of gradients, masters and states that it holds for them."""
     if state_bytes is None:
         return frozenset(), 0
     beside = [_pinned_state_bytes(spec, state_bytes, shards) for spec in layout.chunks]
     by_chunk = moments(foreseen, layout.chunk_of, _sizes(layout), shards)
-    pinned = choose_pinned(by_chunk, _sizes(layout), beside, budget_bytes, is_shared=shards > 1)
+    pinned = choose_pinned(
+        by_chunk, _sizes(layout), beside, budget_bytes, is_shared=shards > 1, fills_device=fills_device
+    )
     return pinned, sum(beside[chunk] for chunk in pinned)
 
 

@@ -298,6 +298,7 @@ def choose_pinned(
     budget_bytes: int,
     *,
     is_shared: bool = False,
+    fills_device: bool = False,
 ) -> frozenset[int]:
     """The chunks to pin on the device, with their optimizer states, such that the fewest bytes travel.
 
@@ -312,6 +313,7 @@ def choose_pinned(
         budget_bytes: device memory for chunks and everything else.
         is_shared: processes share every chunk. Then only a share is pinned, which counts among the states, and the
             chunk is gathered like others.
+        fills_device: pin as many as the budget has room for, since the host has none for them.
     """
     runs = StepRuns.of([moment.needs for moment in moments], [moment.other_bytes for moment in moments])
 
@@ -345,7 +347,8 @@ def choose_pinned(
     low, high = 0, len(ranked)
     while low < high:
         middle = (low + high) // 2
-        if travels(middle + 1) < travels(middle):
+        more = travels(middle + 1)
+        if more < inf if fills_device else more < travels(middle):
             low = middle + 1
         else:
             high = middle

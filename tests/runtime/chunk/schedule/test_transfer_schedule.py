@@ -316,6 +316,17 @@ def test_pins_the_best_number_of_equal_blocks(room):
     assert traffic(case, pinned) == min(found for found in every if found is not None)
 
 
+@pytest.mark.parametrize("room", [8, 10, 20, 31, 47])
+def test_pins_as_many_as_fit_where_the_host_has_no_room(room):
+    case = Given(there_and_back(10), [4] * 10, 4 * room)
+    states = [STATES * 4] * 10
+    pinned = choose_pinned(case.moments, case.chunk_bytes, states, case.budget, fills_device=True)
+    fewest = choose_pinned(case.moments, case.chunk_bytes, states, case.budget)
+    assert traffic(case, pinned) is not None
+    assert pinned >= fewest
+    assert all(traffic(case, pinned | {chunk}) is None for chunk in set(range(10)) - pinned)
+
+
 def test_what_is_never_trained_is_pinned_at_its_own_size():
     case = Given(there_and_back(3), [4] * 3, 12)
     assert choose_pinned(case.moments, case.chunk_bytes, [0, 0, 0], case.budget) == frozenset({0, 1, 2})
