@@ -20,7 +20,7 @@ def test_a_row_without_a_gpu(name: str) -> None:
     assert figures["ms"] > 0
     assert figures["tokens_per_s"] == pytest.approx(2 * 16 / (figures["ms"] / 1e3))
     assert ("estimated_gib" in figures) == (not name.startswith(gpu_methods.BY_HAND))
-    assert f"1B Llama, {name}" in str(gpu_methods.row(name, figures))
+    assert f"Llama, {name}" in str(gpu_methods.row(name, figures))
 
 
 def test_a_search_without_a_gpu() -> None:

@@ -19,7 +19,8 @@ def test_every_gpu_test_is_a_step_of_less_than_nine_minutes():
     steps = [line for line in printed.splitlines() if "-m pytest" in line or "gpu_methods.py" in line]
     files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {name for line in steps for name in re.findall(r"tests/gpu/(\w+\.py)", line)} == files
-    assert sum("benchmarks/gpu_methods.py" in line and "--tiny" in line for line in steps) == 2  # the table, the search
+    groups = re.findall(r"benchmarks/gpu_methods.py (?:--group (\w+) )?--json \S+ --tiny", printed)
+    assert sorted(groups) == ["", "chunk", "fp8", "search"]  # none is the table
     for line in steps:
         (seconds,) = re.findall(r"timeout (\d+) ", line)
         assert int(seconds) < 9 * 60, line
@@ -27,8 +28,8 @@ def test_every_gpu_test_is_a_step_of_less_than_nine_minutes():
 
 
 def test_steps_can_be_chosen():
-    printed = commands("gpu", "STEPS=chunk", "SYSTEM=1", "ARGS=--tiny")
-    assert re.findall(r"tests/gpu/(\w+)\.py", printed) == ["test_chunk"]
+    printed = commands("gpu", "STEPS=offload", "SYSTEM=1", "ARGS=--tiny")
+    assert re.findall(r"tests/gpu/(\w+)\.py", printed) == ["test_offload"]
     assert "gpu_methods.py" not in printed
 
 

@@ -194,6 +194,12 @@ class _Guards:
             else:
                 parameter.register_hook(expects_none(partial(self._arrives, of[parameter])))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_of": dict(self._of)}  # copies of the model guard their own parameters
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _of=WeakIdKeyDictionary(state["_of"]))
+
     def _arrives(self, guard: NormGuard | None, gradient: Tensor | None) -> None:
         """Guard a gradient for `torch.autograd.grad`, and at the end of the pass those in `.grad`."""
         if guard is not None:

@@ -16,7 +16,7 @@ from atorch.auto.strategy import METHODS, Strategy
 from atorch.errors import StrategyError
 from tests.auto.strategy.fuzzing import Fuzzer
 
-PLACE = re.compile(r"(\$|a key of \$|line \d+ column \d+|byte \d+|this is a pickle|more than)")
+PLACE = re.compile(r"(\$|a key of \$|line \d+ column \d+|byte \d+|this is a pickle|more than|nested deeper)")
 
 
 def is_json(data: bytes) -> bool:

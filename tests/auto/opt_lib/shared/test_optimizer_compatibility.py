@@ -12,10 +12,7 @@ from torch import nn
 
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
-from atorch.errors import ArgumentError
-from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.optimizer.split_support import ShardKind, made_small, needs_closure, refusal
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from tests.auto.opt_lib.optimizer_job import KINDS, METHODS, answer, concerns
 from tests.auto.training import run_each
 from tests.contract.job import arguments, make_model
@@ -132,23 +129,6 @@ def test_closures() -> None:
     weight = nn.Parameter(torch.ones(2))
     assert needs_closure(torch.optim.LBFGS([weight]))
     assert not needs_closure(torch.optim.SGD([weight]))
-
-
-def wrong_closure(rank: int, size: int) -> list[str]:
-    weight, messages = nn.Parameter(torch.ones(2)), []
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    optim: WrappedOptimizer = ShardedOptimizer([weight], torch.optim.SGD, group)
-    for wrong in (5, weight.sum()):
-        with pytest.raises(ArgumentError) as caught:
-            optim.step(wrong)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_a_closure_that_is_no_function_is_refused(pool: Pool) -> None:
-    for messages in pool.run(wrong_closure):
-        assert all("a function that computes the loss" in message for message in messages)
 
 
 def test_need_same_asks_nothing_without_an_optimizer() -> None:
