@@ -17,7 +17,7 @@ from tests.smp.test_step import WIDTH, Blocks, rows, said
 
 
 class Nested(nn.Module):
-    """Partitions inside of one another, to one of which the model comes back, and one module outside of all."""
+    """The document's example: nested partitions, to one of which the model comes back; one module is outside of all."""
 
     def __init__(self, on: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext()) -> None:
         super().__init__()
