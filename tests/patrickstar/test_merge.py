@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import runpy
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -35,15 +35,19 @@ def test_the_parts_become_one(tmp_path: Path) -> None:
     model.load_state_dict(merged)
 
 
-def test_the_guides_command_merges(tmp_path: Path) -> None:
+def test_the_guides_command_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, *({f"weight.{rank}": torch.full((2,), float(rank))} for rank in range(4)))
-    command = [sys.executable, str(ROOT / "tools" / "merge_checkpoint.py"), "--pattern=checkpoint-*.pt"]
-    done = subprocess.run([*command, "--num=4"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+
+    def command(number: int) -> str | int | None:
+        monkeypatch.setattr(sys, "argv", ["merge_checkpoint.py", "--pattern=checkpoint-*.pt", f"--num={number}"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "tools" / "merge_checkpoint.py"), run_name="__main__")
+        return ended.value.code
+
+    assert command(4) is None
     assert len(torch.load(tmp_path / "checkpoint-merged.pt", weights_only=True)) == 4
-    failed = subprocess.run([*command, "--num=5"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert failed.returncode == 1
-    assert failed.stderr.startswith("checkpoint-4.pt of 5 files are not there")
+    assert str(command(5)).startswith("checkpoint-4.pt of 5 files are not there")
 
 
 @pytest.mark.parametrize(
