@@ -26,27 +26,6 @@ def ended() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("given", "num_ranks", "expected"),
-    [
-        ({"partitions": 2}, 8, (("tensor", 1), ("pipeline", 2), ("data", 4))),
-        ({"partitions": 2, "placement_strategy": "spread"}, 8, (("data", 4), ("pipeline", 2), ("tensor", 1))),
-        (
-            {"partitions": 2, "tensor_parallel_degree": 2, "placement_strategy": "PDT"},
-            8,
-            (("tensor", 2), ("data", 2), ("pipeline", 2)),
-        ),
-        (
-            {"sharded_data_parallel_degree": 2, "partitions": 2},
-            8,
-            (("tensor", 1), ("pipeline", 2), ("zero", 2), ("data", 2)),
-        ),
-    ],
-)
-def test_placement_orders_the_axes(given: dict[str, Any], num_ranks: int, expected: Any) -> None:
-    assert slices(Config.read({"ddp": True, **given}), num_ranks) == expected
-
-
-@pytest.mark.parametrize(
     ("given", "num_ranks", "told"),
     [
         ({"partitions": 3, "ddp": True}, 8, "= 3 processes hold a model, but there are 8; start a multiple of 3"),
