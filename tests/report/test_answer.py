@@ -1,4 +1,4 @@
-"""The answer of a planner as people read it on a terminal."""
+"""The answer of a planner as people read it on a terminal, also for several clusters beside each other."""
 
 import io
 import re
@@ -6,15 +6,23 @@ import re
 import pytest
 from rich.console import Console
 
-from atorch.report.answer import answer_report
+from atorch.report.answer import answer_report, beside_report
 from atorch.units import GiB
 from tests.report.answers import answer
 
 
-def text_of(plan: dict, width: int = 120, **options: int) -> str:
+def printed(report, width: int) -> str:
     page = io.StringIO()
-    Console(file=page, width=width, no_color=True, highlight=False).print(answer_report(plan, "job", **options))
+    Console(file=page, width=width, no_color=True, highlight=False).print(report)
     return page.getvalue()
+
+
+def text_of(plan: dict, width: int = 120, **options: int) -> str:
+    return printed(answer_report(plan, "job", **options), width)
+
+
+def beside(answers, width: int = 100) -> str:
+    return printed(beside_report(answers, "job"), width)
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
@@ -126,3 +134,44 @@ def test_markup_in_names_is_text():
     plan = answer(40)
     plan["rejected"][0]["reason"] = "[bold]layers[0][/bold] is too large"
     assert "[bold]layers[0][/bold]" in text_of(plan)
+
+
+def slow():
+    plan = answer(40)
+    plan["estimate"] |= {"step_s": 2 * answer(40)["estimate"]["step_s"], "tokens_per_s": 1000.0, "mfu": 0.1}
+    return plan
+
+
+def test_every_cluster_has_a_column():
+    text = beside([("8xA", slow()), ("[b]B[/b]", answer(40)), ("8xL4", "nothing fits: 12 GiB short")])
+    head = next(line for line in text.splitlines() if "8xA" in line)
+    assert "[b]B[/b]" in head
+    assert "8xL4" in head
+    rows = {line[:13].strip(): line for line in text.splitlines() if line[:13].strip()}
+    assert rows["a sample"].split()[2:] == ["2×", "as", "long", "fastest"]
+    assert rows["MFU"].split()[1] == "10.0%"
+    assert rows["… a device"].split()[3] == "1"
+    assert "nothing fits:" in rows["step"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_as_many_stand_in_a_table_as_there_is_room_for(width):
+    text = beside([(f"cluster{index}", answer(40)) for index in range(5)], width)
+    assert max(map(len, text.splitlines())) <= width
+    assert all(f"cluster{index}" in text for index in range(5))
+    assert text.count("tokens/s") == {40: 5, 80: 2, 200: 1}[width]
+
+
+def test_batches_of_their_own_are_compared_by_the_sample():
+    large = slow()
+    large["global_batch"] *= 4
+    rows = {line[:13].strip(): line for line in beside([("A", large), ("B", answer(40))]).splitlines()}
+    assert rows["a sample"].split()[2:] == ["fastest", "2×", "as", "long"]
+
+
+def test_peaks_stand_with_their_bands_and_what_fits_narrowly_is_told():
+    near = answer(40)
+    near["estimate"] |= {"low_bytes": 66 * 2**30, "high_bytes": 75 * 2**30}
+    text = beside([("A", {**near, "fits_narrowly": True}), ("B", near)])
+    assert " ".join(text.split()).count("66 to 75 GiB") == 2
+    assert text.count(", narrow") == 1

@@ -103,16 +103,13 @@ def stepped(rank: int, size: int, bad: int, config: dict[str, Any] | None, optio
     return skipped, scale, bool((parameter == 1).all()), scaler.get_scale(), parameter.grad[0].item()
 
 
-@pytest.mark.parametrize("options", [{}, {"lr": 0.1}], ids=["sgd", "fused"])
-def test_all_skip_where_one_must(pool: Pool, options: dict[str, Any]) -> None:
+def test_all_skip_where_one_must(pool: Pool) -> None:
     config = {"partitions": 2, "ddp": True}
-    for results in pool.run(several, [(stepped, bad, config, options) for bad in (0, 3, -1)], ranks=4):
-        assert results == [*[(True, 8.0, False, 16.0, 1.0)] * 2, (False, 32.0, False, 64.0, 0.25)]
-
-
-def test_without_a_session_each_skips_by_itself(pool: Pool) -> None:
-    results = pool.run(stepped, 0, None, {})
-    assert [skipped for skipped, *_ in results] == [True, False]
+    ways = [(stepped, bad, config, options) for options in ({}, {"lr": 0.1}) for bad in (0, 3, -1)]
+    found = pool.run(several, [*ways, (stepped, 3, None, {})], ranks=4)
+    for *results, _ in found:
+        assert results == [*[(True, 8.0, False, 16.0, 1.0)] * 2, (False, 32.0, False, 64.0, 0.25)] * 2
+    assert [skipped for *_, (skipped, *_) in found] == [False, False, False, True], "each by itself without a session"
 
 
 def refused(rank: int, size: int) -> str:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import atorch.smp as smp
+from tests.auto.training import messages
 from tests.pool import Pool
-from tests.smp.job import Trained, Way, begun, distance, logged, plainly_trained, trained
+from tests.smp.job import Trained, Way, begun, distance, plainly_trained, trained
 from tests.smp.test_parity import DEGREES
 
 LIMIT = 0.02
@@ -32,10 +33,12 @@ def clip(call: str, how: float, model: Any, optimizer: Any) -> Any:
     return CALLS[call](model, optimizer, how)
 
 
-def clipped(rank: int, size: int, config: dict[str, Any], call: str, how: float) -> tuple[Trained, list[str]]:
+def clipped(
+    rank: int, size: int, kind: str, config: dict[str, Any], call: str, how: float
+) -> tuple[Trained, list[str]]:
     """The results of training, and the logged messages."""
-    with logged() as told:
-        return trained(rank, size, "gpt2", config, "mean", Way(clip=partial(clip, call, how))), told
+    with messages() as told:
+        return trained(rank, size, kind, config, "mean", Way(clip=partial(clip, call, how))), told
 
 
 MATRIX = pytest.mark.nightly
@@ -58,7 +61,7 @@ def test_clipping_is_plain_trainings(pool: Pool, degrees: str, call: str, how: f
     replicas = ranks // (config.get("partitions", 1) * config.get("tensor_parallel_degree", 1))
     plain = plainly_trained("gpt2", replicas, clip=lambda given: nn.utils.clip_grad_norm_(given, LIMIT, how))
     assert min(plain.norms) > LIMIT, "or nothing is clipped"
-    for seen, told in pool.run(clipped, config, call, how, ranks=ranks):
+    for seen, told in pool.run(clipped, "gpt2", config, call, how, ranks=ranks):
         assert seen.norms == pytest.approx(plain.norms, rel=1e-4)
         assert distance("gpt2", seen.state, plain.state) < 1e-4
         assert not any("clip_grad_norm_" in each for each in told)
@@ -66,7 +69,7 @@ def test_clipping_is_plain_trainings(pool: Pool, degrees: str, call: str, how: f
 
 @pytest.mark.parametrize("degrees", ["pipeline 2", pytest.param("tensor 2", marks=MATRIX)])
 def test_torchs_own_clipping_of_a_part_is_told_once(pool: Pool, degrees: str) -> None:
-    for _, told in pool.run(clipped, DEGREES[degrees][1], "torch's", 2.0):
+    for _, told in pool.run(clipped, "cnn", DEGREES[degrees][1], "torch's", 2.0):
         (said,) = (each for each in told if "clip_grad_norm_" in each)
         assert "call optimizer.clip_master_grads(max_norm)" in said
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import atorch.smp as smp
+from tests.auto.training import messages
 from tests.pool import Pool
-from tests.smp.job import begun, gpt2, logged, several
+from tests.smp.job import begun, gpt2, several
 from tests.smp.test_step import WIDTH, Blocks, rows, said
 
 
@@ -187,9 +188,9 @@ def test_modules_that_share_a_parameter_are_together(pool: Pool) -> None:
 
 
 def told(rank: int, size: int) -> list[str]:
-    with logged() as messages, begun({"microbatches": 2, "partitions": size}):
+    with messages() as found, begun({"microbatches": 2, "partitions": size}):
         train(smp.DistributedModel(Blocks(2)), rows())
-    return messages
+    return found
 
 
 def test_what_is_where_is_told_by_the_first_process(pool: Pool) -> None:

@@ -15,8 +15,9 @@ import atorch.smp as smp
 from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError
 from atorch.smp.tensor.split import TensorSplit, split_marked
+from tests.auto.training import messages
 from tests.pool import Pool
-from tests.smp.job import logged, several
+from tests.smp.job import several
 
 VOCAB, STEPS = 63, 3  # a vocabulary that no number of ranks divides
 
@@ -294,7 +295,7 @@ def refused(rank: int, size: int, what: str) -> list[str]:
         "other rows": lambda: model(batch(rank)),
         "raises": lambda: model(batch(0)) if rank else model(torch.zeros(1)),
     }
-    with logged() as said:
+    with messages() as said:
         try:
             done = split_marked(model, runs.get(what, lambda: model(batch(0))), mesh)
             said.append(f"{done.degree} {len(done.cuts)}")
