@@ -14,7 +14,7 @@ import atorch.smp as smp
 from tests.auto.training import messages
 from tests.pool import Pool
 from tests.smp.job import begun, gpt2, several
-from tests.smp.test_step import WIDTH, Blocks, rows, said
+from tests.smp.test_step import WIDTH, Blocks, rows, said, train
 
 
 class Nested(nn.Module):
@@ -32,13 +32,6 @@ class Nested(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.child3(self.child2(torch.tanh(self.child1(self.child0(x)))) + x)
         return y
-
-
-@smp.step
-def train(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
 
 
 def nested(rank: int, size: int, active: int, pipeline: str) -> Any:

@@ -8,39 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import atorch.smp as smp
 from tests.pool import Pool
 from tests.smp.job import begun
+from tests.smp.test_step import WIDTH, Blocks, train
 
-WIDTH, STEPS = 8, 4
+STEPS = 4
 
 
 def made() -> tuple[Any, Any]:
     """A script's model and optimizer."""
     torch.manual_seed(0)
-    whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    whole = Blocks()
     smp.set_tensor_parallelism(whole)
     model = smp.DistributedModel(whole)
     return model, smp.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.05))
-
-
-@smp.step
-def train_step(model: Any, rows: Tensor) -> Any:
-    """One pass over a batch."""
-    loss = model(rows).square().mean()
-    model.backward(loss)
-    return loss
 
 
 def trained(model: Any, optimizer: Any, steps: range) -> list[float]:
     """The loss of each step, of batches that follow from its number."""
     losses = []
     for step in steps:
-        rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        losses.append(float(train_step(model, rows).reduce_mean()))
+        losses.append(float(train(model, batch).reduce_mean()))
         optimizer.step()
     return losses
 
@@ -82,31 +74,20 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "two states": (2, {"ddp": True, "shard_optimizer_state": True, "microbatches": 2}),
 }
 SAMPLE = [("two stages", "one", "late"), ("two slices", "two stages", "early"), ("two shards", "one", "by hand")]
-MATRIX = [
-    (before, after, way)
-    for before, after in itertools.product(CONFIGS, CONFIGS)
-    for way in ("early", "late", "by hand")
-    if (before, after, way) not in SAMPLE
-]
 
 
-def check(pool: Pool, path: str, before: str, after: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "way"),
+    [
+        pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.nightly)
+        for case in itertools.product(CONFIGS, CONFIGS, ("early", "late", "by hand"))
+    ],
+)
+def test_training_goes_on_as_if_it_had_not_ended(pool: Pool, tmp_path: Path, before: str, after: str, way: str) -> None:
     """Losses after the checkpoint are those of training that went on."""
+    path = str(tmp_path)
     ranks, config = CONFIGS[before]
     right = pool.run(first_half, path, config, ranks=ranks)[0][2:]
     ranks, config = CONFIGS[after]
     for losses in pool.run(second_half, path, config, way, ranks=ranks):
         assert losses == pytest.approx(right, rel=1e-5)
-
-
-@pytest.mark.parametrize(("before", "after", "way"), SAMPLE)
-def test_training_goes_on_as_if_it_had_not_ended(pool: Pool, tmp_path: Path, before: str, after: str, way: str) -> None:
-    check(pool, str(tmp_path), before, after, way)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("before", "after", "way"), MATRIX)
-def test_training_goes_on_from_every_degree_at_every_other(
-    pool: Pool, tmp_path: Path, before: str, after: str, way: str
-) -> None:
-    check(pool, str(tmp_path), before, after, way)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
 from tests.pool import Pool
 from tests.smp.job import begun
-from tests.smp.test_step import Blocks, rows, said
+from tests.smp.test_step import Blocks, rows, said, train
 
 
 def test_the_session_is_read_by_name() -> None:
@@ -39,13 +38,6 @@ def placed_late(rank: int, size: int) -> Any:
         refused = said(lambda: smp.set_partition(layers[0], 2)), said(lambda: smp.set_partition("layers", 0))
         for number, layer in enumerate(layers.children()):
             smp.set_partition(layer, int(number > 0))
-
-        @smp.step
-        def train(model: Any, x: Tensor) -> Tensor:
-            loss = model(x).sum()
-            model.backward(loss)
-            return loss
-
         train(model, rows())
         late = said(lambda: smp.set_partition(model.get_module(), 0))
         return sorted(name for name, _ in model.local_named_parameters()), refused, late

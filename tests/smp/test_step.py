@@ -51,6 +51,13 @@ def said(work: Callable[[], Any]) -> str:
     return ""
 
 
+@smp.step
+def train(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
 def nested_outputs(rank: int, size: int) -> Any:
     with begun({"microbatches": 4, "partitions": size}):
         model = model_of()
@@ -282,10 +289,6 @@ def one_alone(rank: int, size: int, how: str, folder: str) -> str:
             smp.set_partition(layer, int(number > rank))
         model: Any = smp.DistributedModel(blocks)
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-        @smp.step
-        def train(model: Any, x: Tensor) -> None:
-            model.backward(model(x).mean())
 
         def go_on() -> None:
             train(model, rows())

@@ -124,15 +124,6 @@ def test_what_was_saved_comes_back(pool: Pool, tmp_path: Path) -> None:
         assert held["param_groups"][0]["lr"] == 0.1
 
 
-def test_another_degree_gets_whole_states(pool: Pool, tmp_path: Path) -> None:
-    path = str(tmp_path)
-    pool.run(saved, path, PIPELINE, ["one"])
-    for ranks, config in ((1, {}), (4, {"partitions": 4}), (2, {"ddp": True})):
-        for content, (state, _), held in pool.run(resumed, path, config, {}, ranks=ranks):
-            assert content == {"step": 0}
-            assert set(state) == set(held["state"]) == {"layer0", "layer1", "shared"}
-
-
 def written(rank: int, size: int, path: str) -> bool:
     """Whether this process writes a file, in a folder of its own."""
     model, optimizer = begin({**PIPELINE, "ddp": True})

@@ -207,7 +207,7 @@ def modelled(model: Any) -> Tensor:
 
 
 def in_our_layers(rank: int, size: int) -> tuple[float, float]:
-    """How far logits and a step's parameters are from Hugging Face's, of a translated state, on stages of tensor ranks."""
+    """How far logits and a step's parameters are from Hugging Face's, of a state that was translated, on four ranks."""
     torch.manual_seed(0)
     theirs = gpt2_model()
     with begun({"ddp": True, "tensor_parallel_degree": 2, "partitions": 2, "prescaled_batch": True}):
