@@ -15,18 +15,10 @@ import atorch.smp as smp
 from atorch.smp.training.precision import DynamicScale, loss_scale_of
 from tests.pool import Pool
 from tests.smp.job import Plain, Way, batch_of, begun, made, plainly_trained, several, train_step, trained
-from tests.smp.resuming import resumed
+from tests.smp.test_parity import DEGREES
 
 BAND = 5e-2
 """How far 16 bits may be from fp32 in the updates' norm."""
-DEGREES: dict[str, tuple[int, dict[str, Any]]] = {
-    "alone": (1, {}),
-    "pipeline 2": (2, {"partitions": 2}),
-    "data 2": (2, {}),
-    "pipeline 2 data 2": (4, {"partitions": 2}),
-    "tensor 2": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
-    "tensor 2 pipeline 2": (4, {"tensor_parallel_degree": 2, "partitions": 2, "prescaled_batch": True}),
-}
 LIMIT = 0.5
 SAMPLE = [("fp16", "pipeline 2 data 2"), ("bf16", "tensor 2")]
 
@@ -160,14 +152,6 @@ def test_all_processes_skip_a_step_together(pool: Pool, ranks: int, partitions: 
         (False, 2.0**10, True), (False, 2.0**10, True),
     ]  # fmt: skip
     assert pool.run(skipping, partitions, ranks=ranks) == [course] * ranks
-
-
-@pytest.mark.parametrize("is_partial", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["whole", "partial"])
-@pytest.mark.parametrize(
-    "config", [{"fp16": True}, pytest.param({"bf16": True, "partitions": 2}, marks=pytest.mark.nightly)], ids=str
-)
-def test_training_goes_on_from_a_saved_state(pool: Pool, config: dict[str, Any], is_partial: bool) -> None:
-    assert pool.run(resumed, config, is_partial) == [0.0, 0.0]
 
 
 def small_gradients(rank: int, size: int, scale: float) -> float:
