@@ -42,16 +42,18 @@ def test_the_figures_that_matter_are_in_the_first_five_lines(width):
         assert told in first
 
 
-def test_what_fits_by_less_than_its_memory_may_be_off_is_told():
+def test_narrow_fits_sizes_of_two_units_categories_and_markup():
     assert "room" not in text_of(answer(40))
-    told = " ".join(text_of({**answer(40), "fits_narrowly": True}).split())
-    assert "room it fits by less than the estimate of its memory may be off; --reserve leaves more" in told
-
-
-def test_sizes_of_two_units_have_both():
-    plan = answer(40)
+    plan = {**answer(40), "fits_narrowly": True}
     plan["estimate"] |= {"low_bytes": 998 * 2**20, "high_bytes": 1.1 * GiB}
-    assert "(998 MiB to 1.1 GiB)" in text_of(plan)
+    plan["estimate"]["time"] |= {"launch": 0.0, "traffic": 1.0}
+    plan["rejected"][0]["reason"] = "[bold]layers[0][/bold] is too large"
+    told = " ".join(text_of(plan).split())
+    assert "room it fits by less than the estimate of its memory may be off; --reserve leaves more" in told
+    assert "(998 MiB to 1.1 GiB)" in told
+    assert "traffic: operations that only move bytes" in told
+    assert "launch" not in told, "it takes nothing"
+    assert "[bold]layers[0][/bold]" in told
 
 
 def test_what_was_chosen_and_where_it_goes():
@@ -67,14 +69,6 @@ def test_what_was_chosen_and_where_it_goes():
     assert any(row[3:4] == ["26%"] and row[5:7] == ["matmul", "4.77"] for row in rows)
     assert "working: what one operation needs" in text.lower()
     assert "the allocator may reserve 5 GiB more" in " ".join(text.split())
-
-
-def test_a_category_that_takes_nothing_is_not_explained():
-    plan = answer(40)
-    plan["estimate"]["time"] |= {"launch": 0.0, "traffic": 1.0}
-    text = " ".join(text_of(plan).split())
-    assert "traffic: operations that only move bytes" in text
-    assert "launch" not in text
 
 
 def test_runners_up_and_why_not():
@@ -109,13 +103,6 @@ def test_each_reason_is_among_the_rows_of_why_not():
     assert re.search(r"^\d+ more: \d+ slower, \d+ out of memory$", text, re.MULTILINE)
 
 
-def test_compositions_by_axis_are_for_who_asks():
-    assert "tensor  1: 12, 2: 10, 4: 9, 8: 9" not in text_of(answer(400))
-    text = text_of(answer(400), verbose=True)
-    assert "tensor  1: 12, 2: 10, 4: 9, 8: 9" in text
-    assert "more:" not in text
-
-
 @pytest.mark.parametrize("width", [40, 64, 80, 200])
 def test_it_holds_in_any_width(width):
     text = text_of(answer(400), width)
@@ -124,16 +111,13 @@ def test_it_holds_in_any_width(width):
         assert word in text
 
 
-def test_what_all_have_is_said_once():
-    near = text_of(answer(400)).partition("What if")[0].partition("Runners-up, all with checkpoint")
+def test_what_all_have_is_said_once_and_compositions_by_axis_to_who_asks():
+    text, axes = text_of(answer(400)), "tensor  1: 12, 2: 10, 4: 9, 8: 9"
+    near = text.partition("What if")[0].partition("Runners-up, all with checkpoint")
     assert near[1]
     assert "checkpoint" not in near[2]
-
-
-def test_markup_in_names_is_text():
-    plan = answer(40)
-    plan["rejected"][0]["reason"] = "[bold]layers[0][/bold] is too large"
-    assert "[bold]layers[0][/bold]" in text_of(plan)
+    verbose = text_of(answer(400), verbose=True)
+    assert (axes in text, axes in verbose, "more:" in verbose) == (False, True, False)
 
 
 def slow():
