@@ -221,13 +221,6 @@ def moved_on(rank: int, size: int) -> dict[str, Any]:
     return {"same": same, "shapes": shapes, "told": told}
 
 
-def test_state_goes_and_comes_whole(pool: Pool) -> None:
-    for seen in pool.run(moved_on):
-        assert seen["same"]
-        assert all(seen["shapes"].values())
-        assert "was given with shape (3, 16), and the whole model's is (63, 16)" in seen["told"]
-
-
 def delayed(rank: int, size: int) -> tuple[dict[str, Tensor], int, list[float]]:
     with smp.delay_param_initialization():
         model = make("hand-written")
@@ -273,8 +266,8 @@ def kept_of_odd(rank: int, size: int) -> dict[str, str]:
     return dict(split(Odd(), size).kept)
 
 
-def test_what_stays_whole_is_told_by_name(pool: Pool) -> None:
-    expected = {
+def test_state_goes_and_comes_whole_and_what_stays_whole_is_told_by_name(pool: Pool) -> None:
+    kept = {
         "read.weight": "it is used outside of the modules that hold it",
         "tied.weight": "it is tied to other.weight, which is not to be split",
         "idle.weight": "the batch did not reach it",
@@ -282,7 +275,11 @@ def test_what_stays_whole_is_told_by_name(pool: Pool) -> None:
         "conv.weight": "nothing splits it, and by themselves only linear layers and tables are split",
         "norms.weight": "max_norm and scale_grad_by_freq need the whole table",
     }
-    assert pool.run(kept_of_odd) == [expected, expected]
+    for seen, odd in pool.run(several, [(moved_on,), (kept_of_odd,)]):
+        assert odd == kept
+        assert seen["same"]
+        assert all(seen["shapes"].values())
+        assert "was given with shape (3, 16), and the whole model's is (63, 16)" in seen["told"]
 
 
 def refused(rank: int, size: int, what: str) -> list[str]:
