@@ -16,6 +16,7 @@ from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError
 from atorch.smp.tensor.split import TensorSplit, split_marked
 from tests.auto.training import messages
+from tests.contract.job import distance, updates
 from tests.pool import Pool
 from tests.smp.job import several
 
@@ -137,13 +138,6 @@ def train(model: nn.Module, size: int) -> list[float]:
     return losses
 
 
-def distance(got: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor]) -> float:
-    """‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters together."""
-    assert got.keys() == expected.keys()
-    error = torch.stack([(got[name] - expected[name]).double().norm() for name in got]).norm()
-    return float(error / torch.stack([(expected[name] - before[name]).double().norm() for name in got]).norm())
-
-
 def parity(rank: int, size: int, name: str, recomputed: tuple[str, ...] = ()) -> dict[str, Any]:
     model, plain = make(name), make(name)
     for path, module in model.named_modules():
@@ -161,7 +155,7 @@ def parity(rank: int, size: int, name: str, recomputed: tuple[str, ...] = ()) ->
         "same state": same_state,
         "held": sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in plain.parameters()),
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
-        "update": distance(done.whole_state(model.state_dict()), plain.state_dict(), before),
+        "update": distance(updates(before, done.whole_state(model.state_dict())), updates(before, plain.state_dict())),
         "kept": dict(done.kept),
         "shared": {key: value.clone() for key, value in shared.items()},
     }

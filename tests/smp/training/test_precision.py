@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.smp.training.precision import DynamicScale, loss_scale_of
+from tests.contract.job import distance as relative_distance
+from tests.contract.job import updates
 from tests.pool import Pool
 from tests.smp.job import Plain, Way, batch_of, begun, made, plainly_trained, several, train_step, trained
 from tests.smp.test_parity import DEGREES
@@ -46,11 +48,9 @@ def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch
 
 def deviation(kind: str, got: Mapping[str, Tensor], plain: Plain) -> float:
     """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of all updates together."""
-    expected = {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
-    before = {name: parameter.detach() for name, parameter in made(kind).named_parameters()}
+    before, expected = (dict(model.named_parameters()) for model in (made(kind), plain.model))
     assert got.keys() == expected.keys()
-    wrong = torch.stack([(got[name] - expected[name]).norm() for name in expected]).norm()
-    return float(wrong / torch.stack([(expected[name] - before[name]).norm() for name in expected]).norm())
+    return relative_distance(updates(before, dict(got)), updates(before, expected))
 
 
 @pytest.mark.parametrize(
