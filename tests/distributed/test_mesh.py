@@ -32,15 +32,6 @@ def test_the_table_of_the_document() -> None:
     }
 
 
-def test_small_tables() -> None:
-    assert rank_table([("data", 16)], 16) == {"data": [list(range(16))]}
-    assert rank_table([], 1) == {}
-    assert rank_table([("tensor", 2), ("data", 2)], 4, [0, 2, 1, 3]) == {
-        "tensor": [[0, 2], [1, 3]],
-        "data": [[0, 1], [2, 3]],
-    }
-
-
 def test_the_product_of_axes() -> None:
     slices = [("tensor", 2), ("zero", 2), ("data", 2)]
     assert groups_along(slices, 8, None, ("data", "zero")) == [[0, 2, 4, 6], [1, 3, 5, 7]]

@@ -162,12 +162,11 @@ def again(rank: int, size: int) -> list[str]:
     """What travels after a second `init`."""
     got = []
     for text in ("first", "second"):
-        smp.init({"partitions": 2})
-        if rank == 0:
-            smp.send(text, 1, smp.RankType.PP_RANK)
-        else:
-            got.append(smp.recv_from(0, smp.RankType.PP_RANK))
-        smp.shutdown()
+        with begun({"partitions": 2}):
+            if rank == 0:
+                smp.send(text, 1, smp.RankType.PP_RANK)
+            else:
+                got.append(smp.recv_from(0, smp.RankType.PP_RANK))
     return got
 
 
