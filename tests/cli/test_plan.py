@@ -187,18 +187,11 @@ def test_what_fits_is_found_on_each_cluster(capsys):
     assert "fits devices 1 devices 1" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_what_is_printed_is_as_wide_as_the_terminal_says(columns, capsys, monkeypatch):
+@pytest.mark.parametrize(("columns", "more"), [("40", ["--top", "2"]), ("200", ["--verbose"])])
+def test_what_is_printed_is_as_wide_as_the_terminal_and_as_long_as_asked(columns, more, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
-    assert plan(*SMALL, *FEW, "--batch", "64", "--cluster", "8xL4", "--top", "2") == 0
-    widths = [len(line) for line in capsys.readouterr().out.splitlines()]
-    assert max(widths) <= int(columns)
-    assert max(widths) > int(columns) / 2
-
-
-def test_compositions_by_axis_are_for_who_asks(capsys):
-    command = [*SMALL, *FEW, "--batch", "64", "--cluster", "8xL4"]
-    assert plan(*command) == 0
-    assert "compositions, by axis" not in capsys.readouterr().out
-    assert plan(*command, "--verbose") == 0
-    assert "compositions, by axis" in capsys.readouterr().out
+    assert plan(*SMALL, *FEW, "--batch", "64", "--cluster", "8xL4", *more) == 0
+    shown = capsys.readouterr().out
+    widths = [len(line) for line in shown.splitlines()]
+    assert int(columns) / 2 < max(widths) <= int(columns)
+    assert ("compositions, by axis" in " ".join(shown.split())) == ("--verbose" in more)

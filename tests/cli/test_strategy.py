@@ -39,16 +39,6 @@ def test_it_fits_a_screen_unless_all_is_asked_for(file, capsys, monkeypatch):
     assert "loss_weight" in shown, "knobs that are at their defaults"
 
 
-@pytest.mark.parametrize("command", [["show"], ["convert", "--to", "list"]])
-def test_a_file_that_is_no_strategy_is_one_line(command, tmp_path, capsys):
-    file = tmp_path / "s.json"
-    file.write_text("[1, 2")
-    assert main(["strategy", command[0], str(file), *command[1:]]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("atorch: ")
-    assert told.count("\n") == 1
-
-
 def test_a_list_is_what_a_person_would_write(file, capsys):
     assert main(["strategy", "convert", str(file), "--to", "list"]) == 0
     printed = capsys.readouterr().out
@@ -76,15 +66,22 @@ def test_no_method_is_an_empty_list(tmp_path, capsys):
     assert capsys.readouterr().out == "[]\n"
 
 
-@pytest.mark.parametrize("form", ["file", "list"])
-def test_a_place_that_cannot_be_written_to_is_one_line(form, file, tmp_path, capsys):
-    target = tmp_path / "none" / "s.json"
-    assert main(["strategy", "convert", str(file), "--to", form, "--output", str(target)]) == 2
-    told = capsys.readouterr().err
-    assert "none/s.json" in told
-    assert told.count("\n") == 1
-
-
-def test_an_unknown_form_is_one_line(file, capsys):
-    assert main(["strategy", "convert", str(file), "--to", "yaml"]) == 2
-    assert "yaml" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "command", "told"),
+    [
+        ("broken.json", ["show"], "broken.json"),
+        ("broken.json", ["convert", "--to", "list"], "broken.json"),
+        ("s.json", ["convert", "--to", "yaml"], "yaml"),
+        ("s.json", ["convert", "--to", "file", "--output", "none/s.json"], "none/s.json"),
+        ("s.json", ["convert", "--to", "list", "--output", "none/s.json"], "none/s.json"),
+    ],
+)
+@pytest.mark.usefixtures("file")
+def test_a_mistake_is_one_line(name, command, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("[1, 2")
+    assert main(["strategy", command[0], name, *command[1:]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("atorch: ")
+    assert told in said
+    assert said.count("\n") == 1

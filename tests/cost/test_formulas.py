@@ -179,16 +179,6 @@ def test_communication_hides_behind_backward_at_most():
     assert time.exposed_comm_s == pytest.approx(0.2 * seconds + max(0, 0.8 * seconds - computing * 2 / 3))
 
 
-def test_groups_beyond_a_node_use_the_slow_links_of_their_members_in_it():
-    cost = replace(plain_cost(PROFILE), axes={"data": 8}).send(Comm("all_gather", ("data",), 1000))
-    assert step_time(cost, CLUSTER).exposed_comm_s == pytest.approx(7 * 1e-1 + 7 / 8 * 1000 / 4e3)
-
-
 def test_axes_of_one_rank_carry_nothing():
     cost = replace(plain_cost(PROFILE), axes={"data": 1}).send(Comm("all_gather", ("data",), 1000))
     assert cost.comm == ()
-
-
-def test_an_axis_whose_members_are_all_on_different_nodes_has_one_slow_link():
-    cost = replace(plain_cost(PROFILE), axes={"tensor": 4, "data": 2}).send(Comm("all_gather", ("data",), 1000))
-    assert step_time(cost, CLUSTER).exposed_comm_s == pytest.approx(1e-1 + 1 / 2 * 1000 / 1e3)

@@ -27,6 +27,7 @@ from atorch.distributed.collectives import (
 )
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
+from tests.auto.training import run_each
 from tests.pool import Pool
 
 
@@ -77,14 +78,14 @@ def fail_on(rank: int, size: int, failing: list[int], name: str) -> tuple[str, s
 
 
 def test_one_fails_all_fail(pool: Pool) -> None:
-    told = pool.run(fail_on, [1], "strategy", ranks=3)
-    assert told == [("StrategyError", text) for text in ("rank 1 failed: bad", "bad", "rank 1 failed: bad")]
-    assert pool.run(fail_on, [0, 1], "strategy") == [("StrategyError", "bad")] * 2
-    assert pool.run(fail_on, [], "strategy") == [("", "")] * 2
-    told = pool.run(fail_on, [1], "own")  # a class that others cannot make is told as the nearest of atorch's
-    assert told == [("CapabilityError", "rank 1 failed: te 2 is missing"), ("OwnError", "te 2 is missing")]
-    told = pool.run(fail_on, [1], "foreign")
-    assert told == [("ArgumentError", "rank 1 failed: KeyError: 'x'"), ("KeyError", "'x'")]
+    cases = [([1], "strategy"), ([0, 1], "strategy"), ([], "strategy"), ([1], "own"), ([1], "foreign")]
+    one, two, none, own, foreign = run_each(pool, fail_on, cases, ranks=3)
+    assert one == [("StrategyError", text) for text in ("rank 1 failed: bad", "bad", "rank 1 failed: bad")]
+    assert two == [("StrategyError", text) for text in ("bad", "bad", "rank 0 failed: bad")]
+    assert none == [("", "")] * 3
+    # A class that others cannot make is told as the nearest of atorch's.
+    assert own[:2] == [("CapabilityError", "rank 1 failed: te 2 is missing"), ("OwnError", "te 2 is missing")]
+    assert foreign[:2] == [("ArgumentError", "rank 1 failed: KeyError: 'x'"), ("KeyError", "'x'")]
 
 
 def compare(rank: int, size: int, values: list[Any]) -> str:
@@ -95,18 +96,16 @@ def compare(rank: int, size: int, values: list[Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], ""),
-        (["a", "b"], "rank 0 has 'a', rank 1 has 'b'"),
-        ([[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 9, 5]], "rank 0 has item 3 3, rank 2 has item 3 9"),
-        ([[0, 1, 2, 3, 4], [0, 1, 2, 3]], "rank 0 has item 4 4, rank 1 has no item 4"),
-    ],
-)
-def test_a_difference_is_an_error_on_every_rank(pool: Pool, values: list[Any], told: str) -> None:
-    expected = told and f"the strategy differs between processes: {told}"
-    assert pool.run(compare, values, ranks=len(values)) == [expected] * len(values)
+def test_a_difference_is_an_error_on_every_rank(pool: Pool) -> None:
+    whole, told = [0, 1, 2, 3, 4], "the strategy differs between processes: "
+    cases: list[tuple[list[Any], str]] = [
+        ([{"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 2}], ""),
+        (["a", "b", "a"], f"{told}rank 0 has 'a', rank 1 has 'b'"),
+        ([whole, whole, [0, 1, 2, 9, 5]], f"{told}rank 0 has item 3 3, rank 2 has item 3 9"),
+        ([whole, whole[:-1], whole], f"{told}rank 0 has item 4 4, rank 1 has no item 4"),
+    ]
+    found = run_each(pool, compare, [(values,) for values, _ in cases], ranks=3)
+    assert found == [[expected] * 3 for _, expected in cases]
 
 
 def called_apart(rank: int, size: int) -> tuple[str, int]:
@@ -175,18 +174,15 @@ def align(rank: int, size: int, case: str) -> Any:
     return [tensor.tolist() for tensor in tensors], [tensor.requires_grad for tensor in tensors]
 
 
-@pytest.mark.parametrize("case", ["same", "different"])
-def test_every_rank_gets_the_values_of_rank_0(pool: Pool, case: str) -> None:
-    zero, one = pool.run(align, case)
+def test_every_rank_gets_the_values_of_rank_0_of_models_that_are_alike(pool: Pool) -> None:
+    *found, told = run_each(pool, align, [("same",), ("different",), ("shapes",)])
     torch.manual_seed(0)
     expected = torch.nn.Conv2d(3, 4, 3).weight.tolist()
-    assert zero == one
-    assert zero[0][0] == expected
-    assert zero[1][:4] == [True] * 4
-
-
-def test_different_models_are_an_error_on_every_rank(pool: Pool) -> None:
-    assert all(text.startswith("the model differs between processes") for text in pool.run(align, "shapes"))
+    for zero, one in found:
+        assert zero == one
+        assert zero[0][0] == expected
+        assert zero[1][:4] == [True] * 4
+    assert all(text.startswith("the model differs between processes") for text in told)
 
 
 def align_one_bit(rank: int, size: int) -> list[list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from datetime import timedelta
@@ -19,6 +20,7 @@ from atorch.distributed.collectives import use_world_group
 from atorch.distributed.fake_world import fake_world
 from atorch.distributed.mesh import AXES, groups_along, own_group
 from atorch.errors import StrategyError
+from tests.auto.training import run_each
 from tests.pool import Pool
 
 
@@ -27,15 +29,6 @@ def test_the_table_of_the_document() -> None:
         "tensor": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
         "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
         "data": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
-    }
-
-
-def test_small_tables() -> None:
-    assert rank_table([("data", 16)], 16) == {"data": [list(range(16))]}
-    assert rank_table([], 1) == {}
-    assert rank_table([("tensor", 2), ("data", 2)], 4, [0, 2, 1, 3]) == {
-        "tensor": [[0, 2], [1, 3]],
-        "data": [[0, 1], [2, 3]],
     }
 
 
@@ -167,15 +160,21 @@ def make_groups(rank: int, size: int, slices: Any, order: Any) -> Any:
     return sums
 
 
-@pytest.mark.parametrize("order", [None, (0, 2, 1, 3)])
-def test_groups_reduce_over_the_ranks_of_the_table(pool: Pool, order: tuple[int, ...] | None) -> None:
-    slices = (("tensor", 2), ("data", 2))
-    table = rank_table(slices, 4, order)
-    for rank, sums in enumerate(pool.run(make_groups, slices, order, ranks=4)):
-        for name in ("tensor", "data"):
-            mine = next(group for group in table[name] if rank in group)
-            assert sums[name] == sum(2.0**member for member in mine)
-        assert (sums["data×tensor"], sums["zero"]) == (15.0, 2.0**rank)
+ARRANGED = [
+    (slices, order)
+    for slices in ((("tensor", 2), ("data", 2)), (("data", 2), ("tensor", 2)))
+    for order in (None, (0, 2, 1, 3))
+]
+
+
+def test_groups_reduce_over_the_ranks_of_the_table(pool: Pool) -> None:
+    for case, by_rank in zip(ARRANGED, run_each(pool, make_groups, ARRANGED, ranks=4), strict=True):
+        table = rank_table(case[0], 4, case[1])
+        for rank, sums in enumerate(by_rank):
+            for name in ("tensor", "data"):
+                mine = next(group for group in table[name] if rank in group)
+                assert sums[name] == sum(2.0**member for member in mine)
+            assert (sums["data×tensor"], sums["zero"]) == (15.0, 2.0**rank)
 
 
 def shard_over_device_mesh(rank: int, size: int, slices: Any, order: Any) -> Any:
@@ -195,11 +194,10 @@ def shard_over_device_mesh(rank: int, size: int, slices: Any, order: Any) -> Any
     return (mesh.rank("data"), mesh.rank("tensor")), local.tolist()
 
 
-@pytest.mark.parametrize("slices", [(("tensor", 2), ("data", 2)), (("data", 2), ("tensor", 2))])
-@pytest.mark.parametrize("order", [None, (0, 2, 1, 3)])
-def test_a_device_mesh_shards_in_the_order_of_the_mesh(pool: Pool, slices: Any, order: Any) -> None:
-    shards = dict(pool.run(shard_over_device_mesh, slices, order, ranks=4))
-    assert [value for place in sorted(shards) for value in shards[place]] == list(range(8))
+def test_a_device_mesh_shards_in_the_order_of_the_mesh(pool: Pool) -> None:
+    for found in run_each(pool, shard_over_device_mesh, ARRANGED, ranks=4):
+        shards = dict(found)
+        assert [value for place in sorted(shards) for value in shards[place]] == list(range(8))
 
 
 def train_on_two_axes(rank: int, size: int) -> bool:
@@ -262,9 +260,9 @@ def joined(rank: int, size: int, slices: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("slices", [(("sequence", 2), ("data", 2)), (("data", 2), ("sequence", 2))])
-def test_axes_are_joined_in_the_order_of_ranks(pool: Pool, slices: Any) -> None:
-    for seen in pool.run(joined, slices, ranks=4):
+def test_axes_are_joined_in_the_order_of_ranks(pool: Pool) -> None:
+    slices = (("sequence", 2), ("data", 2))
+    for seen in itertools.chain(*run_each(pool, joined, [(slices,), (slices[::-1],)], ranks=4)):
         assert seen == {"ranks": [0, 1, 2, 3], "place": True, "whole": True, "own": True}
 
 

@@ -101,6 +101,8 @@ def without_parameters() -> nn.Module:
         (mlp, []),
         (without_parameters, []),
         (nn.Module, []),
+        (vit, [f"vit.layers.{n}" for n in range(3)]),
+        (clip, [f"{part}.encoder.layers.{n}" for part in ("text_model", "vision_model") for n in range(3)]),
     ],
 )
 def test_repeated_blocks(make: Callable[[], nn.Module], paths: list[str]) -> None:
@@ -114,13 +116,6 @@ def check(found: Mapping[str, nn.Module], model: nn.Module, paths: list[str]) ->
     assert all(module is model.get_submodule(path) for path, module in found.items())
     inner = [id(module) for block in found.values() for module in block.modules()]
     assert len(inner) == len(set(inner))
-
-
-@pytest.mark.parametrize("make", [vit, clip])
-def test_repeated_blocks_of_vision_models(make: Callable[[], nn.Module]) -> None:
-    found = repeated_blocks(make())
-    assert len(found) == (6 if make is clip else 3)
-    assert {type(block).__name__ for block in found.values()} <= {"ViTLayer", "CLIPEncoderLayer"}
 
 
 def forwards(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +192,8 @@ def test_modules_by_class_subclass_qualified_class_and_path(name: str, paths: li
     assert list(find_modules(ResNet(), [name], "test")) == paths
 
 
-def test_a_list_of_modules_means_its_members() -> None:
+def test_lists_mean_their_members_and_several_names_give_each_module_once() -> None:
+    assert list(find_modules(ResNet(), ["head", "Linear", "stem"], "test")) == ["stem", "head"]
     assert list(find_modules(gpt2(), ["h"], "test")) == [f"transformer.h.{n}" for n in range(3)]
     assert list(find_modules(gpt2(), ["transformer.h", "wte"], "test"))[0] == "transformer.wte"
     assert list(find_modules(llama(), ["mlp"], "test")) == [f"model.layers.{n}.mlp" for n in range(3)]
@@ -208,10 +204,6 @@ def test_a_class_means_its_subclasses_only_where_it_is_not_there_itself() -> Non
     assert list(find_modules(model, ["Residual"], "test")) == ["first", "second"]
     del model.first, model.second
     assert list(find_modules(model, ["Residual"], "test")) == ["other"]
-
-
-def test_several_names_give_each_module_once_in_the_order_of_the_model() -> None:
-    assert list(find_modules(ResNet(), ["head", "Linear", "stem"], "test")) == ["stem", "head"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
+from pathlib import Path
+
+from tests.pool import Pool
 
 SCRIPT = """
 import sys, types
@@ -43,11 +46,17 @@ except ValueError as error:
     assert "do_allreduce" in str(error)
 else:
     raise SystemExit("accepted")
-print("trained")
 """
 
 
-def test_a_script_runs_as_it_is() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("trained\n")
+def run(rank: int, size: int, script: str) -> None:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        for name in [name for name in sys.modules if name.startswith(("patrickstar", "atorch.patrickstar.alias"))]:
+            del sys.modules[name]
+
+
+def test_a_script_runs_as_it_is(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    pool.run(run, str(tmp_path / "script.py"), ranks=1)

@@ -284,16 +284,13 @@ def test_too_small_a_budget_is_told_before_anything_moves(memory: dict[str, Any]
     assert type(model.module.block[1].weight) is nn.Parameter
 
 
-def test_what_is_no_loss_and_a_closure_are_told() -> None:
+def test_what_is_no_loss_a_closure_and_bad_models_and_configurations_are_told() -> None:
     model, optimizer = initialize_engine(make, 0, config())
     for loss in (None, torch.ones(()), model(batches(1)[0][0])):
         with pytest.raises(ArgumentError, match="give the loss"):
             model.backward(loss)
     with pytest.raises(ArgumentError, match="closure"):
         optimizer.step(lambda: 1.0)
-
-
-def test_bad_models_and_configurations_are_told() -> None:
     with pytest.raises(ArgumentError, match="or a client beside the module"):
         initialize_engine(make(), 0)
     old = make()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,12 @@ def test_one_file_is_drawn_where_it_is_named(tmp_path: Path, capsys: pytest.Capt
     assert "in no folder" in capsys.readouterr().err
 
 
-def test_the_guides_command_draws(tmp_path: Path) -> None:
+def test_the_guides_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(chunks=4).save(tmp_path / "profile.pkl")
-    command = [sys.executable, str(ROOT / "tools" / "profile_visualizer.py"), "profile.pkl"]
-    done = subprocess.run(
-        [*command, "--fig_type=memory", "--memory_type=GPU"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    tool = str(ROOT / "tools" / "profile_visualizer.py")
+    monkeypatch.setattr(sys, "argv", [tool, "profile.pkl", "--fig_type=memory", "--memory_type=GPU"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(tool, run_name="__main__")
+    assert not ended.value.code
     assert (tmp_path / "profile_memory_GPU.png").is_file()

@@ -71,7 +71,7 @@ def test_a_second_recording_is_a_fresh_one() -> None:
     assert watch.recorded().memory[-1].moment == 1
 
 
-def test_calls_out_of_order_are_told(tmp_path: Path) -> None:
+def test_calls_out_of_order_and_an_empty_recording_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch = Profiler()
     with pytest.raises(ArgumentError, match=r"without profiler\.start"):
         watch.end()
@@ -82,11 +82,6 @@ def test_calls_out_of_order_are_told(tmp_path: Path) -> None:
         watch.start()
     with pytest.raises(ArgumentError, match="no profile yet"):
         watch.save(tmp_path / "profile.json")
-
-
-def test_an_empty_recording_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    watch = Profiler()
-    watch.start()
     watch.end()
     watch.recorded()
     assert "the profile is empty" in caplog.text

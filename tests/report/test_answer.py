@@ -1,4 +1,4 @@
-"""The answer of a planner as people read it on a terminal."""
+"""The answer of a planner as people read it on a terminal, also for several clusters beside each other."""
 
 import io
 import re
@@ -6,15 +6,23 @@ import re
 import pytest
 from rich.console import Console
 
-from atorch.report.answer import answer_report
+from atorch.report.answer import answer_report, beside_report
 from atorch.units import GiB
 from tests.report.answers import answer
 
 
-def text_of(plan: dict, width: int = 120, **options: int) -> str:
+def printed(report, width: int) -> str:
     page = io.StringIO()
-    Console(file=page, width=width, no_color=True, highlight=False).print(answer_report(plan, "job", **options))
+    Console(file=page, width=width, no_color=True, highlight=False).print(report)
     return page.getvalue()
+
+
+def text_of(plan: dict, width: int = 120, **options: int) -> str:
+    return printed(answer_report(plan, "job", **options), width)
+
+
+def beside(answers, width: int = 100) -> str:
+    return printed(beside_report(answers, "job"), width)
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
@@ -34,16 +42,18 @@ def test_the_figures_that_matter_are_in_the_first_five_lines(width):
         assert told in first
 
 
-def test_what_fits_by_less_than_its_memory_may_be_off_is_told():
+def test_narrow_fits_sizes_of_two_units_categories_and_markup():
     assert "room" not in text_of(answer(40))
-    told = " ".join(text_of({**answer(40), "fits_narrowly": True}).split())
-    assert "room it fits by less than the estimate of its memory may be off; --reserve leaves more" in told
-
-
-def test_sizes_of_two_units_have_both():
-    plan = answer(40)
+    plan = {**answer(40), "fits_narrowly": True}
     plan["estimate"] |= {"low_bytes": 998 * 2**20, "high_bytes": 1.1 * GiB}
-    assert "(998 MiB to 1.1 GiB)" in text_of(plan)
+    plan["estimate"]["time"] |= {"launch": 0.0, "traffic": 1.0}
+    plan["rejected"][0]["reason"] = "[bold]layers[0][/bold] is too large"
+    told = " ".join(text_of(plan).split())
+    assert "room it fits by less than the estimate of its memory may be off; --reserve leaves more" in told
+    assert "(998 MiB to 1.1 GiB)" in told
+    assert "traffic: operations that only move bytes" in told
+    assert "launch" not in told, "it takes nothing"
+    assert "[bold]layers[0][/bold]" in told
 
 
 def test_what_was_chosen_and_where_it_goes():
@@ -59,14 +69,6 @@ def test_what_was_chosen_and_where_it_goes():
     assert any(row[3:4] == ["26%"] and row[5:7] == ["matmul", "4.77"] for row in rows)
     assert "working: what one operation needs" in text.lower()
     assert "the allocator may reserve 5 GiB more" in " ".join(text.split())
-
-
-def test_a_category_that_takes_nothing_is_not_explained():
-    plan = answer(40)
-    plan["estimate"]["time"] |= {"launch": 0.0, "traffic": 1.0}
-    text = " ".join(text_of(plan).split())
-    assert "traffic: operations that only move bytes" in text
-    assert "launch" not in text
 
 
 def test_runners_up_and_why_not():
@@ -101,13 +103,6 @@ def test_each_reason_is_among_the_rows_of_why_not():
     assert re.search(r"^\d+ more: \d+ slower, \d+ out of memory$", text, re.MULTILINE)
 
 
-def test_compositions_by_axis_are_for_who_asks():
-    assert "tensor  1: 12, 2: 10, 4: 9, 8: 9" not in text_of(answer(400))
-    text = text_of(answer(400), verbose=True)
-    assert "tensor  1: 12, 2: 10, 4: 9, 8: 9" in text
-    assert "more:" not in text
-
-
 @pytest.mark.parametrize("width", [40, 64, 80, 200])
 def test_it_holds_in_any_width(width):
     text = text_of(answer(400), width)
@@ -116,13 +111,51 @@ def test_it_holds_in_any_width(width):
         assert word in text
 
 
-def test_what_all_have_is_said_once():
-    near = text_of(answer(400)).partition("What if")[0].partition("Runners-up, all with checkpoint")
+def test_what_all_have_is_said_once_and_compositions_by_axis_to_who_asks():
+    text, axes = text_of(answer(400)), "tensor  1: 12, 2: 10, 4: 9, 8: 9"
+    near = text.partition("What if")[0].partition("Runners-up, all with checkpoint")
     assert near[1]
     assert "checkpoint" not in near[2]
+    verbose = text_of(answer(400), verbose=True)
+    assert (axes in text, axes in verbose, "more:" in verbose) == (False, True, False)
 
 
-def test_markup_in_names_is_text():
+def slow():
     plan = answer(40)
-    plan["rejected"][0]["reason"] = "[bold]layers[0][/bold] is too large"
-    assert "[bold]layers[0][/bold]" in text_of(plan)
+    plan["estimate"] |= {"step_s": 2 * answer(40)["estimate"]["step_s"], "tokens_per_s": 1000.0, "mfu": 0.1}
+    return plan
+
+
+def test_every_cluster_has_a_column():
+    text = beside([("8xA", slow()), ("[b]B[/b]", answer(40)), ("8xL4", "nothing fits: 12 GiB short")])
+    head = next(line for line in text.splitlines() if "8xA" in line)
+    assert "[b]B[/b]" in head
+    assert "8xL4" in head
+    rows = {line[:13].strip(): line for line in text.splitlines() if line[:13].strip()}
+    assert rows["a sample"].split()[2:] == ["2×", "as", "long", "fastest"]
+    assert rows["MFU"].split()[1] == "10.0%"
+    assert rows["… a device"].split()[3] == "1"
+    assert "nothing fits:" in rows["step"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_as_many_stand_in_a_table_as_there_is_room_for(width):
+    text = beside([(f"cluster{index}", answer(40)) for index in range(5)], width)
+    assert max(map(len, text.splitlines())) <= width
+    assert all(f"cluster{index}" in text for index in range(5))
+    assert text.count("tokens/s") == {40: 5, 80: 2, 200: 1}[width]
+
+
+def test_batches_of_their_own_are_compared_by_the_sample():
+    large = slow()
+    large["global_batch"] *= 4
+    rows = {line[:13].strip(): line for line in beside([("A", large), ("B", answer(40))]).splitlines()}
+    assert rows["a sample"].split()[2:] == ["fastest", "2×", "as", "long"]
+
+
+def test_peaks_stand_with_their_bands_and_what_fits_narrowly_is_told():
+    near = answer(40)
+    near["estimate"] |= {"low_bytes": 66 * 2**30, "high_bytes": 75 * 2**30}
+    text = beside([("A", {**near, "fits_narrowly": True}), ("B", near)])
+    assert " ".join(text.split()).count("66 to 75 GiB") == 2
+    assert text.count(", narrow") == 1

@@ -3,13 +3,17 @@
 import pytest
 
 from atorch.report.figures import (
+    CATEGORIES,
     cluster_rows,
     counterfactual,
     headline,
+    left_out,
+    legend,
     nearest_changes,
     shared_methods,
     shown_estimates,
     slower,
+    why_not,
 )
 from atorch.report.html import columns
 from tests.report.answers import answer
@@ -89,3 +93,19 @@ def test_columns_number_what_repeats():
     assert found["reasons"] == ["", "memory"]
     assert found["why"] == [0, 1, 0]
     assert found["step_s"] == [1.235, 2.0, 3.0]
+
+
+def test_what_is_left_out_is_counted_by_reason():
+    assert left_out([{"why": "slower"}] * 5 + [{"why": "memory"}] * 7) == "12 more: 7 out of memory, 5 slower"
+    assert left_out([]) == ""
+    assert why_not("hardware") == "not on this hardware"
+    assert why_not("slower") == "slower"
+
+
+def test_the_legend_has_what_does_not_say_itself_what_it_is():
+    told = legend(["masters", "gradients", "exposed_comm", "masters"])
+    assert told.startswith("masters: ")
+    assert "; exposed comm: " in told
+    assert told.count("masters") == 1
+    assert "gradients" not in told
+    assert {"working", "transient", "masters", "traffic"} <= CATEGORIES.keys()

@@ -98,11 +98,15 @@ def test_all_that_the_terminal_says_is_in_the_page():
     assert made.text_of("footer") == [f"atorch {version('atorch')}, {date.today()}: "]
 
 
-def test_the_chosen_row_is_marked(page):
+def test_the_chosen_row_is_marked_and_bars_are_to_scale(page):
     rows = [each["class"] for each in page.named("tr") if "class" in each]
     assert rows[:3] == ["chosen", "tie", "tie"]
     assert rows.count("chosen") == 1
     assert [each.get("class") for each in page.named("div")].count("bar chosen") == 2
+    memory = [float(each["width"]) for each in page.named("rect") if each["class"].startswith("k") and "x" in each]
+    plan = answer(400)
+    shares = [plan["estimate"]["memory"][name] / plan["memory_bytes"] * 100 for name in MEMORY]
+    assert memory[: len(shares)] == pytest.approx(shares, abs=1e-3)
 
 
 def test_several_clusters_are_on_one_page():
@@ -134,13 +138,6 @@ def test_rows_of_a_table_are_sorted_by_their_step():
     places = [cells.index(step) for step in sorted(steps, key=lambda text: float(text.split()[0]))]
     assert places == sorted(places)
     assert listed[0] > places[-1], "what nobody knows the step of comes last"
-
-
-def test_bars_are_to_scale(page):
-    memory = [float(each["width"]) for each in page.named("rect") if each["class"].startswith("k") and "x" in each]
-    plan = answer(400)
-    shares = [plan["estimate"]["memory"][name] / plan["memory_bytes"] * 100 for name in MEMORY]
-    assert memory[: len(shares)] == pytest.approx(shares, abs=1e-3)
 
 
 def test_every_candidate_can_be_read_back(page):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ import transformers
 from torch import Tensor, nn
 
 import atorch.smp as smp
-from atorch.logs import logger
 from tests.contract.job import distance as relative_distance
 from tests.contract.job import updates
 
@@ -84,19 +82,6 @@ def begun(config: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         smp.shutdown()
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """The messages that are logged inside."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)
 
 
 def several(rank: int, size: int, calls: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -103,7 +103,12 @@ def test_strategies_keep_the_inputs_of_their_runs(strategy: str, kept: int) -> N
     assert calls(net) == calls(once) == [2] * 6
 
 
-def test_a_call_leaves_the_sequential_as_it_was() -> None:
+def test_a_call_leaves_the_sequential_as_it_was_and_calls_its_hooks() -> None:
+    net, seen = model(), []
+    handle = net.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    checkpoint_sequential(net, data())
+    assert seen == [(ROWS, WIDTH)]
+    handle.remove()
     net = model()
     passed(net, lambda x: checkpoint_sequential(net, x, strategy="contiguous"))
     assert calls(net) == [2] * 6
@@ -113,13 +118,6 @@ def test_a_call_leaves_the_sequential_as_it_was() -> None:
     each = passed(net, net)[2]
     passed(net, lambda x: checkpoint_sequential(net, x, strategy="contiguous"))
     assert passed(net, net)[2] == each
-
-
-def test_hooks_of_a_sequential_are_called() -> None:
-    net, seen = model(), []
-    net.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
-    checkpoint_sequential(net, data())
-    assert seen == [(ROWS, WIDTH)]
 
 
 def test_a_module_and_keywords() -> None:

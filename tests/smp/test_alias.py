@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-import atorch.smp  # noqa: F401  which makes no other name
+import atorch.smp as smp  # which makes no other name
 from atorch.errors import ArgumentError
 from tests.pool import Pool
 
@@ -36,41 +38,34 @@ smp.init({"ddp": True})
 assert session.session() is atorch.smp.session.session()
 smp.barrier()
 if __name__ == "__main__":
-    # In one piece: two processes write.
     place = __file__.rpartition("/")[2]
     sys.stdout.write(f"{smp.rank()} {smp.size()} {degree} {smp.rdp_size()} {sys.argv[1:]} {place}\\n")
 """
 
 
-def run(folder: Path, degree: int, *command: str, cwd: str = ".") -> subprocess.CompletedProcess[str]:
-    """A command in a folder that has the text as `train.py`, with a neighbour that scripts can import."""
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "neighbour.py").write_text("")
-    (folder / "elsewhere").mkdir()
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "SMP_CONFIG": json.dumps({"partitions": degree, "horovod": False}),
-    }
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=environment, cwd=folder / cwd
-    )
+def started(rank: int, size: int, folder: str, arguments: list[str]) -> str:
+    """The script's words in a process that begins with the alias, as `python -m atorch.smp.alias` does."""
+    before, told = (list(sys.argv), list(sys.path)), io.StringIO()
+    os.environ["SMP_CONFIG"] = json.dumps({"partitions": size, "horovod": False})
+    sys.argv[:], sys.path[:0] = ["alias", *arguments], [folder]
+    try:
+        with contextlib.redirect_stdout(told):
+            runpy.run_module("atorch.smp.alias", run_name="__main__")
+    finally:
+        smp.shutdown()
+        sys.argv[:], sys.path[:] = before
+        del os.environ["SMP_CONFIG"]
+        sys.modules.pop("neighbour", None)
+    return told.getvalue()
 
 
-def test_a_module_runs_as_it_is(tmp_path: Path) -> None:
-    done = run(tmp_path, 1, "-m", "atorch.smp.alias", "-m", "train", "--lr", "1", "-m")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 1 1 1 ['--lr', '1', '-m'] train.py\n"
-
-
-@pytest.mark.nightly
-def test_a_script_runs_as_it_is_under_torchrun(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "atorch.smp.alias")
-    done = run(tmp_path, 2, *launcher, "../train.py", "--lr", "1", cwd="elsewhere")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{rank} 2 2 2 ['--lr', '1'] train.py" for rank in range(2)]
-    assert done.stderr.count("these keys have no effect here: horovod") == 1  # rank 0's
+def test_modules_and_scripts_run_as_they_are(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "neighbour.py").write_text("")  # which the script imports
+    (told,) = pool.run(started, str(tmp_path), ["-m", "train", "--lr", "1", "-m"], ranks=1)
+    assert told == "0 1 1 1 ['--lr', '1', '-m'] train.py\n"
+    for rank, told in enumerate(pool.run(started, str(tmp_path / ".."), [str(tmp_path / "train.py"), "--lr", "1"])):
+        assert told == f"{rank} 2 2 2 ['--lr', '1'] train.py\n"
 
 
 def usage(rank: int, size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,14 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 import atorch.smp as smp
 from atorch.errors import ArgumentError
 from tests.pool import Pool
-from tests.smp.job import several
-
-
-@pytest.fixture
-def session() -> Iterator[None]:
-    smp.init()
-    yield
-    smp.shutdown()
+from tests.smp.job import begun, several
 
 
 def one(value: float = 1.0, **options: Any) -> tuple[nn.Parameter, Optimizer]:
@@ -61,9 +54,9 @@ def test_alone_it_is_torchs(kind: str) -> None:
     assert course(again, kind) == course(plain, kind)
 
 
-@pytest.mark.usefixtures("session")
 def test_one_process_with_a_session_is_torchs() -> None:
-    assert course(smp.amp.GradScaler("cpu", 64.0), "sgd") == course(torch.amp.GradScaler("cpu", 64.0), "sgd")
+    with begun({}):
+        assert course(smp.amp.GradScaler("cpu", 64.0), "sgd") == course(torch.amp.GradScaler("cpu", 64.0), "sgd")
 
 
 def test_arguments_are_torchs() -> None:
@@ -85,10 +78,13 @@ def test_arguments_are_torchs() -> None:
 
 def stepped(rank: int, size: int, bad: int, config: dict[str, Any] | None, options: dict[str, Any]) -> Any:
     """What a process with gradients of its own has after a step in which process `bad` has one that is not finite."""
-    if config is not None:
-        smp.init(config)
+    with nullcontext() if config is None else begun(config):
+        return in_session(rank, size, bad, config is None, options)
+
+
+def in_session(rank: int, size: int, bad: int, is_alone: bool, options: dict[str, Any]) -> Any:
     scaler = smp.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
-    if config is None or rank == size - 1:  # the loss is on the last stage alone
+    if is_alone or rank == size - 1:  # the loss is on the last stage alone
         scaler.scale(torch.ones(()))
     parameter, optimizer = one(float("nan") if rank == bad else 16.0, **options)
     scaler.step(optimizer)
@@ -98,59 +94,44 @@ def stepped(rank: int, size: int, bad: int, config: dict[str, Any] | None, optio
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    if config is not None:
-        smp.shutdown()
     return skipped, scale, bool((parameter == 1).all()), scaler.get_scale(), parameter.grad[0].item()
 
 
-@pytest.mark.parametrize("options", [{}, {"lr": 0.1}], ids=["sgd", "fused"])
-def test_all_skip_where_one_must(pool: Pool, options: dict[str, Any]) -> None:
+def test_all_skip_where_one_must(pool: Pool) -> None:
     config = {"partitions": 2, "ddp": True}
-    for results in pool.run(several, [(stepped, bad, config, options) for bad in (0, 3, -1)], ranks=4):
-        assert results == [*[(True, 8.0, False, 16.0, 1.0)] * 2, (False, 32.0, False, 64.0, 0.25)]
-
-
-def test_without_a_session_each_skips_by_itself(pool: Pool) -> None:
-    results = pool.run(stepped, 0, None, {})
-    assert [skipped for skipped, *_ in results] == [True, False]
+    ways = [(stepped, bad, config, options) for options in ({}, {"lr": 0.1}) for bad in (0, 3, -1)]
+    found = pool.run(several, [*ways, (stepped, 3, None, {})], ranks=4)
+    for *results, _ in found:
+        assert results == [*[(True, 8.0, False, 16.0, 1.0)] * 2, (False, 32.0, False, 64.0, 0.25)] * 2
+    assert [skipped for *_, (skipped, *_) in found] == [False, False, False, True], "each by itself without a session"
 
 
 def refused(rank: int, size: int) -> str:
-    smp.init({"partitions": 2})
-    scaler = smp.amp.GradScaler("cpu")
     parameter = nn.Parameter(torch.ones(2, dtype=torch.float16 if rank else torch.float32))
     parameter.grad = torch.ones_like(parameter)
-    try:
-        scaler.step(SGD([parameter], lr=1.0))
-    except (ArgumentError, ValueError) as error:
-        return str(error)
-    finally:
-        smp.shutdown()
-    return ""
-
-
-def test_one_that_cannot_unscale_stops_all(pool: Pool) -> None:
-    told = pool.run(refused)
-    assert "rank 1 failed: Attempting to unscale FP16 gradients." in told[0].replace("ValueError: ", "")
-    assert told[1] == "Attempting to unscale FP16 gradients."
+    with begun({"partitions": 2}), pytest.raises((ArgumentError, ValueError)) as told:
+        smp.amp.GradScaler("cpu").step(SGD([parameter], lr=1.0))
+    return str(told.value)
 
 
 def sharded(rank: int, size: int) -> tuple[bool, float]:
     """Gradients that are shards, beside one that is whole."""
-    smp.init({"sharded_data_parallel_degree": 2, "ddp": True})
-    model = nn.Linear(2, 2)
-    whole = nn.Parameter(torch.ones(()))
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    scaler = smp.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = SGD([*model.parameters(), whole], lr=1.0)
-    scaler.scale(model(torch.ones(1, 2)).sum() + whole).backward()
-    if rank:
-        model.weight.grad.to_local().fill_(float("inf"))
-    scaler.step(optimizer)
-    scaler.update()
-    smp.shutdown()
-    return whole.item() == 1, scaler.get_scale()
+    with begun({"sharded_data_parallel_degree": 2, "ddp": True}):
+        model = nn.Linear(2, 2)
+        whole = nn.Parameter(torch.ones(()))
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        scaler = smp.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = SGD([*model.parameters(), whole], lr=1.0)
+        scaler.scale(model(torch.ones(1, 2)).sum() + whole).backward()
+        if rank:
+            model.weight.grad.to_local().fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        return whole.item() == 1, scaler.get_scale()
 
 
-def test_shards_and_whole_gradients_together(pool: Pool) -> None:
-    assert pool.run(sharded) == [(True, 2.0)] * 2
+def test_one_that_cannot_unscale_stops_all_and_shards_go_with_whole_gradients(pool: Pool) -> None:
+    (first, one), (second, other) = pool.run(several, [(refused,), (sharded,)])
+    assert "rank 1 failed: Attempting to unscale FP16 gradients." in first.replace("ValueError: ", "")
+    assert second == "Attempting to unscale FP16 gradients."
+    assert one == other == (True, 2.0)

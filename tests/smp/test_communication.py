@@ -13,8 +13,9 @@ import atorch.smp as smp
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
 from atorch.smp.session import _sessions, session
+from tests.auto.training import messages
 from tests.pool import Pool
-from tests.smp.job import begun, logged
+from tests.smp.job import begun, several
 
 OBJECT = {"a": [1, "two"], "b": None}
 
@@ -75,13 +76,6 @@ def tensors(rank: int, size: int) -> tuple[int, torch.Tensor, bool]:
     return got["row"].untyped_storage().nbytes(), got["row"], got["row"].requires_grad
 
 
-def test_a_tensor_travels_without_what_it_is_a_view_of(pool: Pool) -> None:
-    num_bytes, row, requires_grad = pool.run(tensors)[1]
-    assert num_bytes == 400
-    assert torch.equal(row, torch.arange(100.0) + 100)
-    assert not requires_grad
-
-
 def in_order(rank: int, size: int) -> int:
     """Whether a process had come to take what another broadcast, once that had returned there."""
     smp.init({"partitions": 2})
@@ -96,10 +90,6 @@ def in_order(rank: int, size: int) -> int:
         store.wait(["returned"], timedelta(seconds=30))
     smp.shutdown()
     return rank
-
-
-def test_a_broadcast_returns_once_all_have_taken_it(pool: Pool) -> None:
-    assert pool.run(in_order) == [0, 1]
 
 
 def lonely(rank: int, size: int, way: str, path: str) -> list[str]:
@@ -149,7 +139,7 @@ def untaken(rank: int, size: int) -> tuple[list[str], int]:
         smp.barrier()
         smp.send("two", 1, smp.RankType.PP_RANK)
         kept = len(session().messages._sent)  # what was taken has gone
-        with logged() as told:
+        with messages() as told:
             session().messages.deliver(timedelta(milliseconds=100))
         smp.barrier()
     else:
@@ -172,17 +162,22 @@ def again(rank: int, size: int) -> list[str]:
     """What travels after a second `init`."""
     got = []
     for text in ("first", "second"):
-        smp.init({"partitions": 2})
-        if rank == 0:
-            smp.send(text, 1, smp.RankType.PP_RANK)
-        else:
-            got.append(smp.recv_from(0, smp.RankType.PP_RANK))
-        smp.shutdown()
+        with begun({"partitions": 2}):
+            if rank == 0:
+                smp.send(text, 1, smp.RankType.PP_RANK)
+            else:
+                got.append(smp.recv_from(0, smp.RankType.PP_RANK))
     return got
 
 
-def test_sessions_count_apart(pool: Pool) -> None:
-    assert pool.run(again)[1] == ["first", "second"]
+def test_tensors_travel_alone_broadcasts_return_once_taken_and_sessions_count_apart(pool: Pool) -> None:
+    found = pool.run(several, [(tensors,), (in_order,), (again,)])
+    num_bytes, row, requires_grad = found[1][0]
+    assert num_bytes == 400, "not what it is a view of"
+    assert torch.equal(row, torch.arange(100.0) + 100)
+    assert not requires_grad
+    assert [answers[1] for answers in found] == [0, 1]
+    assert found[1][2] == ["first", "second"]
 
 
 def test_one_process_talks_to_itself() -> None:

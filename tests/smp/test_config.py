@@ -53,37 +53,33 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SM_HP_MP_PARAMETERS", raising=False)
 
 
-def test_every_documented_key_has_its_documented_default() -> None:
-    assert DOCUMENTED.items() <= Config.read().model_dump().items()
+def test_every_documented_key_has_its_documented_default_which_can_be_given_and_not_changed() -> None:
+    config = Config.read()
+    assert DOCUMENTED.items() <= config.model_dump().items()
+    assert Config.read({**DOCUMENTED, "partitions": 1, "fp16_params": False}) == config
+    with pytest.raises(ValueError, match="frozen"):
+        config.ddp = True  # type: ignore[misc]
 
 
-def test_every_documented_default_can_be_given() -> None:
-    assert Config.read({**DOCUMENTED, "partitions": 1, "fp16_params": False}) == Config.read()
-
-
-def test_defaults_follow_from_other_keys() -> None:
-    assert Config.read({"optimize": "speed"}).memory_weight == 0.2
-    assert Config.read({"optimize": "memory"}).memory_weight == 0.8
-    assert Config.read({"optimize": "speed", "memory_weight": 0.5}).memory_weight == 0.5
-    assert Config.read({"partitions": 4}).active_microbatches == 6
-    assert Config.read({"partitions": 4, "active_microbatches": 1}).active_microbatches == 1
-
-
-def test_keys_with_two_names() -> None:
-    for given in (
-        {"partitions": 2},
-        {"pipeline_parallel_degree": 2},
-        {"partitions": 2, "pipeline_parallel_degree": 2},
-    ):
-        config = Config.read(given)
-        assert config.partitions == config.pipeline_parallel_degree == 2
-    assert Config.read({"fp16_params": True}).fp16
-
-
-def test_placement_is_an_order_of_letters() -> None:
-    assert Config.read().placement == "DPT"
-    assert Config.read({"placement_strategy": "spread"}).placement == "TPD"
-    assert Config.read({"placement_strategy": "PTD"}).placement == "PTD"
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"optimize": "speed"}, "memory_weight", 0.2),
+        ({"optimize": "memory"}, "memory_weight", 0.8),
+        ({"optimize": "speed", "memory_weight": 0.5}, "memory_weight", 0.5),
+        ({"partitions": 4}, "active_microbatches", 6),
+        ({"partitions": 4, "active_microbatches": 1}, "active_microbatches", 1),
+        ({"partitions": 2}, "pipeline_parallel_degree", 2),
+        ({"pipeline_parallel_degree": 2}, "partitions", 2),
+        ({"partitions": 2, "pipeline_parallel_degree": 2}, "partitions", 2),
+        ({"fp16_params": True}, "fp16", True),
+        ({}, "placement", "DPT"),
+        ({"placement_strategy": "spread"}, "placement", "TPD"),
+        ({"placement_strategy": "PTD"}, "placement", "PTD"),
+    ],
+)
+def test_a_key_follows_from_others_and_from_its_other_name(given: dict[str, Any], name: str, value: Any) -> None:
+    assert getattr(Config.read(given), name) == value
 
 
 @pytest.mark.parametrize(
@@ -117,11 +113,6 @@ def test_what_does_not_hold_is_told(given: Any, told: str) -> None:
     with pytest.raises(ArgumentError) as error:
         Config.read(given)
     assert told in str(error.value)
-
-
-def test_it_is_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        Config.read().ddp = True  # type: ignore[misc]
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from atorch.smp.patches.checkpoint import checkpoint, checkpoint_sequential
 from atorch.smp.ranks import ranks_of
 from tests.smp.job import begun
 from tests.smp.nn.test_distributed_modules import language_model
-from tests.smp.test_step import Blocks, rows
+from tests.smp.test_step import Blocks, rows, train
 
 Call = Callable[[Any], Any]
 PARAMETERS = [nn.Parameter(torch.ones(2))]
@@ -28,11 +28,6 @@ IDS = torch.zeros(1, 3).long()
 class Own(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
-
-
-@smp.step
-def train(model: Any, x: torch.Tensor) -> None:
-    model.backward(model(x).mean())
 
 
 def sgd(parameters: Any = PARAMETERS) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from atorch.distributed import parallel_rank
 from atorch.errors import ArgumentError
 from atorch.runtime.tensor_parallel import whole_state
 from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, VOCAB, batch_of, distance, made, trained
+from tests.smp.job import MICROBATCHES, STEPS, VOCAB, batch_of, distance, made, plainly_trained
 
 STRATEGIES: list[tuple[dict[str, Any], list[Any]]] = [
     ({}, [("parallel_mode", [("data", 1)])]),
@@ -93,7 +93,6 @@ def loss_of(batch: Any, output: Any) -> Tensor:
 
 
 def accelerated(rank: int, size: int, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """The training of `trained` under the strategy."""
     strategy = smp.strategy_of({"microbatches": MICROBATCHES, "ddp": True, **config})
     _, result, _ = auto_accelerate(
         made("gpt2"),
@@ -117,18 +116,21 @@ def accelerated(rank: int, size: int, config: dict[str, Any]) -> tuple[list[floa
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config"),
+    ("ranks", "replicas", "config"),
     [
-        (2, {"partitions": 2}),
-        pytest.param(2, {}, marks=pytest.mark.nightly),
-        pytest.param(4, {"partitions": 2, "pipeline": "simple"}, marks=pytest.mark.nightly),
-        pytest.param(2, {"shard_optimizer_state": True}, marks=pytest.mark.nightly),
-        pytest.param(2, {"tensor_parallel_degree": 2, "prescaled_batch": True}, marks=pytest.mark.nightly),
+        (2, 1, {"partitions": 2}),
+        pytest.param(2, 2, {}, marks=pytest.mark.nightly),
+        pytest.param(4, 2, {"partitions": 2, "pipeline": "simple"}, marks=pytest.mark.nightly),
+        pytest.param(2, 2, {"shard_optimizer_state": True}, marks=pytest.mark.nightly),
+        pytest.param(2, 1, {"tensor_parallel_degree": 2, "prescaled_batch": True}, marks=pytest.mark.nightly),
     ],
 )
-def test_a_model_trains_alike_both_ways(pool: Pool, ranks: int, config: dict[str, Any]) -> None:
-    before = pool.run(trained, "gpt2", config, ranks=ranks)
-    after = pool.run(accelerated, config, ranks=ranks)
-    for seen, (others, whole) in zip(before, after, strict=True):
-        assert sum(others) == pytest.approx(sum(seen.losses), rel=2e-2)  # their own rows', or the mean over replicas
-        assert distance("gpt2", {name: whole[name] for name in seen.state}, seen.state) < 1e-4
+def test_a_model_trains_as_plainly_and_so_as_with_smp(
+    pool: Pool, ranks: int, replicas: int, config: dict[str, Any]
+) -> None:
+    """Training by smp is held to plain training in tests/smp/test_parity.py."""
+    plain = plainly_trained("gpt2", replicas)
+    mean = sum(map(sum, plain.losses)) / replicas
+    for losses, whole in pool.run(accelerated, config, ranks=ranks):
+        assert sum(losses) == pytest.approx(mean, rel=2e-2)  # their own rows', or the mean over replicas
+        assert distance("gpt2", {name: whole[name] for name in plain.state}, plain.state) < 1e-4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -14,16 +15,10 @@ from torch import Tensor, nn
 import atorch.smp as smp
 from atorch.distributed import collectives
 from atorch.smp.checkpointing import states
+from tests.auto.training import messages, run_each
 from tests.pool import Pool
-from tests.smp.job import begun, logged, several
-from tests.smp.test_step import Blocks, model_of, rows, said
-
-
-@smp.step
-def train(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+from tests.smp.job import begun, several
+from tests.smp.test_step import Blocks, model_of, rows, said, train
 
 
 def sgd(model: nn.Module) -> Any:
@@ -224,8 +219,7 @@ def buffers(rank: int, size: int, broadcasts: bool) -> float:
 
 
 def test_buffers_begin_a_step_as_the_first_replicas(pool: Pool) -> None:
-    assert pool.run(buffers, True) == [2.0, 3.0]
-    assert pool.run(buffers, False) == [2.0, 4.0]
+    assert run_each(pool, buffers, [(True,), (False,)]) == [[2.0, 3.0], [2.0, 4.0]]
 
 
 def hooked(rank: int, size: int) -> Any:
@@ -266,19 +260,19 @@ def uneven(rank: int, size: int, divides: bool) -> Any:
         return {name: each.clone() for name, each in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("divides", [True, False])
-def test_replicas_join_with_uneven_numbers_of_batches(pool: Pool, divides: bool) -> None:
-    torch.manual_seed(0)
-    plain = Blocks()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        batches = [rows() + step + 10 * rank for rank in range(2) if rank or step < 1]
-        for batch in batches:
-            (plain(batch).square().mean() / (2 if divides else len(batches))).backward()
-        optimizer.step()
-    for state in pool.run(uneven, divides):
-        assert all(torch.allclose(state[name], each, rtol=1e-4, atol=1e-6) for name, each in plain.state_dict().items())
+def test_replicas_join_with_uneven_numbers_of_batches(pool: Pool) -> None:
+    for divides, found in zip((True, False), run_each(pool, uneven, [(True,), (False,)]), strict=True):
+        torch.manual_seed(0)
+        plain = Blocks()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            batches = [rows() + step + 10 * rank for rank in range(2) if rank or step < 1]
+            for batch in batches:
+                (plain(batch).square().mean() / (2 if divides else len(batches))).backward()
+            optimizer.step()
+        for state, (name, value) in itertools.product(found, plain.state_dict().items()):
+            assert torch.allclose(state[name], value, rtol=1e-4, atol=1e-6)
 
 
 STATES: dict[str, dict[str, Any]] = {
@@ -300,11 +294,11 @@ def alone_in_a_collective(rank: int, size: int, call: str) -> str:
         return message
 
 
-@pytest.mark.parametrize("call", STATES)
-def test_a_state_that_some_ranks_do_not_ask_for_names_them(pool: Pool, call: str) -> None:
-    message, _ = pool.run(alone_in_a_collective, call, timeout=60)
-    assert call in message
-    assert "on rank 0 but not on 1" in message
+def test_a_state_that_some_ranks_do_not_ask_for_names_them(pool: Pool) -> None:
+    found = run_each(pool, alone_in_a_collective, [(call,) for call in STATES], timeout=60)
+    for call, (message, _) in zip(STATES, found, strict=True):
+        assert call in message
+        assert "on rank 0 but not on 1" in message
 
 
 def on_the_host(rank: int, size: int) -> Any:
@@ -344,13 +338,13 @@ DIFFERENCES = {
 
 
 def test_a_process_that_differs_is_told_on_all(pool: Pool) -> None:
-    for messages in pool.run(several, [(differing, how) for how in DIFFERENCES], ranks=4, timeout=40):
-        for how, message in zip(DIFFERENCES, messages, strict=True):
+    for found in pool.run(several, [(differing, how) for how in DIFFERENCES], ranks=4, timeout=40):
+        for how, message in zip(DIFFERENCES, found, strict=True):
             assert DIFFERENCES[how] in message
 
 
 def own_batches(rank: int, size: int, differ: bool) -> list[str]:
-    with begun({"microbatches": 2, "partitions": 2}), logged() as told:
+    with begun({"microbatches": 2, "partitions": 2}), messages() as told:
         train(model_of(), rows() + rank * differ)
     return told
 

@@ -243,7 +243,7 @@ def test_a_state_dict_of_apexs_novograd_loads() -> None:
 
 
 @both
-def test_a_closure_computes_anew(kind: type[Fused]) -> None:
+def test_closures_schedules_copies_and_zeroed_gradients_are_as_with_torchs(kind: type[Fused]) -> None:
     held = parameters()
     optimizer = kind(held)
 
@@ -257,9 +257,6 @@ def test_a_closure_computes_anew(kind: type[Fused]) -> None:
     assert optimizer.step(loss).item() == before
     assert loss().item() < before
 
-
-@both
-def test_gradients_are_let_go_of_or_zeroed(kind: type[Fused]) -> None:
     for held, keeps in ((parameters(), False), (parameters(), True)):
         optimizer = kind(held, set_grad_none=not keeps)
         train(optimizer, held, range(1))
@@ -268,17 +265,11 @@ def test_gradients_are_let_go_of_or_zeroed(kind: type[Fused]) -> None:
         optimizer.zero_grad(set_to_none=True)
         assert all(each.grad is None for each in held)
 
-
-@both
-def test_a_copy_keeps_its_modes(kind: type[Fused]) -> None:
     modes = {"adam_w_mode": False, "use_nvlamb": True} if kind is FusedLamb else {"reg_inside_moment": True}
     optimizer = copy.deepcopy(kind(parameters(), set_grad_none=False, **modes))
     assert {name: getattr(optimizer, name) for name in modes} == modes
     assert optimizer.set_grad_none is False
 
-
-@both
-def test_a_learning_rate_schedule_is_followed(kind: type[Fused]) -> None:
     held = parameters()
     optimizer = kind(held, lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
@@ -289,15 +280,12 @@ def test_a_learning_rate_schedule_is_followed(kind: type[Fused]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(held, begin, strict=True))
 
 
-def test_a_group_that_does_not_hold_is_not_added() -> None:
-    optimizer = FusedLamb(parameters())
+@both
+def test_bad_groups_and_sparse_and_complex_parameters_are_named(kind: type[Fused]) -> None:
+    optimizer = kind(parameters())
     with pytest.raises(ArgumentError, match="lr"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": -1})
     assert len(optimizer.param_groups) == 1
-
-
-@both
-def test_sparse_and_complex_parameters_are_named(kind: type[Fused]) -> None:
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ArgumentError, match="sparse"):
@@ -437,12 +425,8 @@ def test_apexs_kernel_is_given_what_it_takes(
     train(optimizer, held)
     assert apex[kind].calls == STEPS
     assert distance(held, reference.parameters, begin) <= 1e-5
-
-
-def test_apexs_kernel_is_not_given_bf16_nor_parts(apex: dict[type[Fused], Kernel]) -> None:
-    held = parameters(torch.bfloat16)
-    train(FusedLamb(held), held)
-    assert apex[FusedLamb].calls == 0
+    train(kind(halves := parameters(torch.bfloat16)), halves)
+    assert apex[kind].calls == STEPS, "it takes no bf16"
 
 
 def test_what_steps_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

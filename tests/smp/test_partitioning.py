@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import atorch.smp as smp
+from tests.auto.training import messages
 from tests.pool import Pool
-from tests.smp.job import begun, gpt2, logged, several
-from tests.smp.test_step import WIDTH, Blocks, rows, said
+from tests.smp.job import begun, gpt2, several
+from tests.smp.test_step import WIDTH, Blocks, rows, said, train
 
 
 class Nested(nn.Module):
-    """Partitions inside of one another, to one of which the model comes back, and one module outside of all."""
+    """The document's example: nested partitions, to one of which the model comes back; one module is outside of all."""
 
     def __init__(self, on: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext()) -> None:
         super().__init__()
@@ -31,13 +32,6 @@ class Nested(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.child3(self.child2(torch.tanh(self.child1(self.child0(x)))) + x)
         return y
-
-
-@smp.step
-def train(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
 
 
 def nested(rank: int, size: int, active: int, pipeline: str) -> Any:
@@ -187,9 +181,9 @@ def test_modules_that_share_a_parameter_are_together(pool: Pool) -> None:
 
 
 def told(rank: int, size: int) -> list[str]:
-    with logged() as messages, begun({"microbatches": 2, "partitions": size}):
+    with messages() as found, begun({"microbatches": 2, "partitions": size}):
         train(smp.DistributedModel(Blocks(2)), rows())
-    return messages
+    return found
 
 
 def test_what_is_where_is_told_by_the_first_process(pool: Pool) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import atorch.smp as smp
@@ -13,7 +11,6 @@ from atorch.errors import StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from tests.pool import Pool
 from tests.smp.job import Way, batch_of, begun, distance, made, plainly_trained, train_step, trained
-from tests.smp.resuming import resumed
 
 
 def states_of(model: Any, optimizer: Any) -> tuple[dict[str, Any], float]:
@@ -25,12 +22,11 @@ def states_of(model: Any, optimizer: Any) -> tuple[dict[str, Any], float]:
     return optimizer.state_dict(), kept / own
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(2, {}), (4, {"partitions": 2})], ids=str)
-def test_training_and_states_are_those_of_plain_training(pool: Pool, ranks: int, config: dict[str, Any]) -> None:
+def test_training_and_states_are_those_of_plain_training(pool: Pool) -> None:
     plain = plainly_trained("gpt2", 2, decay=0.5)
     wanted = plain.optimizer.state_dict()
     way = Way(decay=0.5, look=states_of)  # as a scheduler of the optimizer that was given does
-    for seen in pool.run(trained, "gpt2", {"shard_optimizer_state": True, **config}, "mean", way, ranks=ranks):
+    for seen in pool.run(trained, "gpt2", {"shard_optimizer_state": True, "partitions": 2}, "mean", way, ranks=4):
         saved, kept = seen.seen
         assert distance("gpt2", seen.state, plain.state) < 1e-4
         assert 0.45 < kept < 0.55, "the momentum of half of the parameters"
@@ -40,24 +36,6 @@ def test_training_and_states_are_those_of_plain_training(pool: Pool, ranks: int,
                 assert (saved["state"][number][key] - value).abs().max() < 1e-4
         assert saved["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"]
         plain.optimizer.load_state_dict(saved)
-
-
-def test_training_goes_on_from_a_saved_state(pool: Pool) -> None:
-    assert pool.run(resumed, {"shard_optimizer_state": True}, False) == [0.0, 0.0]
-
-
-def test_training_goes_on_from_a_file_as_hugging_faces_trainer_has_it(pool: Pool, tmp_path: Path) -> None:
-    """All replicas save, and the state is loaded by a hook."""
-    config = {"shard_optimizer_state": True, "fp16": True}
-    assert pool.run(resumed, config, True, str(tmp_path / "optimizer.pt")) == [0.0, 0.0]
-    assert [path.name for path in tmp_path.iterdir()] == ["optimizer.pt_0"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("is_partial", [False, True], ids=["whole", "partial"])
-@pytest.mark.parametrize("half", [{}, {"bf16": True}, {"fp16": True}], ids=str)
-def test_in_every_precision_and_beside_a_pipeline(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:
-    assert pool.run(resumed, {"shard_optimizer_state": True, "partitions": 2, **half}, is_partial, ranks=4) == [0.0] * 4
 
 
 def with_masters(rank: int, size: int) -> tuple[bool, float]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.errors import AtorchError
+from tests.auto.training import run_each
 from tests.contract.test_steps import num_tensors, num_tensors_soon
 from tests.pool import Pool
 from tests.smp.job import batch_of, begun, made, several, sgd, train_step
@@ -48,6 +49,13 @@ def said(work: Callable[[], Any]) -> str:
     except (AtorchError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@smp.step
+def train(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    model.backward(loss)
+    return loss
 
 
 def nested_outputs(rank: int, size: int) -> Any:
@@ -282,10 +290,6 @@ def one_alone(rank: int, size: int, how: str, folder: str) -> str:
         model: Any = smp.DistributedModel(blocks)
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-        @smp.step
-        def train(model: Any, x: Tensor) -> None:
-            model.backward(model(x).mean())
-
         def go_on() -> None:
             train(model, rows())
             if rank == 0 and how == "saves":
@@ -328,10 +332,9 @@ def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int,
         return early, num_tensors_soon(early)
 
 
-@pytest.mark.parametrize("config", [{}, {"partitions": 2}], ids=str)
-def test_steps_leave_nothing_behind(pool: Pool, config: dict[str, Any]) -> None:
-    for early, late in pool.run(held_after_steps, config, ranks=2):
-        assert late <= early
+def test_steps_leave_nothing_behind(pool: Pool) -> None:
+    for found in run_each(pool, held_after_steps, [({},), ({"partitions": 2},)]):
+        assert all(late <= early for early, late in found), found
 
 
 def reading_on_the_first(rank: int, size: int) -> tuple[float, float]:

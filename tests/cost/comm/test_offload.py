@@ -55,12 +55,52 @@ def test_beyond_a_budget_states_and_gradients_make_way_first(budget, stepped, pa
     assert memory.total == pytest.approx(max(budget, 500))  # activations stay
 
 
-def test_the_host_steps_what_it_holds():
-    # Gradients down, 4,000 at 1,000 B/s; the step reads and writes 4,000 + 8,000 and reads 4,000; parameters up.
-    cost = replace(PLAIN, optim_offload=1.0)
-    assert seconds(cost) == pytest.approx(4 + 24 + 4 + 4)
-    assert seconds(cost, computing_s=9.0) == pytest.approx(4 + 24 + 4 + 4), "it waits for all gradients"
-    assert seconds(replace(cost, optim_offload=0.5)) == pytest.approx(18)
+STEPPED, FETCHED, AWAY = (
+    {"optim_offload": 1.0},
+    {"param_offload": 1.0, "optim_offload": 1.0},
+    {"activation_offload": 1.0},
+)
+BUDGET = STEPPED | {"budget_bytes": 20_000.0}
+SHARDS = FETCHED | {"param_shards": 4.0, "optim_shards": 4.0}
+THRICE = {"num_micro_batches": 3.0, "batch_size": 3.0}
+STEP = 24 + 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "computing_s", "expected"),
+    [
+        # Gradients down, 4,000 at 1,000 B/s; the step reads and writes 4,000 + 8,000 and reads 4,000; parameters up.
+        (STEPPED, 0.0, 4 + STEP + 4),
+        (STEPPED, 9.0, 4 + STEP + 4),  # it waits for all gradients
+        ({"optim_offload": 0.5}, 0.0, 18),
+        # Under a budget gradients go down and parameters come up beside computing.
+        (BUDGET, 0.0, 4 + 4 + STEP),
+        # Behind one second of forward and two of backward, which hide all but a little of it.
+        (BUDGET, 3.0, 3 + 2 + UNHIDDEN * (1 + 2) + STEP),
+        (BUDGET, 12.0, UNHIDDEN * (4 + 4) + STEP),
+        (BUDGET | {"num_micro_batches": 3.0}, 0.0, 4 + 3 * 4 + STEP),  # parameters stay
+        (BUDGET | {"fetches_ahead": False}, 12.0, 4 + 4 + STEP),
+        # Half of the parameters have no room, and are fetched again.
+        ({"budget_bytes": 2_500.0}, 0.0, 4 + max(2, 4) + STEP),
+        (THRICE | {"budget_bytes": 2_500.0}, 0.0, 4 + 2 * 2 + max(3 * 2, 3 * 4) + STEP),
+        # Parameters are fetched for forward and backward of every micro-batch; nothing else goes up.
+        (FETCHED, 0.0, 2 * 4 + STEP),
+        (FETCHED | {"num_micro_batches": 3.0}, 0.0, 6 * 4 + STEP),
+        (FETCHED | {"keeps_gathered": True}, 0.0, 4 + 4 + STEP),  # gradients come down alone
+        # Activations go down and up once for each micro-batch.
+        (AWAY, 0.0, 2 * 0.5),
+        (AWAY | {"num_micro_batches": 5.0, "batch_size": 5.0}, 0.0, 2 * 2.5),
+        # Backward's 0.6 hides the way up, but for a little.
+        (AWAY, 0.9, 0.5 - 0.3 + UNHIDDEN * (0.3 + 0.5)),
+        (AWAY, 1.5, UNHIDDEN * (0.5 + 0.5)),  # nothing hides wholly
+        # Shards wait as shards, and go down with every micro-batch that reduces them.
+        (SHARDS | {"grad_shards": 4.0}, 0.0, (2 * 4 + STEP) / 4),
+        (SHARDS | THRICE | {"grad_shards": 4.0, "keeps_gathered": True}, 0.0, (3 * 4 + 3 * 4 + STEP) / 4),
+        ({"budget_bytes": 20_000.0}, 0.0, 0),  # which is never reached
+    ],
+)
+def test_seconds_by_hand(changes, computing_s, expected):
+    assert seconds(replace(PLAIN, **changes), computing_s) == pytest.approx(expected)
 
 
 def test_what_is_stepped_in_backward_hides_behind_it():
@@ -79,45 +119,6 @@ def test_masters_have_gradients_of_their_own_while_the_host_steps():
     assert host_bytes(replace(cost, param_offload=1.0)) == 1000 * (4 + 8 + 4 + 2 + 2)
 
 
-def test_under_a_budget_gradients_go_down_and_parameters_come_up_beside_computing():
-    cost = replace(PLAIN, optim_offload=1.0, budget_bytes=20_000.0)
-    step = 24 + 4
-    assert seconds(cost) == pytest.approx(4 + 4 + step)
-    # Behind one second of forward and two of backward, which hide all but a little of it.
-    assert seconds(cost, computing_s=3.0) == pytest.approx(3 + 2 + UNHIDDEN * (1 + 2) + step)
-    assert seconds(cost, computing_s=12.0) == pytest.approx(UNHIDDEN * (4 + 4) + step)
-    assert seconds(replace(cost, num_micro_batches=3.0)) == pytest.approx(4 + 3 * 4 + step), "parameters stay"
-    assert seconds(replace(cost, fetches_ahead=False), computing_s=12.0) == pytest.approx(4 + 4 + step)
-
-
-def test_under_a_budget_what_has_no_room_is_fetched_again():
-    cost = replace(PLAIN, budget_bytes=2_500.0)  # half of the parameters
-    assert seconds(cost) == pytest.approx(4 + max(2, 4) + 28)
-    thrice = replace(cost, num_micro_batches=3.0, batch_size=3.0)
-    assert seconds(thrice) == pytest.approx(4 + 2 * 2 + max(3 * 2, 3 * 4) + 28)
-
-
-def test_parameters_are_fetched_for_forward_and_backward_of_every_micro_batch():
-    cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0)
-    step = 24 + 4  # gradients come down in backward, and nothing comes up: parameters are fetched anyway
-    assert seconds(cost) == pytest.approx(2 * 4 + step)
-    assert seconds(replace(cost, num_micro_batches=3.0)) == pytest.approx(6 * 4 + step)
-    assert seconds(replace(cost, keeps_gathered=True)) == pytest.approx(4 + 4 + step)  # gradients come down alone
-
-
-def test_activations_go_down_and_up_once_for_each_micro_batch():
-    cost = replace(PLAIN, activation_offload=1.0)
-    assert seconds(cost) == pytest.approx(2 * 0.5)
-    assert seconds(replace(cost, num_micro_batches=5.0, batch_size=5.0)) == pytest.approx(2 * 2.5)
-
-
-def test_activations_go_down_behind_forward_and_come_up_behind_backward():
-    cost = replace(PLAIN, activation_offload=1.0)
-    # Backward's 0.6 hides the way up, but for a little.
-    assert seconds(cost, computing_s=0.9) == pytest.approx(0.5 - 0.3 + UNHIDDEN * (0.3 + 0.5))
-    assert seconds(cost, computing_s=1.5) == pytest.approx(UNHIDDEN * (0.5 + 0.5)), "nothing hides wholly"
-
-
 def test_activations_outside_of_blocks_stay():
     head = Segment(name="head", num_params=0, num_trainable=0, outside=Region(saved_bytes=300))
     cost = replace(PLAIN, segments=(BLOCK, head), activation_offload=1.0)
@@ -126,32 +127,19 @@ def test_activations_outside_of_blocks_stay():
     assert seconds(cost) == pytest.approx(2 * 0.5)
 
 
-def test_shards_wait_as_shards():
-    cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0, param_shards=4.0, grad_shards=4.0, optim_shards=4.0)
-    assert host_bytes(cost) == 4000
-    assert seconds(cost) == pytest.approx((2 * 4 + 24 + 4) / 4)
-
-
-def test_a_budget_that_is_never_reached_costs_nothing():
-    assert seconds(replace(PLAIN, budget_bytes=20_000.0)) == 0
+def test_shards_wait_as_shards_and_a_budget_may_ask_for_the_host():
+    assert host_bytes(replace(PLAIN, **SHARDS, grad_shards=4.0)) == 4000
     assert uses_host(replace(PLAIN, budget_bytes=20_000.0))
     assert not uses_host(replace(PLAIN, budget_bytes=math.inf))
 
 
 def test_whole_gradients_stay_until_they_are_reduced_and_this_devices_shard_goes_down():
-    shards = {"param_shards": 4.0, "optim_shards": 4.0, "gathered_itemsize": 4.0}
-    cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0, grads_persist=False, whole_grads=True, **shards)
+    cost = replace(PLAIN, **SHARDS, gathered_itemsize=4.0, grads_persist=False, whole_grads=True)
     cost = replace(cost, num_micro_batches=2.0, batch_size=2.0)
     assert peak_memory(cost).gradients == 4000
     assert host_bytes(cost) == 16_000 / 4
     assert seconds(cost) == pytest.approx((4 * 4 + 24 + 4) / 4)
     assert seconds(cost, computing_s=100.0) == pytest.approx((24 + 4) / 4 + UNHIDDEN * (2 * 4 + 2 * 4) / 4)
-
-
-def test_shards_of_gradients_go_down_with_every_micro_batch_that_reduces_them():
-    shards = {"param_shards": 4.0, "grad_shards": 4.0, "optim_shards": 4.0, "keeps_gathered": True}
-    cost = replace(PLAIN, param_offload=1.0, optim_offload=1.0, num_micro_batches=3.0, batch_size=3.0, **shards)
-    assert seconds(cost) == pytest.approx((3 * 4 + 3 * 4 + 24 + 4) / 4)
 
 
 def test_of_several_micro_batches_in_flight_one_is_back_ahead():

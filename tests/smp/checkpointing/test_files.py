@@ -15,15 +15,16 @@ import torch
 import atorch.smp as smp
 from atorch.errors import CheckpointError
 from atorch.smp.checkpointing.states import CUTS, PARTIAL
+from tests.auto.training import run_each
 from tests.pool import Pool
+from tests.smp.job import begun
 
 
 @pytest.fixture
-def begun() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """One process, of degrees 1."""
-    smp.init()
-    yield
-    smp.shutdown()
+    with begun({}):
+        yield
 
 
 def parts_of_a_model(rank: int, size: int) -> dict[str, Any]:
@@ -41,23 +42,19 @@ def parts_of_a_model(rank: int, size: int) -> dict[str, Any]:
 
 def save_and_load(rank: int, size: int, path: str) -> Any:
     """What a stage gets of a partial checkpoint that it and its peers have saved."""
-    smp.init({"partitions": size})
-    smp.save(parts_of_a_model(rank, size), path, partial=True)
-    smp.barrier()
-    loaded = smp.load(path, partial=True)
-    smp.shutdown()
-    return loaded
+    with begun({"partitions": size}):
+        smp.save(parts_of_a_model(rank, size), path, partial=True)
+        smp.barrier()
+        return smp.load(path, partial=True)
 
 
 def load(rank: int, size: int, path: str, config: dict[str, Any]) -> Any:
     """What a process gets of a partial checkpoint, or the error."""
-    smp.init(config)
-    try:
-        return smp.load(path, map_location="cpu")
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        smp.shutdown()
+    with begun(config):
+        try:
+            return smp.load(path, map_location="cpu")
+        except CheckpointError as error:
+            return str(error)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -69,17 +66,11 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def test_each_stage_reads_what_it_wrote(pool: Pool, tmp_path: Path) -> None:
+def test_each_stage_reads_what_it_wrote_and_another_degree_gets_whole_states(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint.pt")
-    results = pool.run(save_and_load, path)
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint.pt_0", "checkpoint.pt_1"]
-    for rank, loaded in enumerate(results):
+    for rank, loaded in enumerate(pool.run(save_and_load, path)):
         assert same(loaded, parts_of_a_model(rank, 2))
-
-
-def test_another_degree_gets_whole_states(pool: Pool, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint.pt")
-    pool.run(save_and_load, path, ranks=2)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint.pt_0", "checkpoint.pt_1"]
     (tmp_path / "checkpoint.pt_best").write_text("another file")
     one, two = parts_of_a_model(0, 2), parts_of_a_model(1, 2)
     states = {**one["optimizer_state_dict"]["state"], **two["optimizer_state_dict"]["state"]}
@@ -117,7 +108,6 @@ def test_a_missing_file_is_named(pool: Pool, tmp_path: Path) -> None:
 
 def cut_states(rank: int, size: int, path: str) -> None:
     """Save the partial states of two tensor ranks: rows 0, 1, 4, 5 and 2, 3, 6, 7 of a parameter."""
-    smp.init({"tensor_parallel_degree": 2, "ddp": True})
     runs = [(2 * rank, 2 * rank + 2), (2 * rank + 4, 2 * rank + 6)]
     whole = torch.arange(16.0).reshape(8, 2)
     part = torch.cat([whole[start:stop] for start, stop in runs])
@@ -125,8 +115,8 @@ def cut_states(rank: int, size: int, path: str) -> None:
     model = {PARTIAL: True, CUTS: cuts, "weight": part, "bias": torch.ones(2)}
     held = {"step": torch.tensor(1.0), "exp_avg": part * 2}
     optimizer = {PARTIAL: True, CUTS: cuts, "state": {"weight": held}, "param_groups": [{"params": ["weight"]}]}
-    smp.save({"model": model, "optimizer": optimizer}, path)
-    smp.shutdown()
+    with begun({"tensor_parallel_degree": 2, "ddp": True}):
+        smp.save({"model": model, "optimizer": optimizer}, path)
 
 
 def test_parts_of_tensors_are_put_together(pool: Pool, tmp_path: Path) -> None:
@@ -151,30 +141,24 @@ def test_parts_of_tensors_are_put_together(pool: Pool, tmp_path: Path) -> None:
 def named(rank: int, size: int, path: str, order: str, other: str) -> Any:
     """What is loaded in one order of stages and slices of what was saved in another."""
     config = {"partitions": 2, "tensor_parallel_degree": 2, "ddp": True}
-    smp.init({**config, "placement_strategy": order})
-    smp.save({PARTIAL: True, f"{smp.pp_rank()} {smp.tp_rank()}": torch.ones(1)}, path)
-    smp.barrier()
-    smp.shutdown()
-    smp.init({**config, "placement_strategy": other})
-    loaded = smp.load(path)
-    smp.barrier()
-    smp.shutdown()
-    return set(loaded)
+    with begun({**config, "placement_strategy": order}):
+        smp.save({PARTIAL: True, f"{smp.pp_rank()} {smp.tp_rank()}": torch.ones(1)}, path)
+        smp.barrier()
+    with begun({**config, "placement_strategy": other}):
+        loaded = smp.load(path)
+        smp.barrier()
+        return set(loaded)
 
 
 def test_another_order_of_stages_and_slices_is_another_arrangement(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint.pt")
-    everything = {"0 0", "0 1", "1 0", "1 1"}
-    assert pool.run(named, path, "DPT", "DTP", ranks=4) == [everything] * 4
-    assert pool.run(named, path, "DPT", "PDT", ranks=4) == [
-        {PARTIAL, "0 0"},
-        {PARTIAL, "0 1"},
-        {PARTIAL, "1 0"},
-        {PARTIAL, "1 1"},
-    ]
+    places = ("0 0", "0 1", "1 0", "1 1")
+    other, alike = run_each(pool, named, [(path, "DPT", "DTP"), (path, "DPT", "PDT")], ranks=4)
+    assert other == [set(places)] * 4
+    assert alike == [{PARTIAL, place} for place in places]
 
 
-@pytest.mark.usefixtures("begun")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("parts", "told"),
     [
@@ -209,7 +193,7 @@ def test_what_does_not_make_a_whole_is_told(tmp_path: Path, parts: list[Any], to
     assert told in str(error.value)
 
 
-@pytest.mark.usefixtures("begun")
+@pytest.mark.usefixtures("alone")
 def test_full_files_are_torchs_own(tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")
     state = torch.nn.Linear(2, 2).state_dict()
@@ -233,23 +217,22 @@ def test_full_files_are_torchs_own(tmp_path: Path) -> None:
 
 def saved_twice(rank: int, size: int, path: str, killed: int) -> Any:
     """What a process gets of parts of which one was not written again."""
-    smp.init({"partitions": size})
-    for value in (1.0, 2.0):
-        if value == 1 or rank != killed:
-            smp.save({"model": {PARTIAL: True, f"layer{rank}": torch.full((2,), value)}}, path)
-    smp.barrier()
-    try:
-        return smp.load(path)["model"][f"layer{rank}"].tolist()
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        smp.shutdown()
+    with begun({"partitions": size}):
+        for value in (1.0, 2.0):
+            if value == 1 or rank != killed:
+                smp.save({"model": {PARTIAL: True, f"layer{rank}": torch.full((2,), value)}}, path)
+        smp.barrier()
+        try:
+            return smp.load(path)["model"][f"layer{rank}"].tolist()
+        except CheckpointError as error:
+            return str(error)
 
 
 def test_parts_of_two_saves_are_told(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")
-    assert pool.run(saved_twice, path, -1) == [[2.0, 2.0]] * 2
-    for told in pool.run(saved_twice, path, 1):
+    whole, apart = run_each(pool, saved_twice, [(path, -1), (path, 1)])
+    assert whole == [[2.0, 2.0]] * 2
+    for told in apart:
         assert "model.pt_0' and '" in told
         assert "model.pt_1' are of different saves, of which one was not finished" in told
 
@@ -258,7 +241,7 @@ def _on_meta(storage: torch.UntypedStorage, place: str) -> torch.UntypedStorage:
     return torch.UntypedStorage(storage.nbytes(), device="meta")
 
 
-@pytest.mark.usefixtures("begun")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("partial", [True, False])
 def test_map_location_in_its_four_forms(tmp_path: Path, partial: bool) -> None:
     path = str(tmp_path / "model.pt")
@@ -269,7 +252,7 @@ def test_map_location_in_its_four_forms(tmp_path: Path, partial: bool) -> None:
         assert smp.load(path, map_location=where, partial=partial)["weight"].device.type == "cpu"
 
 
-@pytest.mark.usefixtures("begun")
+@pytest.mark.usefixtures("alone")
 def test_arguments_of_torchs_functions_are_taken(tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")
     smp.save({"a": 1}, path, pickle_module=pickle, pickle_protocol=2)
@@ -286,7 +269,7 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.usefixtures("begun")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("partial", [True, False])
 def test_loading_runs_no_code(tmp_path: Path, caplog: pytest.LogCaptureFixture, partial: bool) -> None:
     path = str(tmp_path / "model.pt")
@@ -302,7 +285,7 @@ def test_loading_runs_no_code(tmp_path: Path, caplog: pytest.LogCaptureFixture, 
         assert smp.load(path, partial=partial)["args"].lr == 0.1
 
 
-@pytest.mark.usefixtures("begun")
+@pytest.mark.usefixtures("alone")
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path / "model.pt")
     smp.save({"a": 1}, path)

@@ -21,6 +21,7 @@ from atorch.smp.checkpointing.atomic_save import Staged
 from atorch.smp.checkpointing.folder import _write_parts
 from atorch.smp.checkpointing.states import PARTIAL
 from atorch.smp.session import session
+from tests.auto.training import run_each
 from tests.pool import Pool
 
 
@@ -114,23 +115,17 @@ def test_what_was_saved_comes_back(pool: Pool, tmp_path: Path) -> None:
         }
         assert held["param_groups"] == [{"lr": 0.1, "params": [f"layer{rank}", "shared"]}]
     given = {"tag": "one", "strict": False, "load_optimizer": False}
-    for content, (state, strict), held in pool.run(resumed, path, PIPELINE, given):
+    loaded, without = run_each(
+        pool, resumed, [(path, PIPELINE, given), (path, PIPELINE, {"load_sharded_optimizer_state": False})]
+    )
+    for content, (state, strict), held in loaded:
         assert content == {"step": 0}
         assert not strict
         assert state["shared"].tolist() == [0, 0]
         assert held is None
-    for _, _, held in pool.run(resumed, path, PIPELINE, {"load_sharded_optimizer_state": False}):
+    for _, _, held in without:
         assert held["state"] == {}
         assert held["param_groups"][0]["lr"] == 0.1
-
-
-def test_another_degree_gets_whole_states(pool: Pool, tmp_path: Path) -> None:
-    path = str(tmp_path)
-    pool.run(saved, path, PIPELINE, ["one"])
-    for ranks, config in ((1, {}), (4, {"partitions": 4}), (2, {"ddp": True})):
-        for content, (state, _), held in pool.run(resumed, path, config, {}, ranks=ranks):
-            assert content == {"step": 0}
-            assert set(state) == set(held["state"]) == {"layer0", "layer1", "shared"}
 
 
 def written(rank: int, size: int, path: str) -> bool:
@@ -209,10 +204,9 @@ def test_files_of_two_saves_are_told(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path)
     pool.run(saved, path, PIPELINE, ["one", "two"])
     os.replace(tmp_path / "one_partial" / "model_1.pt", tmp_path / "two_partial" / "model_1.pt")
-    told = pool.run(resumed, path, PIPELINE, {"load_optimizer": False})
+    told, whole = run_each(pool, resumed, [(path, PIPELINE, {"load_optimizer": False}), (path, PIPELINE, {})])
     assert all("model_0.pt' and '" in each and "model_1.pt' are of different saves, of which" in each for each in told)
-    told = pool.run(resumed, path, PIPELINE, {})
-    assert all("are of different saves" in each for each in told)
+    assert all("are of different saves" in each for each in whole)
     (told,) = pool.run(resumed, path, {}, {}, ranks=1)
     assert "are of different saves, of which one was not finished" in told
 

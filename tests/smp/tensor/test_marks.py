@@ -64,7 +64,8 @@ def test_what_exists_is_marked_with_all_below_and_the_last_wins() -> None:
     assert marked(model) == {"encoder.a", "encoder.embedding"}
 
 
-def test_a_transformers_model_is_marked_as_it_is_made() -> None:
+def test_a_transformers_model_is_marked_as_it_is_made_also_by_a_decorator() -> None:
+    assert marked(smp.tensor_parallelism()(lambda: nn.Linear(2, 2))()) == {""}
     config = transformers.GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=2, n_positions=4)
     with smp.tensor_parallelism():
         model = transformers.GPT2LMHeadModel(config)
@@ -80,14 +81,9 @@ def test_distributed_modules_need_no_mark_but_one_against_them_counts() -> None:
         assert not marked(smp.nn.DistributedTransformerOutputLayer(8, 16))
 
 
-def fails_inside() -> None:
-    with smp.tensor_parallelism():
-        raise KeyError
-
-
 def test_a_context_ends_with_an_error_and_is_of_one_thread() -> None:
-    with pytest.raises(KeyError):
-        fails_inside()
+    with pytest.raises(KeyError), smp.tensor_parallelism():
+        raise KeyError
     made = [nn.Linear(2, 2)]
     with smp.tensor_parallelism():
         thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
@@ -95,14 +91,6 @@ def test_a_context_ends_with_an_error_and_is_of_one_thread() -> None:
         thread.join()
     assert len(made) == 2
     assert not [each for each in made if marked(each)]
-
-
-def test_as_a_decorator() -> None:
-    @smp.tensor_parallelism()
-    def make() -> nn.Module:
-        return nn.Linear(2, 2)
-
-    assert marked(make()) == {""}
 
 
 def test_says_where_there_is_nothing_to_split(caplog: pytest.LogCaptureFixture) -> None:

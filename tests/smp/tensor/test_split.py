@@ -15,8 +15,10 @@ import atorch.smp as smp
 from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError
 from atorch.smp.tensor.split import TensorSplit, split_marked
+from tests.auto.training import messages
+from tests.contract.job import distance, updates
 from tests.pool import Pool
-from tests.smp.job import logged, several
+from tests.smp.job import several
 
 VOCAB, STEPS = 63, 3  # a vocabulary that no number of ranks divides
 
@@ -136,13 +138,6 @@ def train(model: nn.Module, size: int) -> list[float]:
     return losses
 
 
-def distance(got: dict[str, Tensor], expected: dict[str, Tensor], before: dict[str, Tensor]) -> float:
-    """‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters together."""
-    assert got.keys() == expected.keys()
-    error = torch.stack([(got[name] - expected[name]).double().norm() for name in got]).norm()
-    return float(error / torch.stack([(expected[name] - before[name]).double().norm() for name in got]).norm())
-
-
 def parity(rank: int, size: int, name: str, recomputed: tuple[str, ...] = ()) -> dict[str, Any]:
     model, plain = make(name), make(name)
     for path, module in model.named_modules():
@@ -160,7 +155,7 @@ def parity(rank: int, size: int, name: str, recomputed: tuple[str, ...] = ()) ->
         "same state": same_state,
         "held": sum(p.numel() for p in model.parameters()) / sum(p.numel() for p in plain.parameters()),
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
-        "update": distance(done.whole_state(model.state_dict()), plain.state_dict(), before),
+        "update": distance(updates(before, done.whole_state(model.state_dict())), updates(before, plain.state_dict())),
         "kept": dict(done.kept),
         "shared": {key: value.clone() for key, value in shared.items()},
     }
@@ -220,13 +215,6 @@ def moved_on(rank: int, size: int) -> dict[str, Any]:
     return {"same": same, "shapes": shapes, "told": told}
 
 
-def test_state_goes_and_comes_whole(pool: Pool) -> None:
-    for seen in pool.run(moved_on):
-        assert seen["same"]
-        assert all(seen["shapes"].values())
-        assert "was given with shape (3, 16), and the whole model's is (63, 16)" in seen["told"]
-
-
 def delayed(rank: int, size: int) -> tuple[dict[str, Tensor], int, list[float]]:
     with smp.delay_param_initialization():
         model = make("hand-written")
@@ -272,8 +260,8 @@ def kept_of_odd(rank: int, size: int) -> dict[str, str]:
     return dict(split(Odd(), size).kept)
 
 
-def test_what_stays_whole_is_told_by_name(pool: Pool) -> None:
-    expected = {
+def test_state_goes_and_comes_whole_and_what_stays_whole_is_told_by_name(pool: Pool) -> None:
+    kept = {
         "read.weight": "it is used outside of the modules that hold it",
         "tied.weight": "it is tied to other.weight, which is not to be split",
         "idle.weight": "the batch did not reach it",
@@ -281,7 +269,11 @@ def test_what_stays_whole_is_told_by_name(pool: Pool) -> None:
         "conv.weight": "nothing splits it, and by themselves only linear layers and tables are split",
         "norms.weight": "max_norm and scale_grad_by_freq need the whole table",
     }
-    assert pool.run(kept_of_odd) == [expected, expected]
+    for seen, odd in pool.run(several, [(moved_on,), (kept_of_odd,)]):
+        assert odd == kept
+        assert seen["same"]
+        assert all(seen["shapes"].values())
+        assert "was given with shape (3, 16), and the whole model's is (63, 16)" in seen["told"]
 
 
 def refused(rank: int, size: int, what: str) -> list[str]:
@@ -294,7 +286,7 @@ def refused(rank: int, size: int, what: str) -> list[str]:
         "other rows": lambda: model(batch(rank)),
         "raises": lambda: model(batch(0)) if rank else model(torch.zeros(1)),
     }
-    with logged() as said:
+    with messages() as said:
         try:
             done = split_marked(model, runs.get(what, lambda: model(batch(0))), mesh)
             said.append(f"{done.degree} {len(done.cuts)}")

@@ -13,20 +13,14 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.smp.training.precision import DynamicScale, loss_scale_of
+from tests.contract.job import distance as relative_distance
+from tests.contract.job import updates
 from tests.pool import Pool
 from tests.smp.job import Plain, Way, batch_of, begun, made, plainly_trained, several, train_step, trained
-from tests.smp.resuming import resumed
+from tests.smp.test_parity import DEGREES
 
 BAND = 5e-2
 """How far 16 bits may be from fp32 in the updates' norm."""
-DEGREES: dict[str, tuple[int, dict[str, Any]]] = {
-    "alone": (1, {}),
-    "pipeline 2": (2, {"partitions": 2}),
-    "data 2": (2, {}),
-    "pipeline 2 data 2": (4, {"partitions": 2}),
-    "tensor 2": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
-    "tensor 2 pipeline 2": (4, {"tensor_parallel_degree": 2, "partitions": 2, "prescaled_batch": True}),
-}
 LIMIT = 0.5
 SAMPLE = [("fp16", "pipeline 2 data 2"), ("bf16", "tensor 2")]
 
@@ -54,11 +48,9 @@ def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch
 
 def deviation(kind: str, got: Mapping[str, Tensor], plain: Plain) -> float:
     """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of all updates together."""
-    expected = {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
-    before = {name: parameter.detach() for name, parameter in made(kind).named_parameters()}
+    before, expected = (dict(model.named_parameters()) for model in (made(kind), plain.model))
     assert got.keys() == expected.keys()
-    wrong = torch.stack([(got[name] - expected[name]).norm() for name in expected]).norm()
-    return float(wrong / torch.stack([(expected[name] - before[name]).norm() for name in expected]).norm())
+    return relative_distance(updates(before, dict(got)), updates(before, expected))
 
 
 @pytest.mark.parametrize(
@@ -160,14 +152,6 @@ def test_all_processes_skip_a_step_together(pool: Pool, ranks: int, partitions: 
         (False, 2.0**10, True), (False, 2.0**10, True),
     ]  # fmt: skip
     assert pool.run(skipping, partitions, ranks=ranks) == [course] * ranks
-
-
-@pytest.mark.parametrize("is_partial", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["whole", "partial"])
-@pytest.mark.parametrize(
-    "config", [{"fp16": True}, pytest.param({"bf16": True, "partitions": 2}, marks=pytest.mark.nightly)], ids=str
-)
-def test_training_goes_on_from_a_saved_state(pool: Pool, config: dict[str, Any], is_partial: bool) -> None:
-    assert pool.run(resumed, config, is_partial) == [0.0, 0.0]
 
 
 def small_gradients(rank: int, size: int, scale: float) -> float:

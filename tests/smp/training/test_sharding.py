@@ -27,7 +27,6 @@ from tests.smp.job import (
     train_step,
     trained,
 )
-from tests.smp.resuming import resumed
 
 SHARDED = {"sharded_data_parallel_degree": 2, "ddp": True}
 
@@ -62,20 +61,6 @@ def test_in_16_bits(pool: Pool, dtype: str) -> None:
         state = seen.state
         assert {each.dtype for each in state.values()} == {torch.bfloat16 if dtype == "bf16" else torch.float16}
         assert distance("gpt2", {name: each.float() for name, each in state.items()}, plain.state) < 5e-2
-
-
-@pytest.mark.parametrize(
-    ("half", "is_partial"),
-    [
-        ({"fp16": True}, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (({"fp16": True}, False), ({}, False), ({}, True))
-        ),
-    ],
-)
-def test_training_goes_on_from_a_saved_state(pool: Pool, half: dict[str, Any], is_partial: bool) -> None:
-    assert pool.run(resumed, {**SHARDED, **half}, is_partial) == [0.0, 0.0]
 
 
 @smp.step
