@@ -28,7 +28,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.model.state import children_in_eval, preserved_state, restored_state
 from atorch.runtime.gradients.backward_targets import expects_none
 from tests.auto.planner.jobs import cluster
-from tests.auto.training import messages, refusal, run_each
+from tests.auto.training import refusal, run_each
 from tests.pool import Pool
 
 ROWS, FEATURES = 8, 6
@@ -311,8 +311,9 @@ def under(rank: int, size: int, load_strategy: Any, model: dict[str, Any], most_
 def test_right_strategies_are_taken(pool: Pool) -> None:
     """Also where statistics are of half a batch, and random numbers are other ones."""
     strategies: list[Any] = [["ddp"], ["fsdp"], [("micro_batch", {"size": 2}), "zero1"]]
-    models: list[dict[str, Any]] = [{}, {"norm": True}, {"dropout": 0.5}]
-    run_each(pool, under, [(strategy, model, most) for strategy in strategies for model in models for most in (1, 8)])
+    models: list[dict[str, Any]] = [{"norm": True}, {"dropout": 0.5}]
+    cases: list[tuple[Any, ...]] = [(each, model, most) for each in strategies for model in models for most in (1, 8)]
+    run_each(pool, under, [*cases, *((each, {}, 8) for each in strategies)])
 
 
 def sum_loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
@@ -442,35 +443,28 @@ def break_generate(ctx: Context) -> None:
     ctx.root.is_broken = True
 
 
-def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    data = [{"input_ids": inputs, "labels": label} for inputs, label in samples()]
-    given = {
-        "dataset": data,
+def generating() -> dict[str, Any]:
+    """The arguments of a job of a model that generates."""
+    return {
+        "dataset": [{"input_ids": inputs, "labels": label} for inputs, label in samples()],
         "model_input_format": "unpack_dict",
         "loss_func": lambda batch, output: nn.functional.cross_entropy(output, batch["labels"]),
     }
+
+
+def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "atorch"):
-        accelerate(Generating(), [CHECKPOINT], **given)
-    assert not caplog.records
-    with registered(break_generate) as broken, caplog.at_level(logging.WARNING, "atorch"):
-        accelerate(Generating(), [broken], **given)
+        accelerate(Generating(), [CHECKPOINT], **generating())
+        assert not caplog.records
+        with registered(break_generate) as broken:
+            accelerate(Generating(), [broken], **generating())
     assert "model.generate() fails: RuntimeError: cannot generate" in caplog.text
 
 
 def breaks_alone(rank: int, size: int) -> str:
     """The dry run of a strategy under which the model does not generate on one process."""
-    data = [{"input_ids": inputs, "labels": label} for inputs, label in samples()]
-    ctx = make_context(
-        Generating(),
-        optim_func=torch.optim.SGD,
-        optim_args={"lr": 0.1},
-        dataset=data,
-        loss_func=lambda batch, output: nn.functional.cross_entropy(output, batch["labels"]),
-        dataloader_args={"batch_size": ROWS},
-        model_input_format="unpack_dict",
-        world=worlds.init("cpu"),
-        cluster=cluster(size),
-    )
+    given = {"optim_args": {"lr": 0.1}, "dataloader_args": {"batch_size": ROWS}, **generating()}
+    ctx = make_context(Generating(), torch.optim.SGD, **given, world=worlds.init("cpu"), cluster=cluster(size))
     ctx = replace(ctx, plain_pass=reference_step.plain_pass(ctx, size, lambda: Feed(ctx).batches(0, 1)[0]))
     with registered(break_generate if rank else lambda ctx: None) as broken, pytest.raises(StrategyError) as error:
         dry_run(ctx, complete(Strategy.of([broken]), size))
@@ -480,18 +474,6 @@ def breaks_alone(rank: int, size: int) -> str:
 def test_a_search_drops_what_cannot_generate(pool: Pool) -> None:
     for told in pool.run(breaks_alone):
         assert "model.generate() fails: RuntimeError: cannot generate (on rank 1)" in told
-
-
-def contrastive(rank: int, size: int) -> list[str]:
-    """What is said of a loss that compares samples with one another, none of whose shares tell anything."""
-    with messages() as records:
-        accelerate(Net(), ["ddp"], loss_func=contrast)
-    return records
-
-
-def test_a_loss_that_compares_samples_is_told_and_taken(pool: Pool) -> None:
-    told = pool.run(contrastive)
-    assert any("the loss is averaged over the processes" in message for message in told[0])
 
 
 def test_a_look_at_the_model_between_forward_and_backward_changes_nothing() -> None:

@@ -19,15 +19,17 @@ from torch import nn
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
+from atorch.auto.planner.simulate.simulated_pipeline import ranks_of_stages
 from atorch.auto.planner.simulate.simulation import Simulated, simulate
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory, plain_cost
-from atorch.cost.comm.communication import of_copy
+from atorch.cost.comm.communication import boundary_bytes, of_copy
 from atorch.cost.memory import stage_memory
 from atorch.cost.pipeline_stages import stages_of
 from atorch.distributed.world import World
 from atorch.profiler.trace import trace
+from tests import language_models
 
 VOCAB, SEQ, WIDTH, ROWS = 8000, 512, 1024, 4
 STATES = ("parameters", "masters", "optimizer")
@@ -125,33 +127,12 @@ DEALT = 0.03
 
 
 def llama(layers: int) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=2816,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=SEQ,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return language_models.llama(VOCAB, WIDTH, 2816, layers, 16, 4, max_position_embeddings=SEQ)
 
 
 def gpt2(layers: int) -> nn.Module:
     """Tied embeddings. Without dropout in attention, which the CPU's kernels take no part of in 16 bits."""
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=SEQ,
-        n_embd=WIDTH,
-        n_layer=layers,
-        n_head=16,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    return language_models.gpt2(VOCAB, WIDTH, layers, 16, SEQ, attn_pdrop=0.0)
 
 
 def bert(layers: int) -> nn.Module:
@@ -294,6 +275,31 @@ def test_each_stage_of_a_zero_bubble_schedule_holds_what_it_puts_off(stage: int,
     cost = strategy.cost(plain_cost(profile, 4 * ROWS))
     held = stage_memory(cost, stages_of(cost)[stage])
     assert -0.12 <= held.total / happened.peak_bytes - 1 <= 0.12, (held.by_category(), dict(happened.memory))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("beside", "data"), [((), 1), ((HALF,), 1), (("ddp",), 2)], ids=["alone", "half", "ddp"])
+def test_what_a_stage_costs_is_what_it_does(beside: tuple[Any, ...], data: int) -> None:
+    """Messages to neighbours must be as many, their bytes and the peak within 10 %, states within 1 %."""
+    ctx, profile = job(llama, 8)
+    micro_batches, stages = 8, 4
+    cuts = [f"model.layers.{at}" for at in (2, 4, 6)]
+    pipeline = ("pipeline_parallel", {"micro_batches": micro_batches, "split_points": cuts})
+    mesh = ("parallel_mode", ([("pipeline", stages), ("data", data)], None))
+    strategy = complete(Strategy.of([mesh, pipeline, *beside]), stages * data)
+    samples = 2 * ROWS * data
+    cost = strategy.cost(plain_cost(profile, samples))
+    for place, rank in ranks_of_stages(strategy, stages * data).items():
+        happened = simulate(ctx, strategy, batch(), world_size=stages * data, global_batch=samples, rank=rank)
+        neighbours = (place > 0) + (place + 1 < stages)
+        for kind in ("send", "receive"):
+            calls, size = happened.collectives[kind, ("pipeline",)]
+            assert calls == neighbours * micro_batches
+            assert size == pytest.approx(calls * boundary_bytes(cost), rel=0.1)
+        memory = stage_memory(cost, stages_of(cost)[place])
+        for state in STATES:
+            assert getattr(memory, state) == pytest.approx(happened.memory.get(state, 0.0), rel=0.01, abs=4096), state
+        assert memory.total == pytest.approx(happened.peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from atorch.auto.strategy import METHODS
-from atorch.errors import StrategyError
+from tests.auto.training import run_each
 from tests.contract.job import deviation
-from tests.pool import Pool, RankFailure
+from tests.pool import Pool
 
 EXACT = 1e-4
 BANDS = {"amp_native": 3e-2, "half": 5e-2, "fp8": 1.5e-1}
@@ -114,30 +114,30 @@ def test_each_method_alone(pool: Pool, name: str) -> None:
         assert loss_error <= max(1e-5, band(name))
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [(), ("fsdp", "amp_native"), pytest.param(("compile", "micro_batch"), marks=pytest.mark.nightly)],
-    ids="+".join,
-)
-def test_selective_recomputation(pool: Pool, beside: tuple[str, ...]) -> None:
-    strategy = [("checkpoint", {"selective": True}), *strategy_of(*beside)]
-    for update_error, _ in pool.run(deviation, strategy, ranks=2):
-        assert update_error <= band(*beside)
-
-
-@pytest.mark.parametrize(
-    ("names", "shares"),
-    [
-        (("fsdp",), {"parameters": 0.5}),
-        pytest.param(
-            ("fsdp", "half", "checkpoint"), {"parameters": 1.0, "activations": 1.0}, marks=pytest.mark.nightly
-        ),
-        (("chunk",), {"optimizer": 0.0, "activations": 1.0}),
+PIPELINE = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
+MEGATRON = ["tensor_parallel", ("sequence_parallel", {"mode": "megatron"})]
+KNOBS: dict[int, list[tuple[list[Any], str, float]]] = {
+    2: [
+        ([("checkpoint", {"selective": True})], "eager", EXACT),
+        ([("checkpoint", {"selective": True}), *strategy_of("fsdp", "amp_native")], "eager", band("amp_native")),
+        ([*strategy_of("fsdp"), ("offload", {"parameters": 0.5})], "eager", EXACT),
+        ([*strategy_of("chunk"), ("offload", {"optimizer": 0.0, "activations": 1.0})], "eager", EXACT),
     ],
-)
-def test_offloading_beside_what_gathers(pool: Pool, names: tuple[str, ...], shares: dict[str, float]) -> None:
-    for update_error, _ in pool.run(deviation, [*strategy_of(*names), ("offload", shares)], ranks=2):
-        assert update_error <= band(*names)
+    4: [
+        ([PIPELINE, "mixed_parallel", "zero2"], "eager", EXACT),
+        ([PIPELINE, *MEGATRON, ("pipeline_parallel", SETTINGS["pipeline_parallel"]), "fsdp"], "sdpa", EXACT),
+    ],
+}
+"""Ranks → strategies with other knobs than those of SETTINGS, the attention and the band."""
+
+
+@pytest.mark.parametrize("ranks", KNOBS)
+def test_other_knobs(pool: Pool, ranks: int) -> None:
+    cases = [(strategy, attention) for strategy, attention, _ in KNOBS[ranks]]
+    for (strategy, _, most), by_rank in zip(KNOBS[ranks], run_each(pool, deviation, cases, ranks=ranks), strict=True):
+        for update_error, loss_error in by_rank:
+            assert update_error <= most, strategy
+            assert loss_error <= (most if most > EXACT else 1e-5), strategy
 
 
 JOBS = (
@@ -196,12 +196,6 @@ def test_a_covering_array_of_methods(pool: Pool, names: tuple[str, ...]) -> None
     pytest.fail(f"{error:.1e} off; of its pairs {[(pair, f'{e:.1e}') for pair, e in off.items() if e > band(*pair)]}")
 
 
-@pytest.mark.parametrize("pair", sorted(map(sorted, REFUSED)), ids="+".join)
-def test_the_other_pairs_are_refused(pool: Pool, pair: list[str]) -> None:
-    with pytest.raises(RankFailure, match=StrategyError.__name__):
-        updates_off(pool, *pair)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("pair", sorted(map(sorted, composing())), ids="+".join)
 def test_every_pair_composes(pool: Pool, pair: list[str]) -> None:
@@ -220,18 +214,6 @@ TRIPLES = list(
 @pytest.mark.nightly
 @pytest.mark.parametrize("names", TRIPLES, ids="+".join)
 def test_precision_sharding_and_memory_methods_compose(pool: Pool, names: tuple[str, ...]) -> None:
-    for update_error, _ in pool.run(deviation, strategy_of(*names), ranks=2):
-        assert update_error <= band(*names)
-
-
-MANY = tuple(
-    (sharing, "amp_native", "checkpoint", "compile", "micro_batch", "module_replace") for sharing in ("fsdp", "chunk")
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [pytest.param(MANY[0], marks=pytest.mark.nightly), *MANY[1:]], ids="+".join)
-def test_many_at_once(pool: Pool, names: tuple[str, ...]) -> None:
     for update_error, _ in pool.run(deviation, strategy_of(*names), ranks=2):
         assert update_error <= band(*names)
 
@@ -256,21 +238,6 @@ def test_three_dimensions(pool: Pool, beside: tuple[str, ...]) -> None:
     for update_error, loss_error in pool.run(deviation, strategy, ranks=8):
         assert update_error <= band(*beside)
         assert loss_error <= max(1e-5, band(*beside))
-
-
-def test_a_pipeline_of_split_blocks_whose_parameters_fsdp_sees(pool: Pool) -> None:
-    mesh = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
-    for update_error, _ in pool.run(deviation, [mesh, "mixed_parallel", "zero2"], ranks=4):
-        assert update_error <= EXACT
-
-
-def test_megatron_in_a_pipeline(pool: Pool) -> None:
-    mesh = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
-    split = ["tensor_parallel", ("sequence_parallel", {"mode": "megatron"})]
-    pipeline = ("pipeline_parallel", SETTINGS["pipeline_parallel"])
-    for update_error, loss_error in pool.run(deviation, [mesh, *split, pipeline, "fsdp"], "sdpa", ranks=4):
-        assert update_error <= EXACT
-        assert loss_error <= 1e-5
 
 
 def without_reduction(rank: int, size: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from atorch.auto.opt_lib.amp_native import AmpNative
 from atorch.cluster.spec import ClusterSpec
 from atorch.runtime.precision.amp import ScaledOptimizer
 from tests.auto.training import run_each
-from tests.contract.job import deviation
 from tests.pool import Pool
 
 
@@ -44,6 +42,9 @@ def test_bf16_needs_the_hardware() -> None:
     assert "7.0" in reason
     assert AmpNative.of("fp16").unmet(old) is None
     assert AmpNative.of("bf16").unmet(new) is None
+
+    assert type(accelerate("bf16").optim) is torch.optim.SGD
+    assert isinstance(accelerate("fp16").optim, ScaledOptimizer)
 
 
 def make_model() -> nn.Module:
@@ -98,11 +99,24 @@ def test_the_loop_trains_in_16_bits_with_fp32_weights(config: Any, dtype: torch.
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
 
-def test_clipping_sees_true_norms() -> None:
+def test_the_scale() -> None:
     result, plain = accelerate(FP16), accelerate("bf16")
     assert step(result, X, clip=1e-3)[1] == pytest.approx(step(plain, X, clip=1e-3)[1], rel=2e-2)
     moved = [(p - q).norm().item() for p, q in zip(result.model.parameters(), make_model().parameters(), strict=True)]
     assert math.hypot(*moved) == pytest.approx(1e-4, rel=1e-2)
+
+    result = accelerate({"init_scale": 8.0, "growth_factor": 4.0, "growth_interval": 2})
+    for _ in range(2):
+        step(result, X)
+    assert result.optim.scale() == 32.0
+    result = accelerate({"loss_scale": 64.0})
+    step(result, torch.full((2, 4), math.nan))
+    assert result.optim.scale() == 64.0
+
+    result = accelerate("fp16", optim_func=None, optim_args=None)
+    loss, _ = result.loss_func((X, torch.ones(6, 2)), result.model(X))
+    loss.backward()
+    assert float(next(result.model.parameters()).grad.norm()) < 10
 
 
 @pytest.mark.parametrize("config", ["fp16", {"dtype": "bf16", "skip_if_nonfinite": True}])
@@ -117,34 +131,6 @@ def test_steps_that_are_not_finite_are_skipped(config: Any) -> None:
     assert not result.optim.step_was_skipped
     assert result.optim.param_groups[0]["lr"] == pytest.approx(0.01)
     assert result.optim.scale() == (2.0**15 if config == "fp16" else 1.0)
-
-
-def test_bf16_alone_adds_nothing_to_the_optimizer() -> None:
-    assert type(accelerate("bf16").optim) is torch.optim.SGD
-    assert isinstance(accelerate("fp16").optim, ScaledOptimizer)
-
-
-def test_knobs_of_the_scale() -> None:
-    result = accelerate({"init_scale": 8.0, "growth_factor": 4.0, "growth_interval": 2})
-    for _ in range(2):
-        step(result, X)
-    assert result.optim.scale() == 32.0
-    result = accelerate({"loss_scale": 64.0})
-    step(result, torch.full((2, 4), math.nan))
-    assert result.optim.scale() == 64.0
-
-
-def test_without_an_optimizer_gradients_are_not_scaled() -> None:
-    result = accelerate("fp16", optim_func=None, optim_args=None)
-    loss, _ = result.loss_func((X, torch.ones(6, 2)), result.model(X))
-    loss.backward()
-    assert float(next(result.model.parameters()).grad.norm()) < 10
-
-
-def test_two_ranks_train_as_one(pool: Pool) -> None:
-    for update_error, loss_error in chain(*run_each(pool, deviation, [(["amp_native"],), (["amp_native", "zero1"],)])):
-        assert update_error < 1e-2
-        assert loss_error < 1e-2
 
 
 def one_overflows(rank: int, size: int, strategy: Any) -> tuple[bool, list[float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -25,14 +24,17 @@ def test_documented_configurations(config: Any, dtype: str) -> None:
     assert Half.of(config).dtype == dtype
 
 
-def test_bf16_needs_the_hardware() -> None:
+def test_16_bits_by_hardware_model_and_optimizer() -> None:
     assert Half.of("bf16").unmet(ClusterSpec.load("v100_32g")) is not None
 
-
-def test_without_a_type_a_model_stays_in_bf16() -> None:
     assert Half().settled(Net().bfloat16()).dtype == "bf16"
     assert Half().settled(Net()).dtype == "fp16"
     assert Half(dtype="fp16").settled(Net().bfloat16()).dtype == "fp16"
+
+    _, result, _ = auto_accelerate(Net(), load_strategy=["half"])
+    assert result is not None
+    assert result.optim is None
+    assert next(result.model.parameters()).dtype == torch.float16
 
 
 class Net(nn.Module):
@@ -113,20 +115,13 @@ def test_a_learning_rate_too_small_for_bf16_still_learns() -> None:
     assert torch.equal(plain.body[0].weight, before)  # which is what masters are for
 
 
-def test_without_an_optimizer_it_is_a_cast() -> None:
-    _, result, _ = auto_accelerate(Net(), load_strategy=["half"])
-    assert result is not None
-    assert result.optim is None
-    assert next(result.model.parameters()).dtype == torch.float16
-
-
 def test_two_ranks_train_as_one(pool: Pool) -> None:
-    bands = {"fp16": 1e-2, "bf16": 5e-2}
-    for config, band in bands.items():
-        cases = [([("half", config), *sharding],) for sharding in ([], ["zero1"])]
-        for update_error, loss_error in chain(*run_each(pool, deviation, cases)):
-            assert update_error < band
-            assert loss_error < 1e-2
+    bands: list[tuple[Any, float]] = [("amp_native", 1e-2), (("half", "fp16"), 1e-2), (("half", "bf16"), 5e-2)]
+    cases = [([precision, *sharding],) for precision, _ in bands for sharding in ([], ["zero1"])]
+    for case, by_rank in zip(cases, run_each(pool, deviation, cases), strict=True):
+        for update_error, loss_error in by_rank:
+            assert update_error < dict(bands)[case[0][0]], case
+            assert loss_error < 1e-2, case
 
 
 def differing_ranks(rank: int, size: int) -> list[torch.Tensor]:

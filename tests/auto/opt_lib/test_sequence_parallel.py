@@ -35,29 +35,26 @@ MEGATRON = SequenceParallel(mode="megatron")
 MAX_NORM = 0.05
 
 
-def test_ulysses_divides_activations_and_no_parameters():
+def test_what_is_divided():
     cost = cost_of({"sequence": 4}, "sequence_parallel", "ddp")
     assert (cost.sequence, cost.tensor) == (4, 1)
     assert cost.num_params == 13_600
     assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * 5000 / 4)  # the embedding is whole
     assert cost.comm[0].num_bytes == 54_400, "gradients are of a part of the tokens"
 
-
-def test_fsdp_shards_over_the_processes_of_a_sequence():
     assert cost_of({"sequence": 4, "data": 2}, "sequence_parallel", "fsdp").param_shards == 8
 
-
-def test_megatron_divides_what_tensor_parallel_leaves_whole():
     cost = cost_of({"tensor": 4}, "tensor_parallel", MEGATRON)
     assert (cost.tensor, cost.splits_norms, cost.sequence) == (4, True, 1)
     gathered = 2 * 600 * (1 - 1 / 4)  # what each block's products are given stays gathered for backward
     assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * (5000 / 4 + gathered))
     assert cost.num_params == cost_of({"tensor": 4}, "tensor_parallel").num_params
 
-
-def test_each_mode_has_its_axis_or_its_companion():
     assert (SequenceParallel().splits, SequenceParallel().needs) == (("sequence",), ())
     assert (MEGATRON.splits, MEGATRON.needs) == ((), ("tensor_parallel",))
+
+    assert list(SequenceParallel.choices(PROFILE, cluster())) == [SequenceParallel(), MEGATRON]
+    assert not list(SequenceParallel.choices(PROFILE, cluster(devices=1)))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +81,6 @@ def test_tokens_meet_in_fused_attention_alone():
     assert "let their attention call it" in SequenceParallel().unfit(ModuleReplace().cost(written))
     assert "scaled_dot_product_attention" in ContextParallel().unfit(on_mesh({"context": 4}, attention="written"))
     assert MEGATRON.unfit(on_mesh({"tensor": 4}, attention="written")) is None, "attention has all tokens"
-
-
-def test_both_modes_are_tried():
-    assert list(SequenceParallel.choices(PROFILE, cluster())) == [SequenceParallel(), MEGATRON]
-    assert not list(SequenceParallel.choices(PROFILE, cluster(devices=1)))
 
 
 def model_of(attention: str = "sdpa") -> nn.Module:
@@ -197,16 +189,13 @@ def refused(rank: int, size: int, attention: str, strategy: list[Any], more: dic
     return str(caught.value)
 
 
+ALONE = [sequence(2), "sequence_parallel"]
+
+
 REFUSED: list[tuple[tuple[str, list[Any], dict[str, Any]], list[str]]] = [
     (("sdpa", [MEGATRON], {}), ["completes tensor_parallel, which is not in the strategy"]),
-    (
-        ("eager", [sequence(2), "sequence_parallel"], {}),
-        ["model.layers.0 calls no scaled_dot_product_attention", "attn_implementation='sdpa'"],
-    ),
-    (
-        ("sdpa", [sequence(2), "sequence_parallel"], {"dataset": None}),
-        ["sequence_parallel watches the model at work", "sample_batch"],
-    ),
+    (("eager", ALONE, {}), ["model.layers.0 calls no scaled_dot_product_attention", "attn_implementation='sdpa'"]),
+    (("sdpa", ALONE, {"dataset": None}), ["sequence_parallel watches the model at work", "sample_batch"]),
 ]
 
 
