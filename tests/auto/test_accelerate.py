@@ -60,8 +60,6 @@ def job(**more: Any) -> dict[str, Any]:
 def test_the_result_unpacks_as_documented() -> None:
     model, optim_args, loader_args = Net(), {"lr": 0.1}, {"batch_size": 4, "shuffle": True}
     status, result, strategy = auto_accelerate(model, **job(optim_args=optim_args, dataloader_args=loader_args))
-    assert status
-    assert result is not None
     new_model, optim, dataloader, new_loss_func, prepare_input, args = result
     assert new_model is model
     assert isinstance(optim, torch.optim.SGD)
@@ -73,32 +71,24 @@ def test_the_result_unpacks_as_documented() -> None:
     assert new_loss_func(batch, new_model(*batch)).dim() == 0
     assert (optim_args, loader_args) == ({"lr": 0.1}, {"batch_size": 4, "shuffle": True}), "the user's own"
     _, bare, _ = auto_accelerate(Net(), load_strategy=[])
-    assert bare is not None
     assert (bare.optim, bare.dataloader, bare.loss_func) == (None, None, None)
 
 
-def test_step_trains() -> None:
+def test_a_step_trains_and_schedules() -> None:
     _, result, _ = auto_accelerate(Net(), **job(dataloader_args={"batch_size": 16}))
-    assert result is not None
     losses = [float(result.step(batch)) for _ in range(20) for batch in result.dataloader]
     assert losses[-1] < losses[0]
 
-
-def test_a_scheduler_is_built_on_the_optimizer() -> None:
     more = {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": 1, "gamma": 0.5}}
     _, result, _ = auto_accelerate(Net(), **job(**more))
-    assert result is not None
     result.step(next(iter(result.dataloader)))
     assert result.optim.param_groups[0]["lr"] == 0.05
     assert result.lr_scheduler.get_last_lr() == [0.05]
 
-
-def test_a_loss_may_be_a_tuple() -> None:
     def with_extra(batch: Any, output: torch.Tensor) -> tuple[torch.Tensor, str]:
         return loss_func(batch, output), "extra"
 
     _, result, _ = auto_accelerate(Net(), **job(loss_func=with_extra))
-    assert result is not None
     batch = next(iter(result.dataloader))
     assert result.loss_func(batch, result.model(*batch))[1] == "extra"
     assert result.step(batch).dim() == 0
@@ -109,7 +99,6 @@ def test_a_strategy_is_saved_and_reused(tmp_path: Path) -> None:
     _, _, first = auto_accelerate(Net(), **job(load_strategy=[("amp_native", "bf16")], save_strategy_to_file=str(path)))
     _, _, second = auto_accelerate(Net(), **job(load_strategy=str(path)))
     assert first == second
-    assert second is not None
     assert second.metadata["world_size"] == 1
     assert second.metadata["model"]["class"] == "Net"
     assert second.metadata["versions"]["torch"] == torch.__version__
@@ -256,7 +245,6 @@ def test_what_does_not_hold_is_refused(error: type[Exception], more: dict[str, A
 )
 def test_what_a_step_cannot_take_is_told(more: dict[str, Any], batch: Any, message: str) -> None:
     _, result, _ = auto_accelerate(Net(), **job(**more))
-    assert result is not None
     with pytest.raises(ArgumentError, match=message):
         result.step(next(iter(result.dataloader)) if batch is None else batch)
 
@@ -321,16 +309,20 @@ def test_what_is_odd_and_holds_is_taken() -> None:
     _, result, _ = auto_accelerate(
         Net(), **job(loss_func=loss, optim_param_func=groups, **more, **scheduler, verbose=1)
     )
-    assert result is not None
     assert (rate, float(result.optim.param_groups[0]["lr"])) == (torch.tensor(0.1), pytest.approx(0.05))
 
 
-def test_what_is_refused_leaves_the_model_as_it_was() -> None:
+def test_what_is_refused_leaves_the_model_as_it_was_and_an_accelerated_one_is() -> None:
     model = Net()
     with pytest.raises(ArgumentError, match="did you mean 'batch_size'"):
         auto_accelerate(model, **job(load_strategy=["amp_native"], dataloader_args={"batchsize": 4}))
     assert type(model) is Net
     assert auto_accelerate(model, **job())[0]
+
+    model = Net()
+    auto_accelerate(model, **job())
+    with pytest.raises(ArgumentError, match="accelerated before"):
+        auto_accelerate(model, **job())
 
 
 def test_groups_may_be_generators_and_are_the_users_own_dicts_still() -> None:
@@ -341,7 +333,6 @@ def test_groups_may_be_generators_and_are_the_users_own_dicts_still() -> None:
         return given
 
     _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))
-    assert result is not None
     assert [(len(group["params"]), group["lr"]) for group in result.optim.param_groups] == [(1, 0.5), (1, 0.1)]
     assert [set(group) for group in given] == [{"params", "lr"}, {"params"}]
 
@@ -379,13 +370,6 @@ def test_a_search_that_finds_nothing_returns_false(monkeypatch: pytest.MonkeyPat
     assert auto_accelerate(Net(), **job(load_strategy=["checkpoint"], finetune_strategy=True)) == (False, None, None)
 
 
-def test_an_accelerated_model_is_not_accelerated_again() -> None:
-    model = Net()
-    auto_accelerate(model, **job())
-    with pytest.raises(ArgumentError, match="accelerated before"):
-        auto_accelerate(model, **job())
-
-
 def accelerate_with(rank: int, size: int, more: dict[str, Any]) -> Any:
     _, _, strategy = auto_accelerate(Net(), **job(**more))
     return strategy
@@ -404,9 +388,12 @@ def fail_to_build(rank: int, size: int) -> None:
     auto_accelerate(Net(), **job(load_strategy=["ddp"], optim_func=optim_func))
 
 
-def test_several_processes_get_a_complete_strategy(pool: Pool) -> None:
+def test_all_ranks_start_alike(pool: Pool) -> None:
     expected = Strategy.of([("parallel_mode", ([("data", 2)], None)), "ddp"])
     assert pool.run(accelerate_with, {}, ranks=2) == [expected, expected]
+
+    first, second = pool.run(differently_initialised, ranks=2)
+    assert first == second
 
 
 def test_all_ranks_fail_together(pool: Pool) -> None:
@@ -426,13 +413,7 @@ def test_all_ranks_fail_together(pool: Pool) -> None:
 def differently_initialised(rank: int, size: int) -> float:
     torch.manual_seed(rank)
     _, result, _ = auto_accelerate(Net(), **job(load_strategy=["zero1"]))
-    assert result is not None
     return float(sum(p.detach().sum() for p in result.model.parameters()))
-
-
-def test_the_model_of_rank_0_stands_on_every_rank(pool: Pool) -> None:
-    first, second = pool.run(differently_initialised, ranks=2)
-    assert first == second
 
 
 def accelerate_again(rank: int, size: int) -> None:

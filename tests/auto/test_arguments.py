@@ -301,12 +301,14 @@ def call_alone(rank: int, size: int) -> tuple[str, list[str]]:
     return told, warned
 
 
-def test_a_process_that_does_not_come_is_named_soon_and_told_when_the_time_is_up(pool: Pool) -> None:
+def test_a_process_that_does_not_come_is_told_and_a_timeout_reaches_groups(pool: Pool) -> None:
     assert timedelta(seconds=5) > collectives.MEETING
     (told, warned), _ = pool.run(call_alone, timeout=30)
     said = "auto_accelerate is called on rank 0 but not on 1; call it on all together"
     assert warned == [f"{said} (this process waits for them)"]
     assert "auto_accelerate got no answer from the other processes, which all have to call it" in told
+
+    assert pool.run(timeouts_of_a_start) == [{77.0}] * 2
 
 
 def count_collectives(rank: int, size: int, case: str) -> list[str]:
@@ -340,7 +342,3 @@ def timeouts_of_a_start(rank: int, size: int) -> set[float]:
     with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as made:
         auto_accelerate(Net(), **job(load_strategy=[("parallel_mode", ([("zero", 2)], None)), "fsdp"]), timeout=77.0)
     return {call.kwargs["timeout"].total_seconds() for call in made.call_args_list}
-
-
-def test_a_timeout_reaches_the_groups_that_are_made(pool: Pool) -> None:
-    assert pool.run(timeouts_of_a_start) == [{77.0}] * 2

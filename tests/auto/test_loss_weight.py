@@ -1,6 +1,7 @@
 """On several processes gradients are those of the whole batch's loss, whatever the loss is a mean over, or a sum."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from tests.auto.loss_job import (
     in_a_tuple,
     value,
 )
-from tests.auto.training import assert_trains_like_plain, messages, run_each
+from tests.auto.training import accelerate, assert_trains_like_plain, messages, run_each
 
 EXACT = 1e-4
 
@@ -51,23 +52,27 @@ IN_PARTS = ("micro_batch", "one micro-batch", "micro_batch of fsdp")
 MICRO = ("micro_batch", {"size": 2})
 
 
-def test_ddp_is_training_on_the_whole_batch(pool):
-    assert_trains_like_plain(pool, deviation, [(name, ["ddp"]) for name in LOSSES])
-
-
 def test_every_way_to_share_out_samples(pool):
     cases = [("labels", strategy) for strategy in SPLIT_BY_DATA.values()]
     cases += [(name, SPLIT_BY_DATA[way]) for way in IN_PARTS for name in ("sum", "causal")]
     assert_trains_like_plain(pool, deviation, [*cases, ("sum", ["zero1"]), ("causal", ["fsdp"]), ("sum", ["chunk"])])
 
 
-def test_labels_that_differ_in_later_batches_alone(pool):
+def test_rows_and_labels_that_differ_between_ranks_and_batches(pool):
     cases = [(name, ["ddp", *beside]) for name in ("labels", "causal", "by row") for beside in ([], [MICRO])]
     assert_trains_like_plain(pool, later, cases)
 
-
-def test_one_row_a_rank(pool):
     assert_trains_like_plain(pool, alone, [(name, ["fsdp"]) for name in ("sum", "labels", "mask", "causal")])
+
+    assert_trains_like_plain(pool, ragged, [(name,) for name in ("rows", "sum", "labels", "causal")])
+
+    cases = [(name, ["ddp", *beside]) for name in ("labels", "mask", "causal") for beside in ([], [MICRO])]
+    assert_trains_like_plain(pool, without_labels, cases)
+
+    cases = [(strategy, inside) for strategy in ("ddp", "fsdp") for inside in (True, False)]
+    assert_trains_like_plain(pool, padding_free, cases, band=1e-5)
+
+    assert max(pool.run(two_losses, ranks=2)) <= EXACT
 
 
 def later(rank, size, name, strategy):
@@ -84,18 +89,6 @@ SPLIT = {
 }
 
 
-def test_beside_what_splits_the_model(pool):
-    meshes = {axis: ("parallel_mode", ([(axis, 2), ("data", 2)], None)) for axis in SPLIT}
-    cases = [(name, [meshes[axis], *SPLIT[axis]]) for axis in SPLIT for name in ("sum", "labels")]
-    assert_trains_like_plain(pool, deviation, cases, ranks=4)
-
-
-def test_loss_scales(pool):
-    fp16 = ("amp_native", "fp16")
-    cases = [(name, ["ddp", fp16, *beside]) for name in ("sum", "labels") for beside in ([], [MICRO])]
-    assert_trains_like_plain(pool, deviation, cases, band=1e-2)
-
-
 def ragged(rank, size, name):
     """Ranks have another number of rows, in the first step or in a later one."""
     make, loss_func = LOSSES[name]
@@ -107,10 +100,6 @@ def ragged(rank, size, name):
             batches = [batch_of(data, *indices) for indices in shares]
             errors.append(gradient_error(result, make, loss_func, batches, rank))
     return max(errors)
-
-
-def test_ranks_with_different_numbers_of_rows(pool):
-    assert_trains_like_plain(pool, ragged, [(name,) for name in ("rows", "sum", "labels", "causal")])
 
 
 def without_labels(rank, size, name, strategy):
@@ -125,11 +114,6 @@ def without_labels(rank, size, name, strategy):
     printed = float(result.loss_func(batch, result.model(**batch)).detach())
     assert math.isnan(printed) == (rank == 1)
     return max(*errors, gradient_error(result, make, loss_func, shares, rank))
-
-
-def test_a_rank_without_labels_spoils_nothing(pool):
-    cases = [(name, ["ddp", *beside]) for name in ("labels", "mask", "causal") for beside in ([], [MICRO])]
-    assert_trains_like_plain(pool, without_labels, cases)
 
 
 def printed(rank, size):
@@ -154,16 +138,7 @@ def test_the_loss_that_is_printed_is_the_users(pool):
 def sent(rank, size, name):
     """Calls and bytes that the third step, when all has been found out, sends beyond DistributedDataParallel's own."""
     make, loss_func = LOSSES[name]
-    _, result, _ = auto_accelerate(
-        make(),
-        torch.optim.SGD,
-        Samples(),
-        loss_func,
-        model_input_format="unpack_dict",
-        optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=["ddp"],
-    )
+    result = accelerated(make, loss_func, dataset=Samples(), dataloader_args={"batch_size": BATCH})
     for batch in result.dataloader:
         with CommCounter() as mine:
             result.step(batch)
@@ -176,25 +151,26 @@ def sent(rank, size, name):
     return tuple(one - other for one, other in zip(*totals, strict=True))
 
 
-def test_a_mean_over_rows_costs_nothing_a_step_and_one_over_labels_a_number(pool):
+def test_what_counting_sends(pool):
     expected = {"rows": 0, "sum": 0, "tuple": 0, "labels": 1}
     by_name = run_each(pool, sent, [(name,) for name in expected])
     for more, by_rank in zip(expected.values(), by_name, strict=True):
         assert by_rank == [(more, 8.0 * more)] * 2
 
+    for first, *_, last in pool.run(classes, ranks=2):
+        assert last == 1, "the reduction of the gradients"
+        assert first > 1
+
+
+def of_classes(batch, output, **how):
+    return nn.functional.cross_entropy(output, batch[1], **how)
+
 
 def classes(rank, size):
     """A class a row, all of which count: a mean over labels that is one over rows."""
     model, x, y = nn.Linear(6, 3), torch.randn(24, 6), torch.arange(24) % 3
-    _, result, _ = auto_accelerate(
-        model,
-        torch.optim.SGD,
-        TensorDataset(x, y),
-        lambda batch, output: nn.functional.cross_entropy(output, batch[1]),
-        prepare_input=lambda data, device: data,
-        optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": 8},
-        load_strategy=["ddp"],
+    result = accelerate(
+        model, ["ddp"], TensorDataset(x, y), of_classes, batch_size=8, prepare_input=lambda data, device: data
     )
     counts = []
     for batch in result.dataloader:
@@ -202,12 +178,6 @@ def classes(rank, size):
             result.loss_func(batch, result.model(batch[0])).backward()
         counts.append(sum(count for count, _ in sends.counts.values()))
     return counts
-
-
-def test_classes_of_rows_cost_nothing_a_step(pool):
-    for first, *_, last in pool.run(classes, ranks=2):
-        assert last == 1, "the reduction of the gradients"
-        assert first > 1
 
 
 def told(rank, size, loss_weight):
@@ -220,7 +190,7 @@ def told(rank, size, loss_weight):
     return [message for message in records if "averaged over the processes" in message]
 
 
-def test_a_loss_that_compares_samples_is_told_once(pool):
+def test_losses_over_the_whole_batch_are_told_once(pool):
     first, second = pool.run(told, "auto", ranks=2)
     assert len(first) == 1
     assert second == []
@@ -228,27 +198,19 @@ def test_a_loss_that_compares_samples_is_told_once(pool):
     assert "loss_weight" in first[0]
     assert pool.run(told, "rows", ranks=2) == [[], []]
 
+    assert pool.run(told_of_classes, ranks=2) == [[True], [True]]
+
 
 def told_of_classes(rank, size):
     """What a mean by class weights is told whose first batch has one class."""
     x, y = torch.randn(16, 6), torch.tensor([0] * 8 + [1, 0, 0, 0] * 2)
     weight = torch.tensor([1.0, 9.0])
     with messages() as records:
-        _, result, _ = auto_accelerate(
-            nn.Linear(6, 2),
-            torch.optim.SGD,
-            loss_func=lambda batch, output: nn.functional.cross_entropy(output, batch[1], weight=weight),
-            optim_args={"lr": 0.1},
-            load_strategy=["ddp"],
-        )
+        result = accelerate(nn.Linear(6, 2), ["ddp"], None, partial(of_classes, weight=weight))
         for step in range(2):
             rows = slice(8 * step + 4 * rank, 8 * step + 4 * rank + 4)
             result.loss_func((x[rows], y[rows]), result.model(x[rows])).backward()
     return ["a later batch shows" in message for message in records if "averaged over the processes" in message]
-
-
-def test_weights_of_classes_are_told_when_a_batch_shows_them(pool):
-    assert pool.run(told_of_classes, ranks=2) == [[True], [True]]
 
 
 def padding_free(rank, size, strategy, inside):
@@ -271,9 +233,7 @@ def padding_free(rank, size, strategy, inside):
         rows.append({"tokens": tokens, "labels": labels})
     plain, start = Packed(), Packed()
     optim = torch.optim.SGD(plain.parameters(), lr=0.1)
-    _, result, _ = auto_accelerate(
-        Packed(), torch.optim.SGD, loss_func=loss_func, optim_args={"lr": 0.1}, load_strategy=[strategy]
-    )
+    result = accelerate(Packed(), [strategy], None, loss_func)
     for step in range(2):
         pair = rows[2 * step : 2 * step + 2]
         counts = [int((row["labels"][:, 1:] != -100).sum()) for row in pair]
@@ -292,11 +252,6 @@ def padding_free(rank, size, strategy, inside):
     return (off / sum(float((each - base[name]).square().sum()) for name, each in ref.items())) ** 0.5
 
 
-def test_padding_free_rows_of_different_lengths(pool):
-    cases = [(strategy, inside) for strategy in ("ddp", "fsdp") for inside in (True, False)]
-    assert_trains_like_plain(pool, padding_free, cases, band=1e-5)
-
-
 def two_losses(rank, size):
     """Two kinds of batches a step, a sum and a mean over labels, as with a generator and its critic."""
     data = Samples()
@@ -311,10 +266,6 @@ def two_losses(rank, size):
             kind = [{key: each for key, each in share.items() if key != left_out} for share in shares]
             worst = max(worst, gradient_error(result, Net, either, kind, rank))
     return worst
-
-
-def test_two_losses_a_step(pool):
-    assert max(pool.run(two_losses, ranks=2)) <= EXACT
 
 
 def compiled(rank, size, beside):

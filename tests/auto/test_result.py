@@ -17,7 +17,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from tests.auto.loss_job import BATCH, Net, Samples, rows
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated, loss_func
-from tests.auto.training import run_each
+from tests.auto.training import accelerate, run_each
 from tests.pool import Pool
 from tests.runtime import sharing
 from tests.runtime.sharing import make
@@ -57,8 +57,10 @@ def staged(rank: int, size: int) -> list[str]:
     return [name for name in before if not torch.equal(state[name], before[name])]
 
 
-def test_the_state_is_that_of_all_stages(pool: Pool) -> None:
+def test_the_state_is_that_of_all_stages_and_asked_for_together(pool: Pool) -> None:
     assert pool.run(staged) == [[], []]
+
+    assert pool.run(asked_alone)[0] == "whole_state is called on rank 0 but not on 1; call it on all together"
 
 
 def asked_alone(rank: int, size: int) -> str:
@@ -74,22 +76,9 @@ def asked_alone(rank: int, size: int) -> str:
     return str(error.value)
 
 
-def test_who_asks_alone_for_the_whole_state_is_told(pool: Pool) -> None:
-    assert pool.run(asked_alone)[0] == "whole_state is called on rank 0 but not on 1; call it on all together"
-
-
 def made(model: nn.Module, strategy: list[Any]) -> tuple[Any, Any]:
     """The result for `model`, and its first batch."""
-    result = atorch.auto_accelerate(
-        model,
-        torch.optim.SGD,
-        Samples(),
-        rows,
-        model_input_format="unpack_dict",
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=strategy,
-    )[1]
-    assert result is not None
+    result = accelerate(model, strategy, Samples(), rows, BATCH, model_input_format="unpack_dict")
     return result, result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
 
 

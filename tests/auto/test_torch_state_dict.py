@@ -127,7 +127,6 @@ def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: st
         GPT2LMHeadModel(config), torch.optim.SGD, Tokens(), lambda batch, output: output.loss, load_strategy=strategy,
         model_input_format="unpack_dict", optim_args={"lr": 0.1}, dataloader_args={"batch_size": 4},
     )  # fmt: skip
-    assert result is not None
     with pytest.raises(ArgumentError) as refusal:
         result.model.save_pretrained(folder)
     state = whole_state(result.model)

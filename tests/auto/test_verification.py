@@ -259,6 +259,8 @@ def contrast(batch: Any, output: torch.Tensor) -> torch.Tensor:
 def test_so_they_are_on_several_processes_and_if_the_loss_compares_samples(pool: Pool) -> None:
     assert all(pool.run(compares))
 
+    assert all(pool.run(many))
+
 
 def test_it_can_be_turned_off() -> None:
     with registered(scale_gradients) as broken:
@@ -331,10 +333,6 @@ def many(rank: int, size: int) -> bool:
 
 def turn_inner_round(ctx: Context) -> None:
     ctx.root.inner.weight.register_hook(torch.neg)
-
-
-def test_a_batch_of_many_processes_is_one_share_over_and_over(pool: Pool) -> None:
-    assert all(pool.run(many))
 
 
 def reads(rank: int, size: int, strategies: list[Any]) -> list[str]:

@@ -39,15 +39,11 @@ def test_the_kind_of_work_that_is_known_worst_is_found(sources):
     assert sigma["splits"] == pytest.approx(0.6, rel=0.5)
     assert sigma["host"] == sigma["splits"], "of which nothing is known"
 
-
-def test_bands_hold_what_they_say_of_other_sources(sources):
     bands, others = fitted(sources[:20]), [run for each in sources[20:] for run in each]
     spread = bands.spread([run.shares for run in others])
     held = [bands.low * s <= run.error <= bands.high * s for run, s in zip(others, spread, strict=True)]
     assert sum(held) / len(held) == pytest.approx(COVERED, abs=0.15)
 
-
-def test_every_source_has_one_say(sources):
     many = [run for _ in range(50) for run in sources[0]]
     assert fitted([many, *sources[1:]]).sigma == pytest.approx(fitted(sources).sigma, rel=0.02)
 

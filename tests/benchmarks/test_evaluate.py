@@ -31,14 +31,12 @@ def table(path, *runs):
     return path
 
 
-def test_step_time_is_told_from_tokens_a_second_where_it_is_blank(tmp_path):
+def test_times_are_told_or_refused(tmp_path):
     runs = ({"step_time_s": "2.0"}, {"tok_s_gpu": "8192"}, {})
     results = evaluate(read_rows(table(tmp_path / "t.csv", *runs)))
     assert [each.measured_s for each in results] == [2.0, pytest.approx(64 * 2048 / 8192 / 8), None]
     assert {each.tokens for each in results} == {64 * 2048}
 
-
-def test_a_row_that_cannot_be_understood_is_refused_with_its_reason(tmp_path):
     (result,) = evaluate(read_rows(table(tmp_path / "t.csv", {"tp": "3", "dp": "", "step_time_s": "1.0"})))
     assert "do not divide" in result.refused
     assert (result.estimated_s, result.time_error, result.said_to_fit) == (None, -1.0, False)
@@ -54,7 +52,7 @@ def test_crashes_are_labelled_where_a_line_through_other_sizes_explains_them(tmp
     assert [each.label for each in results] == ["fits", "fits", "oom", None, "oom"]
 
 
-def test_rows_that_were_refitted_on_are_left_out(tmp_path):
+def test_refitted_rows_are_left_out_and_data_sheets_know_no_fit(tmp_path):
     path = table(
         tmp_path / "t.csv", *({"step_time_s": str(1 + i), "global_batch": str(64 * (1 + i))} for i in range(8))
     )
@@ -63,8 +61,6 @@ def test_rows_that_were_refitted_on_are_left_out(tmp_path):
     before, after = ({each.row_id: abs(each.time_error) for each in results} for results in (every, few))
     assert all(after[name] < before[name] for name in after)
 
-
-def test_data_sheets_alone_know_nothing_of_what_was_fitted(tmp_path):
     rows = read_rows(table(tmp_path / "t.csv", {"step_time_s": "1.0"}))
     assert evaluate(rows, "none")[0].estimated_s != evaluate(rows, "shipped")[0].estimated_s
 

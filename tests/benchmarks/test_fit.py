@@ -33,30 +33,22 @@ def test_a_constant_is_found_from_the_times_it_made():
     found = fitted(runs(6, **{PLACE: 0.8}), {PLACE: 1.0})
     assert found == {PLACE: pytest.approx(0.8, rel=0.01)}
 
-
-def test_few_runs_move_a_constant_less_than_its_prior_allows():
     tight, wide = (fitted(runs(1, **{PLACE: 0.7}), {PLACE: width})[PLACE] for width in (0.02, 1.0))
     assert 0.7 < wide < 0.75 < tight < 1.0
 
-
-def test_one_run_that_nothing_explains_moves_little():
     table = runs(6)
     table[0] = table[0]._replace(seconds=20 * table[0].seconds)
     assert fitted(table, {PLACE: 0.2})[PLACE] == pytest.approx(1.0, abs=0.05)
 
-
-def test_nothing_is_fitted_to_nothing():
     assert fitted([]) == {}
 
 
-def test_rows_are_drawn_by_their_names_alone():
+def test_runs_are_drawn_by_name_and_constants_multiplied():
     table = runs(8)
     few = [run.name for run in drawn(table, 3)]
     assert few == [run.name for run in drawn(table[::-1], 3)]
     assert len(set(few)) == 3
 
-
-def test_constants_are_multiplied_by_their_place_and_shares_end_at_one():
     moved = with_constants(CLUSTER, {PLACE: 10.0, "inter_node.latency_s": 2.0, "inter_node.efficiency": 0.5})
     assert moved.device.efficiency.matmul == 1.0
     assert moved.inter_node.latency_s == 2 * CLUSTER.inter_node.latency_s

@@ -23,8 +23,14 @@ def run(name, measured=None, estimated=None, **others):
     return Result(row_id=name, measured_s=measured, estimated_s=estimated, **{**known, **others})
 
 
-def test_ranks_share_their_mean_where_values_are_equal():
+def test_ranks_and_quantiles():
     assert ranks([30.0, 10.0, 20.0, 20.0]).tolist() == [4.0, 1.0, 2.5, 2.5]
+
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
+
+    assert quantile([-0.3, None, 0.1], 0.5) == pytest.approx(0.2)
+    assert quantile([-0.3, None, 0.1], 0.5, signed=True) == pytest.approx(-0.1)
+    assert quantile([None], 0.5) is None
 
 
 @pytest.mark.parametrize(
@@ -39,18 +45,12 @@ def test_spearman_by_hand(left, right, rho):
     assert spearman(left, right) == pytest.approx(rho)
 
 
-def test_spearman_of_equal_values_says_nothing():
-    assert spearman([1, 1, 1], [1, 2, 3]) is None
-
-
 def test_regret_is_what_the_choice_loses():
     cell = [run("a", 2.0, 1.0), run("b", 1.0, 3.0), run("c", 1.5, 2.0)]
     assert regret(cell, 1) == pytest.approx(1.0)
     assert regret(cell, 2) == pytest.approx(0.5)
     assert regret(cell, 3) == 0.0
 
-
-def test_of_ties_any_may_come_first():
     tied = [run("slow", 4.0, 1.0), run("fast", 1.0, 1.0), run("mean", 2.0, 1.0)]
     assert regret(tied, 1) == pytest.approx((3.0 + 0.0 + 1.0) / 3)
     assert regret(tied, 2) == pytest.approx((0.0 + 0.0 + 1.0) / 3)  # both but the fastest, of three pairs
@@ -58,8 +58,6 @@ def test_of_ties_any_may_come_first():
     assert regret([run("first", 3.0, 0.5), *tied], 2) == pytest.approx((2.0 + 0.0 + 1.0) / 3)
     assert regret([*reversed(tied)], 1) == regret(tied, 1)  # the listing plays no part
 
-
-def test_what_is_said_not_to_fit_is_not_ranked():
     fast, slow = run("fast", 1.0, 1.0, said_to_fit=False), run("slow", 1.5, 2.0)
     assert regret([fast, slow], 1) == regret([fast, slow], 3) == pytest.approx(0.5)
     nothing = [fast, run("slower", 3.0, 1.0, said_to_fit=False)]
@@ -67,27 +65,23 @@ def test_what_is_said_not_to_fit_is_not_ranked():
     ordered = [run(f"{i}", 1.0 + i, 1.0 + i) for i in range(5)]
     assert summary([*ordered, run("wrong", 0.5, 9.0, said_to_fit=False)])["spearman_median"] == pytest.approx(1.0)
 
-
-def test_a_rule_that_estimates_nothing_has_an_order_alone():
-    placed = [run(f"{i}", 5.0 - i, place=float(i), label="fits", measured_bytes=1.0) for i in range(5)]
-    figures = summary(placed)
-    assert figures["spearman_median"] == pytest.approx(-1.0)
-    assert figures["time_mape"] is figures["memory_median_err"] is figures["fits_precision"] is None
-    assert figures["regret_top1_mean"] == pytest.approx(4.0)
-
-
-def test_runs_are_ranked_by_seconds_per_token():
     twice = run("twice", 3.0, 3.0, tokens=200.0)
     assert regret([twice, run("a", 2.0, 2.0)], 1) == 0.0
 
 
-def test_a_refused_run_is_not_ranked_and_misses_all_of_its_figures():
+def test_a_refused_run_misses_its_figures_and_a_rule_has_an_order_alone():
     refused = run("no", 1.0, measured_bytes=5.0, label="fits", refused="unknown", said_to_fit=False)
     assert regret([run("a", 2.0, 1.0), refused], 1) == pytest.approx(1.0)
     figures = summary([refused])
     assert figures["refused"] == figures["time_mape"] == figures["memory_median_err"] == 1.0
     assert figures["fits_recall"] == 0.0
     assert figures["fits_precision"] is None
+
+    placed = [run(f"{i}", 5.0 - i, place=float(i), label="fits", measured_bytes=1.0) for i in range(5)]
+    figures = summary(placed)
+    assert figures["spearman_median"] == pytest.approx(-1.0)
+    assert figures["time_mape"] is figures["memory_median_err"] is figures["fits_precision"] is None
+    assert figures["regret_top1_mean"] == pytest.approx(4.0)
 
 
 def test_errors_are_of_the_estimate_over_the_measured():
@@ -137,12 +131,6 @@ def test_the_first_three_are_of_runs_that_are_said_to_fit():
     assert doomed_in_first([*good, early]) == (1, 1)
     tied = run("tied", None, 3.0, label="oom", said_to_fit=True)  # as the third of the good ones
     assert doomed_in_first([*good, tied]) == (pytest.approx(0.5), 1)
-
-
-def test_quantiles_are_of_sizes_and_skip_what_is_not_known():
-    assert quantile([-0.3, None, 0.1], 0.5) == pytest.approx(0.2)
-    assert quantile([-0.3, None, 0.1], 0.5, signed=True) == pytest.approx(-0.1)
-    assert quantile([None], 0.5) is None
 
 
 @pytest.mark.parametrize(

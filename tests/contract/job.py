@@ -101,8 +101,6 @@ def train(load_strategy: Any, attention: str = "eager", **more: Any) -> tuple[di
     model = make_model(attention)
     before, names = snapshot(model), first_names(model)
     status, result, _ = auto_accelerate(model, load_strategy=load_strategy, **arguments(**more))
-    assert status
-    assert result is not None
     device = next(result.model.parameters()).device
     batches = (result.prepare_input(batch, device) for batch in result.dataloader)
     losses, _ = steps(result.model, result.optim, result.loss_func, batches)

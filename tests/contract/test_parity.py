@@ -94,8 +94,11 @@ def band(*names: str) -> float:
     return max([EXACT, *(BANDS[name] for name in names if name in BANDS)])
 
 
-def test_every_method_has_a_setting() -> None:
+def test_methods_have_settings_and_jobs_cover_every_pair() -> None:
     assert set(SETTINGS) == set(METHODS)
+
+    missing = composing() - {pair for job in JOBS for pair in covered(job)}
+    assert not missing, f"put these into JOBS: {sorted(map(sorted, missing))}"
 
 
 def updates_off(pool: Pool, *names: str) -> float:
@@ -178,11 +181,6 @@ def covered(job: tuple[str, ...]) -> set[frozenset[str]]:
     """The pairs whose rounding alone a job's band allows."""
     low = BANDS.keys() & set(job)
     return {frozenset(pair) for pair in itertools.combinations(job, 2) if not low or BANDS.keys() & set(pair)}
-
-
-def test_the_jobs_cover_every_pair() -> None:
-    missing = composing() - {pair for job in JOBS for pair in covered(job)}
-    assert not missing, f"put these into JOBS: {sorted(map(sorted, missing))}"
 
 
 @pytest.mark.parametrize(

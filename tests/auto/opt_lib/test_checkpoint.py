@@ -110,7 +110,6 @@ def test_the_cache_of_a_language_model_is_not_filled_twice(no_reentrant: bool) -
     model, plain = make_model(), make_model()
     plain.load_state_dict(model.state_dict())
     _, result, _ = auto_accelerate(model, load_strategy=[Checkpoint(no_reentrant=no_reentrant)])
-    assert result is not None
     tokens = torch.randint(0, 32, (2, 8))
     for each in (result.model, plain):
         each.eval()  # no dropout, so that both compute the same
@@ -120,11 +119,25 @@ def test_the_cache_of_a_language_model_is_not_filled_twice(no_reentrant: bool) -
     assert model.generation_config.use_cache
 
 
-def test_selective_recomputation_keeps_inputs_and_the_results_of_all_products() -> None:
+def test_selective_recomputation_keeps_what_its_cost_says() -> None:
     """Also those that plain backward needs nothing of: here of the one product that is split by rows."""
     cost = cost_of({"data": 2}, ("checkpoint", {"selective": True}))
     kept = 3000 + 200 + 600 + 600
     assert peak_memory(replace(cost, grad_itemsize=0.0)).activations == 8 / 2 * (800 + 8 * kept)
+
+    shape = TransformerShape(layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64, seq_len=128, head_dim=16)
+    profile = transformer_profile(shape, 2, Implementation(itemsize=4.0))
+    half = replace(profile, segments=tuple(replace(s, count=min(s.count, 2)) for s in profile.segments))
+    said = [
+        peak_memory(replace(Checkpoint(selective=True).cost(plain_cost(each)), grad_itemsize=0.0)).activations
+        for each in (profile, half)
+    ]
+    assert (kept_bytes(4) - kept_bytes(2)) == pytest.approx(said[0] - said[1])
+
+    assert list(Checkpoint.choices(PROFILE, cluster())) == [Checkpoint(), Checkpoint(selective=True)]
+    kept = replace(BLOCK, outside=Region(), inside=Region(saved_bytes=100, selective_bytes=100))
+    assert list(Checkpoint.choices(replace(PROFILE, segments=(kept,)), cluster())) == [Checkpoint()]
+    assert not list(Checkpoint.choices(replace(PROFILE, segments=(EMBEDDING,)), cluster()))
 
 
 def kept_bytes(num_layers: int) -> int:
@@ -138,21 +151,3 @@ def kept_bytes(num_layers: int) -> int:
     alive = {storage.data_ptr(): storage.nbytes() for _, ref in calls.results if (storage := ref()) is not None}
     assert output is not None
     return sum(size for place, size in alive.items() if place not in parameters)
-
-
-def test_a_block_keeps_what_its_cost_says() -> None:
-    shape = TransformerShape(layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64, seq_len=128, head_dim=16)
-    profile = transformer_profile(shape, 2, Implementation(itemsize=4.0))
-    half = replace(profile, segments=tuple(replace(s, count=min(s.count, 2)) for s in profile.segments))
-    said = [
-        peak_memory(replace(Checkpoint(selective=True).cost(plain_cost(each)), grad_itemsize=0.0)).activations
-        for each in (profile, half)
-    ]
-    assert (kept_bytes(4) - kept_bytes(2)) == pytest.approx(said[0] - said[1])
-
-
-def test_what_is_tried() -> None:
-    assert list(Checkpoint.choices(PROFILE, cluster())) == [Checkpoint(), Checkpoint(selective=True)]
-    kept = replace(BLOCK, outside=Region(), inside=Region(saved_bytes=100, selective_bytes=100))
-    assert list(Checkpoint.choices(replace(PROFILE, segments=(kept,)), cluster())) == [Checkpoint()]
-    assert not list(Checkpoint.choices(replace(PROFILE, segments=(EMBEDDING,)), cluster()))

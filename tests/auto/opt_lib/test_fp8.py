@@ -141,8 +141,6 @@ def test_the_cost_is_that_of_8_bit_products_unless_emulated(plain_cost: Any) -> 
     assert Fp8(scaling="rowwise_gw_hp").cost(plain_cost).fp8 == "rowwise_gw_hp"
     assert Fp8(emulate=True).cost(plain_cost) == plain_cost
 
-
-def test_a_head_that_is_left_out_costs_what_it_did(plain_cost: Any) -> None:
     assert Fp8().cost(plain_cost).fp8_outside
     assert not Fp8(exclude=("lm_head",)).cost(plain_cost).fp8_outside
     assert not Fp8(include=("layers",)).cost(plain_cost).fp8_outside

@@ -78,6 +78,8 @@ HYBRID = ("parallel_mode", ([("zero", 2), ("data", 2)], None))
 def test_trains_and_clips_as_one_process_does(pool: Pool) -> None:
     assert_trains_like_plain(pool, deviation, [([("fsdp", config)], name, True) for name, config in CONFIGS])
 
+    assert_trains_like_plain(pool, deviation, [(["fsdp"], "awkward")], ranks=1)
+
 
 @pytest.mark.slow
 def test_four_processes_share_out_both_ways(pool: Pool) -> None:
@@ -87,10 +89,6 @@ def test_four_processes_share_out_both_ways(pool: Pool) -> None:
     assert_trains_like_plain(pool, deviation, cases, ranks=4)
     ((found, *_),) = run_each(pool, sharded, [("llama", None, [HYBRID])], ranks=4)
     assert found["placements"] == "(Replicate(), Shard(dim=0))"
-
-
-def test_one_process_trains(pool: Pool) -> None:
-    assert_trains_like_plain(pool, deviation, [(["fsdp"], "awkward")], ranks=1)
 
 
 def sharded(rank: int, size: int, name: str, config: Any, strategy: list[Any]) -> dict[str, Any]:
@@ -227,17 +225,17 @@ def buffers(rank: int, size: int) -> str:
     return str(accelerated([("fsdp", {"mixed_precision": {"buffer_dtype": "bf16"}})], "awkward").model.shift.dtype)
 
 
-def test_buffers_are_cast_where_asked(pool: Pool) -> None:
+def test_buffers_start_and_groups(pool: Pool) -> None:
     assert pool.run(buffers)[0] == BF16
+
+    assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
+
+    assert pool.run(trainable_in_root)[0] == [False, True]
 
 
 def seeded_apart(rank: int, size: int, config: Any) -> float:
     model = accelerated([("fsdp", config)], "awkward", seed=rank).model
     return float((model.mixer.weight.full_tensor() - make("awkward").mixer.weight).abs().max())
-
-
-def test_processes_seeded_apart_start_from_rank_zero(pool: Pool) -> None:
-    assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
 
 
 def trainable_in_root(rank: int, size: int) -> list[bool]:
@@ -249,10 +247,6 @@ def trainable_in_root(rank: int, size: int) -> list[bool]:
         trainable = {p for p in model.parameters() if p.requires_grad}
         seen.append({fsdp_param.sharded_param for fsdp_param in root.fsdp_params} >= trainable and len(groups) > 2)
     return seen
-
-
-def test_what_trains_may_be_gathered_as_one(pool: Pool) -> None:
-    assert pool.run(trainable_in_root)[0] == [False, True]
 
 
 POLICIES: list[tuple[Any, set[Any]]] = [
@@ -339,7 +333,6 @@ def objects_of_a_model(rank: int, size: int, folder: str) -> tuple[list[str], st
     status, result, best = auto_accelerate(
         model, torch.optim.SGD, load_strategy=[("fsdp", config)], save_strategy_to_file=path, optim_args={"lr": 0.1}
     )
-    assert status
     again = make("awkward")
     auto_accelerate(again, torch.optim.SGD, load_strategy=path, optim_args={"lr": 0.1})
     for one in (result.model, again):

@@ -11,7 +11,7 @@ from torch import nn
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.half import Half
 from atorch.cluster.spec import ClusterSpec
-from tests.auto.training import run_each
+from tests.auto.training import accelerate, run_each
 from tests.contract.job import deviation
 from tests.pool import Pool
 
@@ -32,7 +32,6 @@ def test_16_bits_by_hardware_model_and_optimizer() -> None:
     assert Half(dtype="fp16").settled(Net().bfloat16()).dtype == "fp16"
 
     _, result, _ = auto_accelerate(Net(), load_strategy=["half"])
-    assert result is not None
     assert result.optim is None
     assert next(result.model.parameters()).dtype == torch.float16
 
@@ -63,17 +62,8 @@ def loss_func(batch: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def train(strategy: Any, lr: float = 0.1, steps: int = 4) -> Any:
-    _, result, _ = auto_accelerate(
-        Net(),
-        torch.optim.SGD,
-        Rows(),
-        loss_func,
-        optim_args={"lr": lr},
-        dataloader_args={"batch_size": 4},
-        model_input_format="unpack_dict",
-        load_strategy=strategy,
-    )
-    assert result is not None
+    more = {"optim_args": {"lr": lr}, "model_input_format": "unpack_dict"}
+    result = accelerate(Net(), strategy, Rows(), loss_func, batch_size=4, **more)
     losses = [result.step(batch) for _ in range(steps // 4) for batch in result.dataloader]
     return result, losses
 
@@ -115,13 +105,16 @@ def test_a_learning_rate_too_small_for_bf16_still_learns() -> None:
     assert torch.equal(plain.body[0].weight, before)  # which is what masters are for
 
 
-def test_two_ranks_train_as_one(pool: Pool) -> None:
+def test_ranks_train_together(pool: Pool) -> None:
     bands: list[tuple[Any, float]] = [("amp_native", 1e-2), (("half", "fp16"), 1e-2), (("half", "bf16"), 5e-2)]
     cases = [([precision, *sharding],) for precision, _ in bands for sharding in ([], ["zero1"])]
     for case, by_rank in zip(cases, run_each(pool, deviation, cases), strict=True):
         for update_error, loss_error in by_rank:
             assert update_error < dict(bands)[case[0][0]], case
             assert loss_error < 1e-2, case
+
+    first, second = pool.run(differing_ranks)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def differing_ranks(rank: int, size: int) -> list[torch.Tensor]:
@@ -130,17 +123,9 @@ def differing_ranks(rank: int, size: int) -> list[torch.Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-4 * rank
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, loss_func=loss_func, optim_args={"lr": 0.1}, load_strategy=[("half", "bf16")]
-    )
-    assert result is not None
+    result = accelerate(model, [("half", "bf16")], None, loss_func)
     for _ in range(10):
         loss_func(None, result.model(torch.ones(2, 4).bfloat16(), torch.tensor(0))).backward()
         result.optim.step()
         result.optim.zero_grad()
     return [parameter.detach().float() for parameter in result.model.parameters()]
-
-
-def test_ranks_that_start_apart_train_together(pool: Pool) -> None:
-    first, second = pool.run(differing_ranks)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

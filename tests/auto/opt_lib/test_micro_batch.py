@@ -33,9 +33,14 @@ def own_loss(batch: Any, output: Any) -> Any:
     return output.loss
 
 
-def test_it_needs_a_loss_function() -> None:
+def test_it_needs_a_loss_and_samples_apart() -> None:
     with pytest.raises(StrategyError, match="loss_func"):
         auto_accelerate(make_model(), load_strategy=["micro_batch"])
+
+    tried = [(each.size, each.reduce) for each in MicroBatch.choices(PROFILE, cluster())]
+    assert tried == [(2**power, reduce) for power in range(9) for reduce in ("once", "each")]
+    together = replace(PROFILE, module_classes=frozenset({"BatchNorm1d"}))
+    assert not list(MicroBatch.choices(together, cluster()))
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -54,7 +59,6 @@ def train(strategy: list[Any]) -> tuple[list[float], list[float], list[torch.Ten
     _, result, _ = auto_accelerate(
         make_model(), torch.optim.SGD, loss_func=own_loss, optim_args={"lr": 0.5}, load_strategy=strategy
     )
-    assert result is not None
     losses, norms = [], []
     for number, batch in enumerate(batches()):
         loss = result.loss_func(batch, result.model(**batch))
@@ -110,10 +114,3 @@ INTERLEAVED = {"stages": 4, "schedule": "interleaved"}
 def test_what_is_no_part_of_a_batch(config: Any, changes: Any, reason: str | None) -> None:
     found = MicroBatch.of(config).unfit(on_mesh({"pipeline": 4}, **changes))
     assert (found is None) if reason is None else (found is not None and reason in found)
-
-
-def test_powers_of_two_are_tried_where_samples_are_apart() -> None:
-    tried = [(each.size, each.reduce) for each in MicroBatch.choices(PROFILE, cluster())]
-    assert tried == [(2**power, reduce) for power in range(9) for reduce in ("once", "each")]
-    together = replace(PROFILE, module_classes=frozenset({"BatchNorm1d"}))
-    assert not list(MicroBatch.choices(together, cluster()))

@@ -22,7 +22,6 @@ from tests.contract.job import (
     BATCH,
     Tokens,
     arguments,
-    deviation,
     distance,
     loss_func,
     make_model,
@@ -169,12 +168,6 @@ def refused_before_the_cut(rank: int, size: int) -> tuple[str, bool]:
     return str(caught.value), all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_megatron_refuses_tokens_that_cannot_be_cut_before_anything_is(pool: Pool) -> None:
-    for message, is_as_it_was in pool.run(refused_before_the_cut):
-        assert "give sequences of a multiple of 2 tokens" in message
-        assert is_as_it_was
-
-
 @pytest.mark.nightly
 def test_shards_beside_replicas(pool: Pool) -> None:
     strategy = [sequence(2, zero=2, data=2), "sequence_parallel", "fsdp"]
@@ -203,8 +196,3 @@ def test_what_does_not_hold_is_refused_with_the_remedy(pool: Pool) -> None:
     by_case = run_each(pool, refused, [case for case, _ in REFUSED])
     for (_, signs), by_rank in zip(REFUSED, by_case, strict=True):
         assert all(sign in message for sign in signs for message in by_rank), by_rank
-
-
-def test_module_replace_is_the_other_remedy(pool: Pool) -> None:
-    for error, _ in pool.run(deviation, [sequence(2), "module_replace", "sequence_parallel"]):
-        assert error <= 1e-4

@@ -27,7 +27,7 @@ from atorch.errors import AtorchError, StrategyError
 from tests import language_models
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.auto.test_meta_start import Decoder
-from tests.auto.training import messages, run_each
+from tests.auto.training import accelerate, messages, run_each
 from tests.pool import Pool
 from tests.runtime.data_parallel.test_collective_order import CAN_FIND
 from tests.runtime.tensor_parallel import models
@@ -128,8 +128,6 @@ def kept(rank: int, size: int) -> dict[str, Any]:
     _, first, strategy = auto_accelerate(
         contract.make_model(), load_strategy=[ALONE, "tensor_parallel"], **contract.arguments()
     )
-    assert first is not None
-    assert strategy is not None
     text = strategy.to_json()
     calls: list[int] = []
 
@@ -140,12 +138,10 @@ def kept(rank: int, size: int) -> dict[str, Any]:
     _, again, _ = auto_accelerate(
         contract.make_model(), load_strategy=text, verify=False, **contract.arguments(prepare_input=counted)
     )
-    assert again is not None
     wider = contract.make_model()
     wider.model.layers.append(type(wider.model.layers[0])(wider.config, 2))
     with messages() as told:
         _, derived, _ = auto_accelerate(wider, load_strategy=text, **contract.arguments())
-    assert derived is not None
     shapes = [{name: tuple(p.shape) for name, p in each.model.named_parameters()} for each in (first, again)]
     return {
         "same": shapes[0] == shapes[1],
@@ -186,15 +182,9 @@ def clipped(rank: int, size: int, method: Any) -> dict[str, Any]:
     plain.load_state_dict(model.state_dict())
     data = torch.randn(8, 8)
     optimizer = {"optim_func": torch.optim.AdamW, "optim_args": {"lr": 0.01, "foreach": True}}
-    _, result, _ = auto_accelerate(
-        model,
-        loss_func=lambda batch, output: (output - 3).square().mean(),
-        sample_batch=data,
-        find_unused_parameters=True,
-        load_strategy=[MIXED, "tensor_parallel", method],
-        **optimizer,
-    )
-    assert result is not None
+    loss_func, more = (lambda batch, output: (output - 3).square().mean()), {"find_unused_parameters": True}
+    strategy = [MIXED, "tensor_parallel", method]
+    result = accelerate(model, strategy, None, loss_func, sample_batch=data, **optimizer, **more)
     place = result.model._atorch.mesh.rank("data")
     optim = torch.optim.AdamW(plain.parameters(), lr=0.01)
     norms = []
@@ -223,16 +213,9 @@ def trained(rank: int, size: int, name: str, method: str) -> tuple[float, float]
     """How far ten steps' update and the first loss are from plain training's."""
     model, plain = models.make(name), models.make(name)
     before = contract.snapshot(plain)
-    _, result, _ = auto_accelerate(
-        model,
-        torch.optim.SGD,
-        loss_func=lambda batch, output: models.loss_of(output),
-        optim_args={"lr": 0.02},
-        model_input_format="unpack_dict",
-        sample_batch=models.batch(name),
-        load_strategy=[MIXED, "tensor_parallel", method],
-    )
-    assert result is not None
+    given = {"optim_args": {"lr": 0.02}, "model_input_format": "unpack_dict", "sample_batch": models.batch(name)}
+    strategy = [MIXED, "tensor_parallel", method]
+    result = accelerate(model, strategy, None, lambda batch, output: models.loss_of(output), **given)
     place = result.model._atorch.mesh.rank("data")
     optim = torch.optim.SGD(plain.parameters(), lr=0.02)
     first = 0.0

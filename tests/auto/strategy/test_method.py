@@ -13,27 +13,19 @@ from tests.auto.strategy.toys import ToyAmp, ToyHalf, ToyMesh, ToyShard
 pytestmark = pytest.mark.usefixtures("toys")
 
 
-def test_no_config_and_an_empty_one_are_the_defaults() -> None:
+def test_a_config_has_forms_and_makes_a_frozen_method() -> None:
     assert ToyAmp.of() == ToyAmp.of(None) == ToyAmp.of({}) == ToyAmp(dtype="fp16")
 
-
-def test_a_method_is_its_own_config() -> None:
     amp = ToyAmp(dtype="bf16")
     assert ToyAmp.of(amp) is amp
 
-
-def test_a_short_form() -> None:
     assert ToyAmp.of("bf16") == ToyAmp(dtype="bf16")
 
-
-def test_a_method_is_frozen_and_hashable() -> None:
     amp = ToyAmp()
     with pytest.raises(ValueError, match="frozen"):
         amp.dtype = "bf16"
     assert len({ToyAmp(), ToyAmp(dtype="fp16"), ToyAmp(dtype="bf16")}) == 2
 
-
-def test_the_given_config_is_not_changed() -> None:
     config = {"dtype": "bf16"}
     ToyAmp.of(config)
     assert config == {"dtype": "bf16"}
@@ -62,19 +54,17 @@ def test_what_does_not_hold_is_refused(kind: type[Method], config: Any, message:
         kind.of(config)
 
 
-def test_an_error_knows_the_place_in_the_config() -> None:
+def test_an_error_knows_the_place_and_quotes_in_part() -> None:
     with pytest.raises(StrategyError) as caught:
         ToyMesh.of({"slices": [["data", 2], ["tensor", None]]})
     assert caught.value.place == ("slices", 1, 1)
 
-
-def test_a_long_value_is_quoted_in_part() -> None:
     with pytest.raises(StrategyError) as caught:
         ToyAmp.of({"dtype": "x" * 10_000})
     assert len(str(caught.value)) < 300
 
 
-def test_registering_gives_name_phase_and_slot() -> None:
+def test_registering_gives_name_phase_and_slot_once() -> None:
     @method("toy_new", phase=Phase.STEP)
     class New(Method):
         """A method in a slot of its own."""
@@ -85,8 +75,6 @@ def test_registering_gives_name_phase_and_slot() -> None:
     finally:
         METHODS.remove("toy_new")
 
-
-def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="'toy_amp' is registered already"):
 
         @method("toy_amp", phase=Phase.STEP)
@@ -96,14 +84,12 @@ def test_a_name_is_taken_once() -> None:
     assert METHODS["toy_amp"] is ToyAmp
 
 
-def test_a_method_that_says_nothing_costs_nothing_runs_anywhere_and_is_not_searched() -> None:
+def test_what_a_method_need_not_say_and_a_recipe_must() -> None:
     cost, anything = object(), object()
     assert ToyHalf().cost(cost) is cost  # type: ignore[arg-type]
     assert ToyHalf().unmet(anything) is None  # type: ignore[arg-type]
     assert list(ToyHalf.choices(anything, anything)) == []  # type: ignore[arg-type]
 
-
-def test_a_recipe_must_say_what_it_does() -> None:
     class Empty(Recipe):
         name = "empty"
 

@@ -37,14 +37,15 @@ def test_every_form_that_users_write(source: Any) -> None:
     assert Strategy.of(source) == BOTH
 
 
-def test_a_strategy_is_taken_as_it_is() -> None:
-    assert Strategy.of(BOTH) is BOTH
-
-
-def test_the_order_is_by_phase_whatever_was_given() -> None:
+def test_methods_are_in_the_order_of_phases() -> None:
     given = Strategy.of(["toy_shard", "toy_compile", "toy_amp", "toy_mesh"])
     assert given.names() == ("toy_mesh", "toy_amp", "toy_compile", "toy_shard")
     assert given == Strategy.of(["toy_mesh", "toy_compile", "toy_shard", "toy_amp"])
+
+    both = Strategy((ToyShard(), ToyCompile()))
+    assert both.cost([]) == ["toy_compile", "toy_shard"]  # type: ignore[arg-type, comparison-overlap]
+    ctx = both.apply(ToyContext())  # type: ignore[arg-type]
+    assert ctx == ToyContext(("toy_compile", "toy_shard"), both)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +79,10 @@ def test_what_does_not_hold_is_refused_with_its_place(source: Any, message: str)
         Strategy.of(source)
 
 
-def test_only_methods_make_a_strategy() -> None:
+def test_only_registered_methods_make_a_strategy() -> None:
     with pytest.raises(StrategyError, match="'toy_amp' is none. Build one with Strategy.of"):
         Strategy(("toy_amp",))  # type: ignore[arg-type]
 
-
-def test_a_method_that_is_not_registered_is_refused() -> None:
     class Forgotten(Method):
         """Without the decorator."""
 
@@ -111,10 +110,14 @@ def test_it_is_a_sequence_of_methods() -> None:
     assert ToyAmp() not in BOTH
     assert "toy_half" not in BOTH
 
-
-def test_get_by_class() -> None:
     assert BOTH.get(ToyAmp) == ToyAmp(dtype="bf16")
     assert BOTH.get(ToyHalf) is None
+
+    assert Strategy()
+    assert Strategy.of([])
+    assert not len(Strategy())
+
+    assert Strategy.of(BOTH) is BOTH
 
 
 def test_with_and_without_leave_the_strategy_alone_and_keep_the_metadata() -> None:
@@ -142,44 +145,25 @@ def test_with_method_refuses_what_a_list_may_not_hold(new: Any, message: str) ->
         BOTH.with_method(new)
 
 
-def test_metadata_does_not_make_two_strategies_differ() -> None:
+def test_metadata_has_the_report_and_does_not_make_two_strategies_differ() -> None:
     assert Strategy(BOTH.methods, {"a": 1}) == BOTH
     assert hash(Strategy(BOTH.methods, {"a": 1})) == hash(BOTH)
     assert Strategy((ToyMesh(), ToyAmp())) != BOTH
 
-
-def test_report_is_kept_in_the_metadata() -> None:
     assert BOTH.report is None
     assert Strategy(BOTH.methods, {"report": {"rejected": []}}).report == {"rejected": []}
 
 
-def test_cost_and_apply_fold_in_order() -> None:
-    both = Strategy((ToyShard(), ToyCompile()))
-    assert both.cost([]) == ["toy_compile", "toy_shard"]  # type: ignore[arg-type, comparison-overlap]
-    ctx = both.apply(ToyContext())  # type: ignore[arg-type]
-    assert ctx == ToyContext(("toy_compile", "toy_shard"), both)
-
-
-def test_shown_with_the_knobs_that_differ_from_the_defaults() -> None:
+def test_it_is_shown_as_a_person_writes_it() -> None:
     assert str(BOTH) == "toy_mesh + toy_amp(bf16)"
     assert str(Strategy()) == "plain"
 
-
-def test_it_is_short_in_a_session_and_in_a_notebook() -> None:
     strategy = Strategy.of(["fsdp", ("amp_native", "bf16")])
     assert repr(strategy) == "<Strategy amp_native(bf16) + fsdp>"
     assert strategy._repr_html_() == "<code>amp_native(bf16)</code> + <code>fsdp</code>"
 
-
-def test_as_a_list_it_is_what_a_person_writes() -> None:
     strategy = Strategy.of(["fsdp", ("amp_native", "bf16")])
     assert strategy.to_list() == [["amp_native", {"dtype": "bf16"}], "fsdp"]
     assert Strategy.of(strategy.to_list()) == strategy
     with pytest.raises(StrategyError, match="objects of this process"):
         Strategy.of([("fsdp", {"param_init_fn": print})]).to_list()
-
-
-def test_a_strategy_of_no_methods_is_one():
-    assert Strategy()
-    assert Strategy.of([])
-    assert not len(Strategy())

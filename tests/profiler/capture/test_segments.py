@@ -273,7 +273,7 @@ def test_experts_in_a_loop_get_what_they_get_for_real():
         assert block.split_params == 0
 
 
-def test_vocabularies_are_split_and_tied_ones_counted_once():
+def test_vocabularies_and_what_enters_segments():
     start, _, end = traced(llama).profile.segments
     assert start.split_params == end.split_params == VOCAB * HIDDEN
     start, _, end = traced(gpt2).profile.segments
@@ -284,8 +284,6 @@ def test_vocabularies_are_split_and_tied_ones_counted_once():
     assert end.split_working
     assert end.working_bytes == 2 * 4 * BATCH * SEQ * VOCAB
 
-
-def test_what_enters_a_segment():
     segments = traced(llama).profile.segments
     assert [each.input_bytes for each in segments] == [0, STREAM, STREAM]  # no masks, no rotations
     start, first, others, between, decoder, *_ = traced(t5).profile.segments
@@ -388,15 +386,13 @@ def test_what_lies_between_equal_blocks_is_spread_over_them():
     assert profile.blocks[0].num_ops == plain.blocks[0].num_ops + 1 / 4
 
 
-def test_a_block_that_is_used_again_has_its_parameters_once():
+def test_blocks_that_are_used_again_in_part_or_not_there():
     profile = chained(set(), repeats=2)
     assert [(each.count, each.num_params, each.tied_params) for each in profile.blocks] == [
         (1, 72, 0), (1, 0, 72),
     ] * 4  # fmt: skip
     assert total(profile, "matmul_flops") == 2 * total(chained(set()), "matmul_flops")
 
-
-def test_parameters_that_nothing_uses_are_held_all_the_same():
     class Partial(Chain):
         def forward(self, inputs):
             return self.blocks[0](inputs)
@@ -408,8 +404,6 @@ def test_parameters_that_nothing_uses_are_held_all_the_same():
         ("start", 4 * 72.0), ("blocks.0", 72.0), ("end", 0.0),
     ]  # fmt: skip
 
-
-def test_a_model_without_blocks_is_one_segment():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     (segment,) = trace(model, torch.randn(2, 4), lambda model, x: model(x), None).segments
     assert (segment.name, segment.is_block) == ("model", False)

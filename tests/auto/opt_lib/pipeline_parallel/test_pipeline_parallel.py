@@ -103,7 +103,6 @@ def refusal(ctx, *methods):
 @pytest.mark.parametrize("beside", ["amp_native", "checkpoint", "fsdp", "compile"])
 def test_what_goes_with_no_graph_is_refused_before_a_model_is_cut_by_one(kind, beside):
     told = refusal(watchable(kind), "pipeline_parallel", beside)
-    assert told is not None
     assert "does not return it" in told or "as many calls of modules" in told
     assert "Nor can the model be cut by its graph: " in told
     assert f"{beside} acts where modules are called" in told

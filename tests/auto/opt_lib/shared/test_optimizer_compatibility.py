@@ -114,12 +114,10 @@ def test_splits_that_an_optimizer_supports(optimizer: torch.optim.Optimizer, fit
     assert tuple(split for split in SPLITS if refusal(optimizer, split) is None) == fits
 
 
-def test_a_refusal_says_what_to_state() -> None:
+def test_optimizers_that_nobody_listed() -> None:
     assert 'Set Own.step_depends_on = "element"' in str(refusal(stated(None), "apart"))
     assert "its step_depends_on is 'elements'; it is one of 'element'" in str(refusal(stated("elements"), "flat"))
 
-
-def test_an_optimizer_that_cannot_be_made_for_small_parameters_is_accepted() -> None:
     net = nn.Linear(4, 4)
 
     def picky(groups: Any) -> torch.optim.Optimizer:
@@ -127,11 +125,14 @@ def test_an_optimizer_that_cannot_be_made_for_small_parameters_is_accepted() -> 
 
     assert made_small(picky, list(net.parameters())) is None
 
-
-def test_closures() -> None:
     weight = nn.Parameter(torch.ones(2))
     assert needs_closure(torch.optim.LBFGS([weight]))
     assert not needs_closure(torch.optim.SGD([weight]))
+
+    class Bare:
+        make_optimizer = None
+
+    need_same(Bare(), "zero1", "apart")  # type: ignore[arg-type]
 
 
 def wrong_closure(rank: int, size: int) -> list[str]:
@@ -149,13 +150,6 @@ def wrong_closure(rank: int, size: int) -> list[str]:
 def test_a_closure_that_is_no_function_is_refused(pool: Pool) -> None:
     for messages in pool.run(wrong_closure):
         assert all("a function that computes the loss" in message for message in messages)
-
-
-def test_need_same_asks_nothing_without_an_optimizer() -> None:
-    class Bare:
-        make_optimizer = None
-
-    need_same(Bare(), "zero1", "apart")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("said", [{}, {"fused": False}, {"foreach": True}], ids=str)

@@ -33,7 +33,7 @@ def calibration(path, world_size=1):
     return Calibration.of(path, cluster(world_size), VERSIONS)
 
 
-def test_what_is_added_is_read_again_and_the_newest_counts(tmp_path):
+def test_what_is_added_is_read_again_the_newest_counts_and_few_are_kept(tmp_path):
     kept = calibration(tmp_path / "deep" / "kept.json")
     assert kept.read() == ()
     first, second = observation("a", 1.0), observation("b", 2.0)
@@ -44,8 +44,6 @@ def test_what_is_added_is_read_again_and_the_newest_counts(tmp_path):
     assert kept.read() == (second, again, observation("a", 4.0, job="another"))
     assert [path.name for path in kept.path.parent.iterdir()] == ["kept.json"]
 
-
-def test_what_is_kept_is_bounded(tmp_path):
     kept = calibration(tmp_path / "kept.json")
     many = [observation([f"method {number}"]) for number in range(KEPT + 10)]
     kept.add(many)

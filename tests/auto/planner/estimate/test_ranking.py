@@ -154,14 +154,6 @@ def test_a_guide_holds_no_more_than_candidates_times_what_was_seen() -> None:
     assert most < 8 * len(many) ** 2 / 5, "each with each would be five times as much"
 
 
-def test_where_nothing_fits_the_nearest_is_among_what_is_told() -> None:
-    there = ClusterSpec.load("8xV100-16GB")
-    profile = transformer_profile(LARGE, 1, Implementation(itemsize=4.0))
-    found = ranked(profile, plain_cost(profile, 8), there, Wanted(excluded=["chunk", "offload"]), "autocast")
-    assert not found.fitting
-    assert any(each.strategy.names() != ("parallel_mode", "ddp") for each in found.rejected)
-
-
 def told_apart(rank: int, size: int) -> str:
     """A search in which a method is registered on rank 0 alone."""
     try:
@@ -181,12 +173,18 @@ def test_a_method_that_one_process_lacks_is_told_to_all(pool: Pool) -> None:
     assert "which rank 1 does not have" in first
 
 
-def test_a_small_space_is_scored_whole() -> None:
+def test_a_small_space_is_scored_whole_and_the_nearest_miss_is_told() -> None:
     ctx = context()
     profile, start = starting_point(ctx, Feed(ctx))
     found = ranked(profile, start, cluster(), Wanted(excluded=["compile"]), "autocast")
     space = Wanted(excluded=["compile"]).space(profile, cluster(), "autocast")
     assert found.num_compositions == sum(1 for _ in space.leaves(space.root(start)))
+
+    there = ClusterSpec.load("8xV100-16GB")
+    profile = transformer_profile(LARGE, 1, Implementation(itemsize=4.0))
+    found = ranked(profile, plain_cost(profile, 8), there, Wanted(excluded=["chunk", "offload"]), "autocast")
+    assert not found.fitting
+    assert any(each.strategy.names() != ("parallel_mode", "ddp") for each in found.rejected)
 
 
 @pytest.mark.parametrize(

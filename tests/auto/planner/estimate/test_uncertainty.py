@@ -30,12 +30,19 @@ def judged(*plans):
     return doubt, columns
 
 
-def test_plans_of_equal_work_are_told_by_their_estimates_alone():
+def test_what_the_estimate_tells_apart_is_chosen_by_it():
     doubt, columns = judged((10.0, SAME), (10.1, SAME))
     assert doubt.chosen(columns) == preferred(columns) == 0
     assert doubt.note(columns, 0) is None
     assert doubt.chance(columns, 1, 0) == pytest.approx(0.5 - 0.04, abs=0.01)  # 1 % of sqrt(2) · OWN
     assert doubt.ties(columns, 0) == [1]
+
+    doubt, columns = judged((10.0, ON_HOST), (10.9, SAME))
+    assert doubt.chosen(columns) == 0
+
+    doubt, columns = judged((10.0, SAME), (10.0 * math.exp(3 * OWN), SAME))
+    assert doubt.chance(columns, 1, 0) < CLEAR
+    assert doubt.ties(columns, 0) == []
 
 
 def test_a_plan_that_is_as_fast_and_better_known_is_chosen_and_that_is_said():
@@ -46,17 +53,6 @@ def test_a_plan_that_is_as_fast_and_better_known_is_chosen_and_that_is_said():
     assert "by the estimate alone checkpoint" in note
     assert "0.5% slower" not in note
     assert "known less well (host memory, 50 % and 0 % of a step)" in note
-
-
-def test_what_is_surely_faster_is_chosen_however_little_it_is_known():
-    doubt, columns = judged((10.0, ON_HOST), (10.9, SAME))
-    assert doubt.chosen(columns) == 0
-
-
-def test_what_is_sure_is_no_tie():
-    doubt, columns = judged((10.0, SAME), (10.0 * math.exp(3 * OWN), SAME))
-    assert doubt.chance(columns, 1, 0) < CLEAR
-    assert doubt.ties(columns, 0) == []
 
 
 def test_the_run_and_the_kind_of_work_that_would_decide_are_named():
