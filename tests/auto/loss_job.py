@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from atorch.runtime.loss.reduction import IGNORED
+from atorch.runtime.tensor_parallel import whole_state
 from tests.auto.training import accelerate, accelerated_steps, steps
 
 F = nn.functional
@@ -163,8 +164,6 @@ def deviation(
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """All parameters of a model by name, whatever they are sharded over."""
-    from atorch.runtime.tensor_parallel import whole_state
-
     state = whole_state(model)
     return {name: state[name].detach().float() for name, _ in model.named_parameters()}
 

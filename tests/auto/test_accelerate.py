@@ -20,6 +20,7 @@ from torch.utils.data import RandomSampler
 
 from atorch import Strategy, auto_accelerate
 from atorch.auto.job import make_context
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import init
 from atorch.errors import ArgumentError, StrategyError
 from tests.auto.planner.jobs import cluster
@@ -361,8 +362,6 @@ def test_verbose_says_more(capfd: pytest.CaptureFixture[str], caplog: pytest.Log
 
 
 def test_a_search_that_finds_nothing_returns_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    from atorch.cluster.spec import ClusterSpec
-
     tiny = ClusterSpec.detect(init(), measure=False)
     tiny = replace(tiny, device=replace(tiny.device, memory_bytes=1.0))
     monkeypatch.setattr(ClusterSpec, "detect", lambda *args, **kwargs: tiny)

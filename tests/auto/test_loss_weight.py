@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -55,7 +56,14 @@ MICRO = ("micro_batch", {"size": 2})
 def test_every_way_to_share_out_samples(pool):
     cases = [("labels", strategy) for strategy in SPLIT_BY_DATA.values()]
     cases += [(name, SPLIT_BY_DATA[way]) for way in IN_PARTS for name in ("sum", "causal")]
+    cases += [(name, ["ddp"]) for name in LOSSES]
     assert_trains_like_plain(pool, deviation, [*cases, ("sum", ["zero1"]), ("causal", ["fsdp"]), ("sum", ["chunk"])])
+    meshes = {axis: ("parallel_mode", ([(axis, 2), ("data", 2)], None)) for axis in SPLIT}
+    cases = [(name, [meshes[axis], *SPLIT[axis]]) for axis in SPLIT for name in ("sum", "labels")]
+    assert_trains_like_plain(pool, deviation, cases, ranks=4)
+    fp16 = ("amp_native", "fp16")
+    cases = [(name, ["ddp", fp16, *beside]) for name in ("sum", "labels") for beside in ([], [MICRO])]
+    assert_trains_like_plain(pool, deviation, cases, band=1e-2)
 
 
 def test_rows_and_labels_that_differ_between_ranks_and_batches(pool):
@@ -270,8 +278,6 @@ def two_losses(rank, size):
 
 def compiled(rank, size, beside):
     """The deviation of compiled blocks whose loss is looked at by running the model, and how many graphs there were."""
-    from torch._dynamo.utils import counters
-
     torch.compiler.reset()
     counters.clear()
     off = deviation(rank, size, "causal", [beside, ("compile", {"backend": "aot_eager"})], verify=False)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -56,8 +57,6 @@ def test_a_simulation_is_given_up_where_it_takes_too_long(subject, monkeypatch):
 
 
 def test_what_is_done_is_said(subject):
-    from contextlib import nullcontext
-
     said = []
     plan_for(subject, FOUR, global_batch=16, verify=1, doing=lambda what: nullcontext(said.append(what)))
     assert said[0] == "searching for the best strategy"

@@ -8,10 +8,13 @@ from dataclasses import fields, replace
 
 import pytest
 
+from atorch.auto.job import make_context
+from atorch.auto.session import with_sample
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from tests.contract.job import BATCH, arguments, make_model
 from tests.contract.test_parity import APPLIED, SETTINGS
@@ -59,10 +62,6 @@ def test_what_the_search_may_try_has_a_cost_or_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", APPLIED)
 def test_apply_leaves_the_old_context_alone(name: str) -> None:
-    from atorch.auto.job import make_context
-    from atorch.auto.session import with_sample
-    from atorch.distributed.world import init
-
     world = init()
     job = arguments(dataloader_args={"batch_size": BATCH // 2})  # of a rank of two
     ctx = make_context(make_model(), **job, world=world, cluster=ClusterSpec.detect(world, measure=False))

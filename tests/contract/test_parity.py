@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atorch.auto.strategy import METHODS
+from atorch.auto.strategy import METHODS, Method, Phase, method
 from tests.auto.training import run_each
 from tests.contract.job import deviation
 from tests.pool import Pool
@@ -240,7 +240,6 @@ def test_three_dimensions(pool: Pool, beside: tuple[str, ...]) -> None:
 
 def without_reduction(rank: int, size: int) -> float:
     """The deviation of a strategy whose data-parallel method forgets to reduce the gradients."""
-    from atorch.auto.strategy import Method, Phase, method
 
     @method("forgetful", phase=Phase.SHARD, slot="data_parallel")
     class Forgetful(Method):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from atorch.profiler.memory_tracker import ACTIVATIONS, COMMUNICATION, HOST, OPTIMIZER, OTHER, PARAMETERS, LiveBytes
 from atorch.profiler.peak_memory import PeakMemory
@@ -81,8 +82,6 @@ def test_categories_follow_from_when_a_tensor_was_made() -> None:
 
 
 def test_a_recomputed_activation_is_one() -> None:
-    from torch.utils.checkpoint import checkpoint
-
     weight = torch.ones(KIB, requires_grad=True)
     with LiveBytes() as live:
         out = checkpoint(lambda value: value.exp().exp().exp(), weight, use_reentrant=False)

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from atorch.cost import plain_cost
@@ -69,15 +70,13 @@ def test_parameters_are_counted_once_and_products_as_often_as_they_run():
 
 
 def test_tiny_llama_counts_are_the_closed_forms():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     hidden, ffn, vocab, layers, batch, seq = 64, 128, 100, 3, 2, 16
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(0, vocab, (batch, seq))
     profile = trace(model, {"input_ids": tokens, "labels": tokens}, lambda m, b: m(**b), lambda b, output: output.loss)
     per_layer = 4 * hidden * hidden + 3 * hidden * ffn

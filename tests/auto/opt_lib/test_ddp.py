@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor.debug import CommDebugMode
 
 from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
@@ -52,8 +53,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gathers(rank: int, size: int, name: str) -> int:
-    from torch.distributed.tensor.debug import CommDebugMode
-
     result = accelerated([name], "llama")
     batch = next(iter(result.dataloader))
     result.loss_func(batch, result.model(batch)).backward()

@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 
+from atorch.auto.job import make_context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import complete, idle_axes
 from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
 from atorch.auto.strategy import Strategy
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost
 from atorch.distributed import parallel_group_size, parallel_rank, rank_table
+from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from tests.auto.opt_lib import splitting  # noqa: F401  registers the methods
 from tests.auto.opt_lib.splitting import PROFILE
+from tests.contract.job import make_model
 from tests.pool import Pool
 
 SLICES = [("tensor", 2), ("pipe", 2), ("data", 2)]
@@ -144,11 +148,6 @@ class TestCompletion:
 
 
 def places(rank: int, size: int, order: list[int] | None) -> tuple[int, int, int]:
-    from atorch.auto.job import make_context
-    from atorch.cluster.spec import ClusterSpec
-    from atorch.distributed.world import init
-    from tests.contract.job import make_model
-
     world = init()
     ctx = make_context(make_model(), world=world, cluster=ClusterSpec.detect(world, measure=False))
     ParallelMode.of(([("tensor", 2), ("data", 2)], order)).apply(ctx)

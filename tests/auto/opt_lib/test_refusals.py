@@ -71,6 +71,11 @@ CONFIGURATIONS: Mapping[str, list[tuple[Any, str]]] = {
         ({"fsdp_wrap_params_outmost": True, "wrap_trainable_outmost": False}, "differ"),
         ({"forward_prefech": True}, "did you mean 'forward_prefetch'"),
     ],
+    "module_replace": [
+        ({"attention_spda": None}, "did you mean 'attention_sdpa'"),
+        ({"pairs": {"attention_spda": None}}, "did you mean 'attention_sdpa'"),
+        ({"attention_sdpa": {"x": 1}}, "has no configuration"),
+    ],
     "micro_batch": [
         ({"size": 2, "count": 2}, "both given"),
         ({"size": 0}, "size"),

@@ -196,3 +196,8 @@ def test_what_does_not_hold_is_refused_with_the_remedy(pool: Pool) -> None:
     by_case = run_each(pool, refused, [case for case, _ in REFUSED])
     for (_, signs), by_rank in zip(REFUSED, by_case, strict=True):
         assert all(sign in message for sign in signs for message in by_rank), by_rank
+    for message, is_as_it_was in pool.run(refused_before_the_cut):
+        assert "give sequences of a multiple of 2 tokens" in message
+        assert is_as_it_was
+    for error, _ in pool.run(deviation, [sequence(2), "module_replace", "sequence_parallel"]):
+        assert error <= 1e-4, "module_replace is the other remedy"

@@ -17,7 +17,7 @@ from torch import nn
 import tests.contract.job as contract
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel
+from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel, _check_neighbours
 from atorch.auto.planner.simulate.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -71,8 +71,6 @@ def test_what_it_cannot_divide(axes, changes, reason):
 
 
 def test_an_engine_that_takes_parts_for_wholes_is_refused() -> None:
-    from atorch.auto.opt_lib.tensor_parallel import _check_neighbours
-
     with pytest.raises(StrategyError, match=r"zero1.*leave"):
         _check_neighbours(Strategy.of(["tensor_parallel", ("zero1", {"backend": "fairscale"})]))
 
