@@ -22,6 +22,7 @@ from tests.contract.job import (
     BATCH,
     Tokens,
     arguments,
+    deviation,
     distance,
     loss_func,
     make_model,
