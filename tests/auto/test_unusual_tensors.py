@@ -20,7 +20,7 @@ from tests.auto.training import accelerate, accelerated_steps, run_each, steps
 from tests.pool import Pool
 
 WIDTH, BATCH = 8, 4
-METHODS = ("ddp", "zero1", "zero2", "fsdp", "chunk")
+METHODS = ("ddp", "zero1", "fsdp", "chunk")
 
 
 class Net(nn.Module):

@@ -330,7 +330,7 @@ def test_what_needs_all_tokens_outside_of_blocks_is_given_them(axis: str) -> Non
 
 @pytest.mark.parametrize(
     "composition",
-    [pytest.param(each, marks=[] if each in (("zero2",), ("fsdp",)) else pytest.mark.nightly) for each in ALONE],
+    [pytest.param(each, marks=[] if each == ("fsdp",) else pytest.mark.nightly) for each in ALONE],
     ids=named,
 )
 def test_one_process_holds_what_is_said(composition: Composition) -> None:

@@ -168,7 +168,7 @@ def simulated(composition: tuple[Any, ...], size: int, rank: int = 0) -> Simulat
     return simulate(job(ALONE), strategy_of(composition), batch_of(BATCH), world_size=size, rank=rank)
 
 
-SAMPLE = 9
+SAMPLE = 13
 """`make test` runs every SAMPLE-th composition, `make test-all` all of them."""
 
 

@@ -247,7 +247,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def some(kinds: Iterable[str], number: int = 3) -> list[Any]:
+def some(kinds: Iterable[str], number: int = 2) -> list[Any]:
     """The first few kinds; the others are `nightly`."""
     return [pytest.param(kind, marks=[] if at < number else pytest.mark.nightly) for at, kind in enumerate(kinds)]
 

@@ -58,13 +58,10 @@ def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 
 CONFIGS: list[tuple[str, Any]] = [
-    ("awkward", None),
     ("awkward", RECOMMENDED),
     ("awkward", {"atorch_ignored_cls": ("mixer", "blocks.0.down.weight")}),
     ("llama", {"atorch_wrap_cls": "LlamaMLP"}),
-    ("llama", {"atorch_size_based_min_num_params": 500}),
     ("llama", {"cpu_offload": True}),
-    ("llama", {"reshard_after_forward": True}),
     ("llama", {"reshard_after_forward": False}),
     ("lora", None),
     ("lora", {"fsdp_wrap_params_outmost": True}),

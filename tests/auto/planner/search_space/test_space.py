@@ -139,7 +139,9 @@ def llama(**changes):
     )
 
 
-@pytest.mark.parametrize("name", ["1xA100-80GB", "2x1xA100-80GB", "2xA100-80GB"])
+@pytest.mark.parametrize(
+    "name", ["1xA100-80GB", pytest.param("2x1xA100-80GB", marks=pytest.mark.nightly), "2xA100-80GB"]
+)
 def test_the_tree_has_what_is_legal_among_all_products(name):
     profile, spec = llama(), ClusterSpec.load(name)
     some = ["half", "compile", "offload", "checkpoint", "zero1", "zero2"]
