@@ -312,6 +312,16 @@ def test_what_is_odd_and_holds_is_taken() -> None:
     )
     assert (rate, float(result.optim.param_groups[0]["lr"])) == (torch.tensor(0.1), pytest.approx(0.05))
 
+    given: list[dict[str, Any]] = []
+
+    def groups(model: Net) -> list[dict[str, Any]]:
+        given[:] = [{"params": iter([model.linear.weight]), "lr": 0.5}, {"params": [model.linear.bias]}]
+        return given
+
+    _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))
+    assert [(len(group["params"]), group["lr"]) for group in result.optim.param_groups] == [(1, 0.5), (1, 0.1)]
+    assert [set(group) for group in given] == [{"params", "lr"}, {"params"}]
+
 
 def test_what_is_refused_leaves_the_model_as_it_was_and_an_accelerated_one_is() -> None:
     model = Net()
@@ -324,18 +334,6 @@ def test_what_is_refused_leaves_the_model_as_it_was_and_an_accelerated_one_is() 
     auto_accelerate(model, **job())
     with pytest.raises(ArgumentError, match="accelerated before"):
         auto_accelerate(model, **job())
-
-
-def test_groups_may_be_generators_and_are_the_users_own_dicts_still() -> None:
-    given: list[dict[str, Any]] = []
-
-    def groups(model: Net) -> list[dict[str, Any]]:
-        given[:] = [{"params": iter([model.linear.weight]), "lr": 0.5}, {"params": [model.linear.bias]}]
-        return given
-
-    _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))
-    assert [(len(group["params"]), group["lr"]) for group in result.optim.param_groups] == [(1, 0.5), (1, 0.1)]
-    assert [set(group) for group in given] == [{"params", "lr"}, {"params"}]
 
 
 def test_what_is_of_the_search_alone_is_said_to_be_unused(caplog: pytest.LogCaptureFixture) -> None:

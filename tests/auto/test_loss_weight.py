@@ -138,11 +138,25 @@ def printed(rank, size):
     return abs(float(evaluated[0]) - expected), abs(float(loss) - expected), other
 
 
-def test_the_loss_that_is_printed_is_the_users(pool):
+def test_what_is_counted_printed_and_compiled(pool):
     for evaluated, loss, other in pool.run(printed, ranks=2):
         assert evaluated <= 1e-5
         assert loss <= 1e-5
         assert other == 1.0
+
+    expected = {"rows": 0, "sum": 0, "tuple": 0, "labels": 1}
+    by_name = run_each(pool, sent, [(name,) for name in expected])
+    for more, by_rank in zip(expected.values(), by_name, strict=True):
+        assert by_rank == [(more, 8.0 * more)] * 2
+
+    for first, *_, last in pool.run(classes, ranks=2):
+        assert last == 1, "the reduction of the gradients"
+        assert first > 1
+
+    for by_rank in run_each(pool, compiled, [("ddp",), (("chunk", {"budget_bytes": 100_000}),)]):
+        for off, num_graphs in by_rank:
+            assert off <= EXACT
+            assert num_graphs == 1
 
 
 def sent(rank, size, name):
@@ -159,17 +173,6 @@ def sent(rank, size, name):
             value(loss_func(batch, model(**batch))).backward()
     totals = [[sum(figures) for figures in zip(*sends.counts.values(), strict=True)] for sends in (mine, theirs)]
     return tuple(one - other for one, other in zip(*totals, strict=True))
-
-
-def test_what_counting_sends(pool):
-    expected = {"rows": 0, "sum": 0, "tuple": 0, "labels": 1}
-    by_name = run_each(pool, sent, [(name,) for name in expected])
-    for more, by_rank in zip(expected.values(), by_name, strict=True):
-        assert by_rank == [(more, 8.0 * more)] * 2
-
-    for first, *_, last in pool.run(classes, ranks=2):
-        assert last == 1, "the reduction of the gradients"
-        assert first > 1
 
 
 def of_classes(batch, output, **how):
@@ -284,13 +287,6 @@ def compiled(rank, size, beside):
     counters.clear()
     off = deviation(rank, size, "causal", [beside, ("compile", {"backend": "aot_eager"})], verify=False)
     return off, counters["stats"]["unique_graphs"]
-
-
-def test_parts_of_a_batch_are_not_compiled_for(pool):
-    for by_rank in run_each(pool, compiled, [("ddp",), (("chunk", {"budget_bytes": 100_000}),)]):
-        for off, num_graphs in by_rank:
-            assert off <= EXACT
-            assert num_graphs == 1
 
 
 def named(rank, size, name, loss_weight):

@@ -66,13 +66,11 @@ def test_a_method_is_a_name_like_any_other_once_it_is_loaded(install: Install) -
         atorch.load_methods("gradient_noice")
 
 
-def test_all_that_are_offered_are_loaded_where_none_is_named(install: Install) -> None:
+def test_what_is_offered_is_loaded_where_it_is_named_or_none_is(install: Install) -> None:
     install("noisy", NOISE, gradient_noise="GradientNoise")
     install("calm", NOISE.replace("gradient_noise", "calm").replace("GradientNoise", "Calm"), calm="Calm")
     assert {"calm", "gradient_noise"} <= {each.name for each in atorch.load_methods()}
 
-
-def test_only_what_is_named_is_loaded(install: Install) -> None:
     install("noisy", NOISE, gradient_noise="GradientNoise")
     install("broken", "raise RuntimeError", broken="Broken")
     atorch.load_methods(["gradient_noise"])

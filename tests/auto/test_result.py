@@ -100,11 +100,17 @@ def clipped(rank: int, size: int, kind: type[nn.Module], strategy: list[Any]) ->
     return result.model.clip_grad_norm_(0.1), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
 
 
-def test_the_model_clips_by_the_norm_of_all_or_by_its_own_method(pool: Pool) -> None:
+def test_clipping_adding_and_modes_are_of_the_model(pool: Pool) -> None:
     zero1, fsdp, own = run_each(pool, clipped, [(Net, ["zero1"]), (Net, ["fsdp"]), (Clips, ["zero1"])])
     assert {whose for (whose, _), _ in own} == {"its own"}
     for norm, expected in (*zero1, *fsdp, *((norm, expected) for (_, norm), expected in own)):
         assert float(norm) == pytest.approx(expected, rel=1e-5)
+
+    for said in chain(*run_each(pool, added, [(["ddp"],), (["fsdp"],)])):
+        assert said.startswith("optim.add_param_group was given a parameter of shape (3, 3) that the model does not")
+
+    cases = [(strategy, path) for strategy in (["zero1"], ["fsdp", "checkpoint"]) for path in ("", "layers.1")]
+    assert run_each(pool, modes, cases) == [[[], []]] * len(cases)
 
 
 def added(rank: int, size: int, strategy: list[Any]) -> str:
@@ -113,11 +119,6 @@ def added(rank: int, size: int, strategy: list[Any]) -> str:
     with pytest.raises(ArgumentError) as error:
         result.optim.add_param_group({"params": nn.Linear(3, 3).parameters()})
     return str(error.value)
-
-
-def test_parameters_that_the_model_does_not_have_cannot_be_added(pool: Pool) -> None:
-    for said in chain(*run_each(pool, added, [(["ddp"],), (["fsdp"],)])):
-        assert said.startswith("optim.add_param_group was given a parameter of shape (3, 3) that the model does not")
 
 
 def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[str, bool, bool]]:
@@ -134,11 +135,6 @@ def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[st
     result.model.train()
     assert all(module.training for module in (result.model, *result.model.modules()))
     return [(name, now, then) for then, now, name in seen if then != now]
-
-
-def test_what_is_in_eval_mode_stays_so(pool: Pool) -> None:
-    cases = [(strategy, path) for strategy in (["zero1"], ["fsdp", "checkpoint"]) for path in ("", "layers.1")]
-    assert run_each(pool, modes, cases) == [[[], []]] * len(cases)
 
 
 def clipped_by_torch(rank: int, size: int, strategy: list[Any]) -> str:

@@ -32,12 +32,7 @@ def whole(value: Any) -> Any:
 
 
 def step(result: Any) -> float:
-    batch = result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
-    loss = result.loss_func(batch, result.model(batch))
-    loss.backward()
-    result.optim.step()
-    result.optim.zero_grad()
-    return float(loss.detach())
+    return float(result.step(next(iter(result.dataloader))))
 
 
 def stored_and_loaded(rank: int, size: int, strategy: list[Any]) -> tuple[set[str], set[str], bool]:

@@ -110,6 +110,10 @@ def test_what_lies_in_memory_in_unusual_ways_trains_as_plainly(pool: Pool) -> No
         for method, found in zip(METHODS, first, strict=True):
             assert found == pytest.approx(expected, rel=1e-5), (case, method)
 
+    alone = adapter_losses(0, 1)["ddp"]
+    for each in pool.run(adapter_losses):
+        assert each == {"ddp": pytest.approx(alone, rel=1e-5), "zero1": pytest.approx(alone, rel=1e-5)}
+
 
 class Scaled(Tensor):
     """A weight of whole numbers and a scale, as quantized ones are."""
@@ -151,12 +155,6 @@ def adapter_losses(rank: int, size: int) -> dict[str, list[float]]:
         model.after = lambda model, x: x * model.rows.unbind()[1][0]
         found[method] = losses(rank, size, model, method)
     return found
-
-
-def test_adapters_beside_quantized_weights_train_as_on_one_process(pool: Pool) -> None:
-    alone = adapter_losses(0, 1)["ddp"]
-    for each in pool.run(adapter_losses):
-        assert each == {"ddp": pytest.approx(alone, rel=1e-5), "zero1": pytest.approx(alone, rel=1e-5)}
 
 
 def complex_parameter(model: Net) -> None:

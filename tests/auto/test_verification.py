@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -92,26 +93,19 @@ def registered(apply: Callable[[Context], Any], **settings: Any) -> Iterator[str
         METHODS.remove("broken")
 
 
-def detach_inner(ctx: Context) -> None:
-    ctx.root.inner.register_forward_hook(lambda module, args, output: output.detach())
+DAMAGES: Mapping[str, Callable[[Context], Any]] = {
+    "detached": lambda ctx: ctx.root.inner.register_forward_hook(lambda module, args, output: output.detach()),
+    "scaled": lambda ctx: ctx.root.head.weight.register_hook(lambda gradient: gradient * 0.5),
+    "lost": lambda ctx: ctx.root.inner.weight.data.fill_(float("nan")),
+    "changed": lambda ctx: ctx.root.head.bias.data[0].add_(0.05),
+}
 
 
-def scale_gradients(ctx: Context) -> None:
-    ctx.root.head.weight.register_hook(lambda gradient: gradient * 0.5)
-
-
-def lose_values(ctx: Context) -> None:
-    ctx.root.inner.weight.data.fill_(float("nan"))
-
-
-def change_values(ctx: Context) -> None:
-    ctx.root.head.bias.data[0] += 0.05
-
-
-@pytest.mark.parametrize("damage", [detach_inner, scale_gradients, lose_values, change_values])
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("model", [{}, {"norm": True, "dropout": 0.3}], ids=["exact", "random"])
-def test_what_computes_something_else_is_refused(model: dict[str, Any], damage: Callable[[Context], None]) -> None:
-    with registered(damage) as broken, pytest.raises(StrategyError, match=r"broken does not compute .* plain") as error:
+def test_what_computes_something_else_is_refused(model: dict[str, Any], damage: str) -> None:
+    told = pytest.raises(StrategyError, match=r"broken does not compute .* plain")
+    with registered(DAMAGES[damage]) as broken, told as error:
         accelerate(Net(**model), [broken])
     assert str(error.value).count("gradient norm") == 2, "both figures"
     assert "verify=False" in str(error.value)
@@ -139,14 +133,6 @@ def exchange(ctx: Context) -> None:
     one.register_post_accumulate_grad_hook(expects_none(swap))  # comes last
 
 
-def turn_round(ctx: Context) -> None:
-    ctx.root.outer.weight.register_hook(torch.neg)
-
-
-def shift(ctx: Context) -> None:
-    ctx.root.outer.weight.register_hook(lambda gradient: gradient.roll(1, 0))
-
-
 def rescale(ctx: Context) -> None:
     """One gradient half as large, another larger by what keeps the norm of all."""
     one, other = ctx.root.outer.weight, ctx.root.other.weight
@@ -159,7 +145,13 @@ def rescale(ctx: Context) -> None:
     one.register_post_accumulate_grad_hook(expects_none(share_out))
 
 
-@pytest.mark.parametrize("damage", [exchange, turn_round, shift, rescale])
+def turned(ctx: Context, turn: Callable[[torch.Tensor], torch.Tensor], name: str = "outer") -> None:
+    ctx.root.get_submodule(name).weight.register_hook(turn)
+
+
+@pytest.mark.parametrize(
+    "damage", [exchange, rescale, partial(turned, turn=torch.neg), partial(turned, turn=lambda grad: grad.roll(1, 0))]
+)
 def test_the_norm_of_all_gradients_does_not_hide_whose_they_are(damage: Callable[[Context], None]) -> None:
     with registered(damage) as broken, pytest.raises(StrategyError, match="gradient of (outer|other).weight is off"):
         accelerate(Twins(), [broken])
@@ -263,7 +255,7 @@ def test_so_they_are_on_several_processes_and_if_the_loss_compares_samples(pool:
 
 
 def test_it_can_be_turned_off() -> None:
-    with registered(scale_gradients) as broken:
+    with registered(DAMAGES["scaled"]) as broken:
         accelerate(Net(), [broken], verify=False)
     with pytest.raises(ArgumentError, match="verify is 3"):
         accelerate(Net(), ["fsdp"], verify=3)
@@ -326,13 +318,10 @@ def many(rank: int, size: int) -> bool:
     """What more processes do whose batch no device runs as a whole; sums, and means over fewer shares, too."""
     under(rank, size, ["fsdp"], {"dropout": 0.5}, 1, loss_func=sum_loss)
     under(rank, size, [("ddp", {})], {}, 1, loss_func=lambda batch, output: (output @ output.T).logsumexp(1).mean())
-    with registered(turn_inner_round) as broken, pytest.raises(StrategyError, match="does not compute"):
+    turn = partial(turned, turn=torch.neg, name="inner")
+    with registered(turn) as broken, pytest.raises(StrategyError, match="does not compute"):
         under(rank, size, [broken, "ddp"], {}, 1, loss_func=sum_loss)
     return True
-
-
-def turn_inner_round(ctx: Context) -> None:
-    ctx.root.inner.weight.register_hook(torch.neg)
 
 
 def reads(rank: int, size: int, strategies: list[Any]) -> list[str]:
@@ -495,7 +484,7 @@ def test_sparse_gradients_have_no_norm_to_compare() -> None:
             return super().forward(inputs + self.table(labels), labels)
 
     accelerate(Sparse(), [CHECKPOINT])
-    with registered(change_values) as broken, pytest.raises(StrategyError, match="does not compute"):
+    with registered(DAMAGES["changed"]) as broken, pytest.raises(StrategyError, match="does not compute"):
         accelerate(Sparse(), [broken])
 
 
@@ -507,13 +496,13 @@ def test_a_scripted_module_keeps_no_gradient_of_the_plain_pass() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("damage", [scale_gradients, detach_inner])
-def test_gradients_are_compared_below_the_loss_scale_that_overflows(damage: Callable[[Context], None]) -> None:
+@pytest.mark.parametrize("damage", ["scaled", "detached"])
+def test_gradients_are_compared_below_the_loss_scale_that_overflows(damage: str) -> None:
     def loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
         return 1e3 * loss_func(batch, output)
 
     fp16 = ("amp_native", "fp16")
     result = accelerate(Net(), [fp16], loss_func=loss)
     assert result.optim.state_dict()["loss_scale"]["scale"] == 2.0**16
-    with registered(damage) as broken, pytest.raises(StrategyError, match="does not compute"):
+    with registered(DAMAGES[damage]) as broken, pytest.raises(StrategyError, match="does not compute"):
         accelerate(Net(), [fp16, broken], loss_func=loss)

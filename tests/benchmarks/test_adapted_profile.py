@@ -77,8 +77,6 @@ def test_frozen_weights_have_no_states_and_are_gathered_as_they_are() -> None:
     assert sharded.comm[0].num_bytes < 0.4 * plain.comm[0].num_bytes
     assert sharded.comm[1].num_bytes == plain.comm[1].num_bytes == 4 * 3_407_872  # gradients of adapters alone
 
-
-def test_quantized_matrices_take_half_a_byte_and_the_rest_two() -> None:
     quantized = replace(FEW, quantized_itemsize=NF4_ITEMSIZE)
     memory = peak_memory(plain_cost(adapted_profile(LLAMA, quantized)))
     matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)

@@ -51,8 +51,6 @@ def test_a_constant_is_found_from_the_times_it_made():
 
     assert fitted([]) == {}
 
-
-def test_runs_are_drawn_by_name_and_constants_multiplied():
     table = runs(8)
     few = [run.name for run in drawn(table, 3)]
     assert few == [run.name for run in drawn(table[::-1], 3)]
@@ -64,9 +62,7 @@ def test_runs_are_drawn_by_name_and_constants_multiplied():
     assert moved.inter_node.efficiency == CLUSTER.inter_node.efficiency / 2
     assert with_constants(CLUSTER, {}) == CLUSTER
 
-
-def test_gauss_newton_finds_the_minimum_of_a_curve():
-    """Rosenbrock's valley, whose minimum is at (1, 1), as a sum of squares."""
+    # Rosenbrock's valley, whose minimum is at (1, 1), as a sum of squares.
     found = gauss_newton(lambda x: np.asarray([10 * (x[1] - x[0] ** 2), 1 - x[0]]), 2)
     assert found == pytest.approx([1, 1], abs=1e-2)
 

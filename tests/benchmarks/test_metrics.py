@@ -113,7 +113,7 @@ def test_a_summary_has_the_keys_of_the_json():
     ]  # fmt: skip
 
 
-def test_a_cell_is_of_one_global_batch_where_enough_runs_have_it():
+def test_cells_and_the_first_three():
     many = [run(f"many{i}", 1.0 + i, 1.0 + i, global_batch=64.0) for i in range(5)]
     few = [run(f"few{i}", 1.0 + i, 1.0 + i, global_batch=8.0 * (1 + i)) for i in range(3)]
     other = [run("other", 1.0, 1.0, cell=("framework", "model", "16", "2048"))]
@@ -121,8 +121,6 @@ def test_a_cell_is_of_one_global_batch_where_enough_runs_have_it():
     found = [{each.row_id for each in cell} for cell in cells([*many, *few, *other, *untimed])]
     assert found == [{each.row_id for each in many}, {each.row_id for each in few}, {"other"}]
 
-
-def test_the_first_three_are_of_runs_that_are_said_to_fit():
     good = [run(f"ran{i}", 1.0, 1.0 + i, label="fits", said_to_fit=True) for i in range(3)]
     late = run("late", None, 9.0, label="oom", said_to_fit=True)
     early = run("early", None, 0.5, label="oom", said_to_fit=True)

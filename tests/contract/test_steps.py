@@ -45,14 +45,9 @@ def held_after_steps(rank: int, size: int, load_strategy: Any, attention: str) -
     """The tensors that are alive after a few steps, and after as many again."""
     given = arguments(dataset=Tokens(2 * WARM_UP * BATCH))
     _, result, _ = auto_accelerate(make_model(attention), load_strategy=load_strategy, **given)
-    device = next(result.model.parameters()).device
     early = 0
     for number, batch in enumerate(result.dataloader, start=1):
-        batch = result.prepare_input(batch, device)
-        loss = result.loss_func(batch, result.model(**batch))
-        loss.backward()
-        result.optim.step()
-        result.optim.zero_grad()
+        result.step(batch)
         if number == WARM_UP:
             early = num_tensors()
     return early, num_tensors_soon(early)
@@ -79,11 +74,8 @@ def left_of_a_job(rank: int, size: int, load_strategy: Any, attention: str) -> l
         _, result, _ = auto_accelerate(model, load_strategy=load_strategy, **given)
         known.update((name, weakref.ref(each)) for name, each in result.model.named_parameters())
         known.update((f"module {name}", weakref.ref(each)) for name, each in result.model.named_modules())
-        device = next(result.model.parameters()).device
         for batch in result.dataloader:
-            batch = result.prepare_input(batch, device)
-            result.loss_func(batch, result.model(**batch)).backward()
-            result.optim.step()
+            result.step(batch)
 
     job()  # the first of its kind fills caches of torch's
     before = {id(each) for each in fakes()}

@@ -32,7 +32,7 @@ def total(live: LiveBytes) -> float:
     return sum(live.now.values())
 
 
-def test_counts_what_lives_and_views_once() -> None:
+def test_what_lives_is_counted_once_and_most_between_marks() -> None:
     with LiveBytes() as live:
         kept = torch.ones(KIB)
         view = kept[: KIB // 2]
@@ -46,8 +46,6 @@ def test_counts_what_lives_and_views_once() -> None:
         del view
     assert total(live) == 0
 
-
-def test_the_most_between_two_marks_counts() -> None:
     with LiveBytes() as live:
         kept = torch.ones(KIB)
         (kept * 2 + 1).sum()
@@ -60,6 +58,15 @@ def test_the_most_between_two_marks_counts() -> None:
         ("nothing", None, 1024),
         ("second", 5, 9216),
     ]
+
+    weight = torch.ones(KIB, requires_grad=True)
+    with LiveBytes() as live:
+        out = checkpoint(lambda value: value.exp().exp().exp(), weight, use_reentrant=False)
+        before = live.now[ACTIVATIONS]
+        live.forget()
+        out.sum().backward()
+        live.mark("backward")
+    assert live.moments[0].memory[ACTIVATIONS] >= before + 2 * 1024
 
 
 def test_categories_follow_from_when_a_tensor_was_made() -> None:
@@ -79,17 +86,6 @@ def test_categories_follow_from_when_a_tensor_was_made() -> None:
         del temporary
         assert live.now[OTHER] == 0
         assert live.now[PARAMETERS] == 2048
-
-
-def test_a_recomputed_activation_is_one() -> None:
-    weight = torch.ones(KIB, requires_grad=True)
-    with LiveBytes() as live:
-        out = checkpoint(lambda value: value.exp().exp().exp(), weight, use_reentrant=False)
-        before = live.now[ACTIVATIONS]
-        live.forget()
-        out.sum().backward()
-        live.mark("backward")
-    assert live.moments[0].memory[ACTIVATIONS] >= before + 2 * 1024
 
 
 def test_storages_resized_in_place_are_followed() -> None:

@@ -204,12 +204,6 @@ class Together(Net):
         return logits
 
 
-def hooked() -> nn.Module:
-    model = Net(*blocks())
-    model.layers[DEEP // 2].up.register_forward_hook(lambda module, given, result: result.tanh())  # type: ignore[union-attr]
-    return model
-
-
 def tied() -> nn.Module:
     model: Any = Net(*blocks())
     model.layers[DEEP - 3].up.weight = model.layers[DEEP - 9].up.weight
@@ -221,12 +215,6 @@ def shared() -> nn.Module:
     return Net(*whole[:-1], whole[3])
 
 
-def frozen() -> nn.Module:
-    model: Any = Net(*blocks())
-    model.layers[DEEP // 2].down.weight.requires_grad_(False)
-    return model
-
-
 def patterned(model: type[Net] | type[Block], **values: int) -> nn.Module:
     own: Any = type(model.__name__, (model,), values)
     return own(*blocks()) if issubclass(model, Net) else Net(*(own(index) for index in range(DEEP)))
@@ -236,10 +224,8 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "a block run twice": lambda: Twice(*blocks()),
     "an operation between two": lambda: Interrupted(*blocks()),
     "skips": lambda: Skipping(*blocks()),
-    "a hook": hooked,
     "a tied weight": tied,
     "a block in two places": shared,
-    "a frozen weight": frozen,
     "some checkpointed": lambda: patterned(Checkpointed, until=DEEP - 9),
     "every third by its number": lambda: patterned(Every, every=3),
     "from a number on": lambda: patterned(Every, since=DEEP - 9),

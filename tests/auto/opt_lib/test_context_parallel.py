@@ -169,11 +169,6 @@ def with_compiled_loss(rank: int, size: int) -> float:
     return float(result.loss_func(batch, result.model(**batch)))
 
 
-def test_a_compiled_loss_is_given_whole_logits(pool: Pool) -> None:
-    _, losses = context_job.plain("llama")
-    assert pool.run(with_compiled_loss) == pytest.approx([losses[0]] * 2, rel=1e-5)
-
-
 def on_two_axes(rank: int, size: int) -> dict[str, Any]:
     mesh = ("parallel_mode", ([("tensor", 2), ("context", 2)], None))
     result = accelerated(make("llama"), "llama", [mesh, "tensor_parallel", "context_parallel"])
@@ -196,3 +191,6 @@ def test_logits_are_split_by_tokens_and_by_columns(pool: Pool) -> None:
         assert seen["share"] == 1 / 4
         # A number a token; and of half of the tokens two numbers from each of two ranks.
         assert seen["gathered"] == [4 * seen["tokens"], 2 * 2 * 4 * seen["tokens"] / 2]
+
+    _, losses = context_job.plain("llama")
+    assert pool.run(with_compiled_loss) == pytest.approx([losses[0]] * 2, rel=1e-5)

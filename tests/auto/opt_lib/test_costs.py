@@ -52,7 +52,7 @@ def test_parallel_mode_and_ddp():
     assert comm.overlap == pytest.approx(0, abs=1e-3)  # a single bucket is the last one
 
 
-def test_zero1_shares_or_deals_out_the_optimizer():
+def test_sharding():
     found = cost(MESH, "zero1")
     assert found.optim_bytes == 2000
     assert found.grad_bytes == 4000
@@ -62,12 +62,6 @@ def test_zero1_shares_or_deals_out_the_optimizer():
     assert of_matrices.optim_bytes >= 2000
     assert [(comm.kind, comm.num_bytes) for comm in of_matrices.comm] == [("all_reduce", 4000), ("broadcast", 4000)]
 
-
-def _without_copies(cost):
-    return replace(cost, comm=tuple(replace(comm, copied=0.0) for comm in cost.comm))
-
-
-def test_fsdp_shares_everything_and_gathers_blocks():
     found = cost(MESH, "fsdp")
     assert (found.param_bytes, found.grad_bytes, found.optim_bytes) == (1000, 1000, 2000)
     assert peak_memory(found).transient == (4000 - 8 * 400) + 2 * 400 + 2 * 400
@@ -84,8 +78,6 @@ def test_fsdp_shares_everything_and_gathers_blocks():
     found = Strategy.of([MESH, "fsdp"]).cost(one)
     assert peak_memory(found).transient == 4 * (200 + 800 + 800)
 
-
-def test_zero2_gathers_once_and_hybrid_sharding_reduces_over_replicas():
     found = cost(MESH, "zero2")
     assert peak_memory(found).transient == 4000 + 2 * 400
     gathering = Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, each_micro_batch=True, copied=8000)
@@ -95,6 +87,10 @@ def test_zero2_gathers_once_and_hybrid_sharding_reduces_over_replicas():
     assert found.param_bytes == 1000
     assert [comm.axis[0] for comm in found.comm] == ["zero", "zero", "data"]
     assert found.comm[2].num_bytes == 1000
+
+
+def _without_copies(cost):
+    return replace(cost, comm=tuple(replace(comm, copied=0.0) for comm in cost.comm))
 
 
 def test_16_bits():
@@ -129,8 +125,6 @@ def test_checkpoint_keeps_inputs_and_runs_forward_again():
     assert activations(cost(("checkpoint", {"offload_to_cpu": True}))) == 100
     assert cost(("checkpoint", {"max_checkpoint_module_num": 99})) == cost("checkpoint")  # there are eight
 
-
-def test_selective_recomputation_multiplies_once_and_moves_again():
     found, whole = (step_time(cost(("checkpoint", {"selective": each})), CPU) for each in (True, False))
     plain = step_time(PLAIN, CPU)
     assert found.matmul_s == plain.matmul_s

@@ -25,10 +25,14 @@ def held(rank: int, size: int) -> tuple[int, int]:
     return states, sum(p.numel() for p in result.model.parameters())
 
 
-def test_each_process_holds_its_share_of_the_state(pool: Pool) -> None:
+def test_each_process_holds_its_share_and_gathers_once_a_step(pool: Pool) -> None:
     (first, total), (second, _) = pool.run(held)
     assert first + second == total
     assert 0 < first < total
+
+    # fsdp gathers its two blocks a second time in backward.
+    (of_fsdp, _), (of_zero2, _) = run_each(pool, gathers, [("fsdp",), ("zero2",)])
+    assert of_fsdp == of_zero2 + 2
 
 
 @pytest.mark.parametrize(
@@ -59,12 +63,6 @@ def gathers(rank: int, size: int, name: str) -> int:
     with CommDebugMode() as seen:
         result.loss_func(batch, result.model(batch)).backward()
     return sum(count for op, count in seen.get_comm_counts().items() if "allgather" in str(op).replace("_", ""))
-
-
-def test_parameters_are_gathered_once_a_step(pool: Pool) -> None:
-    """fsdp gathers its two blocks a second time in backward."""
-    (of_fsdp, _), (of_zero2, _) = run_each(pool, gathers, [("fsdp",), ("zero2",)])
-    assert of_fsdp == of_zero2 + 2
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,12 @@ def test_what_is_gathered_and_what_stays_whole(pool: Pool) -> None:
     assert sorted(partly["whole"]) == ["blocks.1.down.bias", "mixer.bias", "mixer.weight", "scale"]
     assert all(each["bytes"] == each["all_bytes"] for each in unsharded)
 
+    assert pool.run(buffers)[0] == BF16
+
+    assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
+
+    assert pool.run(trainable_in_root)[0] == [False, True]
+
 
 def dtypes(rank: int, size: int, config: Any, strategy: list[Any]) -> tuple[str, str, str]:
     result = accelerated([*strategy, ("fsdp", config)], "llama")
@@ -220,14 +226,6 @@ def test_what_cannot_be_meant_here_is_refused(pool: Pool) -> None:
 
 def buffers(rank: int, size: int) -> str:
     return str(accelerated([("fsdp", {"mixed_precision": {"buffer_dtype": "bf16"}})], "awkward").model.shift.dtype)
-
-
-def test_buffers_start_and_groups(pool: Pool) -> None:
-    assert pool.run(buffers)[0] == BF16
-
-    assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
-
-    assert pool.run(trainable_in_root)[0] == [False, True]
 
 
 def seeded_apart(rank: int, size: int, config: Any) -> float:
@@ -339,11 +337,13 @@ def objects_of_a_model(rank: int, size: int, folder: str) -> tuple[list[str], st
     return found[0], str(best)
 
 
-def test_the_front_door_asks_and_saves(pool: Pool, tmp_path: Path) -> None:
+def test_the_front_door_asks_saves_and_fills_what_is_on_the_meta_device(pool: Pool, tmp_path: Path) -> None:
     (gathered, said), (others, also) = pool.run(objects_of_a_model, str(tmp_path))
     assert gathered == others
     assert said == also
     assert len(gathered) > 1
+
+    assert pool.run(filled, str(tmp_path)) == [16.0, 16.0]
 
 
 def ones(module: nn.Module) -> None:
@@ -361,10 +361,6 @@ def filled(rank: int, size: int, folder: str) -> float:
         )
     auto_accelerate(model, torch.optim.SGD, load_strategy=[("fsdp", config)], optim_args={"lr": 0.1})
     return float(model[0].weight.full_tensor().sum())
-
-
-def test_a_function_fills_what_is_on_the_meta_device(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(filled, str(tmp_path)) == [16.0, 16.0]
 
 
 class Recurrent(nn.Module):

@@ -35,6 +35,11 @@ def test_16_bits_by_hardware_model_and_optimizer() -> None:
     assert result.optim is None
     assert next(result.model.parameters()).dtype == torch.float16
 
+    result, _ = train([("half", "bf16")])
+    x, places = torch.randn(2, 4), torch.tensor(1)
+    expected = result.model(x.bfloat16(), places)
+    assert torch.equal(result.model(x, places=places), expected), "as under fsdp"
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -82,13 +87,6 @@ def test_the_loop_trains_in_16_bits(config: Any, dtype: torch.dtype) -> None:
     assert batch["x"].dtype == dtype
     for mine, theirs in zip(result.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(mine.float(), theirs, rtol=2e-2, atol=2e-2)
-
-
-def test_inputs_that_come_by_another_road_are_cast() -> None:
-    result, _ = train([("half", "bf16")])
-    x, places = torch.randn(2, 4), torch.tensor(1)
-    expected = result.model(x.bfloat16(), places)
-    assert torch.equal(result.model(x, places=places), expected), "as under fsdp"
 
 
 def test_a_learning_rate_too_small_for_bf16_still_learns() -> None:

@@ -50,6 +50,10 @@ def test_sizes_divide_the_model():
     assert max(sizes("tensor", meshes(PROFILE, cluster(4, 2, memory_bytes=need / 2)))) == 2
     assert max(sizes("tensor", meshes(PROFILE, cluster(4, 2, memory_bytes=need / 3)))) == 4
 
+    offered = [mode.slices for mode in ParallelMode.choices(PROFILE, cluster(2, 2))]
+    assert offered == list(meshes(PROFILE, cluster(2, 2)))
+    assert not list(ParallelMode.choices(PROFILE, cluster(1, 1)))
+
 
 def test_shards_stay_inside_a_node_or_a_leaf():
     found = set(meshes(PROFILE, cluster(4, 8)))
@@ -70,9 +74,3 @@ def test_a_few_hundred_at_most(name, least, most):
     found = list(meshes(transformer_profile(LLAMA), ClusterSpec.load(name)))
     assert least < len(found) < most
     assert (("tensor", 8), ("data", 8), ("pipeline", 16)) in found or "128" not in name
-
-
-def test_parallel_mode_offers_them():
-    offered = [mode.slices for mode in ParallelMode.choices(PROFILE, cluster(2, 2))]
-    assert offered == list(meshes(PROFILE, cluster(2, 2)))
-    assert not list(ParallelMode.choices(PROFILE, cluster(1, 1)))

@@ -33,7 +33,7 @@ def own_loss(batch: Any, output: Any) -> Any:
     return output.loss
 
 
-def test_it_needs_a_loss_and_samples_apart() -> None:
+def test_it_needs_a_loss_and_samples_apart_and_goes_with_16_bits() -> None:
     with pytest.raises(StrategyError, match="loss_func"):
         auto_accelerate(make_model(), load_strategy=["micro_batch"])
 
@@ -41,6 +41,11 @@ def test_it_needs_a_loss_and_samples_apart() -> None:
     assert tried == [(2**power, reduce) for power in range(9) for reduce in ("once", "each")]
     together = replace(PROFILE, module_classes=frozenset({"BatchNorm1d"}))
     assert not list(MicroBatch.choices(together, cluster()))
+
+    losses, norms, _ = train([("micro_batch", {"size": 2}), "amp_native"])
+    expected_losses, expected_norms, _ = train(["amp_native"])
+    assert losses == pytest.approx(expected_losses, rel=5e-3)
+    assert norms == pytest.approx(expected_norms, rel=5e-2)
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -81,13 +86,6 @@ def test_a_users_loop_does_not_see_it(config: Any) -> None:
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     for mine, theirs in zip(weights, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_in_16_bits() -> None:
-    losses, norms, _ = train([("micro_batch", {"size": 2}), "amp_native"])
-    expected_losses, expected_norms, _ = train(["amp_native"])
-    assert losses == pytest.approx(expected_losses, rel=5e-3)
-    assert norms == pytest.approx(expected_norms, rel=5e-2)
 
 
 INTERLEAVED = {"stages": 4, "schedule": "interleaved"}

@@ -165,6 +165,9 @@ def test_forms_of_its_configuration() -> None:
     assert named.pairs == {"attention_sdpa": None}
     assert Strategy.of(Strategy((named,)).to_json())[0] == named
 
+    profiles = [replace(PROFILE, attention=each) for each in get_args(AttentionKind)]
+    assert [list(ModuleReplace.choices(each, cluster())) for each in profiles] == [[], [ModuleReplace()], []]
+
 
 def test_a_named_package_that_is_missing_raises_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atorch.auto.opt_lib.module_replace.find_spec", lambda name: None)
@@ -173,11 +176,6 @@ def test_a_named_package_that_is_missing_raises_on_cuda(monkeypatch: pytest.Monk
         named.unmet(CUDA)
     assert named.unmet(CPU) is None
     assert ModuleReplace().unmet(CUDA) is None
-
-
-def test_it_is_tried_where_attention_can_be_replaced() -> None:
-    profiles = [replace(PROFILE, attention=each) for each in get_args(AttentionKind)]
-    assert [list(ModuleReplace.choices(each, cluster())) for each in profiles] == [[], [ModuleReplace()], []]
 
 
 def test_by_default_attention_and_norms_are_replaced_and_the_rest_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from atorch.cost import peak_memory
 from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
-from tests.auto.training import run_each
+from tests.auto.training import run_each, steps
 from tests.contract.job import arguments, distance, make_model, snapshot, updates
 
 
@@ -46,6 +46,10 @@ def test_shares_wait_on_the_host():
     assert "no whole block of 8" in Offload(activations=0.1).unfit(plain)
     assert Offload(activations=0.125).unfit(plain) is None
 
+    shares = [(each.parameters, each.optimizer, each.activations) for each in Offload.choices(PROFILE, cluster())]
+    assert shares == [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)]
+    assert not list(Offload.choices(PROFILE, cluster(kind="cpu")))
+
 
 def test_shards_wait_as_shards():
     memory = peak_memory(cost_of({"data": 2}, "zero1", ("offload", {"optimizer": 1.0})))
@@ -78,10 +82,8 @@ def test_it_says_what_waits(shares, told):
     assert str(Offload(**shares)) == told
 
 
-def test_it_is_tried_where_the_host_has_memory_of_its_own():
-    shares = [(each.parameters, each.optimizer, each.activations) for each in Offload.choices(PROFILE, cluster())]
-    assert shares == [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)]
-    assert not list(Offload.choices(PROFILE, cluster(kind="cpu")))
+def clipping(model):
+    return clip_grad_norm(model, 0.5)
 
 
 def trained(strategy):
@@ -97,11 +99,7 @@ def trained(strategy):
     )
     device, norms = next(result.model.parameters()).device, []
     for batch in result.dataloader:
-        batch = result.prepare_input(batch, device)
-        result.loss_func(batch, result.model(**batch)).backward()
-        norms.append(float(clip_grad_norm(result.model, 0.5)))
-        result.optim.step()
-        result.optim.zero_grad()
+        norms += steps(result.model, result.optim, result.loss_func, [result.prepare_input(batch, device)], clipping)[1]
         result.lr_scheduler.step()
     return updates(before, snapshot(result.model)), norms, result.optim.state_dict()
 

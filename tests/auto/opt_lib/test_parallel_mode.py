@@ -29,14 +29,12 @@ def on(*slices: tuple[str, int], **beside: object) -> tuple[str, ...]:
     return Strategy.of([("parallel_mode", (list(slices), None)), "mixed_parallel", *others]).names()
 
 
-def test_stands_for_the_methods_of_the_mesh():
+def test_mixed_parallel_stands_for_the_methods_of_the_mesh():
     assert on(("tensor", 2), ("data", 4)) == ("parallel_mode", "tensor_parallel")
     assert on(("tensor", 2), ("pipeline", 2)) == ("parallel_mode", "tensor_parallel", "pipeline_parallel")
     assert on(("context", 2), ("pipeline", 1)) == ("parallel_mode", "context_parallel")
     assert on(("sequence", 2)) == ("parallel_mode", "sequence_parallel")
 
-
-def test_leaves_the_knobs_of_what_is_beside_it():
     strategy = Strategy.of(
         [
             ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None)),
@@ -111,7 +109,7 @@ def test_triples() -> None:
         Strategy.of(("amp_native", {"dtype": "bf16"}, False))
 
 
-def test_several_instances_of_a_mesh() -> None:
+def test_several_instances_of_a_mesh(pool: Pool) -> None:
     slices = [("tensor", 2), ("data", 2)]
     assert rank_table(slices, 8, instances=True) == {
         "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
@@ -122,6 +120,9 @@ def test_several_instances_of_a_mesh() -> None:
         rank_table(slices, 8)
     with pytest.raises(StrategyError, match="multiply to that"):
         rank_table(slices, 6, instances=True)
+
+    assert pool.run(places, None, ranks=4) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
+    assert pool.run(places, [0, 2, 1, 3], ranks=4) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
 
 
 @pytest.mark.parametrize("given", [None, "data", [("data", 2), "pipe"], (SLICES, None), [("data",)]])
@@ -221,11 +222,6 @@ def places(rank: int, size: int, order: list[int] | None) -> tuple[int, int, int
     ctx = make_context(make_model(), world=world, cluster=ClusterSpec.detect(world, measure=False))
     ParallelMode.of(([("tensor", 2), ("data", 2)], order)).apply(ctx)
     return parallel_rank("tensor"), parallel_rank("data"), parallel_group_size("data")
-
-
-def test_the_groups_of_the_current_mesh(pool: Pool) -> None:
-    assert pool.run(places, None, ranks=4) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
-    assert pool.run(places, [0, 2, 1, 3], ranks=4) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
 
 
 def test_axes_and_samples_are_split_by_methods() -> None:

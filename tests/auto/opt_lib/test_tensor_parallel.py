@@ -123,9 +123,8 @@ def test_it_is_refused_on_every_rank_with_the_model_as_it_was(pool: Pool) -> Non
 
 def kept(rank: int, size: int) -> dict[str, Any]:
     """What a saved strategy spares, and what comes of one that is another model's."""
-    _, first, strategy = auto_accelerate(
-        contract.make_model(), load_strategy=[ALONE, "tensor_parallel"], **contract.arguments()
-    )
+    split, given = [ALONE, "tensor_parallel"], contract.arguments()
+    _, first, strategy = auto_accelerate(contract.make_model(), load_strategy=split, **given)
     text = strategy.to_json()
     calls: list[int] = []
 

@@ -155,6 +155,10 @@ def test_fewest_devices_and_cost():
     spent = [each.estimate.step_s * each.cluster.world_size for each in (cheap, least, whole)]
     assert spent[0] <= 1.03 * min(spent), "of a tie the simplest is chosen"
 
+    (choice,) = Fp8.choices(llama(4), H100)
+    assert choice.exclude == ("head",)
+    assert not choice.cost(plain_cost(llama(4))).fp8_outside
+
 
 def test_what_does_not_hold():
     with pytest.raises(ArgumentError, match="did you mean 'step_time'"):
@@ -206,12 +210,6 @@ def test_numbers_are_no_less_exact_than_is_allowed(precision):
     allowed = METHODS_OF[precision]
     assert LESS_EXACT & set(plan.strategy.names()) == allowed, "the least exact are fastest here"
     assert LESS_EXACT & names_of(plan) <= allowed | ({"amp_native"} if allowed else set())
-
-
-def test_fp8_leaves_the_head_of_a_shape_out():
-    (choice,) = Fp8.choices(llama(4), H100)
-    assert choice.exclude == ("head",)
-    assert not choice.cost(plain_cost(llama(4))).fp8_outside
 
 
 ON_HOST = {"offload", "chunk"}

@@ -221,7 +221,7 @@ def test_a_candidate_keeps_ties_is_real_and_takes_few_steps():
     assert outcome.num_steps == 1
 
 
-def test_a_feed_leaves_samplers_where_they_were():
+def test_a_dry_run_of_one_strategy_leaves_samplers_where_they_were():
     generator = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(64, 1))
     sampler = torch.utils.data.RandomSampler(data, generator=generator)
@@ -231,6 +231,10 @@ def test_a_feed_leaves_samplers_where_they_were():
     first = Feed(ctx).batches(0, 1)
     assert torch.equal(generator.get_state(), before)
     assert torch.equal(next(iter(loader))[0], first[0][0])
+
+    assert math.isfinite(dry_run(context(), Strategy.of(["checkpoint"])).step_s)
+    with sabotage("step", 0), pytest.raises(StrategyError, match="sabotage.*broke in the third step"):
+        dry_run(context(), Strategy.of([("sabotage", {"how": "step"})]))
 
 
 @pytest.mark.parametrize(
@@ -263,12 +267,6 @@ def test_what_is_known_to_be_refused_takes_no_dry_run(how):
         assert not any("sabotage" in each for each in runs)
         assert plan.num_dry_runs == len(runs) > 1
         assert not any(each.why == "failed" for each in plan.rejected)
-
-
-def test_a_dry_run_of_one_strategy():
-    assert math.isfinite(dry_run(context(), Strategy.of(["checkpoint"])).step_s)
-    with sabotage("step", 0), pytest.raises(StrategyError, match="sabotage.*broke in the third step"):
-        dry_run(context(), Strategy.of([("sabotage", {"how": "step"})]))
 
 
 def searched(rank, size, how, where):

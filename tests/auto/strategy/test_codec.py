@@ -44,7 +44,7 @@ def refused(source: Any) -> str:
     return str(caught.value)
 
 
-def test_a_file_reads_as_it_was_written() -> None:
+def test_a_file_reads_as_it_was_written_within_exact_limits() -> None:
     assert BOTH.to_json() == VERSION_1
     read = Strategy.of(VERSION_1)
     assert read == BOTH
@@ -63,6 +63,12 @@ def test_a_file_reads_as_it_was_written() -> None:
     assert codec.read('["toy_mesh"]') == codec.read(b'["toy_mesh"]') == Strategy.of(["toy_mesh"])
 
     assert Strategy.of(b'\xef\xbb\xbf["toy_mesh"]').names() == ("toy_mesh",)
+
+    nested = '[["toy_shard", {"extra": {"x": ' + "[" * 28 + "]" * 28 + "}}]]"
+    assert Strategy.of(nested).names() == ("toy_shard",)
+    assert "nested deeper" in refused(nested.replace("[[[[", "[[[[[").replace("]]]]", "]]]]]"))
+    longest = json.dumps([["toy_shard", {"extra": {"x": "a" * codec.FORMAT.max_string, "y": -MAX_INTEGER}}]])
+    assert Strategy.of(longest).names() == ("toy_shard",)
 
 
 scalars = (
@@ -152,14 +158,6 @@ def test_what_is_written_reads_back(sizes: Any, share: float, extra: Any, metada
 )
 def test_the_place_of_the_fault(text: str | bytes, message: str) -> None:
     assert message in refused(text)
-
-
-def test_the_limits_are_exact() -> None:
-    nested = '[["toy_shard", {"extra": {"x": ' + "[" * 28 + "]" * 28 + "}}]]"
-    assert Strategy.of(nested).names() == ("toy_shard",)
-    assert "nested deeper" in refused(nested.replace("[[[[", "[[[[[").replace("]]]]", "]]]]]"))
-    longest = json.dumps([["toy_shard", {"extra": {"x": "a" * codec.FORMAT.max_string, "y": -MAX_INTEGER}}]])
-    assert Strategy.of(longest).names() == ("toy_shard",)
 
 
 class Sentinel:

@@ -204,8 +204,6 @@ def test_it_is_a_sequence_of_methods() -> None:
 
     assert Strategy.of(BOTH) is BOTH
 
-
-def test_with_and_without_leave_the_strategy_alone_and_keep_the_metadata() -> None:
     known = dataclasses.replace(BOTH, metadata={"world_size": 2})
     swapped = known.with_method(ToyHalf())
     assert swapped.names() == ("toy_mesh", "toy_half")
@@ -214,6 +212,13 @@ def test_with_and_without_leave_the_strategy_alone_and_keep_the_metadata() -> No
     assert known == BOTH
     with pytest.raises(StrategyError, match="did you mean 'toy_amp'"):
         BOTH.without("toy_am")
+
+    assert Strategy(BOTH.methods, {"a": 1}) == BOTH
+    assert hash(Strategy(BOTH.methods, {"a": 1})) == hash(BOTH)
+    assert Strategy((ToyMesh(), ToyAmp())) != BOTH
+
+    assert BOTH.report is None
+    assert Strategy(BOTH.methods, {"report": {"rejected": []}}).report == {"rejected": []}
 
 
 @pytest.mark.parametrize("new", ["toy_half", ("toy_half", None), {"name": "toy_half"}])
@@ -228,15 +233,6 @@ def test_with_method_takes_what_a_list_may_hold(new: Any) -> None:
 def test_with_method_refuses_what_a_list_may_not_hold(new: Any, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         BOTH.with_method(new)
-
-
-def test_metadata_has_the_report_and_does_not_make_two_strategies_differ() -> None:
-    assert Strategy(BOTH.methods, {"a": 1}) == BOTH
-    assert hash(Strategy(BOTH.methods, {"a": 1})) == hash(BOTH)
-    assert Strategy((ToyMesh(), ToyAmp())) != BOTH
-
-    assert BOTH.report is None
-    assert Strategy(BOTH.methods, {"report": {"rejected": []}}).report == {"rejected": []}
 
 
 def test_it_is_shown_as_a_person_writes_it() -> None:

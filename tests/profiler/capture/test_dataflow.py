@@ -64,7 +64,7 @@ def test_products_are_split_in_pairs():
     assert layout.inside == {1, 2, 3}
 
 
-def test_masks_and_tables_are_no_stream():
+def test_streams_norms_and_adapters():
     mask, table = 100, 101
     nodes = [
         product(STREAM, 2), product(STREAM, 3), other([2, table], 4),  # rotated
@@ -75,12 +75,6 @@ def test_masks_and_tables_are_no_stream():
     assert list(layout.splits.values()) == ["columns", "columns", "rows"]
     assert (layout.attention, layout.queries, layout.keys) == (3, (0,), (1,))
 
-
-def norm(value, out, width, groups=1):
-    return other([value], out, kind="reduction", elements=TOKENS * width, left=TOKENS * groups)
-
-
-def test_a_norm_over_all_features_needs_them_whole():
     def flow(groups):
         return [product(STREAM, 2, columns=32), norm(2, 3, 32, groups), product(3, 4, inner=32)]
 
@@ -88,8 +82,6 @@ def test_a_norm_over_all_features_needs_them_whole():
     # Normed tokens are a stream of their own, that the second product could have started from.
     assert splits([*flow(groups=1), product(4, 5)]) == ["none", "columns", "rows"]
 
-
-def test_an_adapter_follows_the_product_that_it_is_beside():
     def flow(rank):
         return [
             product(STREAM, 2, inner=64, columns=64), product(STREAM, 3, inner=64, columns=rank),
@@ -99,6 +91,10 @@ def test_an_adapter_follows_the_product_that_it_is_beside():
 
     assert splits(flow(rank=4)) == ["columns", "none", "columns", "rows"]
     assert splits(flow(rank=64))[0] == "none"  # no adapter: two products are added to one
+
+
+def norm(value, out, width, groups=1):
+    return other([value], out, kind="reduction", elements=TOKENS * width, left=TOKENS * groups)
 
 
 def test_routers_choose_experts_and_rows_of_tables():

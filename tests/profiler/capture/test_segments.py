@@ -223,7 +223,7 @@ def test_heads(make, heads, device_type):
     assert segment.sequence_length == (SEQ if heads[0] else 0)
 
 
-def test_tokens_of_experts():
+def test_experts():
     block = traced(mixtral).profile.blocks[0]
     experts = [each for each in block.matmuls if each.of_experts]
     assert {each.rows for each in experts} == {BATCH * SEQ * 2 / 4}  # 2 of 4 experts each, shared out evenly
@@ -231,6 +231,17 @@ def test_tokens_of_experts():
     assert block.dispatched_bytes == 2 * STREAM
     assert block.expert_params == 4 * 3 * HIDDEN * FFN
     assert block.split_params == HIDDEN * HIDDEN * 2 + 2 * HIDDEN * HIDDEN // 2
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Mixture(), Mixture()))
+    profile = trace(model, torch.randn(4, 16, 8), lambda model, x: model(x), lambda x, output: output.sum())
+    assert not profile.traced
+    for block in profile.blocks:
+        assert block.num_experts == 4
+        assert splits(block) == [(8, 4, 1, "none"), (8, 32, 4, "columns"), (32, 8, 4, "rows")]
+        assert {each.rows for each in block.matmuls if each.of_experts} == {4 * 16 * 2 / 4}
+        assert block.dispatched_bytes == 4 * 8 * (4 * 16 * 2)
+        assert block.expert_params == sum(each.numel() for each in model[1][0].experts.parameters())
+        assert block.split_params == 0
 
 
 class Expert(nn.Module):
@@ -260,19 +271,6 @@ class Mixture(nn.Module):
         return inputs + mixed.view_as(inputs)
 
 
-def test_experts_in_a_loop_get_what_they_get_for_real():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Mixture(), Mixture()))
-    profile = trace(model, torch.randn(4, 16, 8), lambda model, x: model(x), lambda x, output: output.sum())
-    assert not profile.traced
-    for block in profile.blocks:
-        assert block.num_experts == 4
-        assert splits(block) == [(8, 4, 1, "none"), (8, 32, 4, "columns"), (32, 8, 4, "rows")]
-        assert {each.rows for each in block.matmuls if each.of_experts} == {4 * 16 * 2 / 4}
-        assert block.dispatched_bytes == 4 * 8 * (4 * 16 * 2)
-        assert block.expert_params == sum(each.numel() for each in model[1][0].experts.parameters())
-        assert block.split_params == 0
-
-
 def test_vocabularies_and_what_enters_segments():
     start, _, end = traced(llama).profile.segments
     assert start.split_params == end.split_params == VOCAB * HIDDEN
@@ -294,7 +292,7 @@ def test_vocabularies_and_what_enters_segments():
     assert decoder.input_bytes == 2 * STREAM  # the encoder's output as well
 
 
-def test_attention_where_it_is_one_operation_and_where_it_is_not():
+def test_attention_and_what_selective_recomputation_keeps():
     scores = BATCH * HEADS * SEQ * SEQ
     whole = 2 * 2 * scores * HEAD_DIM
     assert total(traced(llama).profile, "attention_flops") == LAYERS * whole / 2  # causal: half of the scores
@@ -304,23 +302,6 @@ def test_attention_where_it_is_one_operation_and_where_it_is_not():
     assert total(fused, "attention_flops") == LAYERS * whole / 2
     assert fused.blocks[0].inside.saved_bytes < written.blocks[0].inside.saved_bytes - 4 * scores
 
-
-class WrittenOut(nn.Module):
-    """Attention by hand, as minGPT has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            each.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in self.qkv(hidden).chunk(3, -1)
-        )
-        mixed = (query @ key.mT * HEAD_DIM**-0.5).softmax(-1) @ value
-        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def test_how_blocks_attend():
     eager, batch, _ = copy.deepcopy(traced(llama))
     eager.set_attn_implementation("eager")
     stream = torch.randn(BATCH, SEQ, HIDDEN)
@@ -336,8 +317,6 @@ def test_how_blocks_attend():
     assert (written.attention, encoder.attention) == ("written", "replaceable")
     assert total(written, "attention_flops"), "products of activations"
 
-
-def test_selective_bytes_are_results_of_products_and_attention():
     block = traced(llama).profile.blocks[0]
     elements = 4 * BATCH * SEQ
     results = KV + HIDDEN + HEADS + 2 * FFN  # values; attention's, and the sum of each row; gate and up
@@ -345,6 +324,21 @@ def test_selective_bytes_are_results_of_products_and_attention():
     # Beside them queries and keys that were rotated, the gate's activation, and what it was multiplied with.
     assert block.inside.saved_bytes == elements * (results + HIDDEN + KV + 2 * FFN)
     assert block.outside.selective_bytes == 0
+
+
+class WrittenOut(nn.Module):
+    """Attention by hand, as minGPT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            each.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in self.qkv(hidden).chunk(3, -1)
+        )
+        mixed = (query @ key.mT * HEAD_DIM**-0.5).softmax(-1) @ value
+        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):

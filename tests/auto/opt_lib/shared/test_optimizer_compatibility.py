@@ -114,7 +114,7 @@ def test_splits_that_an_optimizer_supports(optimizer: torch.optim.Optimizer, fit
     assert tuple(split for split in SPLITS if refusal(optimizer, split) is None) == fits
 
 
-def test_optimizers_that_nobody_listed() -> None:
+def test_optimizers_that_nobody_listed(pool: Pool) -> None:
     assert 'Set Own.step_depends_on = "element"' in str(refusal(stated(None), "apart"))
     assert "its step_depends_on is 'elements'; it is one of 'element'" in str(refusal(stated("elements"), "flat"))
 
@@ -134,6 +134,9 @@ def test_optimizers_that_nobody_listed() -> None:
 
     need_same(Bare(), "zero1", "apart")  # type: ignore[arg-type]
 
+    for messages in pool.run(wrong_closure):
+        assert all("a function that computes the loss" in message for message in messages)
+
 
 def wrong_closure(rank: int, size: int) -> list[str]:
     weight, messages = nn.Parameter(torch.ones(2)), []
@@ -145,11 +148,6 @@ def wrong_closure(rank: int, size: int) -> list[str]:
             optim.step(wrong)
         messages.append(str(caught.value))
     return messages
-
-
-def test_a_closure_that_is_no_function_is_refused(pool: Pool) -> None:
-    for messages in pool.run(wrong_closure):
-        assert all("a function that computes the loss" in message for message in messages)
 
 
 @pytest.mark.parametrize("said", [{}, {"fused": False}, {"foreach": True}], ids=str)

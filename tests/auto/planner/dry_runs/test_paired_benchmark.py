@@ -36,7 +36,7 @@ class Steps:
         return self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
 
 
-def test_turns_end_with_the_time_and_without_what_fails():
+def test_turns_end_for_what_is_slower_or_fails_and_are_more_where_there_is_noise():
     failed = []
     times = in_turns({0: Steps(1.0), 1: Steps(2.0, 2.0, 2.0, None), 2: Steps(3.0)}, 5, lambda s: True, failed.append)
     assert failed == [1]
@@ -45,8 +45,6 @@ def test_turns_end_with_the_time_and_without_what_fails():
     times = in_turns({0: Steps(1.0), 1: Steps(2.0)}, 5, lambda s: next(left), failed.append)
     assert {index: len(each) for index, each in times.items()} == {0: 2, 1: 2}
 
-
-def test_turns_end_for_what_is_slower_and_are_more_where_there_is_noise():
     def steps(middle, seed):
         return Steps(*noisy(middle, 0.02, seed, 60))
 

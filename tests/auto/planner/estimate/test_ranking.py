@@ -73,7 +73,7 @@ def test_what_the_estimate_tells_apart_is_chosen_by_it():
     assert doubt.ties(columns, 0) == []
 
 
-def test_a_plan_that_is_as_fast_and_better_known_is_chosen_and_that_is_said():
+def test_what_is_better_known_or_would_decide_is_named():
     doubt, columns = judged((10.0, ON_HOST), (10.05, SAME))
     assert preferred(columns) == 0
     assert doubt.chosen(columns) == 1
@@ -82,8 +82,6 @@ def test_a_plan_that_is_as_fast_and_better_known_is_chosen_and_that_is_said():
     assert "0.5% slower" not in note
     assert "known less well (host memory, 50 % and 0 % of a step)" in note
 
-
-def test_the_run_and_the_kind_of_work_that_would_decide_are_named():
     doubt, columns = judged((10.0, SAME), (10.2, ON_HOST))
     run, kind = doubt.decisive(columns, 0)
     assert run.strategy.methods == PLANS[1]

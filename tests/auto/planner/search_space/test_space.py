@@ -222,6 +222,17 @@ def test_the_fold_is_each_strategy_by_itself(start):
         assert space.follow(leaf.methods[::-1], cost).cost == leaf.cost
     assert space.follow((Ddp(),), cost) is None, "without a mesh"
 
+    ctx = context(net(layers=16))
+    profile, cost = starting_point(ctx, Feed(ctx))
+    space = compositions(profile, cluster(2), excluded=["half", "amp_native", "compile"])
+    peaks = {
+        str(Strategy(leaf.methods[1:])): estimate_of(leaf.cost, cluster(2)).peak_bytes
+        for leaf in space.leaves(space.root(cost))
+    }
+    ddp, zero1, zero2, fsdp = (peaks[name] for name in ("ddp", "zero1", "zero2", "fsdp"))
+    assert fsdp < min(zero1, zero2) <= max(zero1, zero2) < ddp
+    assert peaks["checkpoint + fsdp"] < peaks["fsdp"]
+
 
 def score(profile, cost, machine=None):
     return ranked(profile, cost, machine or cluster(2), Wanted(), EXACTNESS[-1])
@@ -250,16 +261,3 @@ def test_ranking_is_by_estimates_that_add_up(start):
     assert ranking.num_compositions == len(found)
     assert all(" short of the " in each.reason for each in rejected)
     assert all(next(iter(each.estimate.memory)) in each.reason for each in rejected)
-
-
-def test_sharding_saves_memory_where_there_are_many_blocks():
-    ctx = context(net(layers=16))
-    profile, cost = starting_point(ctx, Feed(ctx))
-    space = compositions(profile, cluster(2), excluded=["half", "amp_native", "compile"])
-    peaks = {
-        str(Strategy(leaf.methods[1:])): estimate_of(leaf.cost, cluster(2)).peak_bytes
-        for leaf in space.leaves(space.root(cost))
-    }
-    ddp, zero1, zero2, fsdp = (peaks[name] for name in ("ddp", "zero1", "zero2", "fsdp"))
-    assert fsdp < min(zero1, zero2) <= max(zero1, zero2) < ddp
-    assert peaks["checkpoint + fsdp"] < peaks["fsdp"]

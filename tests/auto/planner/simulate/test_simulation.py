@@ -33,11 +33,17 @@ def pipeline(stages: int, data: int = 1, beside: tuple[Any, ...] = (), **knobs: 
     )
 
 
-def test_first_middle_and_last_stages_stand_for_all() -> None:
+def test_stages_of_a_pipeline_stand_for_all() -> None:
     assert ranks_of_stages(pipeline(4, data=2), 8) == {0: 0, 1: 2, 3: 6}
     assert ranks_of_stages(pipeline(2), 2) == {0: 0, 1: 1}
     assert ranks_of_stages(complete(Strategy.of(["fsdp"]), 8), 8) == {0: 0}
     assert num_stages(complete(Strategy.of([("parallel_mode", ([("data", 8)], None)), "pipeline_parallel"]), 8)) == 1
+
+    axes = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
+    ctx = job(llama(5))
+    found = foreseen(ctx, Strategy.of([axes, "tensor_parallel", "pipeline_parallel"]), batch(), 3, told_of=5)
+    (learnt,) = found.metadata.values()
+    assert [each for kind in learnt["kinds"] for each in kind["paths"]] == [f"model.layers.{i}" for i in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -69,14 +75,6 @@ def test_few_micro_batches_tell_what_all_do(monkeypatch: pytest.MonkeyPatch, ran
     assert "4 more micro-batches do as the last that was simulated" in told.notes
     assert told.collectives == happened.collectives
     assert told.peak_bytes == pytest.approx(happened.peak_bytes, rel=0.005)
-
-
-def test_what_was_learnt_of_few_blocks_is_told_of_all() -> None:
-    axes = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
-    ctx = job(llama(5))
-    found = foreseen(ctx, Strategy.of([axes, "tensor_parallel", "pipeline_parallel"]), batch(), 3, told_of=5)
-    (learnt,) = found.metadata.values()
-    assert [each for kind in learnt["kinds"] for each in kind["paths"]] == [f"model.layers.{i}" for i in range(5)]
 
 
 def test_the_fullest_stage_is_what_a_plan_tells() -> None:
