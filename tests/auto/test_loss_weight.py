@@ -13,22 +13,7 @@ from torch.utils.data import TensorDataset
 from atorch import auto_accelerate
 from atorch.errors import ArgumentError
 from atorch.profiler.memory_tracker import CommCounter
-from tests.auto.loss_job import (
-    BATCH,
-    LOSSES,
-    Causal,
-    Net,
-    Samples,
-    accelerated,
-    added_up,
-    batch_of,
-    by_label,
-    contrast,
-    deviation,
-    gradient_error,
-    in_a_tuple,
-    value,
-)
+from tests.auto import loss_job
 from tests.auto.training import accelerate, assert_trains_like_plain, messages, run_each
 
 EXACT = 1e-4
@@ -56,14 +41,16 @@ MICRO = ("micro_batch", {"size": 2})
 def test_every_way_to_share_out_samples(pool):
     cases = [("labels", strategy) for strategy in SPLIT_BY_DATA.values()]
     cases += [(name, SPLIT_BY_DATA[way]) for way in IN_PARTS for name in ("sum", "causal")]
-    cases += [(name, ["ddp"]) for name in LOSSES]
-    assert_trains_like_plain(pool, deviation, [*cases, ("sum", ["zero1"]), ("causal", ["fsdp"]), ("sum", ["chunk"])])
+    cases += [(name, ["ddp"]) for name in loss_job.LOSSES]
+    assert_trains_like_plain(
+        pool, loss_job.deviation, [*cases, ("sum", ["zero1"]), ("causal", ["fsdp"]), ("sum", ["chunk"])]
+    )
     meshes = {axis: ("parallel_mode", ([(axis, 2), ("data", 2)], None)) for axis in SPLIT}
     cases = [(name, [meshes[axis], *SPLIT[axis]]) for axis in SPLIT for name in ("sum", "labels")]
-    assert_trains_like_plain(pool, deviation, cases, ranks=4)
+    assert_trains_like_plain(pool, loss_job.deviation, cases, ranks=4)
     fp16 = ("amp_native", "fp16")
     cases = [(name, ["ddp", fp16, *beside]) for name in ("sum", "labels") for beside in ([], [MICRO])]
-    assert_trains_like_plain(pool, deviation, cases, band=1e-2)
+    assert_trains_like_plain(pool, loss_job.deviation, cases, band=1e-2)
 
 
 def test_rows_and_labels_that_differ_between_ranks_and_batches(pool):
@@ -86,11 +73,11 @@ def test_rows_and_labels_that_differ_between_ranks_and_batches(pool):
 
 
 def later(rank, size, name, strategy):
-    return deviation(rank, size, name, strategy, full_first=True)
+    return loss_job.deviation(rank, size, name, strategy, full_first=True)
 
 
 def alone(rank, size, name, strategy):
-    return deviation(rank, size, name, strategy, batch_size=size)
+    return loss_job.deviation(rank, size, name, strategy, batch_size=size)
 
 
 SPLIT = {
@@ -101,40 +88,40 @@ SPLIT = {
 
 def ragged(rank, size, name):
     """Ranks have another number of rows, in the first step or in a later one."""
-    make, loss_func = LOSSES[name]
-    data = Samples()
+    make, loss_func = loss_job.LOSSES[name]
+    data = loss_job.Samples()
     errors = []
     for first in ([0, 1, 2, 3], [4, 5]), ([0, 1, 2, 3], [4, 5, 6, 7]):
-        result = accelerated(make, loss_func)
+        result = loss_job.accelerated(make, loss_func)
         for shares in (first, ([8, 9, 10], [11])):
-            batches = [batch_of(data, *indices) for indices in shares]
-            errors.append(gradient_error(result, make, loss_func, batches, rank))
+            batches = [loss_job.batch_of(data, *indices) for indices in shares]
+            errors.append(loss_job.gradient_error(result, make, loss_func, batches, rank))
     return max(errors)
 
 
 def without_labels(rank, size, name, strategy):
     """One rank has nothing that counts, in the second step; the loss it prints is 0/0."""
-    make, loss_func = LOSSES[name]
-    data = Samples()
-    result = accelerated(make, loss_func, strategy)
-    shares = [batch_of(data, 0, 1, 2, 3), batch_of(data, 4, 5, 6, 7)]
-    errors = [gradient_error(result, make, loss_func, shares, rank)]
+    make, loss_func = loss_job.LOSSES[name]
+    data = loss_job.Samples()
+    result = loss_job.accelerated(make, loss_func, strategy)
+    shares = [loss_job.batch_of(data, 0, 1, 2, 3), loss_job.batch_of(data, 4, 5, 6, 7)]
+    errors = [loss_job.gradient_error(result, make, loss_func, shares, rank)]
     shares[1]["labels"][:], shares[1]["mask"][:] = -100, 0.0
     batch = shares[rank]
     printed = float(result.loss_func(batch, result.model(**batch)).detach())
     assert math.isnan(printed) == (rank == 1)
-    return max(*errors, gradient_error(result, make, loss_func, shares, rank))
+    return max(*errors, loss_job.gradient_error(result, make, loss_func, shares, rank))
 
 
 def printed(rank, size):
     """The loss is the user's own, whatever becomes of its gradient, and so it is where no gradient is asked for."""
-    data = Samples()
-    result = accelerated(Net, in_a_tuple)
-    batch = batch_of(data, 2 * rank, 2 * rank + 1)
+    data = loss_job.Samples()
+    result = loss_job.accelerated(loss_job.Net, loss_job.in_a_tuple)
+    batch = loss_job.batch_of(data, 2 * rank, 2 * rank + 1)
     with torch.no_grad():
         evaluated = result.loss_func(batch, result.model(**batch))
     loss, other = result.loss_func(batch, result.model(**batch))
-    expected = float(added_up(batch, Net()(**batch)))
+    expected = float(loss_job.added_up(batch, loss_job.Net()(**batch)))
     return abs(float(evaluated[0]) - expected), abs(float(loss) - expected), other
 
 
@@ -161,16 +148,18 @@ def test_what_is_counted_printed_and_compiled(pool):
 
 def sent(rank, size, name):
     """Calls and bytes that the third step, when all has been found out, sends beyond DistributedDataParallel's own."""
-    make, loss_func = LOSSES[name]
-    result = accelerated(make, loss_func, dataset=Samples(), dataloader_args={"batch_size": BATCH})
+    make, loss_func = loss_job.LOSSES[name]
+    result = loss_job.accelerated(
+        make, loss_func, dataset=loss_job.Samples(), dataloader_args={"batch_size": loss_job.BATCH}
+    )
     for batch in result.dataloader:
         with CommCounter() as mine:
             result.step(batch)
-    model, data = DistributedDataParallel(make(), gradient_as_bucket_view=True), Samples()
+    model, data = DistributedDataParallel(make(), gradient_as_bucket_view=True), loss_job.Samples()
     for _ in range(3):
         with CommCounter() as theirs:
-            batch = batch_of(data, 0, 1)
-            value(loss_func(batch, model(**batch))).backward()
+            batch = loss_job.batch_of(data, 0, 1)
+            loss_job.value(loss_func(batch, model(**batch))).backward()
     totals = [[sum(figures) for figures in zip(*sends.counts.values(), strict=True)] for sends in (mine, theirs)]
     return tuple(one - other for one, other in zip(*totals, strict=True))
 
@@ -196,9 +185,12 @@ def classes(rank, size):
 def told(rank, size, loss_weight):
     """What a loss over the whole batch is told, in three steps."""
     with messages() as records:
-        result, data = accelerated(Net, contrast, loss_weight=loss_weight), Samples()
+        result, data = (
+            loss_job.accelerated(loss_job.Net, loss_job.contrast, loss_weight=loss_weight),
+            loss_job.Samples(),
+        )
         for step in range(3):
-            batch = batch_of(data, *range(4 * rank + 8 * step, 4 * rank + 8 * step + 4))
+            batch = loss_job.batch_of(data, *range(4 * rank + 8 * step, 4 * rank + 8 * step + 4))
             result.loss_func(batch, result.model(**batch)).backward()
     return [message for message in records if "averaged over the processes" in message]
 
@@ -229,7 +221,7 @@ def told_of_classes(rank, size):
 def padding_free(rank, size, strategy, inside):
     """How far weights are off after steps of one row of tokens a process, as long as it likes."""
 
-    class Packed(Causal):
+    class Packed(loss_job.Causal):
         def forward(self, tokens, labels, **others):
             assert len(tokens) == 1
             return super().forward(tokens, labels)["loss"] if inside else self.net(tokens)
@@ -267,17 +259,17 @@ def padding_free(rank, size, strategy, inside):
 
 def two_losses(rank, size):
     """Two kinds of batches a step, a sum and a mean over labels, as with a generator and its critic."""
-    data = Samples()
+    data = loss_job.Samples()
 
     def either(batch, output):
-        return by_label(batch, output) if "labels" in batch else added_up(batch, output)
+        return loss_job.by_label(batch, output) if "labels" in batch else loss_job.added_up(batch, output)
 
-    result, worst = accelerated(Net, either), 0.0
+    result, worst = loss_job.accelerated(loss_job.Net, either), 0.0
     for step in range(3):
-        shares = [batch_of(data, *range(8 * step + 4 * i, 8 * step + 4 * i + 4)) for i in range(size)]
+        shares = [loss_job.batch_of(data, *range(8 * step + 4 * i, 8 * step + 4 * i + 4)) for i in range(size)]
         for left_out in ("labels", "y"):
             kind = [{key: each for key, each in share.items() if key != left_out} for share in shares]
-            worst = max(worst, gradient_error(result, Net, either, kind, rank))
+            worst = max(worst, loss_job.gradient_error(result, loss_job.Net, either, kind, rank))
     return worst
 
 
@@ -285,21 +277,21 @@ def compiled(rank, size, beside):
     """The deviation of compiled blocks whose loss is looked at by running the model, and how many graphs there were."""
     torch.compiler.reset()
     counters.clear()
-    off = deviation(rank, size, "causal", [beside, ("compile", {"backend": "aot_eager"})], verify=False)
+    off = loss_job.deviation(rank, size, "causal", [beside, ("compile", {"backend": "aot_eager"})], verify=False)
     return off, counters["stats"]["unique_graphs"]
 
 
 def named(rank, size, name, loss_weight):
-    make, loss_func = LOSSES[name]
-    data, calls = Samples(), []
+    make, loss_func = loss_job.LOSSES[name]
+    data, calls = loss_job.Samples(), []
 
     def counted(batch, output):
         calls.append(1)
         return loss_func(batch, output)
 
-    result = accelerated(make, counted, loss_weight=loss_weight)
-    shares = [batch_of(data, *range(4 * i, 4 * i + 4)) for i in range(size)]
-    return gradient_error(result, make, loss_func, shares, rank), len(calls)
+    result = loss_job.accelerated(make, counted, loss_weight=loss_weight)
+    shares = [loss_job.batch_of(data, *range(4 * i, 4 * i + 4)) for i in range(size)]
+    return loss_job.gradient_error(result, make, loss_func, shares, rank), len(calls)
 
 
 def test_a_named_rule_is_taken_as_it_is(pool):
@@ -313,10 +305,12 @@ def test_a_named_rule_is_taken_as_it_is(pool):
 @pytest.mark.parametrize("wrong", [None, 3, ""])
 def test_wrong_rules_are_refused(wrong):
     with pytest.raises(ArgumentError, match="loss_weight"):
-        auto_accelerate(Net(), load_strategy=[], loss_weight=wrong)
+        auto_accelerate(loss_job.Net(), load_strategy=[], loss_weight=wrong)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", SPLIT_BY_DATA)
 def test_on_four_ranks(pool, method):
-    assert_trains_like_plain(pool, deviation, [(name, SPLIT_BY_DATA[method]) for name in LOSSES], ranks=4)
+    assert_trains_like_plain(
+        pool, loss_job.deviation, [(name, SPLIT_BY_DATA[method]) for name in loss_job.LOSSES], ranks=4
+    )

@@ -18,17 +18,7 @@ from atorch.cost import peak_memory
 from atorch.errors import AtorchError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.auto.training import accelerated_steps, run_each, steps
-from tests.contract.job import (
-    BATCH,
-    Tokens,
-    arguments,
-    deviation,
-    distance,
-    loss_func,
-    make_model,
-    snapshot,
-    updates,
-)
+from tests.contract import job
 from tests.pool import Pool
 
 MEGATRON = SequenceParallel(mode="megatron")
@@ -84,7 +74,7 @@ def test_tokens_meet_in_fused_attention_alone():
 
 
 def model_of(attention: str = "sdpa") -> nn.Module:
-    model: Any = make_model()
+    model: Any = job.make_model()
     model.set_attn_implementation(attention)
     return model
 
@@ -96,20 +86,22 @@ def sequence(size: int, **more: Any) -> Any:
 def trained(rank: int, size: int, strategy: list[Any]) -> dict[str, Any]:
     """The documented loop under a strategy, against plain training on the same global batches."""
     model, plain = model_of(), model_of()
-    before = snapshot(plain)
-    _, result, used = auto_accelerate(model, load_strategy=strategy, **arguments())
+    before = job.snapshot(plain)
+    _, result, used = auto_accelerate(model, load_strategy=strategy, **job.arguments())
     losses, norms = accelerated_steps(result, lambda model: clip_grad_norm(model, MAX_NORM))
     expected_losses, expected_norms = steps(
         plain,
         torch.optim.SGD(plain.parameters(), lr=0.1),
-        loss_func,
-        ({"input_ids": tokens, "labels": tokens} for tokens in Tokens().tokens.split(BATCH)),
+        job.loss_func,
+        ({"input_ids": tokens, "labels": tokens} for tokens in job.Tokens().tokens.split(job.BATCH)),
         lambda model: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM),
     )
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
     return {
-        "update": distance(updates(before, snapshot(result.model)), updates(before, snapshot(plain))),
+        "update": job.distance(
+            job.updates(before, job.snapshot(result.model)), job.updates(before, job.snapshot(plain))
+        ),
         "loss": float((mean / size - torch.tensor(expected_losses)).abs().max()),
         "norms": max(abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)),
         "methods": used.names(),
@@ -124,7 +116,7 @@ def test_trains_as_one_process_and_ddp_is_added(pool: Pool) -> None:
         assert seen["loss"] <= 1e-5
         assert seen["norms"] <= 1e-4
         assert seen["methods"] == ("parallel_mode", "sequence_parallel", "ddp")
-        assert seen["rows"] == BATCH, "every rank has all samples"
+        assert seen["rows"] == job.BATCH, "every rank has all samples"
 
 
 ULYSSES = [sequence(2, data=2), "sequence_parallel"]
@@ -148,11 +140,11 @@ def test_beside_data_and_tensor(pool: Pool, strategies: list[list[Any]]) -> None
             assert seen["update"] <= 1e-4, strategy
             assert seen["loss"] <= 1e-5, strategy
             assert seen["norms"] <= 1e-4, strategy
-            assert seen["rows"] == (BATCH if strategy is ON_BOTH else BATCH // 2)
+            assert seen["rows"] == (job.BATCH if strategy is ON_BOTH else job.BATCH // 2)
             assert strategy is not ON_BOTH or seen["held"] < 0.51, "heads are shared out over both"
 
 
-class OddTokens(Tokens):
+class OddTokens(job.Tokens):
     """Sequences that two processes cannot share out."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -161,10 +153,10 @@ class OddTokens(Tokens):
 
 def refused_before_the_cut(rank: int, size: int) -> tuple[str, bool]:
     model = model_of()
-    before = snapshot(model)
+    before = job.snapshot(model)
     mesh = ("parallel_mode", ([("tensor", 2)], None))
     with pytest.raises(AtorchError) as caught:
-        auto_accelerate(model, load_strategy=[mesh, "tensor_parallel", MEGATRON], **arguments(dataset=OddTokens()))
+        auto_accelerate(model, load_strategy=[mesh, "tensor_parallel", MEGATRON], **job.arguments(dataset=OddTokens()))
     after = dict(model.named_parameters())
     return str(caught.value), all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -179,7 +171,7 @@ def test_shards_beside_replicas(pool: Pool) -> None:
 
 def refused(rank: int, size: int, attention: str, strategy: list[Any], more: dict[str, Any]) -> str:
     with pytest.raises(AtorchError) as caught:
-        auto_accelerate(model_of(attention), load_strategy=strategy, **arguments(**more))
+        auto_accelerate(model_of(attention), load_strategy=strategy, **job.arguments(**more))
     return str(caught.value)
 
 
@@ -200,5 +192,5 @@ def test_what_does_not_hold_is_refused_with_the_remedy(pool: Pool) -> None:
     for message, is_as_it_was in pool.run(refused_before_the_cut):
         assert "give sequences of a multiple of 2 tokens" in message
         assert is_as_it_was
-    for error, _ in pool.run(deviation, [sequence(2), "module_replace", "sequence_parallel"]):
+    for error, _ in pool.run(job.deviation, [sequence(2), "module_replace", "sequence_parallel"]):
         assert error <= 1e-4, "module_replace is the other remedy"
