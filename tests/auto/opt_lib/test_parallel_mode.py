@@ -51,41 +51,30 @@ SHAPE = TransformerShape(
 )
 
 
-class TestDegrees:
-    profile = transformer_profile(SHAPE, 1, Implementation(itemsize=4.0))
-    cluster = ClusterSpec.load("2x8xH100-80GB")
+def chosen(*names: str, batch: int = 64, cluster: str = "2x8xH100-80GB") -> tuple[ParallelMode, tuple[str, ...]]:
+    """The mesh that the planner chooses for methods without degrees, and the methods on it."""
+    profile, machine = transformer_profile(SHAPE, 1, Implementation(itemsize=4.0)), ClusterSpec.load(cluster)
+    strategy = Strategy.of(list(names))
+    assert lacks_degrees(strategy)
+    mode = fastest_mesh(strategy, profile, plain_cost(profile, batch), machine)
+    return mode, on_mesh(strategy, mode, machine.world_size).names()
 
-    def chosen(self, *names: str, batch: int = 64, cluster: ClusterSpec | None = None) -> tuple[ParallelMode, Strategy]:
-        cluster = cluster or self.cluster
-        strategy = Strategy.of(list(names))
-        assert lacks_degrees(strategy)
-        mode = fastest_mesh(strategy, self.profile, plain_cost(self.profile, batch), cluster)
-        return mode, on_mesh(strategy, mode, cluster.world_size)
 
-    def test_of_a_model_that_fits_only_when_split(self):
-        # 2 billion parameters take 16 bytes each with Adam, in fp32 more than 24 GiB: one device cannot hold them.
-        mode, strategy = self.chosen("mixed_parallel", cluster=ClusterSpec.load("1x8xL4-24GB"))
-        assert mode.size("tensor", "pipeline") > 1
-        assert set(strategy.names()) & {"tensor_parallel", "pipeline_parallel"}
-
-    def test_leave_out_what_the_mesh_does_not_split(self):
-        mode, strategy = self.chosen("mixed_parallel", "checkpoint")
-        assert ("tensor_parallel" in strategy.names()) == (mode.size("tensor") > 1)
-        assert ("pipeline_parallel" in strategy.names()) == (mode.size("pipeline") > 1)
-        assert "checkpoint" in strategy.names()
-
-    def test_split_what_was_asked_for(self):
-        """Data parallelism alone is estimated faster here."""
-        for name in ("tensor_parallel", "pipeline_parallel"):
-            assert name in self.chosen(name, "fsdp")[1].names()
-
-    def test_fit_nowhere(self):
-        with pytest.raises(StrategyError, match=r"fits on no mesh of 2 processes; the nearest is parallel_mode\("):
-            self.chosen("tensor_parallel", cluster=ClusterSpec.load("2xL4-24GB"))
-
-    def test_a_batch_that_no_mesh_takes(self):
-        with pytest.raises(StrategyError, match="is legal on no mesh of 16 processes: .*Give a parallel_mode"):
-            self.chosen("tensor_parallel", batch=3)
+def test_degrees_are_chosen_where_there_is_no_mesh() -> None:
+    # 2 billion parameters take 16 bytes each with Adam, in fp32 more than 24 GiB: one device cannot hold them.
+    mode, names = chosen("mixed_parallel", cluster="1x8xL4-24GB")
+    assert mode.size("tensor", "pipeline") > 1
+    assert set(names) & {"tensor_parallel", "pipeline_parallel"}
+    mode, names = chosen("mixed_parallel", "checkpoint")
+    assert ("tensor_parallel" in names) == (mode.size("tensor") > 1)
+    assert ("pipeline_parallel" in names) == (mode.size("pipeline") > 1)
+    assert "checkpoint" in names
+    for name in ("tensor_parallel", "pipeline_parallel"):  # data parallelism alone is estimated faster here
+        assert name in chosen(name, "fsdp")[1]
+    with pytest.raises(StrategyError, match=r"fits on no mesh of 2 processes; the nearest is parallel_mode\("):
+        chosen("tensor_parallel", cluster="2xL4-24GB")
+    with pytest.raises(StrategyError, match="is legal on no mesh of 16 processes: .*Give a parallel_mode"):
+        chosen("tensor_parallel", batch=3)
 
 
 SLICES = [("tensor", 2), ("pipe", 2), ("data", 2)]
@@ -196,25 +185,16 @@ def test_sizes_and_orders_that_do_not_fit_the_world_are_refused() -> None:
         ParallelMode.of(([("data", 2)], [0, 1])).resized(4)
 
 
-class TestCompletion:
-    def test_one_process_needs_nothing(self) -> None:
-        assert complete(Strategy(), 1) == Strategy()
-
-    def test_several_processes_mean_all_data_and_ddp(self) -> None:
-        assert complete(Strategy(), 4) == Strategy.of([("parallel_mode", ([("data", 4)], None)), "ddp"])
-
-    def test_a_method_that_shards_stays_alone(self) -> None:
-        assert complete(Strategy.of(["fsdp"]), 2).names() == ("parallel_mode", "fsdp")
-
-    def test_ddp_is_not_added_where_nothing_is_replicated(self) -> None:
-        assert complete(Strategy.of([("parallel_mode", [("tensor", 2)])]), 2).names() == ("parallel_mode",)
-
-    def test_another_world_size_changes_the_data_axis_alone(self) -> None:
-        saved = complete(Strategy.of([("parallel_mode", [("zero", 2), ("data", 2)]), "fsdp"]), 4)
-        mode = complete(saved, 8).get(ParallelMode)
-        assert mode.slices == (("zero", 2), ("data", 4))
-        with pytest.raises(StrategyError, match="does not divide 3 processes"):
-            complete(saved, 3)
+def test_a_strategy_is_completed_for_its_processes() -> None:
+    assert complete(Strategy(), 1) == Strategy(), "one process needs nothing"
+    assert complete(Strategy(), 4) == Strategy.of([("parallel_mode", ([("data", 4)], None)), "ddp"])
+    assert complete(Strategy.of(["fsdp"]), 2).names() == ("parallel_mode", "fsdp"), "what shards stays alone"
+    split = Strategy.of([("parallel_mode", [("tensor", 2)])])
+    assert complete(split, 2).names() == ("parallel_mode",), "nothing is replicated"
+    saved = complete(Strategy.of([("parallel_mode", [("zero", 2), ("data", 2)]), "fsdp"]), 4)
+    assert complete(saved, 8).get(ParallelMode).slices == (("zero", 2), ("data", 4)), "the data axis alone"
+    with pytest.raises(StrategyError, match="does not divide 3 processes"):
+        complete(saved, 3)
 
 
 def places(rank: int, size: int, order: list[int] | None) -> tuple[int, int, int]:
