@@ -7,13 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from atorch.cost import plain_cost
 from atorch.cost.kernels.operations import optimizer_bytes
 from atorch.errors import ArgumentError
 from atorch.profiler.trace import optimizer_state_per_param, trace
+from tests.language_models import llama
 from tests.profiler.totals import total
 
 
@@ -71,12 +71,8 @@ def test_parameters_are_counted_once_and_products_as_often_as_they_run():
 
 def test_tiny_llama_counts_are_the_closed_forms():
     hidden, ffn, vocab, layers, batch, seq = 64, 128, 100, 3, 2, 16
-    config = transformers.LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=4, use_cache=False,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
+        model = llama(vocab, hidden, ffn, layers, 4, 4)
     tokens = torch.randint(0, vocab, (batch, seq))
     profile = trace(model, {"input_ids": tokens, "labels": tokens}, lambda m, b: m(**b), lambda b, output: output.loss)
     per_layer = 4 * hidden * hidden + 3 * hidden * ffn

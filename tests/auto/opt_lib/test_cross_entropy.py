@@ -24,6 +24,7 @@ from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from atorch.logs import say_once
 from atorch.runtime.loss.lazy_logits import LazyLogits
+from tests import language_models
 from tests.contract.job import arguments, distance, make_model
 
 VOCAB, TOKENS = 96, 8
@@ -36,15 +37,13 @@ TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_h
 
 
 def llama() -> nn.Module:
-    more = {"intermediate_size": 48, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, **more))
+    return language_models.llama(VOCAB, 32, 48, 2, 2, 1, tie_word_embeddings=False, use_cache=True)
 
 
 def gpt2() -> nn.Module:
     """With a head that is the embedding."""
-    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off))
+    return language_models.gpt2(VOCAB, 32, 2, 2, positions=32, use_cache=True, **off)
 
 
 def gemma2() -> nn.Module:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.job import make_context
@@ -32,6 +31,7 @@ from tests.auto.planner.drawn import Drawn
 from tests.auto.planner.drawn import strategies as strategies_of
 from tests.auto.planner.jobs import cluster, context, net
 from tests.contract.job import Tokens, make_model
+from tests.language_models import gpt2
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +189,8 @@ def test_parts_can_be_fixed_for_a_plan():
 
 
 def make_gpt2():
-    # Its Linear layers are Conv1D, but for the head's.
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4, "use_cache": False}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    """Its Linear layers are Conv1D, but for the head's."""
+    return gpt2(layers=4, bos_token_id=1, eos_token_id=2)
 
 
 @pytest.mark.parametrize("make", [make_gpt2, make_model], ids=["gpt2", "llama"])

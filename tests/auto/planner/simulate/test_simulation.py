@@ -24,6 +24,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.profiler.trace import trace
+from tests import language_models
 
 
 def pipeline(stages: int, data: int = 1, beside: tuple[Any, ...] = (), **knobs: Any) -> Strategy:
@@ -93,24 +94,11 @@ ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
 def llama(layers: int) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return language_models.llama(VOCAB, layers=layers)
 
 
 def gpt2(layers: int) -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB, n_positions=SEQ, n_embd=32, n_layer=layers, n_head=4, use_cache=False, loss_type="none"
-        )
-    )
+    return language_models.gpt2(VOCAB, layers=layers, positions=SEQ, loss_type="none")
 
 
 def t5(layers: int) -> nn.Module:
