@@ -13,8 +13,6 @@ from hypothesis import settings
 
 from tests.pool import modes, pool  # noqa: F401  a fixture
 
-pytest.register_assert_rewrite("tests.contract.reality")
-
 # No test reads or writes what searches keep in the user's cache directory, in this process or in those that it starts.
 os.environ["XDG_CACHE_HOME"] = os.devnull
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from atorch import auto_accelerate
 from atorch.runtime.loss.reduction import IGNORED
-from tests.auto.training import accelerated_steps, steps
+from atorch.runtime.tensor_parallel import whole_state
+from tests.auto.training import accelerate, accelerated_steps, steps
 
 F = nn.functional
 VOCAB, SEQ, BATCH, STEPS = 11, 6, 8, 3
@@ -151,48 +151,26 @@ def distance(got: Mapping[str, Tensor], name: str, data: Samples, batch_size: in
     return float(errors.norm() / torch.stack([(expected[key] - start[key]).norm() for key in got]).norm())
 
 
-def deviation(rank: int, size: int, name: str, strategy: Any, full_first: bool = False, **more: Any) -> float:
+def deviation(
+    rank: int, size: int, name: str, strategy: Any, full_first: bool = False, batch_size: int = BATCH, **more: Any
+) -> float:
     """How far the updates under a strategy are from plain ones."""
     make, loss_func = LOSSES[name]
     data = Samples(full_first=full_first)
-    batch_size = more.pop("batch_size", BATCH)
-    _, result, _ = auto_accelerate(
-        make(),
-        torch.optim.SGD,
-        data,
-        loss_func,
-        model_input_format="unpack_dict",
-        optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": batch_size},
-        load_strategy=strategy,
-        **more,
-    )
-    assert result is not None
+    result = accelerate(make(), strategy, data, loss_func, batch_size, model_input_format="unpack_dict", **more)
     accelerated_steps(result)
     return distance(state_of(result.model), name, data, batch_size)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """All parameters of a model by name, whatever they are sharded over."""
-    from atorch.runtime.tensor_parallel import whole_state
-
     state = whole_state(model)
     return {name: state[name].detach().float() for name, _ in model.named_parameters()}
 
 
 def accelerated(make: Any, loss_func: Any, strategy: Any = ("ddp",), **more: Any) -> Any:
     """The result for a loop of one's own, without a dataset."""
-    _, result, _ = auto_accelerate(
-        make(),
-        torch.optim.SGD,
-        loss_func=loss_func,
-        model_input_format="unpack_dict",
-        optim_args={"lr": 0.1},
-        load_strategy=list(strategy),
-        **more,
-    )
-    assert result is not None
-    return result
+    return accelerate(make(), list(strategy), None, loss_func, **{"model_input_format": "unpack_dict", **more})
 
 
 def gradient_error(result: Any, make: Any, loss_func: Any, shares: list[Any], rank: int) -> float:

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import RandomSampler
 
 from atorch import Strategy, auto_accelerate
 from atorch.auto.job import make_context
+from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import init
 from atorch.errors import ArgumentError, StrategyError
 from tests.auto.planner.jobs import cluster
@@ -58,10 +59,8 @@ def job(**more: Any) -> dict[str, Any]:
 
 
 def test_the_result_unpacks_as_documented() -> None:
-    model = Net()
-    status, result, strategy = auto_accelerate(model, **job())
-    assert status
-    assert result is not None
+    model, optim_args, loader_args = Net(), {"lr": 0.1}, {"batch_size": 4, "shuffle": True}
+    status, result, strategy = auto_accelerate(model, **job(optim_args=optim_args, dataloader_args=loader_args))
     new_model, optim, dataloader, new_loss_func, prepare_input, args = result
     assert new_model is model
     assert isinstance(optim, torch.optim.SGD)
@@ -71,54 +70,29 @@ def test_the_result_unpacks_as_documented() -> None:
     assert strategy == Strategy()
     batch = prepare_input(next(iter(dataloader)), torch.device("cpu"))
     assert new_loss_func(batch, new_model(*batch)).dim() == 0
+    assert (optim_args, loader_args) == ({"lr": 0.1}, {"batch_size": 4, "shuffle": True}), "the user's own"
+    _, bare, _ = auto_accelerate(Net(), load_strategy=[])
+    assert (bare.optim, bare.dataloader, bare.loss_func) == (None, None, None)
 
 
-def test_step_trains() -> None:
+def test_a_step_trains_and_schedules() -> None:
     _, result, _ = auto_accelerate(Net(), **job(dataloader_args={"batch_size": 16}))
-    assert result is not None
     losses = [float(result.step(batch)) for _ in range(20) for batch in result.dataloader]
     assert losses[-1] < losses[0]
 
-
-def test_without_optimizer_or_dataset_those_fields_are_none() -> None:
-    _, result, _ = auto_accelerate(Net(), load_strategy=[])
-    assert result is not None
-    assert (result.optim, result.dataloader, result.loss_func) == (None, None, None)
-
-
-def test_param_groups_are_kept() -> None:
-    def groups(model: Net) -> list[dict[str, Any]]:
-        return [{"params": [model.linear.weight], "lr": 0.5}, {"params": [model.linear.bias]}]
-
-    _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))
-    assert result is not None
-    assert [group["lr"] for group in result.optim.param_groups] == [0.5, 0.1]
-
-
-def test_a_scheduler_is_built_on_the_optimizer() -> None:
-    more = {"lr_scheduler_cls": torch.optim.lr_scheduler.StepLR, "lr_scheduler_args": {"step_size": 1, "gamma": 0.5}}
+    more = {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": 1, "gamma": 0.5}}
     _, result, _ = auto_accelerate(Net(), **job(**more))
-    assert result is not None
     result.step(next(iter(result.dataloader)))
     assert result.optim.param_groups[0]["lr"] == 0.05
     assert result.lr_scheduler.get_last_lr() == [0.05]
 
-
-def test_a_loss_may_be_a_tuple() -> None:
     def with_extra(batch: Any, output: torch.Tensor) -> tuple[torch.Tensor, str]:
         return loss_func(batch, output), "extra"
 
     _, result, _ = auto_accelerate(Net(), **job(loss_func=with_extra))
-    assert result is not None
     batch = next(iter(result.dataloader))
     assert result.loss_func(batch, result.model(*batch))[1] == "extra"
     assert result.step(batch).dim() == 0
-
-
-def test_the_users_dicts_are_not_changed() -> None:
-    optim_args, loader_args = {"lr": 0.1}, {"batch_size": 4, "shuffle": True}
-    auto_accelerate(Net(), **job(optim_args=optim_args, dataloader_args=loader_args))
-    assert (optim_args, loader_args) == ({"lr": 0.1}, {"batch_size": 4, "shuffle": True})
 
 
 def test_a_strategy_is_saved_and_reused(tmp_path: Path) -> None:
@@ -126,7 +100,6 @@ def test_a_strategy_is_saved_and_reused(tmp_path: Path) -> None:
     _, _, first = auto_accelerate(Net(), **job(load_strategy=[("amp_native", "bf16")], save_strategy_to_file=str(path)))
     _, _, second = auto_accelerate(Net(), **job(load_strategy=str(path)))
     assert first == second
-    assert second is not None
     assert second.metadata["world_size"] == 1
     assert second.metadata["model"]["class"] == "Net"
     assert second.metadata["versions"]["torch"] == torch.__version__
@@ -135,161 +108,146 @@ def test_a_strategy_is_saved_and_reused(tmp_path: Path) -> None:
 NO_GRAD = nn.Linear(4, 1).requires_grad_(False)
 
 
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"verbos": True}, "did you mean 'verbose'"),
+    ({"time_limit": -1}, "time_limit is -1"),
+    ({"model": "net"}, "takes a torch.nn.Module"),
+    ({"model": NO_GRAD}, "no trainable parameter"),
+    ({"model": nn.Module()}, "no trainable parameter"),
+    ({"optim_func": 3}, "optim_func is 3"),
+    ({"optim_func": lambda parameters, lr: None}, "optim_func returned None"),
+    ({"model_input_format": ["x"]}, "'unpack_sequence' or 'unpack_dict'"),
+    ({"optim_args": [("lr", 1)]}, "give a dict"),
+    ({"optimizer_args": {"lr": 1}}, "give optim_args, as "),
+    ({"optim_func": torch.optim.SGD(Net().parameters(), lr=0.2)}, "leave optim_args out"),
+    ({"dataset": torch.utils.data.DataLoader(PAIRS, 4)}, "leave dataloader_args out"),
+    ({"model_input_format": "unpack"}, "'unpack_sequence' or 'unpack_dict'"),
+    ({"dataloader_args": {"batchsize": 2}}, "did you mean 'batch_size'"),
+    ({"load_strategy": None, "loss_func": None}, "need loss_func"),
+    ({"ignore_dryrun_on_load_strategy": False, "loss_func": None}, "need loss_func"),
+    ({"time_limit": "60"}, "time_limit is '60'"),
+    ({"calibration": 3}, "calibration is 3; it is True for this machine's file"),
+    ({"calibration": "."}, "calibration is '.'; .* the path of a file"),
+    ({"save_strategy_to_file": 3}, "save_strategy_to_file is 3"),
+    ({"save_strategy_to_file": "/no/such/folder/strategy.json"}, "no file can be written"),
+    ({"model": nn.LazyLinear(1)}, "run one batch through it"),
+    ({"model": nn.Linear(4, 1, device="meta"), "load_strategy": None}, "on the meta device"),
+    ({"dataset": 3}, "dataset is a int"),
+    ({"optim_param_func": lambda model: nn.Linear(2, 2).parameters()}, r"shape \(2, 2\)"),
+    ({"optim_args": {"lrr": 0.1}}, "optim_args has 'lrr', .* did you mean 'lr'"),
+    ({"optim_args": {"lr": "0.1"}}, "SGD cannot be made with optim_args {'lr': '0.1'}"),
+    ({"optim_args": {"lr": -1}}, "optim_args .*Invalid learning rate"),
+    ({"optim_func": nn.Linear}, "which makes no optimizer"),
+    ({"optim_func": PAIRS}, r"optim_func is a list; the order is \(model, optim_func, dataset"),
+    ({"optim_func": lambda parameters, rate: None, "optim_args": None}, "in optim_args, as {'rate': …"),
+    ({"optim_param_func": lambda model: None}, "returned None; it returns an iterable of the model's"),
+    ({"optim_param_func": lambda model: []}, "gave no parameters"),
+    ({"optim_param_func": lambda model: [{"params": []}]}, "gave no parameters"),
+    ({"optim_param_func": lambda model: [{"lr": 1}]}, "gave {'lr': 1}"),
+    ({"optim_param_func": lambda model: {"params": [1]}}, "a list of groups"),
+    ({"optim_param_func": lambda model: ["linear.weight"]}, "gave 'linear.weight'"),
+    ({"optim_param_func": lambda model: model}, "returned Net"),
+    ({"optim_param_func": lambda: []}, r"called with \(model\): too many"),
+    ({"optim_param_func": lambda model: [{"params": model.linear.weight}] * 2}, r"shape \(1, 4\) in two groups"),
+    ({"lr_scheduler_cls": StepLR}, "give it in lr_scheduler_args, as {'step_size': …"),
+    ({"lr_scheduler_cls": "StepLR"}, "the class itself, torch.optim.lr_scheduler.StepLR"),
+    ({"lr_scheduler_cls": torch.optim.SGD}, "give a class of torch.optim.lr_scheduler"),
+    ({"lr_scheduler_cls": lambda optim: None}, "returned None, which has no step"),
+    (
+        {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"stepsize": 1}},
+        "lr_scheduler_args has 'stepsize', which StepLR does not take; did you mean 'step_size'",
+    ),
+    (
+        {"lr_scheduler_cls": OneCycleLR, "lr_scheduler_args": {"max_lr": 1}},
+        "cannot be made with lr_scheduler_args {'max_lr': 1}: You must define",
+    ),
+    (
+        {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": "3"}},
+        "StepLR made with lr_scheduler_args {'step_size': '3'} cannot step: ",
+    ),
+    (
+        {"lr_scheduler_cls": LinearLR, "lr_scheduler_args": {"total_iters": "3"}},
+        "LinearLR made with lr_scheduler_args {'total_iters': '3'} cannot step: ",
+    ),
+    ({"lr_scheduler_args": {"step_size": 1}}, "of no scheduler; give its class too"),
+    ({"dataset": lambda: PAIRS}, "dataset is a function; .* give what it returns"),
+    ({"dataset": iter(PAIRS)}, r"give list\(dataset\)"),
+    ({"dataset": (torch.zeros(4, 4), torch.zeros(4))}, r"TensorDataset\(\*dataset\)"),
+    ({"distributed_sampler_cls": RandomSampler}, "does not take num_replicas; .*'sampler': sampler"),
+    ({"distributed_sampler_cls": RandomSampler(PAIRS)}, "made already; give its class"),
+    ({"distributed_sampler_cls": lambda data, **kwargs: None}, "returned None; it returns a sampler"),
+    ({"distributed_sampler_args": {}}, "give distributed_sampler_cls, .* functools.partial"),
+    ({"eval_dataset": PAIRS}, "yours to load"),
+    ({"num_epochs": 3}, "the loop over result.dataloader is yours"),
+    ({"max_grad_norm": 1.0}, "call atorch.clip_grad_norm"),
+    ({"bf16": True}, r"load_strategy=\[\('amp_native', 'bf16'\)"),
+    ({"fsdp": True}, r"it is a method: give load_strategy=\['fsdp'\]"),
+    ({"loss_func": lambda output: output}, r"called with \(input, output\): too many"),
+    ({"loss_func": lambda batch, output, model: output}, "missing a required argument: 'model'"),
+    ({"loss_func": nn.functional.cross_entropy}, r"cross_entropy\(output, batch\[1\]\)"),
+    ({"prepare_input": lambda batch: batch}, r"called with \(data, device\): too many"),
+    ({"finetune_strategy": "no"}, "finetune_strategy is 'no'; it is True or False"),
+    ({"ignore_dryrun_on_load_strategy": "no"}, "'no'; it is True or False"),
+    ({"sampler_seed": "1"}, "sampler_seed is '1'"),
+    ({"dataloader_args": {"num_workers": "2"}}, "with these dataloader_args: "),
+    ({"dataloader_args": {"shuffle": "no"}}, "shuffle 'no'; it is True or False"),
+    ({"dataloader_args": {"collate_fn": "x"}}, "collate_fn 'x', which cannot be called"),
+]
+STRATEGIES: list[tuple[dict[str, Any], str]] = [
+    ({"load_strategy": ["paralle_mode"]}, "did you mean 'parallel_mode'"),
+    ({"load_strategy": ["ddp", "fsdp"]}, "exclude each other"),
+    ({"load_strategy": [("checkpoint", "NoSuchBlock")]}, "NoSuchBlock"),
+    ({"load_strategy": 3}, "cannot be made of int"),
+    ({"load_strategy": "/no/such/file"}, "/no/such/file"),
+    ({"load_strategy": {"checkpoint": {}}}, r"give a list: \[\('checkpoint', {}\)\]"),
+    ({"load_strategy": {"methods": []}}, "give its path, or json.dumps of it"),
+    ({"load_strategy": ("checkpoint", {})}, r"give \[\('checkpoint', {}\)\]"),
+    ({"load_strategy": ("amp_native", "bf16")}, r"give \[\('amp_native', 'bf16'\)\]"),
+    ({"load_strategy": "zero3"}, "no strategy file 'zero3', and no method, .*: write 'fsdp'"),
+    ({"load_strategy": "auto"}, "leave load_strategy out to search"),
+    ({"load_strategy": ["FSDP"]}, "write 'fsdp'"),
+    ({"load_strategy": ["gradient_checkpointing"]}, "write 'checkpoint'"),
+    ({"load_strategy": [["fsdp", "checkpoint"]]}, r"in one list: \['fsdp', 'checkpoint'\]"),
+    ({"load_strategy": [("fsdp", False)]}, "leave fsdp out"),
+    ({"excluded": ["fsdpp"]}, "did you mean 'fsdp'"),
+    ({"excluded": 3}, "excluded is 3; give a list"),
+    ({"included": [("amp_native", "bf16")]}, "it has names of methods alone"),
+]
+
+
 @pytest.mark.parametrize(
-    ("more", "error", "message"),
-    [
-        ({"verbos": True}, ArgumentError, "did you mean 'verbose'"),
-        ({"time_limit": -1}, ArgumentError, "time_limit is -1"),
-        ({"model": "net"}, ArgumentError, "takes a torch.nn.Module"),
-        ({"model": NO_GRAD}, ArgumentError, "no trainable parameter"),
-        ({"model": nn.Module()}, ArgumentError, "no trainable parameter"),
-        ({"optim_func": 3}, ArgumentError, "optim_func is 3"),
-        ({"optim_func": lambda parameters, lr: None}, ArgumentError, "optim_func returned None"),
-        ({"model_input_format": ["x"]}, ArgumentError, "'unpack_sequence' or 'unpack_dict'"),
-        ({"optim_args": [("lr", 1)]}, ArgumentError, "give a dict"),
-        ({"optimizer_args": {"lr": 1}}, ArgumentError, "give optim_args, as "),
-        ({"optim_func": torch.optim.SGD(Net().parameters(), lr=0.2)}, ArgumentError, "leave optim_args out"),
-        ({"dataset": torch.utils.data.DataLoader(PAIRS, 4)}, ArgumentError, "leave dataloader_args out"),
-        ({"model_input_format": "unpack"}, ArgumentError, "'unpack_sequence' or 'unpack_dict'"),
-        ({"dataloader_args": {"batchsize": 2}}, ArgumentError, "did you mean 'batch_size'"),
-        ({"load_strategy": ["paralle_mode"]}, StrategyError, "did you mean 'parallel_mode'"),
-        ({"load_strategy": ["ddp", "fsdp"]}, StrategyError, "exclude each other"),
-        ({"load_strategy": ["half", "amp_native"]}, StrategyError, "exclude each other"),
-        ({"load_strategy": ["ddp", "ddp"]}, StrategyError, "given twice"),
-        ({"load_strategy": [("zero1", {"use_ds_zero", True})]}, StrategyError, "write the dict"),
-        ({"load_strategy": [("checkpoint", "NoSuchBlock")]}, StrategyError, "NoSuchBlock"),
-        ({"load_strategy": 3}, StrategyError, "cannot be made of int"),
-        ({"load_strategy": "/no/such/file"}, StrategyError, "/no/such/file"),
-        ({"load_strategy": None, "loss_func": None}, ArgumentError, "need loss_func"),
-        ({"ignore_dryrun_on_load_strategy": False, "loss_func": None}, ArgumentError, "need loss_func"),
-        ({"time_limit": "60"}, ArgumentError, "time_limit is '60'"),
-        ({"calibration": 3}, ArgumentError, "calibration is 3; it is True for this machine's file"),
-        ({"calibration": "."}, ArgumentError, "calibration is '.'; .* the path of a file"),
-        ({"save_strategy_to_file": 3}, ArgumentError, "save_strategy_to_file is 3"),
-        ({"save_strategy_to_file": "/no/such/folder/strategy.json"}, ArgumentError, "no file can be written"),
-        ({"model": nn.LazyLinear(1)}, ArgumentError, "run one batch through it"),
-        ({"model": nn.Linear(4, 1, device="meta"), "load_strategy": None}, ArgumentError, "on the meta device"),
-        ({"dataset": 3}, ArgumentError, "dataset is a int"),
-        ({"optim_param_func": lambda model: nn.Linear(2, 2).parameters()}, ArgumentError, r"shape \(2, 2\)"),
-        ({"optim_args": {"lrr": 0.1}}, ArgumentError, "optim_args has 'lrr', .* did you mean 'lr'"),
-        ({"optim_args": {"lr": "0.1"}}, ArgumentError, "SGD cannot be made with optim_args {'lr': '0.1'}"),
-        ({"optim_args": {"lr": -1}}, ArgumentError, "optim_args .*Invalid learning rate"),
-        ({"optim_func": nn.Linear}, ArgumentError, "which makes no optimizer"),
-        ({"optim_func": PAIRS}, ArgumentError, r"optim_func is a list; the order is \(model, optim_func, dataset"),
-        (
-            {"optim_func": lambda parameters, rate: None, "optim_args": None},
-            ArgumentError,
-            "in optim_args, as {'rate': …",
-        ),
-        (
-            {"optim_param_func": lambda model: None},
-            ArgumentError,
-            "returned None; it returns an iterable of the model's",
-        ),
-        ({"optim_param_func": lambda model: []}, ArgumentError, "gave no parameters"),
-        ({"optim_param_func": lambda model: [{"params": []}]}, ArgumentError, "gave no parameters"),
-        ({"optim_param_func": lambda model: [{"lr": 1}]}, ArgumentError, "gave {'lr': 1}"),
-        ({"optim_param_func": lambda model: {"params": [1]}}, ArgumentError, "a list of groups"),
-        ({"optim_param_func": lambda model: ["linear.weight"]}, ArgumentError, "gave 'linear.weight'"),
-        ({"optim_param_func": lambda model: model}, ArgumentError, "returned Net"),
-        ({"optim_param_func": lambda: []}, ArgumentError, r"called with \(model\): too many"),
-        (
-            {"optim_param_func": lambda model: [{"params": model.linear.weight}] * 2},
-            ArgumentError,
-            r"shape \(1, 4\) in two groups",
-        ),
-        ({"lr_scheduler_cls": StepLR}, ArgumentError, "give it in lr_scheduler_args, as {'step_size': …"),
-        ({"lr_scheduler_cls": "StepLR"}, ArgumentError, "the class itself, torch.optim.lr_scheduler.StepLR"),
-        ({"lr_scheduler_cls": torch.optim.SGD}, ArgumentError, "give a class of torch.optim.lr_scheduler"),
-        ({"lr_scheduler_cls": lambda optim: None}, ArgumentError, "returned None, which has no step"),
-        (
-            {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"stepsize": 1}},
-            ArgumentError,
-            "lr_scheduler_args has 'stepsize', which StepLR does not take; did you mean 'step_size'",
-        ),
-        (
-            {"lr_scheduler_cls": OneCycleLR, "lr_scheduler_args": {"max_lr": 1}},
-            ArgumentError,
-            "cannot be made with lr_scheduler_args {'max_lr': 1}: You must define",
-        ),
-        (
-            {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": "3"}},
-            ArgumentError,
-            "StepLR made with lr_scheduler_args {'step_size': '3'} cannot step: ",
-        ),
-        (
-            {"lr_scheduler_cls": LinearLR, "lr_scheduler_args": {"total_iters": "3"}},
-            ArgumentError,
-            "LinearLR made with lr_scheduler_args {'total_iters': '3'} cannot step: ",
-        ),
-        ({"lr_scheduler_args": {"step_size": 1}}, ArgumentError, "of no scheduler; give its class too"),
-        ({"dataset": lambda: PAIRS}, ArgumentError, "dataset is a function; .* give what it returns"),
-        ({"dataset": iter(PAIRS)}, ArgumentError, r"give list\(dataset\)"),
-        ({"dataset": (torch.zeros(4, 4), torch.zeros(4))}, ArgumentError, r"TensorDataset\(\*dataset\)"),
-        ({"distributed_sampler_cls": RandomSampler}, ArgumentError, "does not take num_replicas; .*'sampler': sampler"),
-        ({"distributed_sampler_cls": RandomSampler(PAIRS)}, ArgumentError, "made already; give its class"),  # type: ignore[arg-type]
-        (
-            {"distributed_sampler_cls": lambda data, **kwargs: None},
-            ArgumentError,
-            "returned None; it returns a sampler",
-        ),
-        ({"distributed_sampler_args": {}}, ArgumentError, "give distributed_sampler_cls, .* functools.partial"),
-        ({"eval_dataset": PAIRS}, ArgumentError, "yours to load"),
-        ({"num_epochs": 3}, ArgumentError, "the loop over result.dataloader is yours"),
-        ({"max_grad_norm": 1.0}, ArgumentError, "call atorch.clip_grad_norm"),
-        ({"bf16": True}, ArgumentError, r"load_strategy=\[\('amp_native', 'bf16'\)"),
-        ({"fsdp": True}, ArgumentError, r"it is a method: give load_strategy=\['fsdp'\]"),
-        ({"loss_func": lambda output: output}, ArgumentError, r"called with \(input, output\): too many"),
-        ({"loss_func": lambda batch, output, model: output}, ArgumentError, "missing a required argument: 'model'"),
-        ({"loss_func": nn.functional.cross_entropy}, ArgumentError, r"cross_entropy\(output, batch\[1\]\)"),
-        ({"prepare_input": lambda batch: batch}, ArgumentError, r"called with \(data, device\): too many"),
-        ({"load_strategy": {"checkpoint": {}}}, StrategyError, r"give a list: \[\('checkpoint', {}\)\]"),
-        ({"load_strategy": {"methods": []}}, StrategyError, "give its path, or json.dumps of it"),
-        ({"load_strategy": ("checkpoint", {})}, StrategyError, r"give \[\('checkpoint', {}\)\]"),
-        ({"load_strategy": ("amp_native", "bf16")}, StrategyError, r"give \[\('amp_native', 'bf16'\)\]"),
-        ({"load_strategy": "zero3"}, StrategyError, "no strategy file 'zero3', and no method, .*: write 'fsdp'"),
-        ({"load_strategy": "auto"}, StrategyError, "leave load_strategy out to search"),
-        ({"load_strategy": ["FSDP"]}, StrategyError, "write 'fsdp'"),
-        ({"load_strategy": ["gradient_checkpointing"]}, StrategyError, "write 'checkpoint'"),
-        ({"load_strategy": [["fsdp", "checkpoint"]]}, StrategyError, r"in one list: \['fsdp', 'checkpoint'\]"),
-        ({"load_strategy": [("fsdp", False)]}, StrategyError, "leave fsdp out"),
-        ({"excluded": ["fsdpp"]}, StrategyError, "did you mean 'fsdp'"),
-        ({"excluded": 3}, StrategyError, "excluded is 3; give a list"),
-        ({"included": [("amp_native", "bf16")]}, StrategyError, "it has names of methods alone"),
-        ({"finetune_strategy": "no"}, ArgumentError, "finetune_strategy is 'no'; it is True or False"),
-        ({"ignore_dryrun_on_load_strategy": "no"}, ArgumentError, "'no'; it is True or False"),
-        ({"sampler_seed": "1"}, ArgumentError, "sampler_seed is '1'"),
-        ({"dataloader_args": {"num_workers": "2"}}, ArgumentError, "with these dataloader_args: "),
-        ({"dataloader_args": {"shuffle": "no"}}, ArgumentError, "shuffle 'no'; it is True or False"),
-        ({"dataloader_args": {"collate_fn": "x"}}, ArgumentError, "collate_fn 'x', which cannot be called"),
-    ],
+    ("error", "more", "message"),
+    [*((ArgumentError, *row) for row in ARGUMENTS), *((StrategyError, *row) for row in STRATEGIES)],
 )
-def test_what_does_not_hold_is_refused(more: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_does_not_hold_is_refused(error: type[Exception], more: dict[str, Any], message: str) -> None:
     arguments = {"model": Net(), **job(), **more}
     with pytest.raises(error, match=message):
         auto_accelerate(arguments.pop("model"), **arguments)
 
 
 @pytest.mark.parametrize(
-    ("form", "batch", "message"),
+    ("more", "batch", "message"),
     [
-        ("unpack_dict", [torch.zeros(1, 4)], r"the batch is a list of 1 \(Tensor\).* give 'unpack_sequence'"),
-        ("unpack_sequence", {"x": torch.zeros(1, 4)}, r"a dict of \['x'\].* give 'unpack_dict'"),
+        (
+            {"model_input_format": "unpack_dict"},
+            [torch.zeros(1, 4)],
+            r"a list of 1 \(Tensor\).* give 'unpack_sequence'",
+        ),
+        ({}, {"x": torch.zeros(1, 4)}, r"a dict of \['x'\].* give 'unpack_dict'"),
+        (
+            {"model_input_format": None, "load_strategy": [("micro_batch", {"size": 1})], "verify": False},
+            None,
+            r"model_input_format is None.* give 'unpack_sequence' for",
+        ),
+        ({"loss_func": lambda batch, output: output}, None, r"a tensor of shape \(4, 1\)"),
+        ({"loss_func": None}, None, "optim_func and loss_func"),
+        ({"lr_scheduler_cls": ReduceLROnPlateau}, None, "asks for a metric"),
     ],
 )
-def test_a_batch_of_another_form_is_told_with_the_form_to_give(form: str, batch: Any, message: str) -> None:
-    _, result, _ = auto_accelerate(Net(), **job(model_input_format=form))
-    assert result is not None
+def test_what_a_step_cannot_take_is_told(more: dict[str, Any], batch: Any, message: str) -> None:
+    _, result, _ = auto_accelerate(Net(), **job(**more))
     with pytest.raises(ArgumentError, match=message):
-        result.step(batch)
-
-
-@pytest.mark.parametrize("strategy", [[("micro_batch", {"size": 1})]])
-def test_a_step_in_parts_names_the_input_format(strategy: Any) -> None:
-    _, result, _ = auto_accelerate(Net(), **job(model_input_format=None, load_strategy=strategy, verify=False))
-    assert result is not None
-    with pytest.raises(ArgumentError, match=r"model_input_format is None.* give 'unpack_sequence' for"):
-        result.step(next(iter(result.dataloader)))
+        result.step(next(iter(result.dataloader)) if batch is None else batch)
 
 
 class OfOne(Net):
@@ -352,51 +310,30 @@ def test_what_is_odd_and_holds_is_taken() -> None:
     _, result, _ = auto_accelerate(
         Net(), **job(loss_func=loss, optim_param_func=groups, **more, **scheduler, verbose=1)
     )
-    assert result is not None
     assert (rate, float(result.optim.param_groups[0]["lr"])) == (torch.tensor(0.1), pytest.approx(0.05))
 
+    given: list[dict[str, Any]] = []
 
-def test_a_loss_that_is_no_scalar_is_refused_where_it_is_computed() -> None:
-    _, result, _ = auto_accelerate(Net(), **job(loss_func=lambda batch, output: output))
-    assert result is not None
-    batch = next(iter(result.dataloader))
-    with pytest.raises(ArgumentError, match=r"a tensor of shape \(4, 1\)"):
-        result.loss_func(batch, result.model(*batch))
+    def groups(model: Net) -> list[dict[str, Any]]:
+        given[:] = [{"params": iter([model.linear.weight]), "lr": 0.5}, {"params": [model.linear.bias]}]
+        return given
+
+    _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))
+    assert [(len(group["params"]), group["lr"]) for group in result.optim.param_groups] == [(1, 0.5), (1, 0.1)]
+    assert [set(group) for group in given] == [{"params", "lr"}, {"params"}]
 
 
-def test_what_is_refused_leaves_the_model_as_it_was() -> None:
+def test_what_is_refused_leaves_the_model_as_it_was_and_an_accelerated_one_is() -> None:
     model = Net()
     with pytest.raises(ArgumentError, match="did you mean 'batch_size'"):
         auto_accelerate(model, **job(load_strategy=["amp_native"], dataloader_args={"batchsize": 4}))
     assert type(model) is Net
     assert auto_accelerate(model, **job())[0]
 
-
-def test_without_a_loss_function_there_is_no_step() -> None:
-    _, result, _ = auto_accelerate(Net(), **job(loss_func=None))
-    assert result is not None
-    with pytest.raises(ArgumentError, match="optim_func and loss_func"):
-        result.step(next(iter(result.dataloader)))
-
-
-def test_step_refuses_a_scheduler_that_asks_for_a_metric() -> None:
-    _, result, _ = auto_accelerate(Net(), **job(lr_scheduler_cls=torch.optim.lr_scheduler.ReduceLROnPlateau))
-    assert result is not None
-    with pytest.raises(ArgumentError, match="asks for a metric"):
-        result.step(next(iter(result.dataloader)))
-
-
-def test_groups_may_be_generators_and_are_the_users_own_dicts_still() -> None:
-    given: list[dict[str, Any]] = []
-
-    def groups(model: Net) -> list[dict[str, Any]]:
-        given[:] = [{"params": model.linear.parameters(), "lr": 0.5}]
-        return given
-
-    _, result, _ = auto_accelerate(Net(), **job(optim_param_func=groups))
-    assert result is not None
-    assert [len(group["params"]) for group in result.optim.param_groups] == [2]
-    assert set(given[0]) == {"params", "lr"}
+    model = Net()
+    auto_accelerate(model, **job())
+    with pytest.raises(ArgumentError, match="accelerated before"):
+        auto_accelerate(model, **job())
 
 
 def test_what_is_of_the_search_alone_is_said_to_be_unused(caplog: pytest.LogCaptureFixture) -> None:
@@ -423,20 +360,11 @@ def test_verbose_says_more(capfd: pytest.CaptureFixture[str], caplog: pytest.Log
 
 
 def test_a_search_that_finds_nothing_returns_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    from atorch.cluster.spec import ClusterSpec
-
     tiny = ClusterSpec.detect(init(), measure=False)
     tiny = replace(tiny, device=replace(tiny.device, memory_bytes=1.0))
     monkeypatch.setattr(ClusterSpec, "detect", lambda *args, **kwargs: tiny)
     assert auto_accelerate(Net(), **job(load_strategy=None)) == (False, None, None)
     assert auto_accelerate(Net(), **job(load_strategy=["checkpoint"], finetune_strategy=True)) == (False, None, None)
-
-
-def test_an_accelerated_model_is_not_accelerated_again() -> None:
-    model = Net()
-    auto_accelerate(model, **job())
-    with pytest.raises(ArgumentError, match="accelerated before"):
-        auto_accelerate(model, **job())
 
 
 def accelerate_with(rank: int, size: int, more: dict[str, Any]) -> Any:
@@ -457,9 +385,12 @@ def fail_to_build(rank: int, size: int) -> None:
     auto_accelerate(Net(), **job(load_strategy=["ddp"], optim_func=optim_func))
 
 
-def test_several_processes_get_a_complete_strategy(pool: Pool) -> None:
+def test_all_ranks_start_alike(pool: Pool) -> None:
     expected = Strategy.of([("parallel_mode", ([("data", 2)], None)), "ddp"])
     assert pool.run(accelerate_with, {}, ranks=2) == [expected, expected]
+
+    first, second = pool.run(differently_initialised, ranks=2)
+    assert first == second
 
 
 def test_all_ranks_fail_together(pool: Pool) -> None:
@@ -479,13 +410,7 @@ def test_all_ranks_fail_together(pool: Pool) -> None:
 def differently_initialised(rank: int, size: int) -> float:
     torch.manual_seed(rank)
     _, result, _ = auto_accelerate(Net(), **job(load_strategy=["zero1"]))
-    assert result is not None
     return float(sum(p.detach().sum() for p in result.model.parameters()))
-
-
-def test_the_model_of_rank_0_stands_on_every_rank(pool: Pool) -> None:
-    first, second = pool.run(differently_initialised, ranks=2)
-    assert first == second
 
 
 def accelerate_again(rank: int, size: int) -> None:

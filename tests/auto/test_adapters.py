@@ -21,6 +21,7 @@ from torch.utils.data import (
 from atorch import auto_accelerate
 from atorch.auto.adapters import adapted
 from atorch.errors import ArgumentError
+from tests.auto.training import accelerate, accelerated_steps, steps
 from tests.pool import Pool
 
 PAIRS = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16.0))
@@ -57,48 +58,24 @@ def two_groups(model: nn.Module, kind: Any = torch.optim.AdamW, **settings: Any)
 def trained(strategy: list[Any]) -> list[float]:
     """The losses of four global batches by an accelerated model."""
     model = model_of()
-    _, result, _ = auto_accelerate(
-        model,
-        two_groups(model, weight_decay=0.5),
-        DataLoader(PAIRS, batch_size=8),
-        loss_func,
-        model_input_format="unpack_sequence",
-        load_strategy=strategy,
-    )
-    losses = []
-    for _ in range(2):
-        for batch in result.dataloader:
-            batch = result.prepare_input(batch, torch.device("cpu"))
-            result.optim.zero_grad()
-            loss = result.loss_func(batch, result.model(*batch))
-            loss.backward()
-            result.optim.step()
-            losses.append(loss.item())
-    return losses
+    groups, loader = two_groups(model, weight_decay=0.5), DataLoader(PAIRS, batch_size=8)
+    given = {"optim_func": groups, "optim_args": None, "model_input_format": "unpack_sequence"}
+    result = accelerate(model, strategy, loader, loss_func, **given)
+    return [loss for _ in range(2) for loss in accelerated_steps(result)[0]]
 
 
 def plain() -> list[float]:
-    model, losses = model_of(), []
-    optim = two_groups(model, weight_decay=0.5)
-    for _ in range(2):
-        for batch in DataLoader(PAIRS, batch_size=8):
-            loss = loss_func(batch, model(*batch))
-            optim.zero_grad()
-            loss.backward()
-            optim.step()
-            losses.append(loss.item())
-    return losses
+    model = model_of()
+    return steps(model, two_groups(model, weight_decay=0.5), loss_func, [*DataLoader(PAIRS, batch_size=8)] * 2)[0]
 
 
 def on_rank(rank: int, size: int, strategies: list[list[Any]]) -> list[list[float]]:
     return [trained(strategy) for strategy in strategies]
 
 
-def test_one_process_trains_as_without() -> None:
+def test_groups_survive_and_train_as_without(pool: Pool) -> None:
     assert trained([]) == pytest.approx(plain(), rel=1e-5)
 
-
-def test_groups_survive_strategies_that_replace_parameters(pool: Pool) -> None:
     strategies = [[*DATA2, name] for name in ("ddp", "zero1", "fsdp")] + [STAGES2]
     first, second = pool.run(on_rank, strategies)
     for strategy, losses, others in zip(strategies, first, second, strict=True):
@@ -106,7 +83,30 @@ def test_groups_survive_strategies_that_replace_parameters(pool: Pool) -> None:
         assert mean == pytest.approx(plain(), rel=1e-4), strategy
 
 
-def test_an_optimizer_is_its_class_arguments_and_groups() -> None:
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad", "RMSprop", "Adafactor", "LBFGS"])
+def test_torchs_optimizers_can_be_made_again(kind: str) -> None:
+    model = model_of()
+    optim = getattr(torch.optim, kind)(model.parameters(), lr=0.03)
+    job = adapted({"model": model, "optim_func": optim})
+    again = job["optim_func"](job["optim_param_func"](model), **job["optim_args"])
+    assert again.defaults == optim.defaults
+    assert [p.shape for p in again.param_groups[0]["params"]] == [p.shape for p in model.parameters()]
+
+
+def test_optimizers_are_made_again_with_names_and_groups() -> None:
+    model = model_of()
+    job = adapted({"model": model, "optim_func": torch.optim.SGD(model.named_parameters(), lr=0.1)})
+    assert [name for name, _ in job["optim_param_func"](model)[0]["params"]] == list(dict(model.named_parameters()))
+
+    model = model_of()
+    assert adapted({"model": model, "optim_func": Counted(model.parameters())})["optim_func"] is Counted
+
+    model = model_of()
+    job = adapted({"model": model, "optim_func": torch.optim.SGD(model.parameters(), lr=0.1)})
+    model.added = nn.Linear(1, 1)
+    with pytest.raises(ArgumentError, match=r"did not have, such as added\.weight"):
+        job["optim_param_func"](model)
+
     model = model_of()
     optim = two_groups(model, betas=(0.8, 0.9))
     job = adapted({"model": model, "optim_func": optim})
@@ -121,22 +121,6 @@ def test_an_optimizer_is_its_class_arguments_and_groups() -> None:
     wrapped = nn.Module()
     wrapped.module = other
     assert job["optim_param_func"](wrapped) == groups
-
-
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad", "RMSprop", "Adafactor", "LBFGS"])
-def test_torchs_optimizers_can_be_made_again(kind: str) -> None:
-    model = model_of()
-    optim = getattr(torch.optim, kind)(model.parameters(), lr=0.03)
-    job = adapted({"model": model, "optim_func": optim})
-    again = job["optim_func"](job["optim_param_func"](model), **job["optim_args"])
-    assert again.defaults == optim.defaults
-    assert [p.shape for p in again.param_groups[0]["params"]] == [p.shape for p in model.parameters()]
-
-
-def test_names_that_were_given_are_kept() -> None:
-    model = model_of()
-    job = adapted({"model": model, "optim_func": torch.optim.SGD(model.named_parameters(), lr=0.1)})
-    assert [name for name, _ in job["optim_param_func"](model)[0]["params"]] == list(dict(model.named_parameters()))
 
 
 class Counted(torch.optim.SGD):
@@ -183,11 +167,6 @@ def test_an_optimizer_that_would_differ_is_refused(make: Any, told: str) -> None
         auto_accelerate(model, make(model), load_strategy=[])
 
 
-def test_a_subclass_with_usual_settings_is_made_again() -> None:
-    model = model_of()
-    assert adapted({"model": model, "optim_func": Counted(model.parameters())})["optim_func"] is Counted
-
-
 def test_settings_are_given_once() -> None:
     model = model_of()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -197,14 +176,6 @@ def test_settings_are_given_once() -> None:
         auto_accelerate(model, optim, optim_args={"lr": 1.0}, load_strategy=[])
     with pytest.raises(ArgumentError, match="dataset is a DataLoader .* leave dataloader_args out"):
         auto_accelerate(model, None, DataLoader(PAIRS), dataloader_args={"batch_size": 2}, load_strategy=[])
-
-
-def test_parameters_that_a_strategy_adds_are_in_no_group() -> None:
-    model = model_of()
-    job = adapted({"model": model, "optim_func": torch.optim.SGD(model.parameters(), lr=0.1)})
-    model.added = nn.Linear(1, 1)
-    with pytest.raises(ArgumentError, match=r"did not have, such as added\.weight"):
-        job["optim_param_func"](model)
 
 
 def seeded(worker: int) -> None:
@@ -224,7 +195,7 @@ def arguments(loader: DataLoader[Any]) -> dict[str, Any]:
     return adapted({"dataset": loader})["dataloader_args"]
 
 
-def test_a_loader_is_its_settings() -> None:
+def test_a_loader_is_its_settings_and_samplers() -> None:
     made = DataLoader(
         PAIRS, batch_size=4, shuffle=True, num_workers=2, collate_fn=pairs, drop_last=True, timeout=3,
         worker_init_fn=seeded, prefetch_factor=3, persistent_workers=True, multiprocessing_context="spawn",
@@ -237,6 +208,14 @@ def test_a_loader_is_its_settings() -> None:
     for name in (*kept, "persistent_workers", "multiprocessing_context"):
         assert getattr(again, name) == getattr(made, name), name
 
+    subset, chunks = SubsetRandomSampler(range(4)), BatchSampler(SequentialSampler(PAIRS), 3, drop_last=False)
+    assert arguments(DataLoader(PAIRS, sampler=subset))["sampler"] is subset
+    found = arguments(DataLoader(PAIRS, batch_sampler=chunks))
+    assert found["batch_sampler"] is chunks
+    assert not {"batch_size", "shuffle", "sampler", "drop_last"} & found.keys()
+    part = RandomSampler(PAIRS, num_samples=4)
+    assert arguments(DataLoader(PAIRS, sampler=part))["sampler"] is part
+
 
 @pytest.mark.parametrize(
     "settings", [{}, {"batch_size": 5}, {"batch_size": 5, "drop_last": True}, {"batch_size": None}]
@@ -248,16 +227,6 @@ def test_batches_are_the_same(settings: dict[str, Any], data: Any) -> None:
     assert [batch.tolist() for batch in map(torch.as_tensor, result.dataloader)] == [
         batch.tolist() for batch in map(torch.as_tensor, loader)
     ]
-
-
-def test_samplers_of_the_users_own_are_carried_over() -> None:
-    subset, chunks = SubsetRandomSampler(range(4)), BatchSampler(SequentialSampler(PAIRS), 3, drop_last=False)
-    assert arguments(DataLoader(PAIRS, sampler=subset))["sampler"] is subset
-    found = arguments(DataLoader(PAIRS, batch_sampler=chunks))
-    assert found["batch_sampler"] is chunks
-    assert not {"batch_size", "shuffle", "sampler", "drop_last"} & found.keys()
-    part = RandomSampler(PAIRS, num_samples=4)
-    assert arguments(DataLoader(PAIRS, sampler=part))["sampler"] is part
 
 
 class MyLoader(DataLoader[Any]):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import atorch
 from atorch import auto_accelerate
@@ -69,90 +70,69 @@ def frozen() -> nn.Module:
     return model
 
 
-def given(case: str, rank: int, folder: str) -> dict[str, Any]:
-    """The arguments of a rank: those of `job`, and on rank 1 one that differs."""
-    ddp = {"load_strategy": ["ddp"]}
-    one = rank == 1
+def differences(rank: int, folder: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Per case what is told, and the arguments of a rank: those of `job`, and on rank 1 one that differs.
+
+    "x is A | B" stands for "x is A on rank 0 and B on rank 1".
+    """
+    one, path = rank == 1, f"{folder}/strategy.json"
+    partial = functools.partial(torch.optim.SGD, lr=0.2 if one else 0.1)
+    scheduler = {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": 2 if one else 3}}
+    moving: Any = (lambda data, to: data) if one else (lambda data, to: (*data,))
+    saved = "save_strategy_to_file is"
     return {
-        "load_strategy": {"load_strategy": ["fsdp"] if one else ["ddp"]},
-        "knob": {"load_strategy": [("ddp", {"bucket_cap_mb": 5 if one else 6})]},
-        "search and load": {"load_strategy": None if one else ["ddp"]},
-        "finetune": {**ddp, "finetune_strategy": one},
-        "dry run": {**ddp, "ignore_dryrun_on_load_strategy": not one},
-        "no dataset": {**ddp, "dataset": None if one else PAIRS},
-        "no dataset, search": {"load_strategy": None, "dataset": None if one else PAIRS},
-        "dataset length": {**ddp, "dataset": PAIRS[:8] if one else PAIRS},
-        "dataset type": {**ddp, "dataset": tuple(PAIRS) if one else PAIRS},
-        "batch size": {**ddp, "dataloader_args": {"batch_size": 8 if one else 4}},
-        "learning rate": {**ddp, "optim_args": {"lr": 0.2 if one else 0.1}},
-        "optimizer": {**ddp, "optim_func": torch.optim.Adam if one else torch.optim.SGD},
-        "no optimizer": {**ddp, "optim_func": None if one else torch.optim.SGD},
-        "learning rate in a partial": {
-            **ddp,
-            "optim_args": None,
-            "optim_func": functools.partial(torch.optim.SGD, lr=0.2 if one else 0.1),
-        },
-        "learning rate in a closure": {**ddp, "optim_func": drawn_from_elsewhere(rank)},
-        "scheduler": {
-            **ddp,
-            "lr_scheduler_cls": torch.optim.lr_scheduler.StepLR,
-            "lr_scheduler_args": {"step_size": 2 if one else 3},
-        },
-        "loss": {**ddp, "loss_func": other_loss if one else loss_func},
-        "lambda": {**ddp, "prepare_input": (lambda data, to: data) if one else (lambda data, to: (*data,))},
-        "input format": {**ddp, "model_input_format": None if one else "unpack_sequence"},
-        "excluded": {"load_strategy": None, "excluded": ["fsdp"] if one else None},
-        "seed": {**ddp, "sampler_seed": 1 if one else 2},
-        "time limit": {"load_strategy": None, "time_limit": 3 if one else 4},
-        "option": {**ddp, "find_unused_parameters": one},
-        "unknown keyword": {**ddp, **({"verbos": True} if one else {})},
-        "keyword of one": {**ddp, **({"time_limit": 3} if one else {})},
-        "saved": {**ddp, "save_strategy_to_file": f"{folder}/strategy.json" if one else None},
-        "saved by rank 0": {**ddp, "save_strategy_to_file": None if one else f"{folder}/strategy.json"},
-        "file of one": {"load_strategy": f"{folder}/none.json" if one else f"{folder}/ddp.json"},
-        "model": {**ddp, "model": Wide() if one else Net()},
-        "no model": {**ddp, "model": None if one else Net()},
-        "order": {**ddp, "model": Turned(("bias", "weight")) if one else Turned()},
-        "frozen": {**ddp, "model": frozen() if one else Net()},
-        "eval": {**ddp, "model": Net().eval() if one else Net()},
-    }[case]
-
-
-DIFFERENCES = {
-    "load_strategy": "load_strategy is .*ddp.* on rank 0 and .*fsdp.* on rank 1",
-    "knob": "load_strategy is .*6.* on rank 0 and .*5.* on rank 1",
-    "search and load": "load_strategy is .*ddp.* on rank 0 and None on rank 1",
-    "finetune": "finetune_strategy is False on rank 0 and True on rank 1",
-    "dry run": "ignore_dryrun_on_load_strategy is True on rank 0 and False on rank 1",
-    "no dataset": "dataset is a list of 16 samples on rank 0 and None on rank 1",
-    "no dataset, search": "so they need dataset.* Processes differ: dataset is a list of 16 samples on rank 0 and None",
-    "dataset length": "dataset is a list of 16 samples on rank 0 and a list of 8 samples on rank 1",
-    "dataset type": "dataset is a list of 16 samples on rank 0 and a tuple of 16 samples on rank 1",
-    "batch size": r"dataloader_args\['batch_size'\] is 4 on rank 0 and 8 on rank 1",
-    "learning rate": r"optim_args\['lr'\] is 0.1 on rank 0 and 0.2 on rank 1",
-    "optimizer": "optim_func is .*SGD on rank 0 and .*Adam on rank 1",
-    "no optimizer": "optim_func is .*SGD on rank 0 and None on rank 1",
-    "learning rate in a partial": "optim_func's argument 'lr' is 0.1 on rank 0 and 0.2 on rank 1",
-    "learning rate in a closure": r"the optimizer's group 0\['lr'\] is 0.1 on rank 0 and 0.2 on rank 1",
-    "scheduler": r"lr_scheduler_args\['step_size'\] is 3 on rank 0 and 2 on rank 1",
-    "loss": "loss_func is .*loss_func.* on rank 0 and .*other_loss.* on rank 1",
-    "lambda": "prepare_input is .*lambda.*code.* on rank 0 and .*lambda.*code.* on rank 1",
-    "input format": "model_input_format is 'unpack_sequence' on rank 0 and None on rank 1",
-    "excluded": r"excluded\[0\] is not given on rank 0 and 'fsdp' on rank 1",
-    "seed": "sampler_seed is 2 on rank 0 and 1 on rank 1",
-    "time limit": "time_limit is 4 on rank 0 and 3 on rank 1",
-    "option": "find_unused_parameters is False on rank 0 and True on rank 1",
-    "unknown keyword": "rank 1 failed: .* no argument 'verbos'; did you mean 'verbose'",
-    "keyword of one": "time_limit is None on rank 0 and 3 on rank 1",
-    "saved": "save_strategy_to_file is not given on rank 0 and given on rank 1",
-    "saved by rank 0": "save_strategy_to_file is given on rank 0 and not given on rank 1",
-    "file of one": "rank 1 failed: .*none.json",
-    "model": r"parameter 0 of the model is 'linear.weight' \(1, 4\) .* on rank 0 and .* \(1, 8\) .* on rank 1",
-    "no model": "rank 1 failed: model is NoneType",
-    "order": "parameter 0 of the model is 'weight' .* on rank 0 and 'bias' .* on rank 1",
-    "frozen": r"parameter 1 of the model is 'linear.bias' .*, trains on rank 0 and .* is frozen .* on rank 1",
-    "eval": "the model is a .*Net in training mode on rank 0 and .* in eval mode on rank 1",
-}
+        "load_strategy": ("load_strategy is .*ddp.* | .*fsdp.*", {"load_strategy": ["fsdp"] if one else ["ddp"]}),
+        "knob": ("load_strategy is .*6.* | .*5.*", {"load_strategy": [("ddp", {"bucket_cap_mb": 5 if one else 6})]}),
+        "search and load": ("load_strategy is .*ddp.* | None", {"load_strategy": None if one else ["ddp"]}),
+        "finetune": ("finetune_strategy is False | True", {"finetune_strategy": one}),
+        "dry run": ("ignore_dryrun_on_load_strategy is True | False", {"ignore_dryrun_on_load_strategy": not one}),
+        "no dataset": ("dataset is a list of 16 samples | None", {"dataset": None if one else PAIRS}),
+        "no dataset, search": (
+            "so they need dataset.* Processes differ: dataset is a list of 16 samples | None",
+            {"load_strategy": None, "dataset": None if one else PAIRS},
+        ),
+        "length": ("a list of 16 samples | a list of 8 samples", {"dataset": PAIRS[:8] if one else PAIRS}),
+        "dataset type": ("a list of 16 samples | a tuple of 16 samples", {"dataset": tuple(PAIRS) if one else PAIRS}),
+        "batch size": (r"args\['batch_size'\] is 4 | 8", {"dataloader_args": {"batch_size": 8 if one else 4}}),
+        "learning rate": (r"optim_args\['lr'\] is 0.1 | 0.2", {"optim_args": {"lr": 0.2 if one else 0.1}}),
+        "optimizer": ("optim_func is .*SGD | .*Adam", {"optim_func": torch.optim.Adam if one else torch.optim.SGD}),
+        "no optimizer": ("optim_func is .*SGD | None", {"optim_func": None if one else torch.optim.SGD}),
+        "partial": ("optim_func's argument 'lr' is 0.1 | 0.2", {"optim_args": None, "optim_func": partial}),
+        "closure": (r"the optimizer's group 0\['lr'\] is 0.1 | 0.2", {"optim_func": drawn_from_elsewhere(rank)}),
+        "scheduler": (r"lr_scheduler_args\['step_size'\] is 3 | 2", scheduler),
+        "loss": ("loss_func is .*loss_func.* | .*other_loss.*", {"loss_func": other_loss if one else loss_func}),
+        "lambda": ("prepare_input is .*lambda.*code.* | .*lambda.*code.*", {"prepare_input": moving}),
+        "form": (
+            "input_format is 'unpack_sequence' | None",
+            {"model_input_format": None if one else "unpack_sequence"},
+        ),
+        "excluded": (
+            r"excluded\[0\] is not given | 'fsdp'",
+            {"load_strategy": None, "excluded": ["fsdp"] if one else None},
+        ),
+        "seed": ("sampler_seed is 2 | 1", {"sampler_seed": 1 if one else 2}),
+        "time limit": ("time_limit is 4 | 3", {"load_strategy": None, "time_limit": 3 if one else 4}),
+        "option": ("find_unused_parameters is False | True", {"find_unused_parameters": one}),
+        "keyword": ("rank 1 failed: .* no argument 'verbos'; did you mean 'verbose'", {"verbos": True} if one else {}),
+        "keyword of one": ("time_limit is None | 3", {"time_limit": 3} if one else {}),
+        "saved": (f"{saved} not given | given", {"save_strategy_to_file": path if one else None}),
+        "saved by 0": (f"{saved} given | not given", {"save_strategy_to_file": None if one else path}),
+        "file": ("rank 1 failed: .*none.json", {"load_strategy": f"{folder}/{'none' if one else 'ddp'}.json"}),
+        "model": (
+            r"parameter 0 of the model is 'linear.weight' \(1, 4\) .* | .* \(1, 8\) .*",
+            {"model": Wide() if one else Net()},
+        ),
+        "no model": ("rank 1 failed: model is NoneType", {"model": None if one else Net()}),
+        "order": (
+            "parameter 0 of the model is 'weight' .* | 'bias' .*",
+            {"model": Turned(("bias", "weight")) if one else Turned()},
+        ),
+        "frozen": (
+            "parameter 1 of the model is 'linear.bias' .*, trains | .* is frozen .*",
+            {"model": frozen() if one else Net()},
+        ),
+        "eval": ("the model is a .*Net in training mode | .* in eval mode", {"model": Net().eval() if one else Net()}),
+    }
 
 
 Told = tuple[str, float, float]  # an error's text, when this rank came to the others, and when it raised
@@ -184,20 +164,23 @@ def soon(told: Sequence[Told]) -> list[str]:
 def check_told(by_case: Sequence[list[Told]], messages: Iterable[str]) -> None:
     """Both ranks say the message of each case, within 5 seconds of when the last of them came."""
     for by_rank, message in zip(by_case, messages, strict=True):
+        if " | " in message:
+            message = f"{message.replace(' | ', ' on rank 0 and ')} on rank 1"
         first, second = soon(by_rank)
         assert re.search(message, first)
         assert re.search(message.removeprefix("rank 1 failed: "), second)
 
 
 def accelerate_as_given(rank: int, size: int, case: str, folder: str) -> Told:
-    arguments = {"model": Net(), **job(**given(case, rank, folder))}
+    arguments = {"model": Net(), **job(load_strategy=["ddp"]), **differences(rank, folder)[case][1]}
     return told_by(lambda: auto_accelerate(arguments.pop("model"), **arguments))
 
 
 def test_a_difference_is_told_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "ddp.json").write_text('["ddp"]')
-    told = run_each(pool, accelerate_as_given, [(case, str(tmp_path)) for case in DIFFERENCES])
-    check_told(told, DIFFERENCES.values())
+    cases = differences(0, "")
+    told = run_each(pool, accelerate_as_given, [(case, str(tmp_path)) for case in cases])
+    check_told(told, (message for message, _ in cases.values()))
 
 
 def of_its_own(rank: int, size: int, case: str, folder: str) -> bool:
@@ -252,72 +235,53 @@ def test_what_is_a_processs_own_may_differ(pool: Pool, tmp_path: Path) -> None:
     assert run_each(pool, of_its_own, cases) == [[True, True]] * len(cases)
 
 
-def plan_differently(rank: int, size: int, case: str) -> Told:
-    more: dict[str, Any] = {
-        "keyword": {"time_limitt": 3} if rank else {},
-        "value": {"optim_args": {"lr": 0.1 * (1 + rank)}},
-        "dataset": {},
-    }[case]
-    dataset = PAIRS[:8] if rank and case == "dataset" else PAIRS
-    return told_by(lambda: atorch.plan(Net(), torch.optim.SGD, dataset, loss_func, **more))  # type: ignore[call-overload]
+def doors(rank: int, size: int) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """What is told where other functions are called differently, and the call of a rank."""
+
+    def plan(dataset: Any = PAIRS, **more: Any) -> None:
+        atorch.plan(Net(), torch.optim.SGD, dataset, loss_func, **more)
+
+    def engine(model: Any = Net, rate: float = 0.01, **more: Any) -> None:
+        initialize_engine(model, rank, {"optimizer": {"type": "Adam", "params": {"lr": rate}}, **more})
+
+    def by_hand(model: nn.Module, strategy: str) -> None:
+        given = {name: value for name, value in job().items() if name != "load_strategy"}
+        ctx = make_context(model, **given, world=worlds.init("cpu"), cluster=cluster(size))
+        complete(Strategy.of([strategy]), size).apply(ctx)
+
+    kind = Wide if rank else Net
+    started = f"model_func is {Net.__module__}.Net | {__name__}.Wide"
+    adam: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    return {
+        "a plan's keyword": ("did you mean 'time_limit'", lambda: plan(**({"time_limitt": 3} if rank else {}))),
+        "a plan's value": ("is 0.1 | 0.2", lambda: plan(optim_args={"lr": 0.1 * (1 + rank)})),
+        "a plan's dataset": ("16 samples | a list of 8 samples", lambda: plan(PAIRS[:8] if rank else PAIRS)),
+        "an engine's rate": (r"lr'\] is 0.01 | 1.01", lambda: engine(rate=0.01 + rank)),
+        "an engine's key": ("'optimiser'", lambda: engine(**({"optimiser": 3} if rank else {}))),
+        "an engine's model": (started, lambda: engine(kind)),
+        "an engine by hand": (
+            r"parameter 0 of the model is 'linear.weight' \(1, 4\)",
+            lambda: PatrickStarEngine(kind(), PatrickStarClient(rank), adam),
+        ),
+        "another door": (
+            "the call is auto_accelerate | initialize_engine",
+            lambda: engine() if rank else auto_accelerate(Net(), **job(load_strategy=["ddp"])),
+        ),
+        "a strategy by hand": (
+            "the strategy is .*ddp.* | .*zero1.*",
+            lambda: by_hand(Net(), "zero1" if rank else "ddp"),
+        ),
+        "its model": ("parameter 0 of the model", lambda: by_hand(kind(), "ddp")),
+    }
 
 
-PLANS = {
-    "keyword": "did you mean 'time_limit'",
-    "value": "is 0.1 on rank 0 and 0.2 on",
-    "dataset": "8 samples on rank 1",
-}
+def through_door(rank: int, size: int, case: str) -> Told:
+    return told_by(doors(rank, size)[case][1])
 
 
-def test_plans_are_told_too(pool: Pool) -> None:
-    check_told(run_each(pool, plan_differently, [(case,) for case in PLANS]), PLANS.values())
-
-
-def start_engines(rank: int, size: int, case: str) -> Told:
-    config: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.01 + rank * (case == "learning rate")}}}
-    own = {**config, **({"optimiser": 3} if rank else {})}
-    return told_by(
-        {
-            "learning rate": lambda: initialize_engine(Net, rank, config),
-            "key": lambda: initialize_engine(Net, rank, own),
-            "model": lambda: initialize_engine(Wide if rank else Net, rank, config),
-            "by hand": lambda: PatrickStarEngine(Wide() if rank else Net(), PatrickStarClient(rank), config),
-            "another door": lambda: (
-                initialize_engine(Net, rank, config) if rank else auto_accelerate(Net(), **job(load_strategy=["ddp"]))
-            ),
-        }[case]
-    )
-
-
-ENGINES = {
-    "learning rate": r"lr'\] is 0.01 on rank 0 and 1.01 on rank 1",
-    "key": "'optimiser'",
-    "model": "model_func is tests.auto.test_accelerate.Net on rank 0 and tests.auto.test_arguments.Wide on rank 1",
-    "by hand": r"parameter 0 of the model is 'linear.weight' \(1, 4\)",
-    "another door": "the call is auto_accelerate on rank 0 and initialize_engine on rank 1",
-}
-
-
-def test_engines_are_told_too(pool: Pool) -> None:
-    check_told(run_each(pool, start_engines, [(case,) for case in ENGINES]), ENGINES.values())
-
-
-def apply_differently(rank: int, size: int, case: str) -> Told:
-    given = {name: value for name, value in job().items() if name != "load_strategy"}
-    model = Wide() if rank and case == "model" else Net()
-    ctx = make_context(model, **given, world=worlds.init("cpu"), cluster=cluster(size))
-    strategy = Strategy.of(["zero1"] if rank and case == "strategy" else ["ddp"])
-    return told_by(lambda: complete(strategy, size).apply(ctx))
-
-
-BY_HAND = {
-    "strategy": "the strategy is .*ddp.* on rank 0 and .*zero1.* on rank 1",
-    "model": "parameter 0 of the model",
-}
-
-
-def test_strategies_by_hand_are_told_too(pool: Pool) -> None:
-    check_told(run_each(pool, apply_differently, [(case,) for case in BY_HAND]), BY_HAND.values())
+def test_other_functions_tell_too(pool: Pool) -> None:
+    cases = doors(0, 2)
+    check_told(run_each(pool, through_door, [(case,) for case in cases]), (message for message, _ in cases.values()))
 
 
 def call_alone(rank: int, size: int) -> tuple[str, list[str]]:
@@ -337,12 +301,14 @@ def call_alone(rank: int, size: int) -> tuple[str, list[str]]:
     return told, warned
 
 
-def test_a_process_that_does_not_come_is_named_soon_and_told_when_the_time_is_up(pool: Pool) -> None:
+def test_a_process_that_does_not_come_is_told_and_a_timeout_reaches_groups(pool: Pool) -> None:
     assert timedelta(seconds=5) > collectives.MEETING
     (told, warned), _ = pool.run(call_alone, timeout=30)
     said = "auto_accelerate is called on rank 0 but not on 1; call it on all together"
     assert warned == [f"{said} (this process waits for them)"]
     assert "auto_accelerate got no answer from the other processes, which all have to call it" in told
+
+    assert pool.run(timeouts_of_a_start) == [{77.0}] * 2
 
 
 def count_collectives(rank: int, size: int, case: str) -> list[str]:
@@ -361,7 +327,7 @@ def count_collectives(rank: int, size: int, case: str) -> list[str]:
 
 
 def test_the_first_collective_is_the_agreement(pool: Pool) -> None:
-    cases = [(case,) for case in ("search and load", "no dataset", "unknown keyword", "no model", "eval")]
+    cases = [(case,) for case in ("search and load", "no dataset", "keyword", "no model", "eval")]
     assert run_each(pool, count_collectives, cases) == [[["auto_accelerate"]] * 2] * len(cases)
 
 
@@ -376,7 +342,3 @@ def timeouts_of_a_start(rank: int, size: int) -> set[float]:
     with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as made:
         auto_accelerate(Net(), **job(load_strategy=[("parallel_mode", ([("zero", 2)], None)), "fsdp"]), timeout=77.0)
     return {call.kwargs["timeout"].total_seconds() for call in made.call_args_list}
-
-
-def test_a_timeout_reaches_the_groups_that_are_made(pool: Pool) -> None:
-    assert pool.run(timeouts_of_a_start) == [{77.0}] * 2

@@ -45,19 +45,15 @@ def test_the_largest_is_found_from_below_and_from_above(border, first, found):
     assert fit.size <= border < fit.size + max(1, fit.size // 7)
 
 
-def test_every_question_is_told():
+def test_the_search_for_the_largest_ends():
     told = []
     fit = largest(fits_to(1000), 512, 2**20, lambda size, plan: told.append((size, plan is not None)))
     assert told == [(512, True), (1024, False), (768, True), (896, True), (960, True)]
     assert fit.tried == tuple(told)
 
-
-def test_where_everything_fits_the_search_ends_at_its_limit():
     fit = largest(fits_to(10**9), 100, 1000, quiet)
     assert (fit.size, fit.is_bounded) == (800, False)
 
-
-def test_where_nothing_fits_the_last_refusal_is_raised():
     with pytest.raises(NoFeasiblePlanError, match="1 is too large"):
         largest(fits_to(0), 64, 1024, quiet)
 
@@ -81,15 +77,13 @@ def test_the_smallest_cluster_is_found(border, found):
     assert len(clusters) <= 12
 
 
-def test_no_cluster_is_large_enough():
+def test_a_cluster_keeps_its_kind_or_none_is_large_enough():
     def ask(cluster):
         raise NoFeasiblePlanError(f"{cluster.world_size} devices are too few")
 
     with pytest.raises(NoFeasiblePlanError, match="64 devices are too few"):
         smallest_cluster(ask, KIND, 64, lambda size, plan: None)
 
-
-def test_a_cluster_keeps_its_kind():
     assert sized(KIND, 4) == replace(KIND, num_nodes=1, devices_per_node=4)
     assert sized(KIND, 64) == replace(KIND, num_nodes=8)
     assert sized(KIND, 64).device == KIND.device

@@ -97,8 +97,6 @@ def looks(rank: int, size: int, load_strategy: list[Any], labelled: bool, layers
         Net(layers), torch.optim.AdamW, rows(labelled), cross_entropy if labelled else squares,
         dataloader_args={"batch_size": 8}, model_input_format="unpack_sequence", load_strategy=load_strategy,
     )  # fmt: skip
-    assert status
-    assert result is not None
     for batch in result.dataloader:
         batch = result.prepare_input(batch, torch.device("cpu"))
         with Looks() as seen:

@@ -1,33 +1,20 @@
 """On several processes gradients are those of the whole batch's loss, whatever the loss is a mean over, or a sum."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from atorch import auto_accelerate
 from atorch.errors import ArgumentError
 from atorch.profiler.memory_tracker import CommCounter
-from tests.auto.loss_job import (
-    BATCH,
-    LOSSES,
-    Causal,
-    Net,
-    Samples,
-    accelerated,
-    added_up,
-    batch_of,
-    by_label,
-    contrast,
-    deviation,
-    gradient_error,
-    in_a_tuple,
-    value,
-)
-from tests.auto.training import assert_trains_like_plain, messages, run_each
+from tests.auto import loss_job
+from tests.auto.training import accelerate, assert_trains_like_plain, messages, run_each
 
 EXACT = 1e-4
 
@@ -51,31 +38,46 @@ IN_PARTS = ("micro_batch", "one micro-batch", "micro_batch of fsdp")
 MICRO = ("micro_batch", {"size": 2})
 
 
-def test_ddp_is_training_on_the_whole_batch(pool):
-    assert_trains_like_plain(pool, deviation, [(name, ["ddp"]) for name in LOSSES])
-
-
 def test_every_way_to_share_out_samples(pool):
     cases = [("labels", strategy) for strategy in SPLIT_BY_DATA.values()]
     cases += [(name, SPLIT_BY_DATA[way]) for way in IN_PARTS for name in ("sum", "causal")]
-    assert_trains_like_plain(pool, deviation, [*cases, ("sum", ["zero1"]), ("causal", ["fsdp"]), ("sum", ["chunk"])])
+    cases += [(name, ["ddp"]) for name in loss_job.LOSSES]
+    assert_trains_like_plain(
+        pool, loss_job.deviation, [*cases, ("sum", ["zero1"]), ("causal", ["fsdp"]), ("sum", ["chunk"])]
+    )
+    meshes = {axis: ("parallel_mode", ([(axis, 2), ("data", 2)], None)) for axis in SPLIT}
+    cases = [(name, [meshes[axis], *SPLIT[axis]]) for axis in SPLIT for name in ("sum", "labels")]
+    assert_trains_like_plain(pool, loss_job.deviation, cases, ranks=4)
+    fp16 = ("amp_native", "fp16")
+    cases = [(name, ["ddp", fp16, *beside]) for name in ("sum", "labels") for beside in ([], [MICRO])]
+    assert_trains_like_plain(pool, loss_job.deviation, cases, band=1e-2)
 
 
-def test_labels_that_differ_in_later_batches_alone(pool):
-    cases = [(name, ["ddp", *beside]) for name in ("labels", "causal", "by row") for beside in ([], [MICRO])]
+def test_rows_and_labels_that_differ_between_ranks_and_batches(pool):
+    cases = [(name, ["ddp"]) for name in ("labels", "by row")] + [
+        (name, ["ddp", MICRO]) for name in ("labels", "causal")
+    ]
     assert_trains_like_plain(pool, later, cases)
 
+    assert_trains_like_plain(pool, alone, [(name, ["fsdp"]) for name in ("sum", "labels", "causal")])
 
-def test_one_row_a_rank(pool):
-    assert_trains_like_plain(pool, alone, [(name, ["fsdp"]) for name in ("sum", "labels", "mask", "causal")])
+    assert_trains_like_plain(pool, ragged, [(name,) for name in ("rows", "sum", "labels", "causal")])
+
+    cases = [(name, ["ddp", *beside]) for name in ("labels", "mask", "causal") for beside in ([], [MICRO])]
+    assert_trains_like_plain(pool, without_labels, cases)
+
+    cases = [(strategy, inside) for strategy in ("ddp", "fsdp") for inside in (True, False)]
+    assert_trains_like_plain(pool, padding_free, cases, band=1e-5)
+
+    assert max(pool.run(two_losses, ranks=2)) <= EXACT
 
 
 def later(rank, size, name, strategy):
-    return deviation(rank, size, name, strategy, full_first=True)
+    return loss_job.deviation(rank, size, name, strategy, full_first=True)
 
 
 def alone(rank, size, name, strategy):
-    return deviation(rank, size, name, strategy, batch_size=size)
+    return loss_job.deviation(rank, size, name, strategy, batch_size=size)
 
 
 SPLIT = {
@@ -84,117 +86,93 @@ SPLIT = {
 }
 
 
-def test_beside_what_splits_the_model(pool):
-    meshes = {axis: ("parallel_mode", ([(axis, 2), ("data", 2)], None)) for axis in SPLIT}
-    cases = [(name, [meshes[axis], *SPLIT[axis]]) for axis in SPLIT for name in ("sum", "labels")]
-    assert_trains_like_plain(pool, deviation, cases, ranks=4)
-
-
-def test_loss_scales(pool):
-    fp16 = ("amp_native", "fp16")
-    cases = [(name, ["ddp", fp16, *beside]) for name in ("sum", "labels") for beside in ([], [MICRO])]
-    assert_trains_like_plain(pool, deviation, cases, band=1e-2)
-
-
 def ragged(rank, size, name):
     """Ranks have another number of rows, in the first step or in a later one."""
-    make, loss_func = LOSSES[name]
-    data = Samples()
+    make, loss_func = loss_job.LOSSES[name]
+    data = loss_job.Samples()
     errors = []
     for first in ([0, 1, 2, 3], [4, 5]), ([0, 1, 2, 3], [4, 5, 6, 7]):
-        result = accelerated(make, loss_func)
+        result = loss_job.accelerated(make, loss_func)
         for shares in (first, ([8, 9, 10], [11])):
-            batches = [batch_of(data, *indices) for indices in shares]
-            errors.append(gradient_error(result, make, loss_func, batches, rank))
+            batches = [loss_job.batch_of(data, *indices) for indices in shares]
+            errors.append(loss_job.gradient_error(result, make, loss_func, batches, rank))
     return max(errors)
-
-
-def test_ranks_with_different_numbers_of_rows(pool):
-    assert_trains_like_plain(pool, ragged, [(name,) for name in ("rows", "sum", "labels", "causal")])
 
 
 def without_labels(rank, size, name, strategy):
     """One rank has nothing that counts, in the second step; the loss it prints is 0/0."""
-    make, loss_func = LOSSES[name]
-    data = Samples()
-    result = accelerated(make, loss_func, strategy)
-    shares = [batch_of(data, 0, 1, 2, 3), batch_of(data, 4, 5, 6, 7)]
-    errors = [gradient_error(result, make, loss_func, shares, rank)]
+    make, loss_func = loss_job.LOSSES[name]
+    data = loss_job.Samples()
+    result = loss_job.accelerated(make, loss_func, strategy)
+    shares = [loss_job.batch_of(data, 0, 1, 2, 3), loss_job.batch_of(data, 4, 5, 6, 7)]
+    errors = [loss_job.gradient_error(result, make, loss_func, shares, rank)]
     shares[1]["labels"][:], shares[1]["mask"][:] = -100, 0.0
     batch = shares[rank]
     printed = float(result.loss_func(batch, result.model(**batch)).detach())
     assert math.isnan(printed) == (rank == 1)
-    return max(*errors, gradient_error(result, make, loss_func, shares, rank))
-
-
-def test_a_rank_without_labels_spoils_nothing(pool):
-    cases = [(name, ["ddp", *beside]) for name in ("labels", "mask", "causal") for beside in ([], [MICRO])]
-    assert_trains_like_plain(pool, without_labels, cases)
+    return max(*errors, loss_job.gradient_error(result, make, loss_func, shares, rank))
 
 
 def printed(rank, size):
     """The loss is the user's own, whatever becomes of its gradient, and so it is where no gradient is asked for."""
-    data = Samples()
-    result = accelerated(Net, in_a_tuple)
-    batch = batch_of(data, 2 * rank, 2 * rank + 1)
+    data = loss_job.Samples()
+    result = loss_job.accelerated(loss_job.Net, loss_job.in_a_tuple)
+    batch = loss_job.batch_of(data, 2 * rank, 2 * rank + 1)
     with torch.no_grad():
         evaluated = result.loss_func(batch, result.model(**batch))
     loss, other = result.loss_func(batch, result.model(**batch))
-    expected = float(added_up(batch, Net()(**batch)))
+    expected = float(loss_job.added_up(batch, loss_job.Net()(**batch)))
     return abs(float(evaluated[0]) - expected), abs(float(loss) - expected), other
 
 
-def test_the_loss_that_is_printed_is_the_users(pool):
+def test_what_is_counted_printed_and_compiled(pool):
     for evaluated, loss, other in pool.run(printed, ranks=2):
         assert evaluated <= 1e-5
         assert loss <= 1e-5
         assert other == 1.0
 
-
-def sent(rank, size, name):
-    """Calls and bytes that the third step, when all has been found out, sends beyond DistributedDataParallel's own."""
-    make, loss_func = LOSSES[name]
-    _, result, _ = auto_accelerate(
-        make(),
-        torch.optim.SGD,
-        Samples(),
-        loss_func,
-        model_input_format="unpack_dict",
-        optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=["ddp"],
-    )
-    for batch in result.dataloader:
-        with CommCounter() as mine:
-            result.step(batch)
-    model, data = DistributedDataParallel(make(), gradient_as_bucket_view=True), Samples()
-    for _ in range(3):
-        with CommCounter() as theirs:
-            batch = batch_of(data, 0, 1)
-            value(loss_func(batch, model(**batch))).backward()
-    totals = [[sum(figures) for figures in zip(*sends.counts.values(), strict=True)] for sends in (mine, theirs)]
-    return tuple(one - other for one, other in zip(*totals, strict=True))
-
-
-def test_a_mean_over_rows_costs_nothing_a_step_and_one_over_labels_a_number(pool):
     expected = {"rows": 0, "sum": 0, "tuple": 0, "labels": 1}
     by_name = run_each(pool, sent, [(name,) for name in expected])
     for more, by_rank in zip(expected.values(), by_name, strict=True):
         assert by_rank == [(more, 8.0 * more)] * 2
 
+    for first, *_, last in pool.run(classes, ranks=2):
+        assert last == 1, "the reduction of the gradients"
+        assert first > 1
+
+    for by_rank in run_each(pool, compiled, [("ddp",), (("chunk", {"budget_bytes": 100_000}),)]):
+        for off, num_graphs in by_rank:
+            assert off <= EXACT
+            assert num_graphs == 1
+
+
+def sent(rank, size, name):
+    """Calls and bytes that the third step, when all has been found out, sends beyond DistributedDataParallel's own."""
+    make, loss_func = loss_job.LOSSES[name]
+    result = loss_job.accelerated(
+        make, loss_func, dataset=loss_job.Samples(), dataloader_args={"batch_size": loss_job.BATCH}
+    )
+    for batch in result.dataloader:
+        with CommCounter() as mine:
+            result.step(batch)
+    model, data = DistributedDataParallel(make(), gradient_as_bucket_view=True), loss_job.Samples()
+    for _ in range(3):
+        with CommCounter() as theirs:
+            batch = loss_job.batch_of(data, 0, 1)
+            loss_job.value(loss_func(batch, model(**batch))).backward()
+    totals = [[sum(figures) for figures in zip(*sends.counts.values(), strict=True)] for sends in (mine, theirs)]
+    return tuple(one - other for one, other in zip(*totals, strict=True))
+
+
+def of_classes(batch, output, **how):
+    return nn.functional.cross_entropy(output, batch[1], **how)
+
 
 def classes(rank, size):
     """A class a row, all of which count: a mean over labels that is one over rows."""
     model, x, y = nn.Linear(6, 3), torch.randn(24, 6), torch.arange(24) % 3
-    _, result, _ = auto_accelerate(
-        model,
-        torch.optim.SGD,
-        TensorDataset(x, y),
-        lambda batch, output: nn.functional.cross_entropy(output, batch[1]),
-        prepare_input=lambda data, device: data,
-        optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": 8},
-        load_strategy=["ddp"],
+    result = accelerate(
+        model, ["ddp"], TensorDataset(x, y), of_classes, batch_size=8, prepare_input=lambda data, device: data
     )
     counts = []
     for batch in result.dataloader:
@@ -204,23 +182,20 @@ def classes(rank, size):
     return counts
 
 
-def test_classes_of_rows_cost_nothing_a_step(pool):
-    for first, *_, last in pool.run(classes, ranks=2):
-        assert last == 1, "the reduction of the gradients"
-        assert first > 1
-
-
 def told(rank, size, loss_weight):
     """What a loss over the whole batch is told, in three steps."""
     with messages() as records:
-        result, data = accelerated(Net, contrast, loss_weight=loss_weight), Samples()
+        result, data = (
+            loss_job.accelerated(loss_job.Net, loss_job.contrast, loss_weight=loss_weight),
+            loss_job.Samples(),
+        )
         for step in range(3):
-            batch = batch_of(data, *range(4 * rank + 8 * step, 4 * rank + 8 * step + 4))
+            batch = loss_job.batch_of(data, *range(4 * rank + 8 * step, 4 * rank + 8 * step + 4))
             result.loss_func(batch, result.model(**batch)).backward()
     return [message for message in records if "averaged over the processes" in message]
 
 
-def test_a_loss_that_compares_samples_is_told_once(pool):
+def test_losses_over_the_whole_batch_are_told_once(pool):
     first, second = pool.run(told, "auto", ranks=2)
     assert len(first) == 1
     assert second == []
@@ -228,33 +203,25 @@ def test_a_loss_that_compares_samples_is_told_once(pool):
     assert "loss_weight" in first[0]
     assert pool.run(told, "rows", ranks=2) == [[], []]
 
+    assert pool.run(told_of_classes, ranks=2) == [[True], [True]]
+
 
 def told_of_classes(rank, size):
     """What a mean by class weights is told whose first batch has one class."""
     x, y = torch.randn(16, 6), torch.tensor([0] * 8 + [1, 0, 0, 0] * 2)
     weight = torch.tensor([1.0, 9.0])
     with messages() as records:
-        _, result, _ = auto_accelerate(
-            nn.Linear(6, 2),
-            torch.optim.SGD,
-            loss_func=lambda batch, output: nn.functional.cross_entropy(output, batch[1], weight=weight),
-            optim_args={"lr": 0.1},
-            load_strategy=["ddp"],
-        )
+        result = accelerate(nn.Linear(6, 2), ["ddp"], None, partial(of_classes, weight=weight))
         for step in range(2):
             rows = slice(8 * step + 4 * rank, 8 * step + 4 * rank + 4)
             result.loss_func((x[rows], y[rows]), result.model(x[rows])).backward()
     return ["a later batch shows" in message for message in records if "averaged over the processes" in message]
 
 
-def test_weights_of_classes_are_told_when_a_batch_shows_them(pool):
-    assert pool.run(told_of_classes, ranks=2) == [[True], [True]]
-
-
 def padding_free(rank, size, strategy, inside):
     """How far weights are off after steps of one row of tokens a process, as long as it likes."""
 
-    class Packed(Causal):
+    class Packed(loss_job.Causal):
         def forward(self, tokens, labels, **others):
             assert len(tokens) == 1
             return super().forward(tokens, labels)["loss"] if inside else self.net(tokens)
@@ -271,9 +238,7 @@ def padding_free(rank, size, strategy, inside):
         rows.append({"tokens": tokens, "labels": labels})
     plain, start = Packed(), Packed()
     optim = torch.optim.SGD(plain.parameters(), lr=0.1)
-    _, result, _ = auto_accelerate(
-        Packed(), torch.optim.SGD, loss_func=loss_func, optim_args={"lr": 0.1}, load_strategy=[strategy]
-    )
+    result = accelerate(Packed(), [strategy], None, loss_func)
     for step in range(2):
         pair = rows[2 * step : 2 * step + 2]
         counts = [int((row["labels"][:, 1:] != -100).sum()) for row in pair]
@@ -292,59 +257,41 @@ def padding_free(rank, size, strategy, inside):
     return (off / sum(float((each - base[name]).square().sum()) for name, each in ref.items())) ** 0.5
 
 
-def test_padding_free_rows_of_different_lengths(pool):
-    cases = [(strategy, inside) for strategy in ("ddp", "fsdp") for inside in (True, False)]
-    assert_trains_like_plain(pool, padding_free, cases, band=1e-5)
-
-
 def two_losses(rank, size):
     """Two kinds of batches a step, a sum and a mean over labels, as with a generator and its critic."""
-    data = Samples()
+    data = loss_job.Samples()
 
     def either(batch, output):
-        return by_label(batch, output) if "labels" in batch else added_up(batch, output)
+        return loss_job.by_label(batch, output) if "labels" in batch else loss_job.added_up(batch, output)
 
-    result, worst = accelerated(Net, either), 0.0
+    result, worst = loss_job.accelerated(loss_job.Net, either), 0.0
     for step in range(3):
-        shares = [batch_of(data, *range(8 * step + 4 * i, 8 * step + 4 * i + 4)) for i in range(size)]
+        shares = [loss_job.batch_of(data, *range(8 * step + 4 * i, 8 * step + 4 * i + 4)) for i in range(size)]
         for left_out in ("labels", "y"):
             kind = [{key: each for key, each in share.items() if key != left_out} for share in shares]
-            worst = max(worst, gradient_error(result, Net, either, kind, rank))
+            worst = max(worst, loss_job.gradient_error(result, loss_job.Net, either, kind, rank))
     return worst
-
-
-def test_two_losses_a_step(pool):
-    assert max(pool.run(two_losses, ranks=2)) <= EXACT
 
 
 def compiled(rank, size, beside):
     """The deviation of compiled blocks whose loss is looked at by running the model, and how many graphs there were."""
-    from torch._dynamo.utils import counters
-
     torch.compiler.reset()
     counters.clear()
-    off = deviation(rank, size, "causal", [beside, ("compile", {"backend": "aot_eager"})], verify=False)
+    off = loss_job.deviation(rank, size, "causal", [beside, ("compile", {"backend": "aot_eager"})], verify=False)
     return off, counters["stats"]["unique_graphs"]
 
 
-def test_parts_of_a_batch_are_not_compiled_for(pool):
-    for by_rank in run_each(pool, compiled, [("ddp",), (("chunk", {"budget_bytes": 100_000}),)]):
-        for off, num_graphs in by_rank:
-            assert off <= EXACT
-            assert num_graphs == 1
-
-
 def named(rank, size, name, loss_weight):
-    make, loss_func = LOSSES[name]
-    data, calls = Samples(), []
+    make, loss_func = loss_job.LOSSES[name]
+    data, calls = loss_job.Samples(), []
 
     def counted(batch, output):
         calls.append(1)
         return loss_func(batch, output)
 
-    result = accelerated(make, counted, loss_weight=loss_weight)
-    shares = [batch_of(data, *range(4 * i, 4 * i + 4)) for i in range(size)]
-    return gradient_error(result, make, loss_func, shares, rank), len(calls)
+    result = loss_job.accelerated(make, counted, loss_weight=loss_weight)
+    shares = [loss_job.batch_of(data, *range(4 * i, 4 * i + 4)) for i in range(size)]
+    return loss_job.gradient_error(result, make, loss_func, shares, rank), len(calls)
 
 
 def test_a_named_rule_is_taken_as_it_is(pool):
@@ -358,10 +305,12 @@ def test_a_named_rule_is_taken_as_it_is(pool):
 @pytest.mark.parametrize("wrong", [None, 3, ""])
 def test_wrong_rules_are_refused(wrong):
     with pytest.raises(ArgumentError, match="loss_weight"):
-        auto_accelerate(Net(), load_strategy=[], loss_weight=wrong)
+        auto_accelerate(loss_job.Net(), load_strategy=[], loss_weight=wrong)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", SPLIT_BY_DATA)
 def test_on_four_ranks(pool, method):
-    assert_trains_like_plain(pool, deviation, [(name, SPLIT_BY_DATA[method]) for name in LOSSES], ranks=4)
+    assert_trains_like_plain(
+        pool, loss_job.deviation, [(name, SPLIT_BY_DATA[method]) for name in loss_job.LOSSES], ranks=4
+    )

@@ -1,7 +1,11 @@
 """Plans for clusters that are not here: models in numbers, and arguments that do not hold."""
 
 import json
+import math
 import re
+import time
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +14,98 @@ from torch.utils.data import DataLoader
 
 import atorch
 from atorch.auto.plan_for_cluster import cluster_of, plan_for, subject_of
+from atorch.auto.simulated_candidates import Allowance, simulated
+from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
+from atorch.report.figures import simulations
+
+FOUR = ClusterSpec.load("4xH100-80GB")
+DDP = Strategy.of([("parallel_mode", [("data", 4)]), "ddp"])
+TENSOR = Strategy.of([("parallel_mode", [("tensor", 4)]), "tensor_parallel"])
+
+
+@pytest.fixture(scope="module")
+def subject():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
+    return subject_of(
+        model, torch.zeros(4, 32), FOUR, loss_func=lambda batch, output: output.sum(), optim_func=torch.optim.SGD
+    )
+
+
+def outcome(subject, strategy, allowance):
+    (found,) = simulated(subject, [(strategy, 1.0)], 4, 16, allowance)
+    return found
+
+
+def test_what_is_allowed_is_simulated(subject):
+    assert outcome(subject, DDP, Allowance())["peak_bytes"] > 0
+    assert outcome(subject, DDP, Allowance(until=math.inf, real_bytes=0.0))["peak_bytes"] > 0, "of fakes alone"
+
+    assert "no time left" in outcome(subject, DDP, Allowance(until=time.monotonic() - 1))["why_not"]
+
+    told = outcome(subject, TENSOR, Allowance(real_bytes=1000.0))["why_not"]
+    assert "tensor_parallel would watch a few real blocks of the model at work, which takes" in told
+
+
+def test_a_simulation_is_given_up_where_it_takes_too_long(subject, monkeypatch):
+    began = time.monotonic()
+    later = iter([began, began])  # asked before it begins, then by every operation
+    monkeypatch.setattr("atorch.auto.simulated_candidates.time.monotonic", lambda: next(later, began + 100))
+    assert "no time left" in outcome(subject, DDP, Allowance(until=began + 50))["why_not"]
+
+
+def test_what_is_done_is_said(subject):
+    said = []
+    plan_for(subject, FOUR, global_batch=16, verify=1, doing=lambda what: nullcontext(said.append(what)))
+    assert said[0] == "searching for the best strategy"
+    assert any(each.startswith("simulating ") for each in said[1:])
+
+
+class Keeper(nn.Module):
+    """Keeps what no trace of saved tensors tells: many times what it takes, until its next call."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.linear, self.times, self.kept = nn.Linear(64, 64), times, None
+
+    def forward(self, x):
+        self.kept = x.detach().repeat(self.times, 1)
+        return torch.relu(self.linear(x))
+
+
+def keeping(times):
+    model = nn.Sequential(*(Keeper(times) for _ in range(8)))
+    return subject_of(
+        model, torch.zeros(4, 64), FOUR, loss_func=lambda batch, output: output.sum(), optim_func=torch.optim.SGD
+    )
+
+
+def small(memory_bytes):
+    one = ClusterSpec.load("1xH100-80GB")
+    return replace(one, device=replace(one.device, memory_bytes=memory_bytes))
+
+
+def test_what_does_not_fit_by_its_simulation_is_not_chosen():
+    subject, cluster = keeping(64), small(2**20)
+    blind = plan_for(subject, cluster, global_batch=16, host_memory=False, verify=0)
+    plan = plan_for(subject, cluster, global_batch=16, host_memory=False, verify=1)
+    assert blind.simulated == ()
+    assert not [note for note in blind.notes if "fused kernel" not in note]
+    assert plan.strategy != blind.strategy
+    assert plan.simulated[0]["fits"]
+    assert plan.simulated[0]["needed_bytes"] <= plan.usable_bytes == blind.usable_bytes
+    assert f"{blind.strategy}, simulated, needs" in plan.notes[0]
+    assert "what is chosen in its place is estimated to need less" in plan.notes[0]
+
+
+def test_where_nothing_fits_by_simulation_the_choice_stays_and_that_is_told():
+    plan = plan_for(keeping(2**12), small(2**20), global_batch=8, host_memory=False, verify=1)
+    assert not plan.simulated[0]["fits"]
+    assert "nothing was found that fits" in plan.notes[-1]
+    assert any("which does not fit" in line for line in simulations(plan.to_json_data()["simulated"]))
+
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")
 BATCH = torch.zeros(4, 16)
@@ -75,7 +168,7 @@ def test_a_plan_for_experts_says_what_it_leaves_out():
     assert not plan_for(subject_of(profile, None, one), one, global_batch=8).notes
 
 
-def test_a_function_is_called_under_the_meta_device():
+def test_a_function_is_called_under_the_meta_device_and_a_module_traced_as_it_is():
     made = []
 
     def make():
@@ -86,6 +179,16 @@ def test_a_function_is_called_under_the_meta_device():
     assert [each.layer.weight.is_meta for each in made] == [True]
     assert (profile.num_params, profile.batch_size, profile.traced) == (272, 4, True)
 
+    model = Plain()
+    subject = subject_of(model, BATCH, CLUSTER, loss_func=loss_func, optim_func=torch.optim.SGD, optim_args={"lr": 0.1})
+    assert subject.profile.optim_state_per_param == 0
+    assert subject.ctx is not None
+    assert subject.ctx.root is model
+    assert not hasattr(model, "_atorch")
+
+    with pytest.raises(ArgumentError, match=r"made for real it would take 4,096 GiB of "):
+        subject_of(Huge, BATCH, CLUSTER, loss_func=loss_func)
+
 
 @pytest.mark.parametrize(("kind", "is_traced"), [(Born, True), (Branching, False)])
 def test_what_asks_for_values_is_made_for_real_and_that_is_said(kind, is_traced, caplog):
@@ -95,23 +198,13 @@ def test_what_asks_for_values_is_made_for_real_and_that_is_said(kind, is_traced,
     assert "the model is made for real" in caplog.text
 
 
-def test_what_is_too_large_for_that_is_refused_with_its_size():
-    with pytest.raises(ArgumentError, match=r"made for real it would take 4,096 GiB of "):
-        subject_of(Huge, BATCH, CLUSTER, loss_func=loss_func)
-
-
-def test_a_module_is_traced_as_it_is():
-    model = Plain()
-    subject = subject_of(model, BATCH, CLUSTER, loss_func=loss_func, optim_func=torch.optim.SGD, optim_args={"lr": 0.1})
-    assert subject.profile.optim_state_per_param == 0
-    assert subject.ctx is not None
-    assert subject.ctx.root is model
-    assert not hasattr(model, "_atorch")
-
-
-def test_a_profile_is_taken_as_it_is():
+def test_a_profile_is_taken_as_it_is_and_no_batch():
     profile = subject_of(Plain(), BATCH, CLUSTER).profile
     assert subject_of(profile, None, CLUSTER).profile is profile
+
+    profile = subject_of(Plain(), BATCH, CLUSTER).profile
+    with pytest.raises(ArgumentError, match="sample_batch is given with a profile"):
+        subject_of(profile, BATCH, CLUSTER)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +259,6 @@ def test_what_the_command_takes_is_taken(tmp_path):
 def test_what_does_not_go_with_a_config_is_named(keywords, told):
     with pytest.raises(ArgumentError, match=re.escape(told)):
         atorch.plan("no.json", **keywords)
-
-
-def test_a_profile_takes_no_batch():
-    profile = subject_of(Plain(), BATCH, CLUSTER).profile
-    with pytest.raises(ArgumentError, match="sample_batch is given with a profile"):
-        subject_of(profile, BATCH, CLUSTER)
 
 
 @pytest.mark.parametrize(

@@ -58,32 +58,26 @@ def test_a_method_is_a_name_like_any_other_once_it_is_loaded(install: Install) -
     assert loaded.name == "gradient_noise"
     assert Strategy.of([("gradient_noise", {"eta": 0.1})])[0] == loaded(eta=0.1)
 
-
-def test_loading_again_gives_the_same_class(install: Install) -> None:
     install("noisy", NOISE, gradient_noise="GradientNoise")
     assert atorch.load_methods("gradient_noise") == atorch.load_methods(["gradient_noise"])
 
+    install("noisy", NOISE, gradient_noise="GradientNoise")
+    with pytest.raises(StrategyError, match="'gradient_noice'; did you mean 'gradient_noise'"):
+        atorch.load_methods("gradient_noice")
 
-def test_all_that_are_offered_are_loaded_where_none_is_named(install: Install) -> None:
+
+def test_what_is_offered_is_loaded_where_it_is_named_or_none_is(install: Install) -> None:
     install("noisy", NOISE, gradient_noise="GradientNoise")
     install("calm", NOISE.replace("gradient_noise", "calm").replace("GradientNoise", "Calm"), calm="Calm")
     assert {"calm", "gradient_noise"} <= {each.name for each in atorch.load_methods()}
 
-
-def test_only_what_is_named_is_loaded(install: Install) -> None:
     install("noisy", NOISE, gradient_noise="GradientNoise")
     install("broken", "raise RuntimeError", broken="Broken")
     atorch.load_methods(["gradient_noise"])
     assert "broken" not in sys.modules
 
 
-def test_an_unknown_name_says_which_is_near(install: Install) -> None:
-    install("noisy", NOISE, gradient_noise="GradientNoise")
-    with pytest.raises(StrategyError, match="'gradient_noice'; did you mean 'gradient_noise'"):
-        atorch.load_methods("gradient_noice")
-
-
-def test_a_name_that_is_taken_is_refused_and_nothing_runs(install: Install) -> None:
+def test_a_name_that_is_taken_is_refused(install: Install) -> None:
     install("copycat", NOISE.replace("gradient_noise", "checkpoint"), checkpoint="GradientNoise")
     taken = METHODS["checkpoint"]
     with pytest.raises(StrategyError, match=r"copycat 1\.0 offers .* 'checkpoint'.* name of atorch\.auto\.opt_lib"):
@@ -91,8 +85,6 @@ def test_a_name_that_is_taken_is_refused_and_nothing_runs(install: Install) -> N
     assert "copycat" not in sys.modules
     assert METHODS["checkpoint"] is taken
 
-
-def test_a_module_that_registers_a_taken_name_is_refused(install: Install) -> None:
     install("sly", NOISE.replace("gradient_noise", "checkpoint"), harmless="GradientNoise")
     with pytest.raises(StrategyError, match=r"'harmless' of sly 1\.0 .*'checkpoint' is registered already"):
         atorch.load_methods("harmless")

@@ -17,7 +17,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from tests.auto.loss_job import BATCH, Net, Samples, rows
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated, loss_func
-from tests.auto.training import run_each
+from tests.auto.training import accelerate, run_each
 from tests.pool import Pool
 from tests.runtime import sharing
 from tests.runtime.sharing import make
@@ -57,8 +57,10 @@ def staged(rank: int, size: int) -> list[str]:
     return [name for name in before if not torch.equal(state[name], before[name])]
 
 
-def test_the_state_is_that_of_all_stages(pool: Pool) -> None:
+def test_the_state_is_that_of_all_stages_and_asked_for_together(pool: Pool) -> None:
     assert pool.run(staged) == [[], []]
+
+    assert pool.run(asked_alone)[0] == "whole_state is called on rank 0 but not on 1; call it on all together"
 
 
 def asked_alone(rank: int, size: int) -> str:
@@ -74,22 +76,9 @@ def asked_alone(rank: int, size: int) -> str:
     return str(error.value)
 
 
-def test_who_asks_alone_for_the_whole_state_is_told(pool: Pool) -> None:
-    assert pool.run(asked_alone)[0] == "whole_state is called on rank 0 but not on 1; call it on all together"
-
-
 def made(model: nn.Module, strategy: list[Any]) -> tuple[Any, Any]:
     """The result for `model`, and its first batch."""
-    result = atorch.auto_accelerate(
-        model,
-        torch.optim.SGD,
-        Samples(),
-        rows,
-        model_input_format="unpack_dict",
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=strategy,
-    )[1]
-    assert result is not None
+    result = accelerate(model, strategy, Samples(), rows, BATCH, model_input_format="unpack_dict")
     return result, result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
 
 
@@ -111,11 +100,17 @@ def clipped(rank: int, size: int, kind: type[nn.Module], strategy: list[Any]) ->
     return result.model.clip_grad_norm_(0.1), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
 
 
-def test_the_model_clips_by_the_norm_of_all_or_by_its_own_method(pool: Pool) -> None:
+def test_clipping_adding_and_modes_are_of_the_model(pool: Pool) -> None:
     zero1, fsdp, own = run_each(pool, clipped, [(Net, ["zero1"]), (Net, ["fsdp"]), (Clips, ["zero1"])])
     assert {whose for (whose, _), _ in own} == {"its own"}
     for norm, expected in (*zero1, *fsdp, *((norm, expected) for (_, norm), expected in own)):
         assert float(norm) == pytest.approx(expected, rel=1e-5)
+
+    for said in chain(*run_each(pool, added, [(["ddp"],), (["fsdp"],)])):
+        assert said.startswith("optim.add_param_group was given a parameter of shape (3, 3) that the model does not")
+
+    cases = [(strategy, path) for strategy in (["zero1"], ["fsdp", "checkpoint"]) for path in ("", "layers.1")]
+    assert run_each(pool, modes, cases) == [[[], []]] * len(cases)
 
 
 def added(rank: int, size: int, strategy: list[Any]) -> str:
@@ -124,11 +119,6 @@ def added(rank: int, size: int, strategy: list[Any]) -> str:
     with pytest.raises(ArgumentError) as error:
         result.optim.add_param_group({"params": nn.Linear(3, 3).parameters()})
     return str(error.value)
-
-
-def test_parameters_that_the_model_does_not_have_cannot_be_added(pool: Pool) -> None:
-    for said in chain(*run_each(pool, added, [(["ddp"],), (["fsdp"],)])):
-        assert said.startswith("optim.add_param_group was given a parameter of shape (3, 3) that the model does not")
 
 
 def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[str, bool, bool]]:
@@ -145,11 +135,6 @@ def modes(rank: int, size: int, strategy: list[Any], path: str) -> list[tuple[st
     result.model.train()
     assert all(module.training for module in (result.model, *result.model.modules()))
     return [(name, now, then) for then, now, name in seen if then != now]
-
-
-def test_what_is_in_eval_mode_stays_so(pool: Pool) -> None:
-    cases = [(strategy, path) for strategy in (["zero1"], ["fsdp", "checkpoint"]) for path in ("", "layers.1")]
-    assert run_each(pool, modes, cases) == [[[], []]] * len(cases)
 
 
 def clipped_by_torch(rank: int, size: int, strategy: list[Any]) -> str:

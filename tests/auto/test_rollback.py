@@ -98,12 +98,8 @@ def fallen_back(rank: int, size: int, how: str, where: int, others: list[Any]) -
         with mock.patch.object(session, "_searched", return_value=plan):
             torch.set_rng_state(torch_state)
             _, result, strategy = auto_accelerate(model, **job())
-    assert result is not None
-    assert strategy is not None
     for batch in result.dataloader:
-        result.loss_func(batch, result.model(batch)).backward()
-        result.optim.step()
-        result.optim.zero_grad()
+        result.step(batch)
     for name, value in result.model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
     return str(strategy), strategy.report, "\n".join(said), looked == [True]
@@ -131,7 +127,7 @@ def test_what_is_next_best_takes_the_place_of_a_choice_that_fails(how: str, othe
     assert "failing was chosen, and failed when it was applied" in said
 
 
-def test_all_processes_fall_back_together(pool: Pool) -> None:
+def test_all_processes_fall_back_together_and_a_loaded_strategy_raises(pool: Pool) -> None:
     cases: list[Any] = [
         ("memory", 1, ["fsdp"]),
         ("memory", 1, ["zero1"]),
@@ -143,8 +139,6 @@ def test_all_processes_fall_back_together(pool: Pool) -> None:
         assert is_as_before
         assert "on rank" in report["notes"][-1]
 
-
-def test_a_loaded_strategy_that_fails_raises() -> None:
     with failing("wrong", 0), pytest.raises(StrategyError, match="does not compute"):
         auto_accelerate(net("ByLambda"), load_strategy=["failing"], **job())
 
@@ -183,8 +177,6 @@ def test_a_model_is_put_back_whatever_was_done_to_it() -> None:
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     model(torch.randn(3, 4)).sum().backward()
 
-
-def test_what_torch_has_not_allocated_is_copied() -> None:
     tensor = torch.ones(4).share_memory_()
     lazy_clone(tensor).zero_()
     assert torch.equal(tensor, torch.ones(4))

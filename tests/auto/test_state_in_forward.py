@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from atorch import auto_accelerate
 from atorch.errors import StrategyError
 from atorch.model.state import ParameterWrite, preserved_state
+from tests.auto.training import accelerate, steps
 from tests.pool import Pool
 
 ROWS, STEPS = 4, 3
@@ -128,32 +128,16 @@ def loss_of(batch: Any, output: Tensor) -> Tensor:
 
 def trained(make: Callable[[], nn.Module], load_strategy: Any, **more: Any) -> list[float]:
     """The losses of a training of three steps."""
-    result = auto_accelerate(
-        make(),
-        torch.optim.SGD,
-        samples(),
-        loss_of,
-        optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": ROWS},
-        model_input_format="unpack_sequence",
-        load_strategy=load_strategy,
-        **more,
-    )[1]
+    result = accelerate(
+        make(), load_strategy, samples(), loss_of, batch_size=ROWS, model_input_format="unpack_sequence", **more
+    )
     return [float(result.step(batch)) for batch in result.dataloader]
 
 
 def plainly(make: Callable[[], nn.Module]) -> list[float]:
-    model, losses = make(), []
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, labels = samples().tensors
-    for start in range(0, len(inputs), ROWS):
-        batch = inputs[start : start + ROWS], labels[start : start + ROWS]
-        loss = loss_of(batch, model(*batch))
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
-    return losses
+    model, (inputs, labels) = make(), samples().tensors
+    batches = zip(inputs.split(ROWS), labels.split(ROWS), strict=True)
+    return steps(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batches)[0]
 
 
 @pytest.mark.parametrize("load_strategy", [[("checkpoint", (nn.Linear,))], ["chunk"]])
@@ -162,7 +146,7 @@ def test_the_passes_before_training_leave_nothing_behind(make: Callable[[], nn.M
     assert trained(make, load_strategy) == pytest.approx(plainly(make), rel=1e-6)
 
 
-def test_a_look_leaves_nothing_behind() -> None:
+def test_a_look_leaves_nothing_behind_and_counters_are_told(caplog: pytest.LogCaptureFixture) -> None:
     model = Counting()
     before = model.memory.counts()
     with preserved_state(model):
@@ -170,8 +154,6 @@ def test_a_look_leaves_nothing_behind() -> None:
         assert model.memory.counts() != before
     assert model.memory.counts() == before
 
-
-def test_counters_of_passes_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         trained(Counting, [("micro_batch", {"size": 2})])
     assert "sets memory.number to 1 in plain training" in caplog.text

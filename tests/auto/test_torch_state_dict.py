@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from atorch import auto_accelerate, whole_state
+from atorch import whole_state
 from atorch.errors import ArgumentError
 from tests.auto.opt_lib.sharing_job import accelerated
-from tests.auto.training import run_each
+from tests.auto.training import accelerate, run_each
+from tests.language_models import gpt2
 from tests.pool import Pool
 from tests.runtime.sharing import make
 
@@ -31,12 +32,7 @@ def whole(value: Any) -> Any:
 
 
 def step(result: Any) -> float:
-    batch = result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
-    loss = result.loss_func(batch, result.model(batch))
-    loss.backward()
-    result.optim.step()
-    result.optim.zero_grad()
-    return float(loss.detach())
+    return float(result.step(next(iter(result.dataloader))))
 
 
 def stored_and_loaded(rank: int, size: int, strategy: list[Any]) -> tuple[set[str], set[str], bool]:
@@ -106,40 +102,29 @@ def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, cases: list[Any]
             assert got == expected, case
 
 
-class Tokens(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = (torch.arange(6) * (index + 1)) % 32
-        return {"input_ids": tokens, "labels": tokens}
+
+def tokens() -> torch.Tensor:
+    return torch.arange(6) * torch.arange(1, 9)[:, None] % 32
 
 
 def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: str) -> tuple[str, float, float]:
     """(the error without a state, the loss of the model, that of the one read back)."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    _, result, _ = auto_accelerate(
-        GPT2LMHeadModel(config), torch.optim.SGD, Tokens(), lambda batch, output: output.loss, load_strategy=strategy,
-        model_input_format="unpack_dict", optim_args={"lr": 0.1}, dataloader_args={"batch_size": 4},
-    )  # fmt: skip
-    assert result is not None
+    model, data = gpt2(32, 16, heads=2, positions=8, **dict.fromkeys(DROPOUTS, 0)), tokens().split(1)
+    samples = [{"input_ids": each[0], "labels": each[0]} for each in data]
+    more = {"model_input_format": "unpack_dict"}
+    result = accelerate(model, strategy, samples, lambda batch, output: output.loss, batch_size=4, **more)
     with pytest.raises(ArgumentError) as refusal:
         result.model.save_pretrained(folder)
     state = whole_state(result.model)
     if rank == 0:
         result.model.save_pretrained(folder, state_dict=state)
-    batch = {
-        name: torch.stack([sample[name] for sample in map(Tokens().__getitem__, range(4))])
-        for name in ("input_ids", "labels")
-    }
+    batch = {"input_ids": tokens()[:4], "labels": tokens()[:4]}
     with torch.no_grad():
         loss = float(result.model(**batch).loss)
-        read = float(GPT2LMHeadModel.from_pretrained(folder)(**batch).loss) if rank == 0 else loss
+        read = float(type(gpt2()).from_pretrained(folder)(**batch).loss) if rank == 0 else loss
     return str(refusal.value), loss, read
 
 

@@ -16,11 +16,11 @@ from torch.utils.data import TensorDataset
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.distributed.collectives import gather_objects
 from atorch.errors import StrategyError
-from tests.auto.training import run_each
+from tests.auto.training import accelerate, accelerated_steps, run_each, steps
 from tests.pool import Pool
 
 WIDTH, BATCH = 8, 4
-METHODS = ("ddp", "zero1", "zero2", "fsdp", "chunk")
+METHODS = ("ddp", "zero1", "fsdp", "chunk")
 
 
 class Net(nn.Module):
@@ -79,19 +79,13 @@ def data() -> TensorDataset:
     return TensorDataset(*torch.randn(2, 4 * BATCH, WIDTH, generator=generator))
 
 
+def loss_of(batch: Any, loss: Tensor) -> Tensor:
+    return loss
+
+
 def losses(rank: int, size: int, model: Net, method: str) -> list[float]:
     """The whole batch's losses over one epoch."""
-    _, result, _ = auto_accelerate(
-        copy.deepcopy(model),
-        torch.optim.SGD,
-        data(),
-        lambda batch, loss: loss,
-        model_input_format="unpack_sequence",
-        optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": BATCH},
-        load_strategy=[method],
-    )
-    assert result is not None
+    result = accelerate(copy.deepcopy(model), [method], data(), loss_of, BATCH, model_input_format="unpack_sequence")
     return [sum(gather_objects(float(result.step(batch)))) / size for batch in result.dataloader]
 
 
@@ -106,14 +100,8 @@ def plainly(case: str) -> list[float]:
     model = Net(CASES[case])
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # torch's own optimizers refuse expanded ones
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for batch in torch.utils.data.DataLoader(data(), batch_size=BATCH):
-        loss = model(*batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(float(loss.detach()))
-    return found
+    batches = torch.utils.data.DataLoader(data(), batch_size=BATCH)
+    return steps(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batches)[0]
 
 
 def test_what_lies_in_memory_in_unusual_ways_trains_as_plainly(pool: Pool) -> None:
@@ -121,6 +109,10 @@ def test_what_lies_in_memory_in_unusual_ways_trains_as_plainly(pool: Pool) -> No
         expected = plainly(case)
         for method, found in zip(METHODS, first, strict=True):
             assert found == pytest.approx(expected, rel=1e-5), (case, method)
+
+    alone = adapter_losses(0, 1)["ddp"]
+    for each in pool.run(adapter_losses):
+        assert each == {"ddp": pytest.approx(alone, rel=1e-5), "zero1": pytest.approx(alone, rel=1e-5)}
 
 
 class Scaled(Tensor):
@@ -165,12 +157,6 @@ def adapter_losses(rank: int, size: int) -> dict[str, list[float]]:
     return found
 
 
-def test_adapters_beside_quantized_weights_train_as_on_one_process(pool: Pool) -> None:
-    alone = adapter_losses(0, 1)["ddp"]
-    for each in pool.run(adapter_losses):
-        assert each == {"ddp": pytest.approx(alone, rel=1e-5), "zero1": pytest.approx(alone, rel=1e-5)}
-
-
 def complex_parameter(model: Net) -> None:
     model.factor = nn.Parameter(torch.linspace(0.1, 1, WIDTH) * (1 + 0.5j))
     model.after = lambda model, x: (x * model.factor).abs()
@@ -197,26 +183,21 @@ def grown_buffers(model: Net) -> None:
     {"time_limit": 2, "calibration": False, "precision": "fp32", "excluded": ["compile"]},
 ])  # fmt: skip
 def test_what_grows_and_what_is_complex_train_as_in_plain_pytorch(change: Any, given: dict[str, Any]) -> None:
-    torch.manual_seed(0)
+    given = dict(given)
     model, inputs = Net(change), [torch.randn(2 * BATCH, WIDTH) for _ in range(2)]
     plain = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for x, expected in zip(*(each.split(BATCH) for each in inputs), strict=True):
-        plain(x, expected).backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    ok, result, _ = auto_accelerate(
-        model, torch.optim.SGD, TensorDataset(*inputs), lambda batch, output: output, optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": BATCH}, model_input_format="unpack_sequence", **given,
-    )  # fmt: skip
-    assert ok
-    for batch in result.dataloader:
-        result.loss_func(batch, result.model(*batch)).backward()
-        found = clip_grad_norm(result.model, 0.1)
-        result.optim.step()
-        result.optim.zero_grad()
-    assert float(found) == pytest.approx(float(norm), rel=1e-4)
+    optimizer, batches = (
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        zip(*(x.split(BATCH) for x in inputs), strict=True),
+    )
+    _, norms = steps(
+        plain, optimizer, loss_of, batches, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    )
+    strategy = given.pop("load_strategy", None)
+    sequences = {"model_input_format": "unpack_sequence", **given}
+    result = accelerate(model, strategy, TensorDataset(*inputs), loss_of, BATCH, **sequences)
+    _, found = accelerated_steps(result, lambda model: clip_grad_norm(model, 0.1))
+    assert found == pytest.approx(norms, rel=1e-4)
     for one, other in zip(result.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.detach(), other.detach())
 

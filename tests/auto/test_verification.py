@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.model.state import children_in_eval, preserved_state, restored_state
 from atorch.runtime.gradients.backward_targets import expects_none
 from tests.auto.planner.jobs import cluster
-from tests.auto.training import messages, refusal, run_each
+from tests.auto.training import refusal, run_each
 from tests.pool import Pool
 
 ROWS, FEATURES = 8, 6
@@ -92,26 +93,19 @@ def registered(apply: Callable[[Context], Any], **settings: Any) -> Iterator[str
         METHODS.remove("broken")
 
 
-def detach_inner(ctx: Context) -> None:
-    ctx.root.inner.register_forward_hook(lambda module, args, output: output.detach())
+DAMAGES: Mapping[str, Callable[[Context], Any]] = {
+    "detached": lambda ctx: ctx.root.inner.register_forward_hook(lambda module, args, output: output.detach()),
+    "scaled": lambda ctx: ctx.root.head.weight.register_hook(lambda gradient: gradient * 0.5),
+    "lost": lambda ctx: ctx.root.inner.weight.data.fill_(float("nan")),
+    "changed": lambda ctx: ctx.root.head.bias.data[0].add_(0.05),
+}
 
 
-def scale_gradients(ctx: Context) -> None:
-    ctx.root.head.weight.register_hook(lambda gradient: gradient * 0.5)
-
-
-def lose_values(ctx: Context) -> None:
-    ctx.root.inner.weight.data.fill_(float("nan"))
-
-
-def change_values(ctx: Context) -> None:
-    ctx.root.head.bias.data[0] += 0.05
-
-
-@pytest.mark.parametrize("damage", [detach_inner, scale_gradients, lose_values, change_values])
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("model", [{}, {"norm": True, "dropout": 0.3}], ids=["exact", "random"])
-def test_what_computes_something_else_is_refused(model: dict[str, Any], damage: Callable[[Context], None]) -> None:
-    with registered(damage) as broken, pytest.raises(StrategyError, match=r"broken does not compute .* plain") as error:
+def test_what_computes_something_else_is_refused(model: dict[str, Any], damage: str) -> None:
+    told = pytest.raises(StrategyError, match=r"broken does not compute .* plain")
+    with registered(DAMAGES[damage]) as broken, told as error:
         accelerate(Net(**model), [broken])
     assert str(error.value).count("gradient norm") == 2, "both figures"
     assert "verify=False" in str(error.value)
@@ -139,14 +133,6 @@ def exchange(ctx: Context) -> None:
     one.register_post_accumulate_grad_hook(expects_none(swap))  # comes last
 
 
-def turn_round(ctx: Context) -> None:
-    ctx.root.outer.weight.register_hook(torch.neg)
-
-
-def shift(ctx: Context) -> None:
-    ctx.root.outer.weight.register_hook(lambda gradient: gradient.roll(1, 0))
-
-
 def rescale(ctx: Context) -> None:
     """One gradient half as large, another larger by what keeps the norm of all."""
     one, other = ctx.root.outer.weight, ctx.root.other.weight
@@ -159,7 +145,13 @@ def rescale(ctx: Context) -> None:
     one.register_post_accumulate_grad_hook(expects_none(share_out))
 
 
-@pytest.mark.parametrize("damage", [exchange, turn_round, shift, rescale])
+def turned(ctx: Context, turn: Callable[[torch.Tensor], torch.Tensor], name: str = "outer") -> None:
+    ctx.root.get_submodule(name).weight.register_hook(turn)
+
+
+@pytest.mark.parametrize(
+    "damage", [exchange, rescale, partial(turned, turn=torch.neg), partial(turned, turn=lambda grad: grad.roll(1, 0))]
+)
 def test_the_norm_of_all_gradients_does_not_hide_whose_they_are(damage: Callable[[Context], None]) -> None:
     with registered(damage) as broken, pytest.raises(StrategyError, match="gradient of (outer|other).weight is off"):
         accelerate(Twins(), [broken])
@@ -259,9 +251,11 @@ def contrast(batch: Any, output: torch.Tensor) -> torch.Tensor:
 def test_so_they_are_on_several_processes_and_if_the_loss_compares_samples(pool: Pool) -> None:
     assert all(pool.run(compares))
 
+    assert all(pool.run(many))
+
 
 def test_it_can_be_turned_off() -> None:
-    with registered(scale_gradients) as broken:
+    with registered(DAMAGES["scaled"]) as broken:
         accelerate(Net(), [broken], verify=False)
     with pytest.raises(ArgumentError, match="verify is 3"):
         accelerate(Net(), ["fsdp"], verify=3)
@@ -311,8 +305,9 @@ def under(rank: int, size: int, load_strategy: Any, model: dict[str, Any], most_
 def test_right_strategies_are_taken(pool: Pool) -> None:
     """Also where statistics are of half a batch, and random numbers are other ones."""
     strategies: list[Any] = [["ddp"], ["fsdp"], [("micro_batch", {"size": 2}), "zero1"]]
-    models: list[dict[str, Any]] = [{}, {"norm": True}, {"dropout": 0.5}]
-    run_each(pool, under, [(strategy, model, most) for strategy in strategies for model in models for most in (1, 8)])
+    models: list[dict[str, Any]] = [{"norm": True}, {"dropout": 0.5}]
+    cases: list[tuple[Any, ...]] = [(each, model, most) for each in strategies for model in models for most in (1, 8)]
+    run_each(pool, under, [*cases, *((each, {}, 8) for each in strategies)])
 
 
 def sum_loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
@@ -323,17 +318,10 @@ def many(rank: int, size: int) -> bool:
     """What more processes do whose batch no device runs as a whole; sums, and means over fewer shares, too."""
     under(rank, size, ["fsdp"], {"dropout": 0.5}, 1, loss_func=sum_loss)
     under(rank, size, [("ddp", {})], {}, 1, loss_func=lambda batch, output: (output @ output.T).logsumexp(1).mean())
-    with registered(turn_inner_round) as broken, pytest.raises(StrategyError, match="does not compute"):
+    turn = partial(turned, turn=torch.neg, name="inner")
+    with registered(turn) as broken, pytest.raises(StrategyError, match="does not compute"):
         under(rank, size, [broken, "ddp"], {}, 1, loss_func=sum_loss)
     return True
-
-
-def turn_inner_round(ctx: Context) -> None:
-    ctx.root.inner.weight.register_hook(torch.neg)
-
-
-def test_a_batch_of_many_processes_is_one_share_over_and_over(pool: Pool) -> None:
-    assert all(pool.run(many))
 
 
 def reads(rank: int, size: int, strategies: list[Any]) -> list[str]:
@@ -442,35 +430,28 @@ def break_generate(ctx: Context) -> None:
     ctx.root.is_broken = True
 
 
-def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    data = [{"input_ids": inputs, "labels": label} for inputs, label in samples()]
-    given = {
-        "dataset": data,
+def generating() -> dict[str, Any]:
+    """The arguments of a job of a model that generates."""
+    return {
+        "dataset": [{"input_ids": inputs, "labels": label} for inputs, label in samples()],
         "model_input_format": "unpack_dict",
         "loss_func": lambda batch, output: nn.functional.cross_entropy(output, batch["labels"]),
     }
+
+
+def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "atorch"):
-        accelerate(Generating(), [CHECKPOINT], **given)
-    assert not caplog.records
-    with registered(break_generate) as broken, caplog.at_level(logging.WARNING, "atorch"):
-        accelerate(Generating(), [broken], **given)
+        accelerate(Generating(), [CHECKPOINT], **generating())
+        assert not caplog.records
+        with registered(break_generate) as broken:
+            accelerate(Generating(), [broken], **generating())
     assert "model.generate() fails: RuntimeError: cannot generate" in caplog.text
 
 
 def breaks_alone(rank: int, size: int) -> str:
     """The dry run of a strategy under which the model does not generate on one process."""
-    data = [{"input_ids": inputs, "labels": label} for inputs, label in samples()]
-    ctx = make_context(
-        Generating(),
-        optim_func=torch.optim.SGD,
-        optim_args={"lr": 0.1},
-        dataset=data,
-        loss_func=lambda batch, output: nn.functional.cross_entropy(output, batch["labels"]),
-        dataloader_args={"batch_size": ROWS},
-        model_input_format="unpack_dict",
-        world=worlds.init("cpu"),
-        cluster=cluster(size),
-    )
+    given = {"optim_args": {"lr": 0.1}, "dataloader_args": {"batch_size": ROWS}, **generating()}
+    ctx = make_context(Generating(), torch.optim.SGD, **given, world=worlds.init("cpu"), cluster=cluster(size))
     ctx = replace(ctx, plain_pass=reference_step.plain_pass(ctx, size, lambda: Feed(ctx).batches(0, 1)[0]))
     with registered(break_generate if rank else lambda ctx: None) as broken, pytest.raises(StrategyError) as error:
         dry_run(ctx, complete(Strategy.of([broken]), size))
@@ -480,18 +461,6 @@ def breaks_alone(rank: int, size: int) -> str:
 def test_a_search_drops_what_cannot_generate(pool: Pool) -> None:
     for told in pool.run(breaks_alone):
         assert "model.generate() fails: RuntimeError: cannot generate (on rank 1)" in told
-
-
-def contrastive(rank: int, size: int) -> list[str]:
-    """What is said of a loss that compares samples with one another, none of whose shares tell anything."""
-    with messages() as records:
-        accelerate(Net(), ["ddp"], loss_func=contrast)
-    return records
-
-
-def test_a_loss_that_compares_samples_is_told_and_taken(pool: Pool) -> None:
-    told = pool.run(contrastive)
-    assert any("the loss is averaged over the processes" in message for message in told[0])
 
 
 def test_a_look_at_the_model_between_forward_and_backward_changes_nothing() -> None:
@@ -515,7 +484,7 @@ def test_sparse_gradients_have_no_norm_to_compare() -> None:
             return super().forward(inputs + self.table(labels), labels)
 
     accelerate(Sparse(), [CHECKPOINT])
-    with registered(change_values) as broken, pytest.raises(StrategyError, match="does not compute"):
+    with registered(DAMAGES["changed"]) as broken, pytest.raises(StrategyError, match="does not compute"):
         accelerate(Sparse(), [broken])
 
 
@@ -527,13 +496,13 @@ def test_a_scripted_module_keeps_no_gradient_of_the_plain_pass() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("damage", [scale_gradients, detach_inner])
-def test_gradients_are_compared_below_the_loss_scale_that_overflows(damage: Callable[[Context], None]) -> None:
+@pytest.mark.parametrize("damage", ["scaled", "detached"])
+def test_gradients_are_compared_below_the_loss_scale_that_overflows(damage: str) -> None:
     def loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
         return 1e3 * loss_func(batch, output)
 
     fp16 = ("amp_native", "fp16")
     result = accelerate(Net(), [fp16], loss_func=loss)
     assert result.optim.state_dict()["loss_scale"]["scale"] == 2.0**16
-    with registered(damage) as broken, pytest.raises(StrategyError, match="does not compute"):
+    with registered(DAMAGES[damage]) as broken, pytest.raises(StrategyError, match="does not compute"):
         accelerate(Net(), [fp16, broken], loss_func=loss)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from atorch import auto_accelerate
 from atorch.distributed import mesh
 from atorch.logs import logger
 from tests.pool import Pool
@@ -38,10 +39,10 @@ def run_each(
 def steps(
     model: Any, optim: Any, loss_func: Any, batches: Iterable[Any], clip: Callable[[Any], Any] | None = None
 ) -> tuple[list[float], list[float]]:
-    """The losses of a loop over batches that the model takes as keywords, and the norms that `clip(model)` returns."""
+    """The losses of a loop over batches of keywords or arguments, and the norms that `clip(model)` returns."""
     losses, norms = [], []
     for batch in batches:
-        loss = loss_func(batch, model(**batch))
+        loss = loss_func(batch, model(**batch) if isinstance(batch, Mapping) else model(*batch))
         loss = loss[0] if isinstance(loss, tuple) else loss
         loss.backward()
         if clip is not None:
@@ -50,6 +51,15 @@ def steps(
         optim.zero_grad()
         losses.append(float(loss.detach()))
     return losses, norms
+
+
+def accelerate(
+    model: Any, strategy: Any, data: Any = None, loss_func: Any = None, batch_size: int | None = None, **more: Any
+) -> Any:
+    """The result of auto_accelerate under SGD, by default at a rate of 0.1."""
+    loader = {} if batch_size is None else {"dataloader_args": {"batch_size": batch_size}}
+    given = {"optim_func": torch.optim.SGD, "optim_args": {"lr": 0.1}, "dataset": data, "loss_func": loss_func}
+    return auto_accelerate(model, load_strategy=strategy, **{**given, **loader, **more})[1]
 
 
 def accelerated_steps(result: Any, clip: Callable[[Any], Any] | None = None) -> tuple[list[float], list[float]]:

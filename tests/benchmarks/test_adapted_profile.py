@@ -35,7 +35,7 @@ def test_adapters_have_two_thin_matrices_for_each_target() -> None:
     assert magnitudes.num_trainable == profile.num_trainable + 32 * (4096 + 1024)
 
 
-def test_frozen_products_keep_no_input_for_their_weights() -> None:
+def test_what_adapters_and_frozen_layers_keep_for_backward() -> None:
     whole = transformer_profile(LLAMA).segments[1]
     thin = 2 * 8 * TOKENS * 2
     # What the second norm gave, and what the activation gave: nothing that trains needs them.
@@ -44,43 +44,39 @@ def test_frozen_products_keep_no_input_for_their_weights() -> None:
     everywhere = block(Adapters(rank=8, targets=ALL_LINEAR))
     assert everywhere.saved_bytes == whole.saved_bytes + 7 * 8 * TOKENS * 2
 
-
-def test_copies_of_inputs_are_kept_by_every_adapter() -> None:
     shared, apart = block(FEW), block(replace(FEW, apart_itemsize=4.0))
     # Queries' and values' adapters keep what the norm gave in fp32 each, and nobody in 16 bits.
     assert apart.saved_bytes - shared.saved_bytes == TOKENS * 4096 * (2 * 4 - 2)
 
-
-def test_attention_that_writes_scores_keeps_its_result_for_the_weights_alone() -> None:
     plain = Implementation(flash_attention=False)
     kept = transformer_profile(LLAMA, 1, plain).segments[1].saved_bytes
     gone = TOKENS * 2 * (4096 + 4096 + 14336)
     assert block(FEW, keep=plain).saved_bytes == kept - gone + 2 * 8 * TOKENS * 2
 
-
-def test_norms_that_are_not_fused_keep_less() -> None:
     plain = Implementation(fused_norm=False)
     kept = transformer_profile(LLAMA, 1, plain).segments[1].saved_bytes
     gone = TOKENS * 2 * (4096 + 14336) + 2 * TOKENS * 2 * 4096
     assert block(FEW, keep=plain).saved_bytes == kept - gone + 2 * 8 * TOKENS * 2
 
-
-def test_a_frozen_head_keeps_its_logits_and_not_its_input() -> None:
     whole, frozen = transformer_profile(LLAMA).segments[-1], adapted_profile(LLAMA, FEW).segments[-1]
     assert frozen.inside == whole.inside
     assert whole.outside.saved_bytes - frozen.outside.saved_bytes == TOKENS * 4096 * 2
     assert frozen.num_trainable == 0
 
 
-def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
+def test_frozen_weights_have_no_states_and_are_gathered_as_they_are() -> None:
     memory = peak_memory(plain_cost(adapted_profile(LLAMA, FEW)))
     trained = 3_407_872
     assert memory.optimizer == 2 * 2 * trained
     assert memory.gradients <= 2 * trained
     assert memory.parameters == pytest.approx(2 * (8_030_261_248 + trained), rel=1e-6)
 
+    cost = plain_cost(adapted_profile(LLAMA, replace(FEW, quantized_itemsize=NF4_ITEMSIZE))).but(axes={"data": 8})
+    sharded = shard(cost)
+    plain = shard(plain_cost(adapted_profile(LLAMA, FEW)).but(axes={"data": 8}))
+    assert sharded.comm[0].num_bytes < 0.4 * plain.comm[0].num_bytes
+    assert sharded.comm[1].num_bytes == plain.comm[1].num_bytes == 4 * 3_407_872  # gradients of adapters alone
 
-def test_quantized_matrices_take_half_a_byte_and_the_rest_two() -> None:
     quantized = replace(FEW, quantized_itemsize=NF4_ITEMSIZE)
     memory = peak_memory(plain_cost(adapted_profile(LLAMA, quantized)))
     matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
@@ -93,23 +89,13 @@ def test_quantized_matrices_take_half_a_byte_and_the_rest_two() -> None:
     assert kept.working - without.working == 2 * 4096 * 2 * 14336
 
 
-def test_frozen_weights_are_gathered_as_they_are() -> None:
-    cost = plain_cost(adapted_profile(LLAMA, replace(FEW, quantized_itemsize=NF4_ITEMSIZE))).but(axes={"data": 8})
-    sharded = shard(cost)
-    plain = shard(plain_cost(adapted_profile(LLAMA, FEW)).but(axes={"data": 8}))
-    assert sharded.comm[0].num_bytes < 0.4 * plain.comm[0].num_bytes
-    assert sharded.comm[1].num_bytes == plain.comm[1].num_bytes == 4 * 3_407_872  # gradients of adapters alone
-
-
-def test_experts_have_adapters_of_their_own() -> None:
+def test_experts_have_adapters_and_latent_attention_is_refused() -> None:
     shape = replace(LLAMA, experts=Experts(count=8, top_k=2, ffn=14336))
     found = block(Adapters(rank=8, targets=ALL_LINEAR), shape)
     of_experts = 8 * 8 * 3 * (4096 + 14336)
     assert found.expert_params == 8 * 3 * 4096 * 14336 + of_experts
     assert found.num_trainable == of_experts + 8 * (2 * 8192 + 2 * 5120)
 
-
-def test_latent_attention_and_no_feature_are_refused() -> None:
     latent = LatentAttention(query_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
     with pytest.raises(ArgumentError, match="latent attention"):
         adapted_profile(replace(LLAMA, latent=latent), FEW)

@@ -39,20 +39,16 @@ def test_the_kind_of_work_that_is_known_worst_is_found(sources):
     assert sigma["splits"] == pytest.approx(0.6, rel=0.5)
     assert sigma["host"] == sigma["splits"], "of which nothing is known"
 
-
-def test_bands_hold_what_they_say_of_other_sources(sources):
     bands, others = fitted(sources[:20]), [run for each in sources[20:] for run in each]
     spread = bands.spread([run.shares for run in others])
     held = [bands.low * s <= run.error <= bands.high * s for run, s in zip(others, spread, strict=True)]
     assert sum(held) / len(held) == pytest.approx(COVERED, abs=0.15)
 
-
-def test_every_source_has_one_say(sources):
     many = [run for _ in range(50) for run in sources[0]]
     assert fitted([many, *sources[1:]]).sigma == pytest.approx(fitted(sources).sigma, rel=0.02)
 
 
-def test_pairs_are_of_one_cell_and_the_second_is_said_to_be_slower():
+def test_pairs_and_sources_are_ordered_by_what_is_expected():
     bands = Bands(dict.fromkeys(KINDS, 0.2), -1.3, 1.3, 0.0)
     told = [(1.0, 1.0), (1.1, 0.9), (1.2, 1.2), (1.3, 1.3), (1.4, 1.4)]  # estimated, measured
     runs = [Run(result(str(e), m, e), math.log(m / e), shares(products=1.0)) for e, m in told]
@@ -61,6 +57,15 @@ def test_pairs_are_of_one_cell_and_the_second_is_said_to_be_slower():
     assert sum(pair.is_faster for pair in pairs) == 1
     assert all(pair.chance() < 0.5 and pair.spread == 0.0 for pair in pairs)
     assert max(pair.chance() for pair in pairs) == pytest.approx(0.5 - 0.5 * math.erf(math.log(1.4 / 1.3) / OWN / 2))
+
+    bands = Bands(dict.fromkeys(KINDS, 0.2) | {"splits": 1.0}, -1.3, 1.3, 0.2)
+    runs = [
+        Run(result("split", 1.5, 1.0), 0.0, shares(products=0.5, splits=0.5)),
+        Run(result("plain", 1.0, 1.02), 0.0, shares(products=1.0)),
+        Run(result("slow", 2.0, 1.5), 0.0, shares(products=1.0)),
+    ]
+    ordered = sorted(by_expected(runs, bands), key=lambda each: each.estimated_s)
+    assert [each.row_id for each in ordered] == ["plain", "split", "slow"]
 
 
 def test_what_is_of_each_run_alone_is_read_off_their_order():
@@ -73,17 +78,6 @@ def test_what_is_of_each_run_alone_is_read_off_their_order():
             each = result(f"{cell}-{number}", e * math.exp(error), e, cell=(str(cell),))
             cells.append(Run(each, error, shares(products=1.0)))
     assert own_of(pairs_of(cells, bands)) == pytest.approx(0.1, abs=0.03)
-
-
-def test_a_source_is_ordered_by_what_is_expected_of_it():
-    bands = Bands(dict.fromkeys(KINDS, 0.2) | {"splits": 1.0}, -1.3, 1.3, 0.2)
-    runs = [
-        Run(result("split", 1.5, 1.0), 0.0, shares(products=0.5, splits=0.5)),
-        Run(result("plain", 1.0, 1.02), 0.0, shares(products=1.0)),
-        Run(result("slow", 2.0, 1.5), 0.0, shares(products=1.0)),
-    ]
-    ordered = sorted(by_expected(runs, bands), key=lambda each: each.estimated_s)
-    assert [each.row_id for each in ordered] == ["plain", "split", "slow"]
 
 
 def test_the_report_prints_what_bands_hold_of_each_source(capsys):

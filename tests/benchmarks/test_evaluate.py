@@ -4,14 +4,68 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost import plain_cost, step_seconds
+from atorch.cost.transformer import TransformerShape, transformer_profile
 from benchmarks.published.alone import matmul_share
 from benchmarks.published.evaluate import evaluate
+from benchmarks.published.fit import TimedRun, drawn, fitted, gauss_newton, with_constants
 from benchmarks.published.hardware import cluster_described
 from benchmarks.published.table import GIVEN, MEASURED, read_rows
+
+CLUSTER = ClusterSpec.load("8xH100-80GB")
+PLACE = "device.efficiency.matmul"
+
+
+def costs(count):
+    """Steps of models that are more and more bound by their products."""
+    for index in range(count):
+        hidden = 2048 + 1024 * index
+        shape = TransformerShape(
+            layers=4, hidden=hidden, heads=16, kv_heads=16, ffn=4 * hidden, vocab=32000, seq_len=2048, head_dim=128
+        )
+        yield replace(plain_cost(transformer_profile(shape, 4)), dtype="bfloat16")
+
+
+def runs(count, **factors):
+    machine = with_constants(CLUSTER, {PLACE: 1.0, **factors})
+    return [TimedRun(f"run {i}", cost, CLUSTER, step_seconds(cost, machine)) for i, cost in enumerate(costs(count))]
+
+
+def test_a_constant_is_found_from_the_times_it_made():
+    found = fitted(runs(6, **{PLACE: 0.8}), {PLACE: 1.0})
+    assert found == {PLACE: pytest.approx(0.8, rel=0.01)}
+
+    tight, wide = (fitted(runs(1, **{PLACE: 0.7}), {PLACE: width})[PLACE] for width in (0.02, 1.0))
+    assert 0.7 < wide < 0.75 < tight < 1.0
+
+    table = runs(6)
+    table[0] = table[0]._replace(seconds=20 * table[0].seconds)
+    assert fitted(table, {PLACE: 0.2})[PLACE] == pytest.approx(1.0, abs=0.05)
+
+    assert fitted([]) == {}
+
+    table = runs(8)
+    few = [run.name for run in drawn(table, 3)]
+    assert few == [run.name for run in drawn(table[::-1], 3)]
+    assert len(set(few)) == 3
+
+    moved = with_constants(CLUSTER, {PLACE: 10.0, "inter_node.latency_s": 2.0, "inter_node.efficiency": 0.5})
+    assert moved.device.efficiency.matmul == 1.0
+    assert moved.inter_node.latency_s == 2 * CLUSTER.inter_node.latency_s
+    assert moved.inter_node.efficiency == CLUSTER.inter_node.efficiency / 2
+    assert with_constants(CLUSTER, {}) == CLUSTER
+
+    # Rosenbrock's valley, whose minimum is at (1, 1), as a sum of squares.
+    found = gauss_newton(lambda x: np.asarray([10 * (x[1] - x[0] ** 2), 1 - x[0]]), 2)
+    assert found == pytest.approx([1, 1], abs=1e-2)
+
 
 ROOT = Path(__file__).parents[2]
 RUN = {
@@ -31,14 +85,12 @@ def table(path, *runs):
     return path
 
 
-def test_step_time_is_told_from_tokens_a_second_where_it_is_blank(tmp_path):
+def test_times_are_told_or_refused(tmp_path):
     runs = ({"step_time_s": "2.0"}, {"tok_s_gpu": "8192"}, {})
     results = evaluate(read_rows(table(tmp_path / "t.csv", *runs)))
     assert [each.measured_s for each in results] == [2.0, pytest.approx(64 * 2048 / 8192 / 8), None]
     assert {each.tokens for each in results} == {64 * 2048}
 
-
-def test_a_row_that_cannot_be_understood_is_refused_with_its_reason(tmp_path):
     (result,) = evaluate(read_rows(table(tmp_path / "t.csv", {"tp": "3", "dp": "", "step_time_s": "1.0"})))
     assert "do not divide" in result.refused
     assert (result.estimated_s, result.time_error, result.said_to_fit) == (None, -1.0, False)
@@ -54,7 +106,7 @@ def test_crashes_are_labelled_where_a_line_through_other_sizes_explains_them(tmp
     assert [each.label for each in results] == ["fits", "fits", "oom", None, "oom"]
 
 
-def test_rows_that_were_refitted_on_are_left_out(tmp_path):
+def test_refitted_rows_are_left_out_and_data_sheets_know_no_fit(tmp_path):
     path = table(
         tmp_path / "t.csv", *({"step_time_s": str(1 + i), "global_batch": str(64 * (1 + i))} for i in range(8))
     )
@@ -63,8 +115,6 @@ def test_rows_that_were_refitted_on_are_left_out(tmp_path):
     before, after = ({each.row_id: abs(each.time_error) for each in results} for results in (every, few))
     assert all(after[name] < before[name] for name in after)
 
-
-def test_data_sheets_alone_know_nothing_of_what_was_fitted(tmp_path):
     rows = read_rows(table(tmp_path / "t.csv", {"step_time_s": "1.0"}))
     assert evaluate(rows, "none")[0].estimated_s != evaluate(rows, "shipped")[0].estimated_s
 

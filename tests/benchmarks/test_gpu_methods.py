@@ -23,6 +23,7 @@ def test_a_row_without_a_gpu(name: str) -> None:
     assert f"Llama, {name}" in str(gpu_methods.row(name, figures))
 
 
+@pytest.mark.slow
 def test_a_search_without_a_gpu() -> None:
     name = "8 rows, automatic in 60 s"
     figures = gpu_methods.in_process(name, tiny=True)

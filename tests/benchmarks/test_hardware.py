@@ -49,13 +49,11 @@ def test_the_nearest_known_device(text, memory_gb, name):
     assert cluster_described(text, memory_gb, 16, None).device.name == name
 
 
-def test_a_device_without_a_file_has_the_figures_of_its_data_sheet():
+def test_devices_by_their_data_sheets():
     device = cluster_described("8x A10G", 24, 8, 8).device
     assert (device.peak_flops["bfloat16"], device.memory_bandwidth) == (7e13, 6e11)
     assert cluster_described("", 64, 8, 8).device.memory_bytes == pytest.approx(0.95 * 64 * GiB)
 
-
-def test_blackwells_are_told_apart():
     clusters = {name: cluster_described(name, None, 144, None) for name in ("B200", "GB200 NVL72", "B300", "GB300")}
     assert len({each.device.name for each in clusters.values()}) == 4
     assert len({each.device.peak_flops["bfloat16"] for each in clusters.values()}) == 2
@@ -64,18 +62,14 @@ def test_blackwells_are_told_apart():
         "GB300": 72,
     }
 
+    assert cluster_described("A100-40GB PCIe", 40, 8, 8).intra_node.bandwidth == 3.15e10
+    assert cluster_described("A100 PCIe with NVLink", 40, 8, 8).intra_node.bandwidth == 3e11
+
+    clusters = [cluster_described("H100", 80, *counts) for counts in ((64, 8), (64, 4), (2, 8), (9, None))]
+    assert [(each.num_nodes, each.devices_per_node) for each in clusters] == [(8, 8), (16, 4), (1, 2), (2, 8)]
+
 
 @pytest.mark.parametrize("text", ["abacus", "B400", "MI300A", "MI455X", "something new"])
 def test_a_device_that_is_not_known_is_refused_by_its_name(text):
     with pytest.raises(ArgumentError, match=text):
         cluster_described(text, 80, 8, 8)
-
-
-def test_cards_on_pcie_have_no_faster_link():
-    assert cluster_described("A100-40GB PCIe", 40, 8, 8).intra_node.bandwidth == 3.15e10
-    assert cluster_described("A100 PCIe with NVLink", 40, 8, 8).intra_node.bandwidth == 3e11
-
-
-def test_nodes_are_filled():
-    clusters = [cluster_described("H100", 80, *counts) for counts in ((64, 8), (64, 4), (2, 8), (9, None))]
-    assert [(each.num_nodes, each.devices_per_node) for each in clusters] == [(8, 8), (16, 4), (1, 2), (2, 8)]

@@ -30,13 +30,6 @@ def errors(source):
     return [result.time_error for _, result in source]
 
 
-def test_a_source_is_what_one_publisher_published():
-    assert {name: len(rows) for name, rows in by_source([*runs("a"), *runs("b"), *runs("a")]).items()} == {
-        "a": 12,
-        "b": 6,
-    }
-
-
 def test_constants_come_from_other_sources_of_the_device_alone():
     found = leave_one_out({"a": runs("a", 1.3), "b": runs("b", 1.3), "c": runs("c", 1.3, hardware="A100-80GB")})
     assert max(map(abs, errors(found["a"]))) < 0.12  # nearly as slow as b's
@@ -44,12 +37,15 @@ def test_constants_come_from_other_sources_of_the_device_alone():
     alone = leave_one_out({"a": runs("a", 1.3)})
     assert errors(alone["a"])[0] < -0.1  # not even its own runs are known
 
-
-def test_networks_are_not_fitted():
     near, far = (runs(name, 1.3, n_gpus="16", hardware=text) for name, text in (("a", "H100"), ("b", "H100 (EFA)")))
     for name, rows in (("a", near), ("b", far)):
         ((case, _), *_) = leave_one_out({"a": near, "b": far})[name]
         assert case.cluster.inter_node == Case.of(rows[0]).cluster.inter_node
+
+    assert {name: len(rows) for name, rows in by_source([*runs("a"), *runs("b"), *runs("a")]).items()} == {
+        "a": 12,
+        "b": 6,
+    }
 
 
 def test_what_was_read_off_runs_of_a_framework_is_not_known_of_a_held_out_source():

@@ -41,15 +41,11 @@ def test_the_kind_of_bytes_that_is_known_worst_is_found(sources):
     assert sigma["activations"] == pytest.approx(0.2, rel=0.5)
     assert sigma["activations"] > 5 * sigma["states"]
 
-
-def test_bands_hold_what_they_say_of_other_sources(sources):
     bands, others = fitted(sources[:20]), [run for each in sources[20:] for run in each]
     spread = bands.spread([run.shares for run in others])
     held = [bands.low * s <= run.error <= bands.high * s for run, s in zip(others, spread, strict=True)]
     assert sum(held) / len(held) == pytest.approx(COVERED, abs=0.15)
 
-
-def test_what_no_column_tells_is_not_fitted(sources):
     strange = [Run(0.5, shares(activations=1.0), is_told=False)] * 50
     assert fitted([[*sources[0], *strange], *sources[1:], strange]) == fitted(sources)
 
@@ -62,15 +58,13 @@ def case_of(metric="torch max allocated", **given):
     return case, result
 
 
-def test_slack_counts_in_what_was_reserved_and_the_drivers_figures_not_at_all():
+def test_what_a_figure_is_of():
     of = {words: runs_of([case_of(words)]) for words in ("max allocated", "max reserved", "nvidia-smi")}
     assert [len(runs) for runs in of.values()] == [1, 1, 0]
     (allocated,), (reserved,) = of["max allocated"], of["max reserved"]
     assert allocated.shares[PLACE["slack"]] == 0 < reserved.shares[PLACE["slack"]]
     assert allocated.error > reserved.error
 
-
-def test_what_nanotron_gathered_along_the_sequence_is_not_told():
     (split,) = runs_of([case_of(framework="nanotron", tp="4")])
     (whole,) = runs_of([case_of(framework="nanotron", tp="1", dp="")])
     assert (split.is_told, whole.is_told) == (False, True)

@@ -2,17 +2,7 @@
 
 import pytest
 
-from benchmarks.published.metrics import (
-    Result,
-    cells,
-    doomed_in_first,
-    quantile,
-    ranks,
-    regret,
-    runs_out_of_memory,
-    spearman,
-    summary,
-)
+from benchmarks.published import metrics
 
 CELL = ("framework", "model", "8", "2048")
 
@@ -20,11 +10,17 @@ CELL = ("framework", "model", "8", "2048")
 def run(name, measured=None, estimated=None, **others):
     """A timed run of 100 tokens a step."""
     known = {"cell": CELL, "global_batch": 1.0, "tokens": 100.0, "said_to_fit": True}
-    return Result(row_id=name, measured_s=measured, estimated_s=estimated, **{**known, **others})
+    return metrics.Result(row_id=name, measured_s=measured, estimated_s=estimated, **{**known, **others})
 
 
-def test_ranks_share_their_mean_where_values_are_equal():
-    assert ranks([30.0, 10.0, 20.0, 20.0]).tolist() == [4.0, 1.0, 2.5, 2.5]
+def test_ranks_and_quantiles():
+    assert metrics.ranks([30.0, 10.0, 20.0, 20.0]).tolist() == [4.0, 1.0, 2.5, 2.5]
+
+    assert metrics.spearman([1, 1, 1], [1, 2, 3]) is None
+
+    assert metrics.quantile([-0.3, None, 0.1], 0.5) == pytest.approx(0.2)
+    assert metrics.quantile([-0.3, None, 0.1], 0.5, signed=True) == pytest.approx(-0.1)
+    assert metrics.quantile([None], 0.5) is None
 
 
 @pytest.mark.parametrize(
@@ -36,58 +32,48 @@ def test_ranks_share_their_mean_where_values_are_equal():
     ],
 )
 def test_spearman_by_hand(left, right, rho):
-    assert spearman(left, right) == pytest.approx(rho)
-
-
-def test_spearman_of_equal_values_says_nothing():
-    assert spearman([1, 1, 1], [1, 2, 3]) is None
+    assert metrics.spearman(left, right) == pytest.approx(rho)
 
 
 def test_regret_is_what_the_choice_loses():
     cell = [run("a", 2.0, 1.0), run("b", 1.0, 3.0), run("c", 1.5, 2.0)]
-    assert regret(cell, 1) == pytest.approx(1.0)
-    assert regret(cell, 2) == pytest.approx(0.5)
-    assert regret(cell, 3) == 0.0
+    assert metrics.regret(cell, 1) == pytest.approx(1.0)
+    assert metrics.regret(cell, 2) == pytest.approx(0.5)
+    assert metrics.regret(cell, 3) == 0.0
 
-
-def test_of_ties_any_may_come_first():
     tied = [run("slow", 4.0, 1.0), run("fast", 1.0, 1.0), run("mean", 2.0, 1.0)]
-    assert regret(tied, 1) == pytest.approx((3.0 + 0.0 + 1.0) / 3)
-    assert regret(tied, 2) == pytest.approx((0.0 + 0.0 + 1.0) / 3)  # both but the fastest, of three pairs
-    assert regret(tied, 3) == 0.0
-    assert regret([run("first", 3.0, 0.5), *tied], 2) == pytest.approx((2.0 + 0.0 + 1.0) / 3)
-    assert regret([*reversed(tied)], 1) == regret(tied, 1)  # the listing plays no part
+    assert metrics.regret(tied, 1) == pytest.approx((3.0 + 0.0 + 1.0) / 3)
+    assert metrics.regret(tied, 2) == pytest.approx((0.0 + 0.0 + 1.0) / 3)  # both but the fastest, of three pairs
+    assert metrics.regret(tied, 3) == 0.0
+    assert metrics.regret([run("first", 3.0, 0.5), *tied], 2) == pytest.approx((2.0 + 0.0 + 1.0) / 3)
+    assert metrics.regret([*reversed(tied)], 1) == metrics.regret(tied, 1)  # the listing plays no part
 
-
-def test_what_is_said_not_to_fit_is_not_ranked():
     fast, slow = run("fast", 1.0, 1.0, said_to_fit=False), run("slow", 1.5, 2.0)
-    assert regret([fast, slow], 1) == regret([fast, slow], 3) == pytest.approx(0.5)
+    assert metrics.regret([fast, slow], 1) == metrics.regret([fast, slow], 3) == pytest.approx(0.5)
     nothing = [fast, run("slower", 3.0, 1.0, said_to_fit=False)]
-    assert regret(nothing, 1) == pytest.approx(2.0)  # nothing is ranked: the slowest
+    assert metrics.regret(nothing, 1) == pytest.approx(2.0)  # nothing is ranked: the slowest
     ordered = [run(f"{i}", 1.0 + i, 1.0 + i) for i in range(5)]
-    assert summary([*ordered, run("wrong", 0.5, 9.0, said_to_fit=False)])["spearman_median"] == pytest.approx(1.0)
+    assert metrics.summary([*ordered, run("wrong", 0.5, 9.0, said_to_fit=False)])["spearman_median"] == pytest.approx(
+        1.0
+    )
 
-
-def test_a_rule_that_estimates_nothing_has_an_order_alone():
-    placed = [run(f"{i}", 5.0 - i, place=float(i), label="fits", measured_bytes=1.0) for i in range(5)]
-    figures = summary(placed)
-    assert figures["spearman_median"] == pytest.approx(-1.0)
-    assert figures["time_mape"] is figures["memory_median_err"] is figures["fits_precision"] is None
-    assert figures["regret_top1_mean"] == pytest.approx(4.0)
-
-
-def test_runs_are_ranked_by_seconds_per_token():
     twice = run("twice", 3.0, 3.0, tokens=200.0)
-    assert regret([twice, run("a", 2.0, 2.0)], 1) == 0.0
+    assert metrics.regret([twice, run("a", 2.0, 2.0)], 1) == 0.0
 
 
-def test_a_refused_run_is_not_ranked_and_misses_all_of_its_figures():
+def test_a_refused_run_misses_its_figures_and_a_rule_has_an_order_alone():
     refused = run("no", 1.0, measured_bytes=5.0, label="fits", refused="unknown", said_to_fit=False)
-    assert regret([run("a", 2.0, 1.0), refused], 1) == pytest.approx(1.0)
-    figures = summary([refused])
+    assert metrics.regret([run("a", 2.0, 1.0), refused], 1) == pytest.approx(1.0)
+    figures = metrics.summary([refused])
     assert figures["refused"] == figures["time_mape"] == figures["memory_median_err"] == 1.0
     assert figures["fits_recall"] == 0.0
     assert figures["fits_precision"] is None
+
+    placed = [run(f"{i}", 5.0 - i, place=float(i), label="fits", measured_bytes=1.0) for i in range(5)]
+    figures = metrics.summary(placed)
+    assert figures["spearman_median"] == pytest.approx(-1.0)
+    assert figures["time_mape"] is figures["memory_median_err"] is figures["fits_precision"] is None
+    assert figures["regret_top1_mean"] == pytest.approx(4.0)
 
 
 def test_errors_are_of_the_estimate_over_the_measured():
@@ -99,7 +85,7 @@ def test_errors_are_of_the_estimate_over_the_measured():
         run("e", measured_bytes=100.0, estimated_bytes=300.0, memory_kind="driver"),
         run("f", measured_bytes=100.0, estimated_bytes=115.0, memory_kind="allocated"),
     ]
-    figures = summary(results)
+    figures = metrics.summary(results)
     assert figures["rows"] == 6
     assert figures["allocated_median_err"] == figures["allocated_p95_err"] == pytest.approx(0.15)
     assert figures["time_mape"] == figures["time_median_err"] == pytest.approx(0.2)
@@ -111,7 +97,7 @@ def test_errors_are_of_the_estimate_over_the_measured():
 
 
 def test_a_summary_has_the_keys_of_the_json():
-    assert list(summary([])) == [
+    assert list(metrics.summary([])) == [
         "rows", "refused", "memory_median_err", "memory_p95_err", "fits_precision", "fits_recall", "time_mape",
         "time_median_err", "spearman_median", "regret_top1_mean", "regret_top1_p95", "regret_top3_mean",
         "allocated_median_err", "allocated_p95_err", "ranked_cells", "cells_with_oom_in_first_three",
@@ -119,30 +105,22 @@ def test_a_summary_has_the_keys_of_the_json():
     ]  # fmt: skip
 
 
-def test_a_cell_is_of_one_global_batch_where_enough_runs_have_it():
+def test_cells_and_the_first_three():
     many = [run(f"many{i}", 1.0 + i, 1.0 + i, global_batch=64.0) for i in range(5)]
     few = [run(f"few{i}", 1.0 + i, 1.0 + i, global_batch=8.0 * (1 + i)) for i in range(3)]
     other = [run("other", 1.0, 1.0, cell=("framework", "model", "16", "2048"))]
     untimed = [run("crashed", None, 1.0, global_batch=64.0)]
-    found = [{each.row_id for each in cell} for cell in cells([*many, *few, *other, *untimed])]
+    found = [{each.row_id for each in cell} for cell in metrics.cells([*many, *few, *other, *untimed])]
     assert found == [{each.row_id for each in many}, {each.row_id for each in few}, {"other"}]
 
-
-def test_the_first_three_are_of_runs_that_are_said_to_fit():
     good = [run(f"ran{i}", 1.0, 1.0 + i, label="fits", said_to_fit=True) for i in range(3)]
     late = run("late", None, 9.0, label="oom", said_to_fit=True)
     early = run("early", None, 0.5, label="oom", said_to_fit=True)
     known = run("known", None, 0.1, label="oom", said_to_fit=False)
-    assert doomed_in_first([*good, late, known]) == (0, 1)
-    assert doomed_in_first([*good, early]) == (1, 1)
+    assert metrics.doomed_in_first([*good, late, known]) == (0, 1)
+    assert metrics.doomed_in_first([*good, early]) == (1, 1)
     tied = run("tied", None, 3.0, label="oom", said_to_fit=True)  # as the third of the good ones
-    assert doomed_in_first([*good, tied]) == (pytest.approx(0.5), 1)
-
-
-def test_quantiles_are_of_sizes_and_skip_what_is_not_known():
-    assert quantile([-0.3, None, 0.1], 0.5) == pytest.approx(0.2)
-    assert quantile([-0.3, None, 0.1], 0.5, signed=True) == pytest.approx(-0.1)
-    assert quantile([None], 0.5) is None
+    assert metrics.doomed_in_first([*good, tied]) == (pytest.approx(0.5), 1)
 
 
 @pytest.mark.parametrize(
@@ -155,4 +133,4 @@ def test_quantiles_are_of_sizes_and_skip_what_is_not_known():
     ],
 )
 def test_a_crash_is_of_memory_where_a_line_through_other_sizes_passes_the_device(size, ran, device, out):
-    assert runs_out_of_memory(size, ran, device) is out
+    assert metrics.runs_out_of_memory(size, ran, device) is out

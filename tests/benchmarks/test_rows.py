@@ -39,6 +39,14 @@ def test_a_layout_from_what_is_given():
     assert layout_of(row(global_batch="", grad_accum="3")).global_batch == 4 * 2 * 3
     assert layout_of(row(micro_batch="", grad_accum="4")).micro_batch == 4
 
+    layout = layout_of(row(pp="1", dp="", global_batch=""))
+    assert (layout.micro_batch, layout.num_micro_batches) == (2, 1)
+
+    whole, hybrid = (cost_of(row(fsdp=name, tp="", pp="", sp="", dp="")) for name in ("FULL_SHARD", "HYBRID_SHARD"))
+    assert (whole.param_shards, hybrid.param_shards) == (16, 8)
+    assert dict(hybrid.axes) == {"zero": 8, "data": 2}
+    assert {comm.axis for comm in hybrid.comm} >= {("data",)}
+
 
 @pytest.mark.parametrize(
     ("fsdp", "zero", "level", "keeps"),
@@ -91,19 +99,23 @@ def test_a_row_that_cannot_be_understood_says_why(given, reason):
         cost_of(row(**given)), cluster_of(row(**given))
 
 
-def test_hardware_that_is_not_told_is_what_has_as_much_memory():
+def test_what_is_blank_is_filled_in():
     assert "H100" in cluster_of(row()).device.name
     assert (cluster_of(row()).num_nodes, cluster_of(row()).devices_per_node) == (2, 8)
     assert cluster_of(row(hardware="", gpu_mem_gb="40")).device.name == "NVIDIA A100-SXM4-40GB"
 
-
-def test_named_models_fill_in_what_is_blank():
     shape = shape_of(row(model="Llama-2 7B", **BLANK))
     assert (shape.layers, shape.hidden, shape.ffn, shape.vocab, shape.seq_len) == (32, 4096, 11008, 32000, 4096)
     reduced = shape_of(row(model="deepseek-v3 (reduced to 4 layers)", **{**BLANK, "layers": "4"}))
     assert (reduced.layers, reduced.experts.dense_layers, reduced.latent.kv_rank) == (4, 1, 512)
     assert profile_of(row(model="Mixtral 8x7B", **BLANK)).num_params / 1e9 == pytest.approx(46.7, rel=1e-3)
     assert known_dimensions("nobody's model") == {}
+
+    whole = profile_of(row()).num_params / 1e9
+    assert shape_of(row(vocab="", params_b=str(whole))).vocab == 128256
+
+    assert shape_of(row(heads="", kv_heads="", hidden="14400")).heads == 120
+    assert shape_of(row(heads="", kv_heads="", hidden="13824")).heads == 108
 
 
 @pytest.mark.parametrize(
@@ -118,11 +130,6 @@ def test_public_models_have_the_parameters_that_their_authors_say(name, billions
     assert profile_of(row(model=name, **BLANK)).num_params / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
-def test_a_vocabulary_follows_from_the_number_of_parameters():
-    whole = profile_of(row()).num_params / 1e9
-    assert shape_of(row(vocab="", params_b=str(whole))).vocab == 128256
-
-
 @pytest.mark.parametrize(
     ("arch", "gated", "tied", "bias", "learned"),
     [
@@ -135,21 +142,6 @@ def test_a_vocabulary_follows_from_the_number_of_parameters():
 def test_architectures_in_words(arch, gated, tied, bias, learned):
     shape = shape_of(row(arch=arch))
     assert (shape.gated, shape.tied, shape.bias, shape.learned_positions) == (gated, tied, bias, learned)
-
-
-def test_precisions_are_mixed_as_frameworks_mix_them():
-    def itemsizes(**given):
-        cost = cost_of(row(**given))
-        return cost.param_itemsize, cost.grad_itemsize, cost.master_itemsize, cost.optim_itemsize
-
-    assert itemsizes() == (2, 4, 4, 8)  # 18 bytes a parameter
-    assert itemsizes(framework="Composer/llm-foundry") == (4, 4, 0, 8)
-    assert itemsizes(framework="InternEvo") == (2, 2, 4, 8)
-    assert itemsizes(precision="fp32") == (4, 4, 0, 8)
-    assert itemsizes(framework="something new") == (2, 4, 4, 8)
-    # One that leaves splits to another is that other where the model is split.
-    assert itemsizes(framework="ATorch") == (2, 2, 4, 8)
-    assert itemsizes(framework="ATorch", tp="1", pp="1", dp="16") == (4, 4, 0, 8)
 
 
 def test_outputs_hold_what_blocks_cached_where_examples_leave_caches_on():
@@ -178,12 +170,7 @@ def test_what_runs_beside_products_is_as_frameworks_do_it():
     assert traits(framework="torchtitan", tp_overlap="yes") == ("chunks", False, False, False)
 
 
-def test_a_capacity_of_experts_is_read_from_the_architecture():
-    assert cost_of(row(arch="8 experts top-2", ep="2")).expert_capacity == 0
-    assert cost_of(row(arch="8 experts top-2, capacity factor 1.25", ep="2")).expert_capacity == 1.25
-
-
-def test_a_figure_is_compared_with_what_it_is_of():
+def test_a_figure_is_compared_with_what_it_is_of_and_fits_beside_a_reserve():
     assert metric_of(row()) == "allocated"
     assert metric_of(row("torch max_memory_allocated or reserved")) == "reserved"
     assert metric_of(row("")) == "reserved"
@@ -197,8 +184,6 @@ def test_a_figure_is_compared_with_what_it_is_of():
     first = row(framework="nanotron", tp="1", sp="", dp="8", pp="2", micro_batch="8")
     assert memory_of(first, cost_of(first)).stage == 0
 
-
-def test_what_fits_leaves_a_reserve():
     cost = cost_of(row())
     memory = peak_memory(cost)
     assert fits(cost, 2 * memory.reserved)
@@ -252,13 +237,6 @@ def test_shards_over_all_or_over_neighbours(given, level, shared_by):
     assert (layout.zero, layout.shared_by) == (level, shared_by)
 
 
-def test_shards_within_a_node_hold_more_and_send_less_between_nodes():
-    whole, hybrid = (cost_of(row(fsdp=name, tp="", pp="", sp="", dp="")) for name in ("FULL_SHARD", "HYBRID_SHARD"))
-    assert (whole.param_shards, hybrid.param_shards) == (16, 8)
-    assert dict(hybrid.axes) == {"zero": 8, "data": 2}
-    assert {comm.axis for comm in hybrid.comm} >= {("data",)}
-
-
 @pytest.mark.parametrize(
     ("words", "share", "keeps"),
     [
@@ -290,19 +268,25 @@ def test_experts_in_words():
     with pytest.raises(ArgumentError, match="how many experts"):
         shape_of(row(arch="moe"))
 
+    assert cost_of(row(arch="8 experts top-2", ep="2")).expert_capacity == 0
+    assert cost_of(row(arch="8 experts top-2, capacity factor 1.25", ep="2")).expert_capacity == 1.25
 
-def test_what_a_compiler_fuses_is_faster_and_smaller():
+
+def test_what_compilers_and_recomputation_save():
     plain, fused = (row(framework="transformers", compile=value) for value in ("False", "True"))
     assert cost_of(fused).ops_scale < cost_of(plain).ops_scale
     assert peak_memory(cost_of(fused)).total < peak_memory(cost_of(plain)).total
 
+    cluster = cluster_of(row())
+    ways = ("none", "core attention", "selective op", "full")
+    none, attention, second, full = (step_time(cost_of(row(ckpt=ckpt)), cluster).matmul_s for ckpt in ways)
+    assert none < attention < second < full
 
-def test_torchtitan_cuts_a_batch_by_the_stages_of_its_pipeline():
+
+def test_torchtitan():
     layout = layout_of(row(framework="torchtitan", micro_batch="", pp="4", tp="1", sp=""))
     assert (layout.micro_batch, layout.num_micro_batches) == (4, 4)
 
-
-def test_torchtitan_gathers_and_reduces_once_a_step_in_pipelines():
     in_pipeline, by_itself = (row(framework="torchtitan", fsdp="FSDP2", **more) for more in ({}, {"pp": "1", "dp": ""}))
     kept = [layout_of(each).keeps_gathered for each in (in_pipeline, by_itself, row(fsdp="FSDP2"))]
     assert kept == [True, False, False]
@@ -311,23 +295,16 @@ def test_torchtitan_gathers_and_reduces_once_a_step_in_pipelines():
     assert not any(each.each_micro_batch for each in piped.comm)
     assert all(each.each_micro_batch for each in alone.comm)
 
+    def of_loss(**given):
+        usual = {"tp": "1", "pp": "1", "dp": "16", "framework": "torchtitan"}
+        head = profile_of(row(**{**usual, **given})).segments[-1]
+        logits = head.matmuls[0].rows * head.matmuls[0].columns
+        return (head.inside.saved_bytes / logits, head.working_bytes / logits)
 
-def test_recipes_of_nemo_split_norms_and_share_states_unless_told():
-    layout = layout_of(row(framework="Megatron Bridge (NeMo)", sp="", zero=""))
-    assert (layout.splits_norms, layout.zero) == (True, 1)
-    assert not layout_of(row(framework="NeMo", sp="False")).splits_norms
-    assert not layout_of(row(sp="")).splits_norms
-    assert layout_of(row(framework="NeMo AutoModel", sp="", zero="")).zero == 0
-
-
-def test_heads_that_are_not_told_divide_the_width():
-    assert shape_of(row(heads="", kv_heads="", hidden="14400")).heads == 120
-    assert shape_of(row(heads="", kv_heads="", hidden="13824")).heads == 108
-
-
-def test_one_micro_batch_is_a_step_where_nothing_else_is_said():
-    layout = layout_of(row(pp="1", dp="", global_batch=""))
-    assert (layout.micro_batch, layout.num_micro_batches) == (2, 1)
+    assert of_loss() == (4, 8)
+    assert of_loss(compile="True") == (2, 2)
+    assert of_loss(compile="True", framework="torchtitan 9dec370 / torch 2.6 nightly") == (4, 8)
+    assert of_loss(compile="True", tp="8", dp="2") == (4, 12)
 
 
 @pytest.mark.parametrize("column", [name for name in GIVEN if name != "row_id"])
@@ -358,7 +335,7 @@ def test_numbers_as_people_write_them(words, value):
     assert row(seq_len=words).number("seq_len") == value
 
 
-def test_autocast_keeps_the_stream_in_fp32_unless_parameters_are_gathered_in_16_bits():
+def test_numbers_are_kept_and_reduced_in_as_many_bits_as_frameworks_do():
     def of(name, **given):
         return cost_of(row(framework=name, tp="1", pp="1", sp="", dp="16", ckpt="full", **given))
 
@@ -368,13 +345,24 @@ def test_autocast_keeps_the_stream_in_fp32_unless_parameters_are_gathered_in_16_
     assert sharded.boundary_bytes == plain.boundary_bytes
     assert (sharded.param_itemsize, sharded.gathered_itemsize) == (4, 2)
 
-
-def test_reduces_shards_in_as_many_bits_as_frameworks_do():
     def reduced(name):
         sends = cost_of(row(framework=name, tp="1", pp="1", sp="", dp="16", fsdp="FULL_SHARD")).comm
         return sum(each.num_bytes for each in sends if each.kind == "reduce_scatter")
 
     assert reduced("Composer") == pytest.approx(2 * reduced("ATorch"))
+
+    def itemsizes(**given):
+        cost = cost_of(row(**given))
+        return cost.param_itemsize, cost.grad_itemsize, cost.master_itemsize, cost.optim_itemsize
+
+    assert itemsizes() == (2, 4, 4, 8)  # 18 bytes a parameter
+    assert itemsizes(framework="Composer/llm-foundry") == (4, 4, 0, 8)
+    assert itemsizes(framework="InternEvo") == (2, 2, 4, 8)
+    assert itemsizes(precision="fp32") == (4, 4, 0, 8)
+    assert itemsizes(framework="something new") == (2, 4, 4, 8)
+    # One that leaves splits to another is that other where the model is split.
+    assert itemsizes(framework="ATorch") == (2, 2, 4, 8)
+    assert itemsizes(framework="ATorch", tp="1", pp="1", dp="16") == (4, 4, 0, 8)
 
 
 def test_sends_of_nanotron_wait_on_many_nodes_and_where_tensor_ranks_are_on_four():
@@ -386,13 +374,6 @@ def test_sends_of_nanotron_wait_on_many_nodes_and_where_tensor_ranks_are_on_four
     assert waited(n_gpus="512", tp="2", pp="4") == pytest.approx(0.26 * (4 * 32 + 2 * 2))  # four, and the filling
     assert waited(n_gpus="64", tp="32", pp="2", heads="32") == pytest.approx(0.26 * 2 * 2048)
     assert cost_of(row(n_gpus="512", dp="", global_batch="4096")).extra_s == 0  # another framework
-
-
-def test_what_recomputes_the_least_is_attention_and_then_every_second_product():
-    cluster = cluster_of(row())
-    ways = ("none", "core attention", "selective op", "full")
-    none, attention, second, full = (step_time(cost_of(row(ckpt=ckpt)), cluster).matmul_s for ckpt in ways)
-    assert none < attention < second < full
 
 
 @pytest.mark.parametrize(
@@ -407,19 +388,12 @@ def test_fp8_is_of_products_alone_and_scaled_as_the_recipe_says(words, framework
     assert (cost.dtype, cost.fp8, cost.fp8_outside) == ("bfloat16", scaling, False)
 
 
-def test_megatron_pads_its_vocabulary():
+def test_megatron_and_nemo():
     head = profile_of(row(framework="Megatron-LM", vocab="50257", tp="2")).segments[-1]
     assert head.matmuls[0].columns == 50432
 
-
-def test_torchtitan_s_loss_keeps_less_where_it_is_compiled_and_more_where_logits_are_split():
-    def of_loss(**given):
-        usual = {"tp": "1", "pp": "1", "dp": "16", "framework": "torchtitan"}
-        head = profile_of(row(**{**usual, **given})).segments[-1]
-        logits = head.matmuls[0].rows * head.matmuls[0].columns
-        return (head.inside.saved_bytes / logits, head.working_bytes / logits)
-
-    assert of_loss() == (4, 8)
-    assert of_loss(compile="True") == (2, 2)
-    assert of_loss(compile="True", framework="torchtitan 9dec370 / torch 2.6 nightly") == (4, 8)
-    assert of_loss(compile="True", tp="8", dp="2") == (4, 12)
+    layout = layout_of(row(framework="Megatron Bridge (NeMo)", sp="", zero=""))
+    assert (layout.splits_norms, layout.zero) == (True, 1)
+    assert not layout_of(row(framework="NeMo", sp="False")).splits_norms
+    assert not layout_of(row(sp="")).splits_norms
+    assert layout_of(row(framework="NeMo AutoModel", sp="", zero="")).zero == 0

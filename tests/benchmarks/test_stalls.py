@@ -29,21 +29,17 @@ def test_of_micro_batches_of_other_sizes(sizes, seconds, found):
     assert slow(seconds, *({"micro_batch": size} for size in sizes)) == found
 
 
-def test_larger_micro_batches_may_take_longer_by_their_size():
+def test_micro_batches_replicas_and_stages_take_no_longer_than_by_their_number():
     given = {"global_batch": "32"}, {"micro_batch": "4"}  # 4 and 4 of them
     assert not slow((1.0, 2.9), *given)
     assert slow((1.0, 3.1), *given) == {"1"}
 
-
-def test_replicas_are_no_slower_than_by_their_number_and_neither_is_a_longer_step_by_its_micro_batch():
     given = {}, {"n_gpus": "8", "dp": "2", "global_batch": "64"}  # 8 and 16 micro-batches
     assert not slow((9.0, 25.0), *given)
     assert slow((9.0, 26.0), *given) == {"1"}
     assert not slow((50.0, 17.0), *given), "twice the replicas may send for twice as long"
     assert slow((52.0, 17.0), *given) == {"0"}
 
-
-def test_a_longer_pipeline_is_held_to_a_shorter_one():
     given = {"pp": "1", "dp": "8"}, {"pp": "4", "dp": "2"}  # 4 and 16 micro-batches, of which 3 more fill the pipeline
     longest = 1.5 * 19 / 4 * 0.412  # 4 of 16 blocks, one more, and a head as large as 3.9 of them, of 19.9
     assert not slow((1.0, 0.97 * longest), *given)

@@ -12,28 +12,18 @@ def moments(*needs_and_others: tuple[set[int], int]) -> list[ScheduleStep]:
     return [ScheduleStep("op", frozenset(needs), other) for needs, other in needs_and_others]
 
 
-def test_as_much_of_a_parameter_stays_as_there_is_room_for():
+def test_what_must_be_fetched_by_hand():
     assert lower_bound(moments(({0}, 0), (set(), 7), ({0}, 0)), [5], 10) == pytest.approx(5 + 2)
 
-
-def test_neighbouring_uses_fetch_once():
     assert lower_bound(moments(({0}, 5), ({0}, 5)), [5], 10) == pytest.approx(5)
 
-
-def test_what_is_needed_sooner_stays():
     step = moments(({0}, 0), ({1}, 0), (set(), 4), ({1}, 0), ({0}, 0))
     assert lower_bound(step, [4, 4], 8) == pytest.approx(8 + 4)
 
-
-def test_first_uses_alone_fetch_everything_once():
     assert lower_bound(moments(({0}, 0), ({1}, 0)), [3, 4], 5) == pytest.approx(7)
 
-
-def test_no_moments_fetch_nothing():
     assert lower_bound([], [3], 5) == 0
 
-
-def test_what_does_not_fit_has_no_bound():
     assert lower_bound(moments(({0, 1}, 1)), [3, 4], 7) == float("inf")
 
 

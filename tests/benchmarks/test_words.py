@@ -1,12 +1,15 @@
 """Recipes' words: what each is read as, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from atorch.errors import ArgumentError
 from benchmarks.published.adapted_profile import ALL_LINEAR
 from benchmarks.published.adapters import adapters_of
 from benchmarks.published.frameworks import Framework
-from benchmarks.published.layout import framework_for
+from benchmarks.published.layout import framework_for, layout_of
+from benchmarks.published.rows import cost_of
 from benchmarks.published.words import (
     Recomputation,
     adapter_of,
@@ -15,6 +18,34 @@ from benchmarks.published.words import (
     recomputation_of,
 )
 from tests.benchmarks.test_rows import row
+
+
+def test_nanotron_copies_the_pieces_of_every_rank_under_zero():
+    def copied(**given):
+        given = {"framework": "nanotron", "global_batch": "4096", "pp": "1", "tp": "1", "dp": "", **given}
+        return cost_of(replace(row(**given), knows_runs=False)).extra_s
+
+    # 16 blocks of 4 weights and 2 norms each, a last norm, a head and a table; two buckets of 50 MiB a block, as
+    # attention fits into that of the next feed-forward layer, and the head, and the table
+    assert copied() == pytest.approx(16 * (99 + 34 + 1) * 5e-6)
+    assert copied(n_gpus="8") == pytest.approx(copied() / 2)
+    assert copied(zero="0") == 0
+    with_stages = copied(n_gpus="32", pp="2")
+    assert 0.5 * copied() < with_stages < 0.6 * copied()
+
+
+def test_launches_of_nanotron_by_its_source_and_its_runs():
+    def launches(knows_runs, **given):
+        return cost_of(replace(row(framework="nanotron", **given), knows_runs=knows_runs)).ops_scale
+
+    assert [launches(False, tp="2"), launches(False, tp="1", dp="8"), launches(True, tp="1", dp="8")] == [3.0, 2.0, 2.6]
+
+
+@pytest.mark.parametrize(("group", "shared"), [("", 8), ("4", 4), ("all", 16), ("64", 16)])
+def test_over_how_many_neighbours_zero_shares_out(group, shared):
+    given = {"framework": "InternEvo", "tp": "1", "pp": "1", "dp": "16"}
+    assert layout_of(row(zero_group=group, **given)).shared_by == shared
+    assert layout_of(row(zero_group=group, **{**given, "zero": "0"})).shared_by == 16
 
 
 @pytest.mark.parametrize(
@@ -84,17 +115,19 @@ def test_numbers_that_are_not_known_are_refused_by_their_name(words):
         precision_of(row(precision=words))
 
 
-def test_what_is_sent_in_fewer_bits():
+def test_adapters_by_name_and_what_is_sent_in_fewer_bits():
+    assert adapter_of(row()) == adapter_of(row(adapters="none")) == ""
+    assert adapter_of(row(adapters="QLoRA")) == adapter_of(row(model="Llama 2 7B (QLoRA)")) == "qlora"
+
+    found = adapters_of(row(adapters="DoRA rank=4 all-linear"), Framework())
+    assert (found.magnitudes, found.rank, found.targets) == (True, 4, ALL_LINEAR)
+    assert adapters_of(row(), Framework()) is None
+
     assert precision_of(row(precision="bf16 + tensorwise with float8 all-gather")).gathers_float8
     assert precision_of(row(precision="bf16 + float8", fsdp="FSDP2 (float8 all-gather)")).gathers_float8
     assert not precision_of(row(precision="bf16 + rowwise with bfloat16 all-gather")).gathers_float8
     assert precision_of(row(precision="bf16; FSDP mixed_precision=PURE")).reduces_16_bits
     assert not precision_of(row(precision="amp_bf16; FSDP mixed_precision=DEFAULT")).reduces_16_bits
-
-
-def test_adapters_by_name():
-    assert adapter_of(row()) == adapter_of(row(adapters="none")) == ""
-    assert adapter_of(row(adapters="QLoRA")) == adapter_of(row(model="Llama 2 7B (QLoRA)")) == "qlora"
 
 
 @pytest.mark.parametrize(
@@ -113,9 +146,3 @@ def test_adapters_by_their_words(given, rank, quantized, apart, base):
     assert found.base_itemsize == base
     assert found.targets == (ALL_LINEAR if quantized else {"query", "value"})
     assert precision_of(row(**given)).dtype == "bfloat16"
-
-
-def test_magnitudes_of_dora_and_targets_everywhere():
-    found = adapters_of(row(adapters="DoRA rank=4 all-linear"), Framework())
-    assert (found.magnitudes, found.rank, found.targets) == (True, 4, ALL_LINEAR)
-    assert adapters_of(row(), Framework()) is None

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.utils.data import Dataset
 
 from atorch import auto_accelerate
 from atorch.distributed.collectives import gather_objects
 from atorch.runtime.tensor_parallel import whole_state
+from tests.auto.training import steps
+from tests.language_models import llama
 
 STEPS = 3
 BATCH = 8
@@ -40,19 +41,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 def make_model(attention: str = "eager") -> nn.Module:
     """A Llama with grouped keys and values and tied embeddings; the same weights every time."""
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=SEQ,
-        tie_word_embeddings=True,
-        use_cache=False,
-        attn_implementation=attention,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return llama(VOCAB, max_position_embeddings=SEQ, tie_word_embeddings=True, attn_implementation=attention)
 
 
 def loss_func(batch: Any, output: Any) -> torch.Tensor:
@@ -80,20 +69,12 @@ def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: state[name].detach().float().cpu().clone() for name, _ in model.named_parameters()}
 
 
-def reference(steps: int = STEPS) -> tuple[dict[str, torch.Tensor], list[float]]:
+def reference() -> tuple[dict[str, torch.Tensor], list[float]]:
     """The updates and losses of plain single-process training on the global batches."""
     model = make_model()
     before = snapshot(model)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        tokens = Tokens().tokens[step * BATCH : (step + 1) * BATCH]
-        batch = {"input_ids": tokens, "labels": tokens}
-        loss = loss_func(batch, model(**batch))
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        losses.append(loss.item())
+    batches = ({"input_ids": tokens, "labels": tokens} for tokens in Tokens().tokens.split(BATCH))
+    losses, _ = steps(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_func, batches)
     return updates(before, snapshot(model)), losses
 
 
@@ -120,17 +101,9 @@ def train(load_strategy: Any, attention: str = "eager", **more: Any) -> tuple[di
     model = make_model(attention)
     before, names = snapshot(model), first_names(model)
     status, result, _ = auto_accelerate(model, load_strategy=load_strategy, **arguments(**more))
-    assert status
-    assert result is not None
-    losses = []
     device = next(result.model.parameters()).device
-    for batch in result.dataloader:
-        batch = result.prepare_input(batch, device)
-        loss = result.loss_func(batch, result.model(**batch))
-        loss.backward()
-        result.optim.step()
-        result.optim.zero_grad()
-        losses.append(float(loss))
+    batches = (result.prepare_input(batch, device) for batch in result.dataloader)
+    losses, _ = steps(result.model, result.optim, result.loss_func, batches)
     after = {names[name]: value for name, value in snapshot(result.model).items()}
     return updates({name: before[name] for name in after}, after), losses
 

@@ -8,10 +8,13 @@ from dataclasses import fields, replace
 
 import pytest
 
+from atorch.auto.job import make_context
+from atorch.auto.session import with_sample
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from tests.contract.job import BATCH, arguments, make_model
 from tests.contract.test_parity import APPLIED, SETTINGS
@@ -24,26 +27,17 @@ CLUSTER = ClusterSpec.load("2x8xH100-80GB")
 
 
 @pytest.mark.parametrize("name", METHODS)
-class TestEveryMethod:
-    def test_is_the_same_after_a_round_trip_through_json(self, name: str) -> None:
-        strategy = Strategy.of([(name, SETTINGS[name])])
-        assert Strategy.of(strategy.to_json()) == strategy
-        assert Strategy.of(json.dumps([[name, json.loads(strategy[0].model_dump_json())]])) == strategy
-
-    def test_refuses_an_unknown_knob(self, name: str) -> None:
-        with pytest.raises(StrategyError, match=name):
-            Strategy.of([(name, {"no_such_knob": 1})])
-
-    def test_is_frozen(self, name: str) -> None:
-        each = METHODS[name].of(SETTINGS[name])
-        knob = next(iter(type(each).model_fields), None)
-        if knob is not None:
-            with pytest.raises(ValueError, match="frozen"):
-                setattr(each, knob, None)
-
-    def test_says_what_it_is(self, name: str) -> None:
-        assert METHODS[name].__doc__
-        assert METHODS[name].slot
+def test_every_method_is_frozen_documented_and_goes_through_json(name: str) -> None:
+    strategy = Strategy.of([(name, SETTINGS[name])])
+    assert Strategy.of(strategy.to_json()) == strategy
+    assert Strategy.of(json.dumps([[name, json.loads(strategy[0].model_dump_json())]])) == strategy
+    with pytest.raises(StrategyError, match=name):
+        Strategy.of([(name, {"no_such_knob": 1})])
+    for knob in type(strategy[0]).model_fields:
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(strategy[0], knob, None)
+    assert METHODS[name].__doc__
+    assert METHODS[name].slot
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -68,10 +62,6 @@ def test_what_the_search_may_try_has_a_cost_or_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", APPLIED)
 def test_apply_leaves_the_old_context_alone(name: str) -> None:
-    from atorch.auto.job import make_context
-    from atorch.auto.session import with_sample
-    from atorch.distributed.world import init
-
     world = init()
     job = arguments(dataloader_args={"batch_size": BATCH // 2})  # of a rank of two
     ctx = make_context(make_model(), **job, world=world, cluster=ClusterSpec.detect(world, measure=False))

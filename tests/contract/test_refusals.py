@@ -14,6 +14,7 @@ from torch import nn
 
 from atorch import auto_accelerate
 from atorch.errors import ArgumentError, CapabilityError, StrategyError
+from tests.auto.training import run_each
 from tests.contract.job import arguments, make_model
 from tests.contract.test_parity import REFUSED, SETTINGS, attention_of, ranks_of, strategy_of
 from tests.pool import Pool
@@ -79,12 +80,13 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def refused(
-    rank: int, size: int, strategy: list[Any], attention: str, case: str = "", more: dict[str, Any] | None = None
+    rank: int, size: int, strategy: list[Any], attention: str, more: dict[str, Any] | None = None
 ) -> tuple[str, list[str]]:
     """The message, and what the refusal changed."""
+    given = dict(more or {})
+    case = given.pop("case", "")
     model = Embedded(case) if case else make_model(attention)
-    given = arguments(**(more or {}))
-    before = state_of(model)
+    given, before = arguments(**given), state_of(model)
     try:
         auto_accelerate(model, load_strategy=strategy, **given)
     except (StrategyError, ArgumentError, CapabilityError) as error:
@@ -96,140 +98,69 @@ def refused(
 PAIRS = sorted(tuple(sorted(pair)) for pair in REFUSED)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_a_refused_pair_leaves_everything_as_it_was(pool: Pool, pair: tuple[str, str]) -> None:
-    found = pool.run(refused, strategy_of(*pair), attention_of(*pair), ranks=ranks_of(*pair))
-    for told, changed in found:
-        assert told.startswith("StrategyError")
-        assert not changed
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_refused_pair_leaves_everything_as_it_was(pool: Pool, ranks: int) -> None:
+    pairs = [pair for pair in PAIRS if ranks_of(*pair) == ranks]
+    by_pair = run_each(pool, refused, [(strategy_of(*pair), attention_of(*pair)) for pair in pairs], ranks=ranks)
+    for pair, by_rank in zip(pairs, by_pair, strict=True):
+        for told, changed in by_rank:
+            assert told.startswith("StrategyError"), pair
+            assert not changed, pair
 
 
 FIRST = [("fp8", SETTINGS["fp8"]), ("half", "bf16"), "checkpoint"]
 """What changes the model before the method that is refused would be asked."""
 EARLY = [("half", "bf16"), "checkpoint"]
-PIPELINE = ("parallel_mode", ([("pipeline", 2)], None))
+DEEPSPEED = ("zero1", {"backend": "deepspeed"})
+TENSOR = ("parallel_mode", ([("tensor", 2)], None))
 
-ALONE: dict[str, tuple[list[Any], str, str, dict[str, Any]]] = {
-    "micro_batch without a loss": (
-        [*FIRST, ("micro_batch", {"size": 2})],
-        "needs|inside loss_func",
-        "",
-        {"loss_func": None},
-    ),
-    "micro_batch each": ([*FIRST, ("micro_batch", {"size": 2, "reduce": "each"})], "or add fsdp", "", {}),
-    "micro_batch beside deepspeed": (
-        ["checkpoint", ("zero1", {"backend": "deepspeed"}), ("micro_batch", {"size": 2})],
-        "has a backward of its own|is not installed",
-        "",
-        {},
-    ),
-    "half beside deepspeed": ([*EARLY, ("zero1", {"backend": "deepspeed"})], "leave out half|is not installed", "", {}),
-    "deepspeed without an optimizer": (
-        ["checkpoint", ("zero2", {"backend": "deepspeed"})],
-        "give optim_func|is not installed",
-        "",
-        {"optim_func": None, "optim_args": None},
-    ),
-    "fairscale without an optimizer": (
-        ["checkpoint", ("zero2", {"backend": "fairscale"})],
-        "give optim_func",
-        "",
-        {"optim_func": None, "optim_args": None},
-    ),
-    "checkpoint of what is not there": ([("half", "bf16"), ("checkpoint", "NoSuchBlock")], "NoSuchBlock", "", {}),
-    "compile of what is not there": ([*EARLY, ("compile", {"wrap_class": ["NoSuchBlock"]})], "NoSuchBlock", "", {}),
-    "fsdp of what is not there": ([*EARLY, ("fsdp", {"atorch_wrap_cls": ["NoSuchBlock"]})], "NoSuchBlock", "", {}),
-    "fsdp ignoring what is not there": ([*EARLY, ("fsdp", {"atorch_ignored_cls": ["NoSuch"]})], "NoSuch", "", {}),
-    "fsdp hybrid": ([*EARLY, ("fsdp", {"sharding_strategy": "HYBRID_SHARD"})], "no two axes", "", {}),
-    "fsdp resharded": ([*EARLY, ("fsdp", {"reshard_after_forward": 3})], "must be a divisor", "", {}),
-    "fp8 of nothing": (
-        [("fp8", {**SETTINGS["fp8"], "include": ["q_proj"], "exclude": ["q_proj"]})],
-        "converts nothing",
-        "",
-        {},
-    ),
-    "zero1 with an optimizer of all parameters together": (
-        [*EARLY, "zero1"],
-        "zero1 gives each process the optimizer of some .* Together does not bear",
-        "",
-        {"optim_func": Together},
-    ),
-    "zero1 beside half with a closure": ([*EARLY, "zero1"], "half works on gradients", "", {"optim_func": Closed}),
-    "offload without an optimizer": (
-        [*EARLY, "offload"],
-        "give optim_func",
-        "",
-        {"optim_func": None, "optim_args": None, "loss_func": None},
-    ),
-    "offload of half a block": (
-        [*EARLY, ("offload", {"optimizer": 0.0, "activations": 0.1})],
-        "which is no whole block",
-        "",
-        {},
-    ),
-    "chunk beside graphs": (
-        [*EARLY, ("compile", {"mode": "max-autotune"}), "chunk"],
-        "records where parameters are",
-        "",
-        {},
-    ),
-    "pipeline of too many": (
-        [PIPELINE, *EARLY, ("pipeline_parallel", {"schedule": "interleaved", "interleave": 2})],
-        "repeated blocks",
-        "",
-        {},
-    ),
-    "pipeline with other points": (
-        [PIPELINE, *EARLY, ("pipeline_parallel", {"split_points": ["model.layers.0", "model.layers.1"]})],
-        "begin at 1",
-        "",
-        {},
-    ),
-    "pipeline without a loss": ([PIPELINE, *EARLY, "pipeline_parallel"], "inside loss_func", "", {"loss_func": None}),
-    "zero bubble beside compile": (
-        [PIPELINE, ("pipeline_parallel", {"schedule": "zero_bubble"}), ("half", "bf16"), "compile"],
-        "zero_bubble",
-        "",
-        {},
-    ),
-    "megatron alone": ([*EARLY, ("sequence_parallel", "megatron")], "add tensor_parallel|takes a dict", "", {}),
-    "tensor_parallel beside fairscale": (
-        [("parallel_mode", ([("tensor", 2)], None)), *EARLY, "tensor_parallel", ("zero1", {"backend": "fairscale"})],
-        "leave backend out",
-        "",
-        {},
-    ),
-    "sparse under fsdp": ([*EARLY, "fsdp"], "fsdp .* gradient of table, .* sparse=False", "sparse", {}),
-    "sparse under zero2": ([*EARLY, "zero2"], "zero2 .* gradient of table, .* sparse=False", "sparse", {}),
-    "sparse bag under chunk": ([*EARLY, "chunk"], "chunk .* gradient of table, .* sparse=False", "sparse bag", {}),
-    "integers under chunk": (
-        [*EARLY, "chunk"],
-        "chunk keeps .*, and counts is of torch.int64.*register_buffer",
-        "integer",
-        {},
-    ),
-    "complex under half": (
-        [("half", "bf16"), "checkpoint"],
-        "half cannot compute with phase, a parameter of torch.complex64",
-        "complex",
-        {},
-    ),
-    "complex under amp_native": (
-        ["module_replace", ("amp_native", "bf16")],
-        "amp_native cannot .* phase",
-        "complex",
-        {},
-    ),
-}
+
+def piped(**knobs: Any) -> list[Any]:
+    return [("parallel_mode", ([("pipeline", 2)], None)), *EARLY, ("pipeline_parallel", knobs)]
+
+
+WITHOUT_OPTIMIZER: dict[str, Any] = {"optim_func": None, "optim_args": None}
+ALONE: list[tuple[list[Any], str, dict[str, Any]]] = [
+    ([*FIRST, ("micro_batch", {"size": 2})], "needs|inside loss_func", {"loss_func": None}),
+    ([*FIRST, ("micro_batch", {"size": 2, "reduce": "each"})], "or add fsdp", {}),
+    (["checkpoint", DEEPSPEED, ("micro_batch", {"size": 2})], "has a backward of its own|is not installed", {}),
+    ([*EARLY, DEEPSPEED], "leave out half|is not installed", {}),
+    (["checkpoint", DEEPSPEED], "give optim_func|is not installed", WITHOUT_OPTIMIZER),
+    (["checkpoint", ("zero2", {"backend": "fairscale"})], "give optim_func", WITHOUT_OPTIMIZER),
+    ([("half", "bf16"), ("checkpoint", "NoSuchBlock")], "NoSuchBlock", {}),
+    ([*EARLY, ("compile", {"wrap_class": ["NoSuchBlock"]})], "NoSuchBlock", {}),
+    ([*EARLY, ("fsdp", {"atorch_wrap_cls": ["NoSuchBlock"]})], "NoSuchBlock", {}),
+    ([*EARLY, ("fsdp", {"atorch_ignored_cls": ["NoSuch"]})], "NoSuch", {}),
+    ([*EARLY, ("fsdp", {"sharding_strategy": "HYBRID_SHARD"})], "no two axes", {}),
+    ([*EARLY, ("fsdp", {"reshard_after_forward": 3})], "must be a divisor", {}),
+    ([("fp8", {**SETTINGS["fp8"], "include": ["q_proj"], "exclude": ["q_proj"]})], "converts nothing", {}),
+    ([*EARLY, "zero1"], "zero1 gives each .* optimizer of some .* Together does not bear", {"optim_func": Together}),
+    ([*EARLY, "zero1"], "half works on gradients", {"optim_func": Closed}),
+    ([*EARLY, "offload"], "give optim_func", {**WITHOUT_OPTIMIZER, "loss_func": None}),
+    ([*EARLY, ("offload", {"optimizer": 0.0, "activations": 0.1})], "which is no whole block", {}),
+    ([*EARLY, ("compile", {"mode": "max-autotune"}), "chunk"], "records where parameters are", {}),
+    (piped(schedule="interleaved", interleave=2), "repeated blocks", {}),
+    (piped(split_points=["model.layers.0", "model.layers.1"]), "begin at 1", {}),
+    (piped(), "inside loss_func", {"loss_func": None}),
+    ([*piped(schedule="zero_bubble"), "compile"], "zero_bubble", {}),
+    ([*EARLY, ("sequence_parallel", "megatron")], "add tensor_parallel|takes a dict", {}),
+    ([TENSOR, *EARLY, "tensor_parallel", ("zero1", {"backend": "fairscale"})], "leave backend out", {}),
+    ([*EARLY, "fsdp"], "fsdp .* gradient of table, .* sparse=False", {"case": "sparse"}),
+    ([*EARLY, "zero2"], "zero2 .* gradient of table, .* sparse=False", {"case": "sparse"}),
+    ([*EARLY, "chunk"], "chunk .* gradient of table, .* sparse=False", {"case": "sparse bag"}),
+    ([*EARLY, "chunk"], "chunk keeps .*, and counts is of torch.int64.*register_buffer", {"case": "integer"}),
+    (EARLY, "half cannot compute with phase, a parameter of torch.complex64", {"case": "complex"}),
+    (["module_replace", ("amp_native", "bf16")], "amp_native cannot .* phase", {"case": "complex"}),
+]
 """Refusals of a method, behind others that would have changed the model: strategy, message, model and arguments."""
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_what_one_method_refuses_leaves_everything_as_it_was(pool: Pool, name: str) -> None:
-    strategy, message, case, more = ALONE[name]
-    for told, changed in pool.run(refused, strategy, "sdpa", case, more, ranks=2):
-        assert re.search(message, told)
-        assert not changed
+def test_what_one_method_refuses_leaves_everything_as_it_was(pool: Pool) -> None:
+    by_case = run_each(pool, refused, [(strategy, "sdpa", more) for strategy, _, more in ALONE])
+    for (strategy, message, more), by_rank in zip(ALONE, by_case, strict=True):
+        for told, changed in by_rank:
+            assert re.search(message, told), (strategy, more)
+            assert not changed, (strategy, more)
 
 
 def test_the_measure_notices_what_a_strategy_changes() -> None:

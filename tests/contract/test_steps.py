@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch import auto_accelerate
@@ -18,7 +18,11 @@ from tests.pool import Pool
 
 WARM_UP = 3
 LETTING_GO_S = 2.0
-SAMPLE = {"ddp", "fsdp", "pipeline_parallel", "chunk", "offload"}
+
+
+def sampled(*names: str) -> list[Any]:
+    """All methods; but for those named they are `slow`."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in APPLIED]
 
 
 def num_tensors() -> int:
@@ -41,23 +45,15 @@ def held_after_steps(rank: int, size: int, load_strategy: Any, attention: str) -
     """The tensors that are alive after a few steps, and after as many again."""
     given = arguments(dataset=Tokens(2 * WARM_UP * BATCH))
     _, result, _ = auto_accelerate(make_model(attention), load_strategy=load_strategy, **given)
-    assert result is not None
-    device = next(result.model.parameters()).device
     early = 0
     for number, batch in enumerate(result.dataloader, start=1):
-        batch = result.prepare_input(batch, device)
-        loss = result.loss_func(batch, result.model(**batch))
-        loss.backward()
-        result.optim.step()
-        result.optim.zero_grad()
+        result.step(batch)
         if number == WARM_UP:
             early = num_tensors()
     return early, num_tensors_soon(early)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in APPLIED]
-)
+@pytest.mark.parametrize("name", sampled("ddp", "fsdp", "pipeline_parallel", "chunk", "offload"))
 def test_no_method_holds_more_after_more_steps(pool: Pool, name: str) -> None:
     for early, late in pool.run(held_after_steps, strategy_of(name), attention_of(name), ranks=ranks_of(name)):
         assert late <= early
@@ -69,20 +65,17 @@ def fakes() -> list[Any]:
 
 def left_of_a_job(rank: int, size: int, load_strategy: Any, attention: str) -> list[str]:
     """What is alive after a job has ended: parameters of the user's model or the accelerated one, and fake tensors."""
-    known: dict[str, weakref.ref[nn.Parameter]] = {}
+    known: dict[str, weakref.ref[Any]] = {}
 
     def job() -> None:
         model = make_model(attention)
         known.update((f"the user's {name}", weakref.ref(each)) for name, each in model.named_parameters())
         given = arguments(dataset=Tokens(BATCH))
         _, result, _ = auto_accelerate(model, load_strategy=load_strategy, **given)
-        assert result is not None
         known.update((name, weakref.ref(each)) for name, each in result.model.named_parameters())
-        device = next(result.model.parameters()).device
+        known.update((f"module {name}", weakref.ref(each)) for name, each in result.model.named_modules())
         for batch in result.dataloader:
-            batch = result.prepare_input(batch, device)
-            result.loss_func(batch, result.model(**batch)).backward()
-            result.optim.step()
+            result.step(batch)
 
     job()  # the first of its kind fills caches of torch's
     before = {id(each) for each in fakes()}
@@ -92,9 +85,7 @@ def left_of_a_job(rank: int, size: int, load_strategy: Any, attention: str) -> l
     return left + [str(each) for each in fakes() if id(each) not in before]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in {"fsdp", "chunk"} else pytest.mark.slow) for name in APPLIED]
-)
+@pytest.mark.parametrize("name", sampled("fsdp", "chunk", "zero1", "zero2", "offload"))
 def test_a_job_that_has_ended_holds_no_tensor_of_a_model(pool: Pool, name: str) -> None:
     """A search would otherwise hold every candidate that it has run."""
     assert pool.run(left_of_a_job, strategy_of(name), attention_of(name), ranks=ranks_of(name)) == (

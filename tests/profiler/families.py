@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
 
 from atorch.cost import ModelProfile
@@ -30,90 +31,74 @@ def images(size: int) -> dict[str, torch.Tensor]:
 
 
 def llama() -> Given:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**COMMON, num_key_value_heads=KV_HEADS)), tokens()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, num_key_value_heads=KV_HEADS)), tokens()
 
 
 def gpt2() -> Given:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     sizes = {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 2 * SEQ}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ENDS, use_cache=False)), tokens()
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ENDS, use_cache=False)), tokens()
 
 
 def bert() -> Given:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**COMMON)), tokens()
+    return transformers.BertForMaskedLM(transformers.BertConfig(**COMMON)), tokens()
 
 
 def t5() -> Given:
-    from transformers import T5Config, T5ForConditionalGeneration
-
     sizes = {"vocab_size": VOCAB, "d_model": HIDDEN, "d_kv": 8, "d_ff": FFN, "num_layers": LAYERS, "num_heads": HEADS}
-    config = T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, use_cache=False)
-    return T5ForConditionalGeneration(config), tokens()
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, use_cache=False)
+    return transformers.T5ForConditionalGeneration(config), tokens()
 
 
 def vit() -> Given:
-    from transformers import ViTConfig, ViTForImageClassification
-
     sizes = {name: value for name, value in COMMON.items() if name not in ("vocab_size", "use_cache")}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4)), images(16)
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=16, patch_size=4)), images(
+        16
+    )
 
 
 def mixtral() -> Given:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(**COMMON, num_key_value_heads=KV_HEADS, num_local_experts=4, num_experts_per_tok=2)
-    return MixtralForCausalLM(config), tokens()
+    config = transformers.MixtralConfig(
+        **COMMON, num_key_value_heads=KV_HEADS, num_local_experts=4, num_experts_per_tok=2
+    )
+    return transformers.MixtralForCausalLM(config), tokens()
 
 
 def deepseek() -> Given:
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    config = DeepseekV3Config(
+    config = transformers.DeepseekV3Config(
         **COMMON, num_key_value_heads=HEADS, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
         moe_intermediate_size=16, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=4,
         qk_nope_head_dim=8, v_head_dim=8,
     )  # fmt: skip
-    return DeepseekV3ForCausalLM(config), tokens()
+    return transformers.DeepseekV3ForCausalLM(config), tokens()
 
 
 def gpt_oss() -> Given:
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    config = GptOssConfig(
+    config = transformers.GptOssConfig(
         **COMMON, **ENDS, num_key_value_heads=KV_HEADS, head_dim=8, num_local_experts=4, num_experts_per_tok=2
     )
-    return GptOssForCausalLM(config), tokens()
+    return transformers.GptOssForCausalLM(config), tokens()
 
 
 def albert() -> Given:
-    from transformers import AlbertConfig, AlbertForMaskedLM
-
     sizes = {name: value for name, value in COMMON.items() if name != "use_cache"}
-    return AlbertForMaskedLM(AlbertConfig(**sizes, embedding_size=16)), tokens()
+    return transformers.AlbertForMaskedLM(transformers.AlbertConfig(**sizes, embedding_size=16)), tokens()
 
 
 def gemma() -> Given:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    return Gemma2ForCausalLM(Gemma2Config(**COMMON, num_key_value_heads=KV_HEADS, head_dim=8)), tokens()
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**COMMON, num_key_value_heads=KV_HEADS, head_dim=8)
+    ), tokens()
 
 
 def qwen() -> Given:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**COMMON, num_key_value_heads=KV_HEADS, head_dim=8)), tokens()
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**COMMON, num_key_value_heads=KV_HEADS, head_dim=8)
+    ), tokens()
 
 
 def falcon() -> Given:
-    from transformers import FalconConfig, FalconForCausalLM
-
     sizes = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
-    return FalconForCausalLM(FalconConfig(**sizes, **ENDS)), tokens()
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **ENDS)), tokens()
 
 
 def adapted() -> Given:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,48 @@ from atorch.cluster.microbenchmark import MATMUL_DTYPES
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.distributed.world import World
 from atorch.profiler import calibrate as calibration
+from atorch.profiler import timings
 from atorch.profiler.calibrate import Line, Products, calibrate
+
+CPU = torch.device("cpu")
+
+
+def test_timings_go_from_small_to_large_within_a_budget():
+    found = timings.products(torch.float32, CPU, 0.2)
+    flops = [m * k * n for m, k, n in found]
+    assert flops == sorted(flops)
+    assert len(flops) > 4
+    assert all(seconds > 0 for seconds in found.values())
+
+    calls = []
+
+    def make(name):
+        calls.append(name)
+        return lambda: None
+
+    some = timings._growing({"big": 1e18, "small": 1.0}, make, CPU, 1e-3)
+    assert list(some) == calls == ["small"]
+
+    found = timings.attentions(torch.float32, CPU, 0.1)
+    assert {(batch, head_dim) for batch, _, _, head_dim in found} == {(1, 64)}
+
+
+def _collectives(rank, size):
+    return timings.collectives(dist.group.WORLD, CPU, 0.2)
+
+
+def test_all_processes_time_the_same_collectives(pool):
+    first, *others = pool.run(_collectives, ranks=3)
+    assert {kind for kind, _ in first} == {"all_reduce", "all_gather"}
+    assert all(num_bytes % (4 * 3) == 0 for _, num_bytes in first)
+    assert all(other.keys() == first.keys() for other in others)
+
+
+@pytest.mark.gpu
+def test_copies_to_and_from_the_host():
+    found = timings.host_copies(torch.device("cuda"), 0.5)
+    assert {way for way, _ in found} == {"to device", "to host"}
+
 
 CPU = torch.device("cpu")
 SHAPES = [(n, n, n) for n in (64, 256, 1024, 4096)]
@@ -26,15 +68,13 @@ def test_a_line_goes_through_its_points(start_s, rate):
     assert line.error < 1e-3
 
 
-def test_neither_part_of_a_line_is_below_0():
+def test_lines_and_curves_of_products():
     falling = Line.through([(1.0, 1e6, 2.0), (1.0, 2e6, 1.0)])
     assert falling.rate == 2e6  # the best that was seen
     assert falling.start_s > 0
     steeper = Line.through([(1.0, 1.0, 1.0), (1.0, 2.0, 4.0)])
     assert steeper.start_s == 0
 
-
-def test_curves_of_products_are_found_again():
     rates, start_s = {"float32": 1e12, "bfloat16": 8e12}, 5e-6
     found = Products.through(
         {dtype: {(m, k, n): start_s + 2 * m * k * n / rate for m, k, n in SHAPES} for dtype, rate in rates.items()}
@@ -96,13 +136,7 @@ def test_a_link_faster_than_its_data_sheet_is_believed(monkeypatch):
     assert list(notes) == ["host_link"]
 
 
-def test_of_what_processes_find_the_slowest_counts(monkeypatch):
-    everywhere = [{"a": 1.0, "b": 2.0, "c": 1.0}, {"a": 3.0, "b": 1.0}]
-    monkeypatch.setattr(calibration, "gather_objects", lambda mine: everywhere)
-    assert calibration._slowest(everywhere[0]) == {"a": 3.0, "b": 2.0}
-
-
-def test_groups_cross_one_kind_of_link_each():
+def test_groups_cross_one_kind_of_link_and_the_slowest_process_counts(monkeypatch):
     link = LinkSpec(bandwidth=1e9, latency_s=1e-5)
     device = DeviceSpec(type="cpu", name="cpu", memory_bytes=1e9)
     cluster = ClusterSpec(device=device, num_nodes=2, devices_per_node=3, intra_node=link, inter_node=link)
@@ -111,6 +145,10 @@ def test_groups_cross_one_kind_of_link_each():
         "inter_node": [[0, 3], [1, 4], [2, 5]],
     }
     assert calibration._groups(replace(cluster, num_nodes=1)) == {"intra_node": [[0, 1, 2]]}
+
+    everywhere = [{"a": 1.0, "b": 2.0, "c": 1.0}, {"a": 3.0, "b": 1.0}]
+    monkeypatch.setattr(calibration, "gather_objects", lambda mine: everywhere)
+    assert calibration._slowest(everywhere[0]) == {"a": 3.0, "b": 2.0}
 
 
 def leaves(data, above=""):

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from atorch.profiler.memory_tracker import ACTIVATIONS, COMMUNICATION, HOST, OPTIMIZER, OTHER, PARAMETERS, LiveBytes
+from atorch.profiler.peak_memory import PeakMemory
+
+MiB = 2**20
+
+
+def test_the_peak_is_what_was_taken_at_most():
+    memory = PeakMemory(torch.device("cpu"))
+    with memory.watching():
+        taken = torch.ones(64 * MiB // 4)
+        del taken
+        torch.ones(2 * MiB // 4)
+        kept = torch.ones(32 * MiB // 4)
+    assert memory.kind == "resident set growth"
+    # The first 64 MiB may be gone before they are sampled; what is there at the end is always seen.
+    assert 31 * MiB < memory.peak_bytes < 110 * MiB
+    assert kept[0] == 1
+
 
 KIB = 256  # floats in 1,024 bytes
 
@@ -14,7 +32,7 @@ def total(live: LiveBytes) -> float:
     return sum(live.now.values())
 
 
-def test_counts_what_lives_and_views_once() -> None:
+def test_what_lives_is_counted_once_and_most_between_marks() -> None:
     with LiveBytes() as live:
         kept = torch.ones(KIB)
         view = kept[: KIB // 2]
@@ -28,8 +46,6 @@ def test_counts_what_lives_and_views_once() -> None:
         del view
     assert total(live) == 0
 
-
-def test_the_most_between_two_marks_counts() -> None:
     with LiveBytes() as live:
         kept = torch.ones(KIB)
         (kept * 2 + 1).sum()
@@ -42,6 +58,15 @@ def test_the_most_between_two_marks_counts() -> None:
         ("nothing", None, 1024),
         ("second", 5, 9216),
     ]
+
+    weight = torch.ones(KIB, requires_grad=True)
+    with LiveBytes() as live:
+        out = checkpoint(lambda value: value.exp().exp().exp(), weight, use_reentrant=False)
+        before = live.now[ACTIVATIONS]
+        live.forget()
+        out.sum().backward()
+        live.mark("backward")
+    assert live.moments[0].memory[ACTIVATIONS] >= before + 2 * 1024
 
 
 def test_categories_follow_from_when_a_tensor_was_made() -> None:
@@ -63,19 +88,6 @@ def test_categories_follow_from_when_a_tensor_was_made() -> None:
         assert live.now[PARAMETERS] == 2048
 
 
-def test_a_recomputed_activation_is_one() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    weight = torch.ones(KIB, requires_grad=True)
-    with LiveBytes() as live:
-        out = checkpoint(lambda value: value.exp().exp().exp(), weight, use_reentrant=False)
-        before = live.now[ACTIVATIONS]
-        live.forget()
-        out.sum().backward()
-        live.mark("backward")
-    assert live.moments[0].memory[ACTIVATIONS] >= before + 2 * 1024
-
-
 def test_storages_resized_in_place_are_followed() -> None:
     gathered = torch.ones(KIB)
     with LiveBytes() as live:
@@ -93,15 +105,13 @@ def test_storages_resized_in_place_are_followed() -> None:
     assert [moment.total_bytes for moment in live.moments] == [4100, 4096, 0]
 
 
-def test_fakes_are_counted_as_if_they_were_there() -> None:
+def test_fakes_and_sparse_tensors_are_counted() -> None:
     with FakeTensorMode(), LiveBytes() as live:
         large = torch.empty(2**30, 2**10)
         assert total(live) == 4 * 2**40
         del large
         assert total(live) == 0
 
-
-def test_sparse_tensors_are_counted_by_their_parts() -> None:
     with LiveBytes() as live:
         sparse = torch.sparse_coo_tensor(
             torch.zeros(1, 2, dtype=torch.long), torch.ones(2, KIB), (4, KIB), check_invariants=False

@@ -13,6 +13,7 @@ from atorch.cost import plain_cost
 from atorch.cost.kernels.operations import optimizer_bytes
 from atorch.errors import ArgumentError
 from atorch.profiler.trace import optimizer_state_per_param, trace
+from tests.language_models import llama
 from tests.profiler.totals import total
 
 
@@ -45,24 +46,33 @@ def test_mlp_counts_are_the_closed_forms():
     assert profile.module_classes == {"Sequential", "Linear", "ReLU"}
 
 
-def test_frozen_parameters_are_not_trainable():
+def test_parameters_are_counted_once_and_products_as_often_as_they_run():
     model = mlp()
     model[0].requires_grad_(False)
     profile = trace(model, torch.randn(32, 16), call, mean)
     assert profile.num_trainable == 64 * 8 + 8
     assert total(profile, "saved_bytes") == 4 * 32 * 64  # ReLU of what needs no gradient saves nothing
 
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
+    model[1].weight = model[0].weight
+    profile = trace(model, torch.randint(0, 50, (2, 5)), call, mean)
+    assert profile.num_params == 50 * 8
+    assert total(profile, "matmul_flops") == 2 * 10 * 8 * 50
+
+    layer, inputs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 3, 8)
+    twice, single = (trace(nn.Sequential(*[layer] * times), inputs, call, mean) for times in (2, 1))
+    assert twice.num_params == single.num_params
+    assert total(twice, "matmul_flops") == 2 * total(single, "matmul_flops")
+
+    batch = {"left": torch.randn(3, 4), "right": torch.randn(3, 4)}
+    profile = trace(Named(), batch, lambda m, b: m(**b), lambda b, output: output["sum"].sum())
+    assert total(profile, "matmul_flops") == 2 * 3 * 16
+
 
 def test_tiny_llama_counts_are_the_closed_forms():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     hidden, ffn, vocab, layers, batch, seq = 64, 128, 100, 3, 2, 16
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=4, use_cache=False,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = llama(vocab, hidden, ffn, layers, 4, 4)
     tokens = torch.randint(0, vocab, (batch, seq))
     profile = trace(model, {"input_ids": tokens, "labels": tokens}, lambda m, b: m(**b), lambda b, output: output.loss)
     per_layer = 4 * hidden * hidden + 3 * hidden * ffn
@@ -157,27 +167,6 @@ class Named(nn.Module):
 
     def forward(self, left, right):
         return {"sum": self.inner(left) + right, "left": left}
-
-
-def test_several_inputs_and_dict_outputs():
-    batch = {"left": torch.randn(3, 4), "right": torch.randn(3, 4)}
-    profile = trace(Named(), batch, lambda m, b: m(**b), lambda b, output: output["sum"].sum())
-    assert total(profile, "matmul_flops") == 2 * 3 * 16
-
-
-def test_tied_parameters_count_once():
-    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
-    model[1].weight = model[0].weight
-    profile = trace(model, torch.randint(0, 50, (2, 5)), call, mean)
-    assert profile.num_params == 50 * 8
-    assert total(profile, "matmul_flops") == 2 * 10 * 8 * 50
-
-
-def test_a_module_used_twice_counts_twice():
-    layer, inputs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 3, 8)
-    twice, single = (trace(nn.Sequential(*[layer] * times), inputs, call, mean) for times in (2, 1))
-    assert twice.num_params == single.num_params
-    assert total(twice, "matmul_flops") == 2 * total(single, "matmul_flops")
 
 
 def needs_two_parameters(params):

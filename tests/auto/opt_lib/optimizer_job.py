@@ -108,7 +108,6 @@ def answer(rank: int, size: int, kind: str, method: str) -> tuple[str, float]:
         assert [type(each) for each in model.modules()] == modules
         assert all(torch.equal(value, before[name]) for name, value in snapshot(model).items())
         return str(error), 0.0
-    assert result is not None
     loop(
         result.dataloader, result.model, result.optim, result.loss_func, lambda each: result.prepare_input(each, "cpu")
     )

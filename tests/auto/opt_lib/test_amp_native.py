@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from atorch import auto_accelerate, clip_grad_norm
+from atorch import clip_grad_norm
 from atorch.auto.opt_lib.amp_native import AmpNative
 from atorch.cluster.spec import ClusterSpec
 from atorch.runtime.precision.amp import ScaledOptimizer
-from tests.auto.training import run_each
-from tests.contract.job import deviation
+from tests.auto.training import accelerate, run_each
 from tests.pool import Pool
 
 
@@ -40,10 +38,12 @@ def test_documented_configurations(config: Any, dtype: str, skips: bool) -> None
 def test_bf16_needs_the_hardware() -> None:
     old, new = ClusterSpec.load("v100_32g"), ClusterSpec.load("a100_80g")
     reason = AmpNative.of("bf16").unmet(old)
-    assert reason is not None
     assert "7.0" in reason
     assert AmpNative.of("fp16").unmet(old) is None
     assert AmpNative.of("bf16").unmet(new) is None
+
+    assert type(accelerated("bf16").optim) is torch.optim.SGD
+    assert isinstance(accelerated("fp16").optim, ScaledOptimizer)
 
 
 def make_model() -> nn.Module:
@@ -55,14 +55,8 @@ def mse(batch: Any, output: torch.Tensor) -> Any:
     return nn.functional.mse_loss(output.float(), batch[1]), output.dtype
 
 
-def accelerate(config: Any, model: nn.Module | None = None, **more: Any) -> Any:
-    _, result, _ = auto_accelerate(
-        model or make_model(),
-        load_strategy=[("amp_native", config)],
-        **{"optim_func": torch.optim.SGD, "optim_args": {"lr": 0.1}, "loss_func": mse, **more},
-    )
-    assert result is not None
-    return result
+def accelerated(config: Any, **more: Any) -> Any:
+    return accelerate(make_model(), [("amp_native", config)], None, mse, **more)
 
 
 def step(result: Any, x: torch.Tensor, clip: float | None = None) -> tuple[float, Any]:
@@ -83,7 +77,7 @@ FP16 = {"dtype": "fp16", "init_scale": 2.0**8}  # few numbers here, so gradients
 
 @pytest.mark.parametrize(("config", "dtype"), [(FP16, torch.float16), ("bf16", torch.bfloat16)])
 def test_the_loop_trains_in_16_bits_with_fp32_weights(config: Any, dtype: torch.dtype) -> None:
-    result, plain = accelerate(config), make_model()
+    result, plain = accelerated(config), make_model()
     optim = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(5):
         loss, computed_in = step(result, X)
@@ -98,16 +92,29 @@ def test_the_loop_trains_in_16_bits_with_fp32_weights(config: Any, dtype: torch.
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
 
-def test_clipping_sees_true_norms() -> None:
-    result, plain = accelerate(FP16), accelerate("bf16")
+def test_the_scale() -> None:
+    result, plain = accelerated(FP16), accelerated("bf16")
     assert step(result, X, clip=1e-3)[1] == pytest.approx(step(plain, X, clip=1e-3)[1], rel=2e-2)
     moved = [(p - q).norm().item() for p, q in zip(result.model.parameters(), make_model().parameters(), strict=True)]
     assert math.hypot(*moved) == pytest.approx(1e-4, rel=1e-2)
 
+    result = accelerated({"init_scale": 8.0, "growth_factor": 4.0, "growth_interval": 2})
+    for _ in range(2):
+        step(result, X)
+    assert result.optim.scale() == 32.0
+    result = accelerated({"loss_scale": 64.0})
+    step(result, torch.full((2, 4), math.nan))
+    assert result.optim.scale() == 64.0
+
+    result = accelerated("fp16", optim_func=None, optim_args=None)
+    loss, _ = result.loss_func((X, torch.ones(6, 2)), result.model(X))
+    loss.backward()
+    assert float(next(result.model.parameters()).grad.norm()) < 10
+
 
 @pytest.mark.parametrize("config", ["fp16", {"dtype": "bf16", "skip_if_nonfinite": True}])
 def test_steps_that_are_not_finite_are_skipped(config: Any) -> None:
-    result = accelerate(config, lr_scheduler_cls=torch.optim.lr_scheduler.StepLR, lr_scheduler_args={"step_size": 1})
+    result = accelerated(config, lr_scheduler_cls=torch.optim.lr_scheduler.StepLR, lr_scheduler_args={"step_size": 1})
     before = [parameter.detach().clone() for parameter in result.model.parameters()]
     step(result, torch.full((2, 4), math.inf))
     assert result.optim.step_was_skipped
@@ -119,40 +126,8 @@ def test_steps_that_are_not_finite_are_skipped(config: Any) -> None:
     assert result.optim.scale() == (2.0**15 if config == "fp16" else 1.0)
 
 
-def test_bf16_alone_adds_nothing_to_the_optimizer() -> None:
-    assert type(accelerate("bf16").optim) is torch.optim.SGD
-    assert isinstance(accelerate("fp16").optim, ScaledOptimizer)
-
-
-def test_knobs_of_the_scale() -> None:
-    result = accelerate({"init_scale": 8.0, "growth_factor": 4.0, "growth_interval": 2})
-    for _ in range(2):
-        step(result, X)
-    assert result.optim.scale() == 32.0
-    result = accelerate({"loss_scale": 64.0})
-    step(result, torch.full((2, 4), math.nan))
-    assert result.optim.scale() == 64.0
-
-
-def test_without_an_optimizer_gradients_are_not_scaled() -> None:
-    result = accelerate("fp16", optim_func=None, optim_args=None)
-    loss, _ = result.loss_func((X, torch.ones(6, 2)), result.model(X))
-    loss.backward()
-    assert float(next(result.model.parameters()).grad.norm()) < 10
-
-
-def test_two_ranks_train_as_one(pool: Pool) -> None:
-    for update_error, loss_error in chain(*run_each(pool, deviation, [(["amp_native"],), (["amp_native", "zero1"],)])):
-        assert update_error < 1e-2
-        assert loss_error < 1e-2
-
-
 def one_overflows(rank: int, size: int, strategy: Any) -> tuple[bool, list[float]]:
-    model = make_model()
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, loss_func=mse, optim_args={"lr": 0.1}, load_strategy=strategy
-    )
-    assert result is not None
+    result = accelerate(make_model(), strategy, None, mse)
     before = [parameter.detach().clone() for parameter in result.model.parameters()]
     step(result, torch.full((2, 4), math.inf if rank == 1 else 1.0))
     same = all(bool((p == q).all()) for p, q in zip(result.model.parameters(), before, strict=True))

@@ -128,9 +128,7 @@ def of_experts(rank: int, size: int, strategy: Any) -> list[float]:
         model_input_format="unpack_sequence",
     )  # fmt: skip
     for batch in result.dataloader:
-        result.loss_func(batch, result.model(*batch)).backward()
-        result.optim.step()
-        result.optim.zero_grad()
+        result.step(batch)
     result.model.eval()
     with torch.no_grad():
         result.model(*batch)

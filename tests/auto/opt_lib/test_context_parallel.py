@@ -35,14 +35,12 @@ TWO_AXES = ("parallel_mode", ([("sequence", 2), ("context", 2)], None))
 OUT_OF_ORDER = ("context_parallel", {"load_balance": False})
 
 
-def test_it_divides_activations_and_no_parameters():
+def test_what_is_divided():
     cost = cost_of({"context": 4}, "context_parallel", "zero1")
     assert (cost.context, cost.num_params) == (4, 13_600)
     assert cost.optim_shards == 4
     assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * 5000 / 4)  # the embedding is whole
 
-
-def test_out_of_order_the_last_process_has_most_of_the_triangle():
     even, uneven = (
         cost_of({"context": 4}, ("context_parallel", {"load_balance": balance}), "ddp") for balance in (True, False)
     )
@@ -51,6 +49,11 @@ def test_out_of_order_the_last_process_has_most_of_the_triangle():
     assert uneven.attention_load == pytest.approx((7 / 16) / (1 / 4))
     assert useful_flops(uneven) == useful_flops(even), "the model needs as much"
     assert step_time(uneven, cluster(4)).matmul_s > step_time(even, cluster(4)).matmul_s
+
+    assert list(ContextParallel.choices(PROFILE, cluster())) == [ContextParallel()]
+    assert not list(ContextParallel.choices(PROFILE, cluster(devices=1)))
+    without = replace(PROFILE, segments=(replace(BLOCK, attention_flops=0.0),))
+    assert not list(ContextParallel.choices(without, cluster()))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +69,6 @@ def test_where_sequences_cannot_be_cut(load_balance, axes, tokens, reason):
     cost = on_mesh(axes, segments=(replace(BLOCK, sequence_length=tokens),))
     found = ContextParallel(load_balance=load_balance).unfit(cost)
     assert (found is None) if reason is None else (reason in found)
-
-
-def test_it_is_tried_where_there_is_attention():
-    assert list(ContextParallel.choices(PROFILE, cluster())) == [ContextParallel()]
-    assert not list(ContextParallel.choices(PROFILE, cluster(devices=1)))
-    without = replace(PROFILE, segments=(replace(BLOCK, attention_flops=0.0),))
-    assert not list(ContextParallel.choices(without, cluster()))
 
 
 BLOCKS = 2
@@ -173,11 +169,6 @@ def with_compiled_loss(rank: int, size: int) -> float:
     return float(result.loss_func(batch, result.model(**batch)))
 
 
-def test_a_compiled_loss_is_given_whole_logits(pool: Pool) -> None:
-    _, losses = context_job.plain("llama")
-    assert pool.run(with_compiled_loss) == pytest.approx([losses[0]] * 2, rel=1e-5)
-
-
 def on_two_axes(rank: int, size: int) -> dict[str, Any]:
     mesh = ("parallel_mode", ([("tensor", 2), ("context", 2)], None))
     result = accelerated(make("llama"), "llama", [mesh, "tensor_parallel", "context_parallel"])
@@ -200,3 +191,6 @@ def test_logits_are_split_by_tokens_and_by_columns(pool: Pool) -> None:
         assert seen["share"] == 1 / 4
         # A number a token; and of half of the tokens two numbers from each of two ranks.
         assert seen["gathered"] == [4 * seen["tokens"], 2 * 2 * 4 * seen["tokens"] / 2]
+
+    _, losses = context_job.plain("llama")
+    assert pool.run(with_compiled_loss) == pytest.approx([losses[0]] * 2, rel=1e-5)

@@ -40,38 +40,28 @@ def activations(cost):
     return peak_memory(replace(cost, grad_itemsize=0.0)).activations
 
 
-def test_parallel_mode_divides_what_belongs_to_samples():
+def test_parallel_mode_and_ddp():
     found = cost(MESH)
     assert found.axes == {"data": 4}
     assert (found.batch_size, activations(found)) == (4, 225)
     assert (found.param_bytes, found.num_params) == (4000, 1000)
 
-
-def test_ddp_reduces_gradients_once():
     (comm,) = cost(MESH, "ddp").comm
     assert (comm.kind, comm.num_bytes) == ("all_reduce", 4000)
     assert comm.count == pytest.approx(1, abs=1e-3)
     assert comm.overlap == pytest.approx(0, abs=1e-3)  # a single bucket is the last one
 
 
-def test_zero1_shares_the_optimizer():
+def test_sharding():
     found = cost(MESH, "zero1")
     assert found.optim_bytes == 2000
     assert found.grad_bytes == 4000
     assert [(comm.kind, comm.num_bytes) for comm in found.comm] == [("all_reduce", 4000), ("all_gather", 4000)]
 
-
-def test_zero1_deals_out_what_an_optimizer_needs_whole():
     of_matrices = Strategy.of([MESH, "zero1"]).cost(replace(PLAIN, optim_is_elementwise=False))
     assert of_matrices.optim_bytes >= 2000
     assert [(comm.kind, comm.num_bytes) for comm in of_matrices.comm] == [("all_reduce", 4000), ("broadcast", 4000)]
 
-
-def _without_copies(cost):
-    return replace(cost, comm=tuple(replace(comm, copied=0.0) for comm in cost.comm))
-
-
-def test_fsdp_shares_everything_and_gathers_blocks():
     found = cost(MESH, "fsdp")
     assert (found.param_bytes, found.grad_bytes, found.optim_bytes) == (1000, 1000, 2000)
     assert peak_memory(found).transient == (4000 - 8 * 400) + 2 * 400 + 2 * 400
@@ -84,47 +74,41 @@ def test_fsdp_shares_everything_and_gathers_blocks():
     copied = step_time(found, CPU).exposed_comm_s - step_time(_without_copies(found), CPU).exposed_comm_s
     assert copied == pytest.approx((2 * 7200 + 2 * 4000) / bandwidth)
 
-
-def test_fsdp_never_gathers_more_than_there_is():
     one = replace(PLAIN, segments=(ENDS, replace(BLOCK, count=1, num_params=800, num_trainable=800)))
     found = Strategy.of([MESH, "fsdp"]).cost(one)
     assert peak_memory(found).transient == 4 * (200 + 800 + 800)
 
-
-def test_zero2_gathers_once_and_keeps():
     found = cost(MESH, "zero2")
     assert peak_memory(found).transient == 4000 + 2 * 400
     gathering = Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, each_micro_batch=True, copied=8000)
     assert found.comm[0] == gathering
 
-
-def test_fsdp_gathers_in_the_precision_of_the_matmuls():
-    found = cost(MESH, ("half", "bf16"), "fsdp")
-    assert found.param_bytes == 2000 / 4
-    assert found.comm[0].num_bytes == 2000 + 1600
-    assert peak_memory(found).masters == 4000 / 4
-
-
-def test_hybrid_sharding_reduces_shards_over_the_replicas():
     found = cost(("parallel_mode", ([("zero", 4), ("data", 2)], None)), "fsdp")
     assert found.param_bytes == 1000
     assert [comm.axis[0] for comm in found.comm] == ["zero", "zero", "data"]
     assert found.comm[2].num_bytes == 1000
 
 
-def test_amp_keeps_weights_and_halves_what_matmuls_save():
+def _without_copies(cost):
+    return replace(cost, comm=tuple(replace(comm, copied=0.0) for comm in cost.comm))
+
+
+def test_16_bits():
     found = cost(("amp_native", "bf16"))
     assert found.dtype == "bfloat16"
     assert (found.param_bytes, found.grad_bytes, found.master_itemsize) == (4000, 4000, 0)
     assert peak_memory(found).transient == 2000  # the weights' copies in 16 bits
     assert activations(found) == pytest.approx(600)
 
-
-def test_half_keeps_masters():
     found = cost(("half", "bf16"))
     assert (found.param_bytes, found.grad_bytes, found.optim_bytes) == (2000, 2000, 8000)
     assert peak_memory(found).masters == 4000
     assert activations(found) == 450
+
+    found = cost(MESH, ("half", "bf16"), "fsdp")
+    assert found.param_bytes == 2000 / 4
+    assert found.comm[0].num_bytes == 2000 + 1600
+    assert peak_memory(found).masters == 4000 / 4
 
 
 def test_checkpoint_keeps_inputs_and_runs_forward_again():
@@ -136,20 +120,16 @@ def test_checkpoint_keeps_inputs_and_runs_forward_again():
     block, plain = (step_time(each, CPU).matmul_s for each in (found, PLAIN))
     assert block / plain == pytest.approx((3 * 400 + 4 * 800 + 4.5 * 200) / (3 * 1200 + 3.5 * 200), rel=1e-4)
 
+    found = cost(("checkpoint", {"max_checkpoint_module_num": 2}))
+    assert activations(found) == 900 - (800 - 80) / 4
+    assert activations(cost(("checkpoint", {"offload_to_cpu": True}))) == 100
+    assert cost(("checkpoint", {"max_checkpoint_module_num": 99})) == cost("checkpoint")  # there are eight
 
-def test_selective_recomputation_multiplies_once_and_moves_again():
     found, whole = (step_time(cost(("checkpoint", {"selective": each})), CPU) for each in (True, False))
     plain = step_time(PLAIN, CPU)
     assert found.matmul_s == plain.matmul_s
     assert (found.traffic_s, found.launch_s) == (whole.traffic_s, whole.launch_s)
     assert found.traffic_s > plain.traffic_s
-
-
-def test_checkpointing_some_blocks():
-    found = cost(("checkpoint", {"max_checkpoint_module_num": 2}))
-    assert activations(found) == 900 - (800 - 80) / 4
-    assert activations(cost(("checkpoint", {"offload_to_cpu": True}))) == 100
-    assert cost(("checkpoint", {"max_checkpoint_module_num": 99})) == cost("checkpoint")  # there are eight
 
 
 def test_micro_batches_divide_activations_and_gather_again():
@@ -163,8 +143,6 @@ def test_micro_batches_divide_activations_and_gather_again():
     assert (found.grad_bytes, whole.grad_bytes) == (4000, 1000), "whole until the last micro-batch"
     assert cost(MESH, "ddp", ("micro_batch", {"size": 2})).num_micro_batches == 2  # of four samples a device
 
-
-def test_shards_of_gradients_are_reduced_with_each_micro_batch():
     found = cost(MESH, "fsdp", ("micro_batch", {"count": 2, "reduce": "each"}))
     assert found.comm[:2] == cost(MESH, "fsdp").comm
     assert found.grad_bytes == 1000

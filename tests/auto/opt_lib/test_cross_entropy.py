@@ -24,6 +24,7 @@ from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from atorch.logs import say_once
 from atorch.runtime.loss.lazy_logits import LazyLogits
+from tests import language_models
 from tests.contract.job import arguments, distance, make_model
 
 VOCAB, TOKENS = 96, 8
@@ -36,15 +37,13 @@ TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_h
 
 
 def llama() -> nn.Module:
-    more = {"intermediate_size": 48, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, **more))
+    return language_models.llama(VOCAB, 32, 48, 2, 2, 1, tie_word_embeddings=False, use_cache=True)
 
 
 def gpt2() -> nn.Module:
     """With a head that is the embedding."""
-    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off))
+    return language_models.gpt2(VOCAB, 32, 2, 2, positions=32, use_cache=True, **off)
 
 
 def gemma2() -> nn.Module:
@@ -148,13 +147,6 @@ def test_a_loss_of_another_kind_gets_logits_and_says_so(caplog: pytest.LogCaptur
     assert sum("asks for the logits" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_generating_needs_no_chunks() -> None:
-    model: Any = by_chunks(llama().eval())
-    torch.testing.assert_close(
-        model.generate(BATCH[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0).shape, torch.Size((1, 8))
-    )
-
-
 def test_the_head_is_found_or_named() -> None:
     assert isinstance(by_chunks(llama())(input_ids=BATCH).logits, LazyLogits)
     assert isinstance(by_chunks(Plain(), head="out")(BATCH), LazyLogits)
@@ -163,6 +155,11 @@ def test_the_head_is_found_or_named() -> None:
         CrossEntropy().check(context(narrow))
     with pytest.raises(StrategyError, match="finds no linear layer"):
         CrossEntropy(head=("no_such",)).check(context(llama()))
+
+    model: Any = by_chunks(llama().eval())
+    torch.testing.assert_close(
+        model.generate(BATCH[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0).shape, torch.Size((1, 8))
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,13 +183,11 @@ PROFILE = transformer_profile(
 GPU = ClusterSpec.load("1xH100-80GB")
 
 
-def test_the_search_tries_it_where_logits_are_a_good_part_of_a_device() -> None:
+def test_it_is_tried_where_logits_take_much_and_costs_a_chunk_of_them() -> None:
     assert list(CrossEntropy.choices(PROFILE, GPU)) == [CrossEntropy()]
     few = TransformerShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=128, vocab=8000, seq_len=64, head_dim=16)
     assert not list(CrossEntropy.choices(transformer_profile(few), GPU))
 
-
-def test_its_cost_is_a_chunk_of_logits_and_a_gradient_that_comes_early() -> None:
     def step(cost: Cost) -> float:
         return peak_memory(cost).total
 

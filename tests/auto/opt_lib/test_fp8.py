@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import pytest
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.fp8 import Fp8
 from atorch.auto.strategy import Strategy
-from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
+from atorch.cluster.spec import ClusterSpec
+from atorch.cost import Cost
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError, StrategyError
 from atorch.logs import logger
 from atorch.runtime.precision.fp8 import Fp8Recipe
+from tests.auto.opt_lib import splitting
 from tests.auto.training import messages, run_each
 from tests.contract.job import arguments, deviation, make_model
 from tests.pool import Pool
@@ -32,10 +35,9 @@ DOCUMENTED = {
 }
 
 
-def cluster(type: str, capability: tuple[int, int] | None = None) -> ClusterSpec:
-    link = LinkSpec(bandwidth=1e9, latency_s=1e-6)
-    device = DeviceSpec(type=type, name="device", memory_bytes=1e9, capability=capability)
-    return ClusterSpec(device=device, intra_node=link, inter_node=link)
+def cluster(kind: str, capability: tuple[int, int] | None = None) -> ClusterSpec:
+    plain = splitting.cluster(kind=kind)
+    return replace(plain, device=replace(plain.device, capability=capability))
 
 
 def apply(config: Any) -> Any:
@@ -44,65 +46,44 @@ def apply(config: Any) -> Any:
     return model
 
 
-def test_the_documented_configuration_is_the_default() -> None:
+def test_documented_configurations() -> None:
     assert Fp8.of(DOCUMENTED) == Fp8.of(None) == Fp8()
     assert Fp8()._recipe() == Fp8Recipe()
+    for config in ({"include": ("layers",)}, {"exclude": ["lm_head"], "verbose": True}):
+        strategy = Strategy.of([("fp8", config)])
+        assert Strategy.of(strategy.to_json()) == strategy
+    for knob in ("include", "exclude"):
+        assert Fp8.of({knob: "lm_head"}) == Fp8.of({knob: ("lm_head",)}), "a plain string is one name"
 
 
-@pytest.mark.parametrize("config", [{"include": ("layers",)}, {"exclude": ["lm_head"], "verbose": True}])
-def test_documented_examples_go_through_json(config: dict[str, Any]) -> None:
-    strategy = Strategy.of([("fp8", config)])
-    assert Strategy.of(strategy.to_json()) == strategy
+def test_hardware_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: object())
+    assert Fp8().unmet(cluster("cuda", (8, 0))) == "fp8 needs compute capability 8.9; this is 8.0"
+    assert Fp8().unmet(cluster("cuda", (9, 0))) is None
+    assert "this is cpu" in (Fp8().unmet(cluster("cpu")) or "")
+    assert Fp8(emulate=True).unmet(cluster("cpu")) is None
+    assert Fp8(emulate=True).unmet(cluster("cuda", (8, 0))) is None
+    monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: None)
+    with pytest.raises(CapabilityError, match="pip install"):
+        Fp8(backend="te").unmet(cluster("cuda", (9, 0)))
+    with pytest.raises(StrategyError, match="only torchao emulates"):
+        Fp8(backend="te", emulate=True).unmet(cluster("cpu"))
 
 
-class TestUnmet:
-    def test_hardware(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: object())
-        assert Fp8().unmet(cluster("cuda", (8, 0))) == "fp8 needs compute capability 8.9; this is 8.0"
-        assert Fp8().unmet(cluster("cuda", (9, 0))) is None
-        assert "this is cpu" in (Fp8().unmet(cluster("cpu")) or "")
-        assert Fp8(emulate=True).unmet(cluster("cpu")) is None
-        assert Fp8(emulate=True).unmet(cluster("cuda", (8, 0))) is None
-
-    def test_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: None)
-        with pytest.raises(CapabilityError, match="pip install"):
-            Fp8(backend="te").unmet(cluster("cuda", (9, 0)))
-
-    def test_contradictions(self) -> None:
-        with pytest.raises(StrategyError, match="only torchao emulates"):
-            Fp8(backend="te", emulate=True).unmet(cluster("cpu"))
-
-
-class TestApply:
-    @pytest.fixture(autouse=True)
-    def _torchao(self) -> None:
-        pytest.importorskip("torchao")
-
-    def test_converts_and_tells(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, "atorch"):
-            model = apply({"exclude": ("lm_head",), "emulate": True, "verbose": True})
-        assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Float8Linear"
-        assert type(model.lm_head).__name__ == "Linear"
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert "14 Linear layers of LlamaForCausalLM by torchao, emulated" in caplog.text
-        assert "fp8: model.layers.1.mlp.down_proj" in caplog.text
-        assert "fp8 leaves lm_head: kept, exclude names it" in caplog.text
-
-    def test_nothing_to_convert_is_an_error(self) -> None:
-        with pytest.raises(StrategyError, match="fp8 converts nothing in LlamaForCausalLM"):
-            apply({"exclude": ("layers", "lm_head"), "emulate": True})
-
-    def test_a_mistyped_exclude_is_an_error(self) -> None:
-        with pytest.raises(StrategyError, match="did you mean 'lm_head'"):
-            apply({"exclude": ("lm_heads",), "emulate": True})
-
-
-SPLITS = [
-    ([("tensor", 2)], "tensor_parallel"),
-    ([("sequence", 2)], "sequence_parallel"),
-    ([("context", 2)], "context_parallel"),
-]
+def test_converts_and_tells(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("torchao")
+    with caplog.at_level(logging.INFO, "atorch"):
+        model = apply({"exclude": ("lm_head",), "emulate": True, "verbose": True})
+    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Float8Linear"
+    assert type(model.lm_head).__name__ == "Linear"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "14 Linear layers of LlamaForCausalLM by torchao, emulated" in caplog.text
+    assert "fp8: model.layers.1.mlp.down_proj" in caplog.text
+    assert "fp8 leaves lm_head: kept, exclude names it" in caplog.text
+    with pytest.raises(StrategyError, match="fp8 converts nothing in LlamaForCausalLM"):
+        apply({"exclude": ("layers", "lm_head"), "emulate": True})
+    with pytest.raises(StrategyError, match="did you mean 'lm_head'"):
+        apply({"exclude": ("lm_heads",), "emulate": True})
 
 
 def split_deviation(rank: int, size: int, axes: Any, name: str) -> tuple[float, list[str]]:
@@ -116,14 +97,14 @@ def split_deviation(rank: int, size: int, axes: Any, name: str) -> tuple[float, 
 
 def test_trains_where_a_process_has_parts_of_weights_or_tokens(pool: Pool) -> None:
     pytest.importorskip("torchao")
-    found = dict(zip((name for _, name in SPLITS), run_each(pool, split_deviation, SPLITS), strict=True))
-    for by_rank in found.values():
-        for off, _ in by_rank:
-            assert 1e-2 < off < 0.1  # products were rounded, and no more than on one process
-    lines = found["tensor_parallel"][0][1]
+    splits = [([(axis, 2)], f"{axis}_parallel") for axis in ("tensor", "sequence", "context")]
+    found = run_each(pool, split_deviation, splits)
+    for off, told in chain(*found):
+        assert 1e-2 < off < 0.1  # products were rounded, and no more than on one process
+        assert not any("no rule" in line for line in told)
+    lines = found[0][0][1]
     assert any("layers.1.mlp.down_proj, whose parts are not multiples of 16" in line for line in lines)
     assert not any("q_proj" in line for line in lines if "parts are not" in line)
-    assert not any("no rule" in line for by_rank in found.values() for _, told in by_rank for line in told)
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel", "context_parallel", "checkpoint"])
@@ -135,26 +116,12 @@ def test_te_is_refused_where_it_has_only_a_part(name: str) -> None:
         Fp8(backend="te")._suitable_backend(ctx)
 
 
-def test_the_cost_is_that_of_8_bit_products_unless_emulated(plain_cost: Any) -> None:
-    assert (Fp8().cost(plain_cost).fp8, Fp8().cost(plain_cost).dtype) == ("tensorwise", plain_cost.dtype)
-    assert Fp8(backend="te").cost(plain_cost).fp8 == "delayed"
-    assert Fp8(scaling="rowwise_gw_hp").cost(plain_cost).fp8 == "rowwise_gw_hp"
-    assert Fp8(emulate=True).cost(plain_cost) == plain_cost
-
-
-def test_a_head_that_is_left_out_costs_what_it_did(plain_cost: Any) -> None:
-    assert Fp8().cost(plain_cost).fp8_outside
-    assert not Fp8(exclude=("lm_head",)).cost(plain_cost).fp8_outside
-    assert not Fp8(include=("layers",)).cost(plain_cost).fp8_outside
-
-
-@pytest.fixture
-def plain_cost() -> Any:
-    from atorch.cost import Cost
-
-    return Cost(segments=(), traced_batch=1.0, batch_size=1.0)
-
-
-@pytest.mark.parametrize("knob", ["include", "exclude"])
-def test_a_plain_string_is_one_name(knob: str) -> None:
-    assert Fp8.of({knob: "lm_head"}) == Fp8.of({knob: ("lm_head",)})
+def test_the_cost_is_that_of_8_bit_products_unless_emulated() -> None:
+    plain = Cost(segments=(), traced_batch=1.0, batch_size=1.0)
+    assert (Fp8().cost(plain).fp8, Fp8().cost(plain).dtype) == ("tensorwise", plain.dtype)
+    assert Fp8(backend="te").cost(plain).fp8 == "delayed"
+    assert Fp8(scaling="rowwise_gw_hp").cost(plain).fp8 == "rowwise_gw_hp"
+    assert Fp8(emulate=True).cost(plain) == plain
+    assert Fp8().cost(plain).fp8_outside
+    assert not Fp8(exclude=("lm_head",)).cost(plain).fp8_outside, "a head that is left out costs what it did"
+    assert not Fp8(include=("layers",)).cost(plain).fp8_outside

@@ -12,24 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-)
-from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    _or_policy,
-    _recursive_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed import fsdp
+from torch.distributed.fsdp import wrap
 from torch.distributed.tensor import DTensor
 
 from atorch.auto import auto_accelerate
@@ -58,13 +42,10 @@ def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 
 CONFIGS: list[tuple[str, Any]] = [
-    ("awkward", None),
     ("awkward", RECOMMENDED),
     ("awkward", {"atorch_ignored_cls": ("mixer", "blocks.0.down.weight")}),
     ("llama", {"atorch_wrap_cls": "LlamaMLP"}),
-    ("llama", {"atorch_size_based_min_num_params": 500}),
     ("llama", {"cpu_offload": True}),
-    ("llama", {"reshard_after_forward": True}),
     ("llama", {"reshard_after_forward": False}),
     ("lora", None),
     ("lora", {"fsdp_wrap_params_outmost": True}),
@@ -78,6 +59,8 @@ HYBRID = ("parallel_mode", ([("zero", 2), ("data", 2)], None))
 def test_trains_and_clips_as_one_process_does(pool: Pool) -> None:
     assert_trains_like_plain(pool, deviation, [([("fsdp", config)], name, True) for name, config in CONFIGS])
 
+    assert_trains_like_plain(pool, deviation, [(["fsdp"], "awkward")], ranks=1)
+
 
 @pytest.mark.slow
 def test_four_processes_share_out_both_ways(pool: Pool) -> None:
@@ -89,14 +72,10 @@ def test_four_processes_share_out_both_ways(pool: Pool) -> None:
     assert found["placements"] == "(Replicate(), Shard(dim=0))"
 
 
-def test_one_process_trains(pool: Pool) -> None:
-    assert_trains_like_plain(pool, deviation, [(["fsdp"], "awkward")], ranks=1)
-
-
 def sharded(rank: int, size: int, name: str, config: Any, strategy: list[Any]) -> dict[str, Any]:
     model = accelerated([*strategy, ("fsdp", config)], name).model
     return {
-        "gathered": [path for path, module in model.named_modules() if isinstance(module, FSDPModule)],
+        "gathered": [path for path, module in model.named_modules() if isinstance(module, fsdp.FSDPModule)],
         "whole": [path for path, p in model.named_parameters() if not isinstance(p, DTensor)],
         "placements": str(next(p for p in model.parameters() if isinstance(p, DTensor)).placements),
         "bytes": sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor)),
@@ -119,6 +98,12 @@ def test_what_is_gathered_and_what_stays_whole(pool: Pool) -> None:
     assert named["gathered"] == ["", "llama.model.layers.0.mlp", "llama.model.layers.1.mlp"]
     assert sorted(partly["whole"]) == ["blocks.1.down.bias", "mixer.bias", "mixer.weight", "scale"]
     assert all(each["bytes"] == each["all_bytes"] for each in unsharded)
+
+    assert pool.run(buffers)[0] == BF16
+
+    assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
+
+    assert pool.run(trainable_in_root)[0] == [False, True]
 
 
 def dtypes(rank: int, size: int, config: Any, strategy: list[Any]) -> tuple[str, str, str]:
@@ -148,28 +133,28 @@ def test_precision_is_the_users_else_the_precision_methods(pool: Pool) -> None:
 
 
 def test_the_table_has_every_argument_of_fsdp1() -> None:
-    arguments = list(inspect.signature(FullyShardedDataParallel.__init__).parameters)
+    arguments = list(inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters)
     assert set(ROWS) == set(arguments) - {"self", "module"}
 
 
 @pytest.mark.parametrize(
     ("config", "knobs"),
     [
-        ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, {"sharding_strategy": "FULL_SHARD"}),
+        ({"sharding_strategy": fsdp.ShardingStrategy.FULL_SHARD}, {"sharding_strategy": "FULL_SHARD"}),
         ({"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "SHARD_GRAD_OP"}),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, {"cpu_offload": True}),
+        ({"cpu_offload": fsdp.CPUOffload(offload_params=True)}, {"cpu_offload": True}),
         ({"cpu_offload": None}, {}),
         ({"cpu_offload": "False"}, {"cpu_offload": False}),
-        ({"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, Block})}, {"atorch_wrap_cls": ("Block", "Linear")}),
+        ({"auto_wrap_policy": wrap.ModuleWrapPolicy({nn.Linear, Block})}, {"atorch_wrap_cls": ("Block", "Linear")}),
         (
-            {"auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})},
+            {"auto_wrap_policy": functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})},
             {"atorch_wrap_cls": ("Block",)},
         ),
         (
-            {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=100)},
+            {"auto_wrap_policy": functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=100)},
             {"atorch_size_based_min_num_params": 100},
         ),
-        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, {}),
+        ({"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_PRE}, {}),
         ({"ignored_modules": [nn.Linear]}, {"atorch_ignored_cls": ("Linear",)}),
         ({"ignored_states": "a.weight"}, {"atorch_ignored_cls": ("a.weight",)}),
         ({"device_id": 3, "limit_all_gathers": True, "use_orig_params": False}, {}),
@@ -178,8 +163,8 @@ def test_the_table_has_every_argument_of_fsdp1() -> None:
             {"sync_module_states": True, "forward_prefetch": True},
             {"sync_module_states": True, "forward_prefetch": True},
         ),
-        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, {"sharding_strategy": "NO_SHARD"}),
-        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "limit_all_gathers": False}, {}),
+        ({"sharding_strategy": fsdp.ShardingStrategy.NO_SHARD}, {"sharding_strategy": "NO_SHARD"}),
+        ({"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_POST, "limit_all_gathers": False}, {}),
         ({"backward_prefetch": None}, {}),
         ({"fsdp_wrap_params_outmost": True}, {"wrap_trainable_outmost": True}),
         ({"atorch_wrap_cls": None}, {}),
@@ -195,8 +180,8 @@ def test_fsdp1_arguments_become_knobs(config: Any, knobs: dict[str, Any]) -> Non
     ("given", "expected"),
     [
         ({"param_dtype": "bfloat16", "reduce_dtype": torch.float32}, ("bf16", "fp32", None, True)),
-        (MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16), ("fp16", None, "fp16", False)),
-        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), ("bf16", None, None, True)),
+        (fsdp.MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16), ("fp16", None, "fp16", False)),
+        (fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16), ("bf16", None, None, True)),
     ],
 )
 def test_mixed_precision_takes_torchs_objects(given: Any, expected: Any) -> None:
@@ -227,46 +212,36 @@ def buffers(rank: int, size: int) -> str:
     return str(accelerated([("fsdp", {"mixed_precision": {"buffer_dtype": "bf16"}})], "awkward").model.shift.dtype)
 
 
-def test_buffers_are_cast_where_asked(pool: Pool) -> None:
-    assert pool.run(buffers)[0] == BF16
-
-
 def seeded_apart(rank: int, size: int, config: Any) -> float:
     model = accelerated([("fsdp", config)], "awkward", seed=rank).model
     return float((model.mixer.weight.full_tensor() - make("awkward").mixer.weight).abs().max())
-
-
-def test_processes_seeded_apart_start_from_rank_zero(pool: Pool) -> None:
-    assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
 
 
 def trainable_in_root(rank: int, size: int) -> list[bool]:
     seen = []
     for outmost in (False, True):
         model = accelerated([("fsdp", {"wrap_trainable_outmost": outmost})], "lora").model
-        groups = {id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, FSDPModule)}
+        groups = {id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, fsdp.FSDPModule)}
         root = model._get_fsdp_state()._fsdp_param_group
         trainable = {p for p in model.parameters() if p.requires_grad}
         seen.append({fsdp_param.sharded_param for fsdp_param in root.fsdp_params} >= trainable and len(groups) > 2)
     return seen
 
 
-def test_what_trains_may_be_gathered_as_one(pool: Pool) -> None:
-    assert pool.run(trainable_in_root)[0] == [False, True]
-
-
 POLICIES: list[tuple[Any, set[Any]]] = [
-    (functools.partial(size_based_auto_wrap_policy, min_num_params=100, force_leaf_modules={Block}), set()),
+    (functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=100, force_leaf_modules={Block}), set()),
     (large, set()),
     (lambda module, recurse, nonwrapped_numel: True, set()),
-    (functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)), set()),
-    (CustomPolicy(lambda module: isinstance(module, Block)), set()),
+    (functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)), set()),
+    (wrap.CustomPolicy(lambda module: isinstance(module, Block)), set()),
     (
         functools.partial(
-            _or_policy,
+            wrap._or_policy,
             policies=[
-                functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Embedding)),
-                functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+                functools.partial(
+                    wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Embedding)
+                ),
+                functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
             ],
         ),
         set(),
@@ -291,11 +266,11 @@ def test_a_policy_wraps_what_fsdp1_wraps(policy: Any, ignored: set[str]) -> None
             super().__init__()
             self.module = module
 
-    if isinstance(policy, CustomPolicy):
+    if isinstance(policy, wrap.CustomPolicy):
         expected = [f"{name}." for name, module in model.named_modules() if isinstance(module, Block)]
     else:
         apart = {parameter for module in left_out for parameter in module.parameters()}
-        wrapped, _ = _recursive_wrap(model, policy, Marked, set(left_out), apart)
+        wrapped, _ = wrap._recursive_wrap(model, policy, Marked, set(left_out), apart)
         names = [name for name, module in wrapped.named_modules() if name and isinstance(module, Marked)]
         expected = [f"{name}." if name else "" for name in names]
         expected = [each.replace("module.", "") for each in expected]
@@ -328,7 +303,7 @@ def test_objects_of_the_model_become_names() -> None:
         Fsdp.of({"auto_wrap_policy": lambda **_: False}).settled(model)
     with pytest.raises(StrategyError, match="arguments of its own"):
         Fsdp.of(
-            {"auto_wrap_policy": CustomPolicy(lambda m: {"cpu_offload": True} if m is model.mixer else False)}
+            {"auto_wrap_policy": wrap.CustomPolicy(lambda m: {"cpu_offload": True} if m is model.mixer else False)}
         ).settled(model)
 
 
@@ -339,21 +314,22 @@ def objects_of_a_model(rank: int, size: int, folder: str) -> tuple[list[str], st
     status, result, best = auto_accelerate(
         model, torch.optim.SGD, load_strategy=[("fsdp", config)], save_strategy_to_file=path, optim_args={"lr": 0.1}
     )
-    assert status
     again = make("awkward")
     auto_accelerate(again, torch.optim.SGD, load_strategy=path, optim_args={"lr": 0.1})
     for one in (result.model, again):
         assert not isinstance(one.mixer.weight, DTensor)
-    found = [[n for n, m in each.named_modules() if isinstance(m, FSDPModule)] for each in (result.model, again)]
+    found = [[n for n, m in each.named_modules() if isinstance(m, fsdp.FSDPModule)] for each in (result.model, again)]
     assert found[0] == found[1]
     return found[0], str(best)
 
 
-def test_the_front_door_asks_and_saves(pool: Pool, tmp_path: Path) -> None:
+def test_the_front_door_asks_saves_and_fills_what_is_on_the_meta_device(pool: Pool, tmp_path: Path) -> None:
     (gathered, said), (others, also) = pool.run(objects_of_a_model, str(tmp_path))
     assert gathered == others
     assert said == also
     assert len(gathered) > 1
+
+    assert pool.run(filled, str(tmp_path)) == [16.0, 16.0]
 
 
 def ones(module: nn.Module) -> None:
@@ -371,10 +347,6 @@ def filled(rank: int, size: int, folder: str) -> float:
         )
     auto_accelerate(model, torch.optim.SGD, load_strategy=[("fsdp", config)], optim_args={"lr": 0.1})
     return float(model[0].weight.full_tensor().sum())
-
-
-def test_a_function_fills_what_is_on_the_meta_device(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(filled, str(tmp_path)) == [16.0, 16.0]
 
 
 class Recurrent(nn.Module):

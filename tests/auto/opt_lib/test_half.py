@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.half import Half
 from atorch.cluster.spec import ClusterSpec
-from tests.auto.training import run_each
+from tests.auto.training import accelerate, run_each
 from tests.contract.job import deviation
 from tests.pool import Pool
 
@@ -25,14 +24,21 @@ def test_documented_configurations(config: Any, dtype: str) -> None:
     assert Half.of(config).dtype == dtype
 
 
-def test_bf16_needs_the_hardware() -> None:
+def test_16_bits_by_hardware_model_and_optimizer() -> None:
     assert Half.of("bf16").unmet(ClusterSpec.load("v100_32g")) is not None
 
-
-def test_without_a_type_a_model_stays_in_bf16() -> None:
     assert Half().settled(Net().bfloat16()).dtype == "bf16"
     assert Half().settled(Net()).dtype == "fp16"
     assert Half(dtype="fp16").settled(Net().bfloat16()).dtype == "fp16"
+
+    _, result, _ = auto_accelerate(Net(), load_strategy=["half"])
+    assert result.optim is None
+    assert next(result.model.parameters()).dtype == torch.float16
+
+    result, _ = train([("half", "bf16")])
+    x, places = torch.randn(2, 4), torch.tensor(1)
+    expected = result.model(x.bfloat16(), places)
+    assert torch.equal(result.model(x, places=places), expected), "as under fsdp"
 
 
 class Net(nn.Module):
@@ -61,17 +67,8 @@ def loss_func(batch: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def train(strategy: Any, lr: float = 0.1, steps: int = 4) -> Any:
-    _, result, _ = auto_accelerate(
-        Net(),
-        torch.optim.SGD,
-        Rows(),
-        loss_func,
-        optim_args={"lr": lr},
-        dataloader_args={"batch_size": 4},
-        model_input_format="unpack_dict",
-        load_strategy=strategy,
-    )
-    assert result is not None
+    more = {"optim_args": {"lr": lr}, "model_input_format": "unpack_dict"}
+    result = accelerate(Net(), strategy, Rows(), loss_func, batch_size=4, **more)
     losses = [result.step(batch) for _ in range(steps // 4) for batch in result.dataloader]
     return result, losses
 
@@ -92,13 +89,6 @@ def test_the_loop_trains_in_16_bits(config: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine.float(), theirs, rtol=2e-2, atol=2e-2)
 
 
-def test_inputs_that_come_by_another_road_are_cast() -> None:
-    result, _ = train([("half", "bf16")])
-    x, places = torch.randn(2, 4), torch.tensor(1)
-    expected = result.model(x.bfloat16(), places)
-    assert torch.equal(result.model(x, places=places), expected), "as under fsdp"
-
-
 def test_a_learning_rate_too_small_for_bf16_still_learns() -> None:
     result, losses = train([("half", "bf16")], lr=2e-3, steps=200)
     _, expected = train([], lr=2e-3, steps=200)
@@ -113,20 +103,16 @@ def test_a_learning_rate_too_small_for_bf16_still_learns() -> None:
     assert torch.equal(plain.body[0].weight, before)  # which is what masters are for
 
 
-def test_without_an_optimizer_it_is_a_cast() -> None:
-    _, result, _ = auto_accelerate(Net(), load_strategy=["half"])
-    assert result is not None
-    assert result.optim is None
-    assert next(result.model.parameters()).dtype == torch.float16
+def test_ranks_train_together(pool: Pool) -> None:
+    bands: list[tuple[Any, float]] = [("amp_native", 1e-2), (("half", "fp16"), 1e-2), (("half", "bf16"), 5e-2)]
+    cases = [([precision, *sharding],) for precision, _ in bands for sharding in ([], ["zero1"])]
+    for case, by_rank in zip(cases, run_each(pool, deviation, cases), strict=True):
+        for update_error, loss_error in by_rank:
+            assert update_error < dict(bands)[case[0][0]], case
+            assert loss_error < 1e-2, case
 
-
-def test_two_ranks_train_as_one(pool: Pool) -> None:
-    bands = {"fp16": 1e-2, "bf16": 5e-2}
-    for config, band in bands.items():
-        cases = [([("half", config), *sharding],) for sharding in ([], ["zero1"])]
-        for update_error, loss_error in chain(*run_each(pool, deviation, cases)):
-            assert update_error < band
-            assert loss_error < 1e-2
+    first, second = pool.run(differing_ranks)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def differing_ranks(rank: int, size: int) -> list[torch.Tensor]:
@@ -135,17 +121,9 @@ def differing_ranks(rank: int, size: int) -> list[torch.Tensor]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-4 * rank
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, loss_func=loss_func, optim_args={"lr": 0.1}, load_strategy=[("half", "bf16")]
-    )
-    assert result is not None
+    result = accelerate(model, [("half", "bf16")], None, loss_func)
     for _ in range(10):
         loss_func(None, result.model(torch.ones(2, 4).bfloat16(), torch.tensor(0))).backward()
         result.optim.step()
         result.optim.zero_grad()
     return [parameter.detach().float() for parameter in result.model.parameters()]
-
-
-def test_ranks_that_start_apart_train_together(pool: Pool) -> None:
-    first, second = pool.run(differing_ranks)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -16,18 +16,13 @@ from atorch.auto.job import make_context
 from atorch.auto.opt_lib.module_replace import ModuleReplace
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS, register_replace_pair
 from atorch.auto.strategy import Strategy
-from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import AttentionKind
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError, StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster
 from tests.contract.job import arguments, make_model
 
-LINK = LinkSpec(bandwidth=1e9, latency_s=1e-6)
-CUDA = ClusterSpec(
-    device=DeviceSpec(type="cuda", name="gpu", memory_bytes=1e9), intra_node=LINK, inter_node=LINK
-)  # fmt: skip
-CPU = ClusterSpec(device=DeviceSpec(type="cpu", name="cpu", memory_bytes=1e9), intra_node=LINK, inter_node=LINK)
+CUDA, CPU = cluster(), cluster(kind="cpu")
 
 
 class Slow(nn.Module):
@@ -113,18 +108,13 @@ class TestTheDoor:
         assert type(model.one) is ByBase
         assert type(model.sub) is ByName
 
-    def test_subclasses_where_asked(self) -> None:
-        register_replace_pair("mine", pair_cls=(Slow, Fast), match_subclasses=True)
-        model = Model()
-        apply(model, {"mine": None})
-        assert type(model.sub) is Fast
-
     def test_configuration_goes_over_what_was_registered(self) -> None:
-        register_replace_pair("mine", pair_cls=(Slow, Fast), gain=2.0)
+        register_replace_pair("mine", pair_cls=(Slow, Fast), match_subclasses=True, gain=2.0)
         one, other = Model(), Model()
         apply(one, {"mine": None})
         apply(other, {"mine": {"gain": 3.0}})
         assert (one.one.gain, other.one.gain) == (2.0, 3.0)
+        assert type(one.sub) is Fast, "subclasses where asked"
 
     def test_other_dtypes_are_left(self, caplog: pytest.LogCaptureFixture) -> None:
         register_replace_pair("mine", supported_dtypes={torch.float16}, pair_cls=(Slow, Fast))
@@ -134,10 +124,12 @@ class TestTheDoor:
         assert type(model.one) is Slow
         assert "mine does not support torch.float32" in caplog.text
 
-    def test_a_name_is_taken_once(self) -> None:
+    def test_a_name_is_taken_once_for_what_says_what_it_replaces(self) -> None:
         register_replace_pair("mine", pair_cls=(Slow, Fast))
         with pytest.raises(ValueError, match="'mine' is registered already"):
             register_replace_pair("mine", pair_cls=(Slow, Fast))
+        with pytest.raises(StrategyError, match="does not say what it replaces"):
+            register_replace_pair("other")(Fast)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -155,14 +147,6 @@ class TestTheDoor:
             register_replace_pair(**arguments)
         assert "mine" not in REPLACEMENTS
 
-    def test_a_decorated_class_must_say_what_it_replaces(self) -> None:
-        with pytest.raises(StrategyError, match="does not say what it replaces"):
-
-            @register_replace_pair("mine")
-            class Alone(nn.Module):
-                def __init__(self, src_module: nn.Module) -> None:
-                    super().__init__()
-
     def test_a_module_that_cannot_be_replaced_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         register_replace_pair("mine", pair_cls=(Slow, Fast))
         model = Model()
@@ -174,36 +158,24 @@ class TestTheDoor:
         assert "mine: two.0: Slow → Fast" in caplog.text
 
 
-class TestConfiguration:
-    def test_forms(self) -> None:
-        assert ModuleReplace.of(None) == ModuleReplace.of({}) == ModuleReplace()
-        assert ModuleReplace.of({"verbose": True}) == ModuleReplace(verbose=True)
-        named = ModuleReplace.of({"attention_sdpa": None, "verbose": True})
-        assert named.pairs == {"attention_sdpa": None}
-        assert Strategy.of(Strategy((named,)).to_json())[0] == named
+def test_forms_of_its_configuration() -> None:
+    assert ModuleReplace.of(None) == ModuleReplace.of({}) == ModuleReplace()
+    assert ModuleReplace.of({"verbose": True}) == ModuleReplace(verbose=True)
+    named = ModuleReplace.of({"attention_sdpa": None, "verbose": True})
+    assert named.pairs == {"attention_sdpa": None}
+    assert Strategy.of(Strategy((named,)).to_json())[0] == named
 
-    def test_an_unknown_name_gets_the_nearest(self) -> None:
-        with pytest.raises(StrategyError, match="did you mean 'attention_sdpa'"):
-            ModuleReplace.of({"attention_spda": None})
-        with pytest.raises(StrategyError, match="did you mean 'attention_sdpa'"):
-            ModuleReplace.of({"pairs": {"attention_spda": None}})
-
-    def test_what_takes_no_configuration_is_given_none(self) -> None:
-        with pytest.raises(StrategyError, match="has no configuration"):
-            ModuleReplace.of({"attention_sdpa": {"x": 1}})
-
-    def test_a_named_package_that_is_missing_raises_on_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("atorch.auto.opt_lib.module_replace.find_spec", lambda name: None)
-        named = ModuleReplace.of({"cross_entropy_liger": None})
-        with pytest.raises(CapabilityError, match="needs liger_kernel, and it is not installed"):
-            named.unmet(CUDA)
-        assert named.unmet(CPU) is None
-        assert ModuleReplace().unmet(CUDA) is None
-
-
-def test_it_is_tried_where_attention_can_be_replaced() -> None:
     profiles = [replace(PROFILE, attention=each) for each in get_args(AttentionKind)]
     assert [list(ModuleReplace.choices(each, cluster())) for each in profiles] == [[], [ModuleReplace()], []]
+
+
+def test_a_named_package_that_is_missing_raises_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atorch.auto.opt_lib.module_replace.find_spec", lambda name: None)
+    named = ModuleReplace.of({"cross_entropy_liger": None})
+    with pytest.raises(CapabilityError, match="needs liger_kernel, and it is not installed"):
+        named.unmet(CUDA)
+    assert named.unmet(CPU) is None
+    assert ModuleReplace().unmet(CUDA) is None
 
 
 def test_by_default_attention_and_norms_are_replaced_and_the_rest_is_named(caplog: pytest.LogCaptureFixture) -> None:

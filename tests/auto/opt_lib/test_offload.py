@@ -11,7 +11,7 @@ from atorch.cost import peak_memory
 from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
-from tests.auto.training import run_each
+from tests.auto.training import run_each, steps
 from tests.contract.job import arguments, distance, make_model, snapshot, updates
 
 
@@ -32,19 +32,23 @@ def test_shares_wait_on_the_host():
     assert held(optimizer=0.0, activations=0.49) == (54_400, 54_400, 108_800, ACTIVATIONS - 3 * block, 3 * block)
     assert held(optimizer=0.0, activations=1.0)[-1] == 7 * block  # the last keeps its own
 
+    # With gradients of their own place, the last block's backward has as much of all else as that of the first.
+    cost = cost_of({}, ("offload", {"optimizer": 0.0, "activations": 1.0})).but(grads_persist=True, step_itemsize=0.0)
+    block = 16 / 2 * 5000
+    assert peak_memory(cost).activations == 16 / 2 * 800 + 2 * block
 
-def test_the_blocks_of_a_stage_count():
     cost = cost_of({"pipeline": 4}, "pipeline_parallel", ("offload", {"activations": 1.0}))
     assert (cost.activation_offload, cost.activations_ahead) == (0.5, 0.5)  # one of two goes, and comes back
     alone = cost_of({"pipeline": 8}, "pipeline_parallel", ("offload", {"activations": 1.0}))
     assert alone.activation_offload == 0, "a lone block's are back at once, but for those of other micro-batches"
 
+    plain = cost_of({"data": 2}, "ddp")
+    assert "no whole block of 8" in Offload(activations=0.1).unfit(plain)
+    assert Offload(activations=0.125).unfit(plain) is None
 
-def test_in_backward_two_blocks_are_on_the_device():
-    # With gradients of their own place, the last block's backward has as much of all else as that of the first.
-    cost = cost_of({}, ("offload", {"optimizer": 0.0, "activations": 1.0})).but(grads_persist=True, step_itemsize=0.0)
-    block = 16 / 2 * 5000
-    assert peak_memory(cost).activations == 16 / 2 * 800 + 2 * block
+    shares = [(each.parameters, each.optimizer, each.activations) for each in Offload.choices(PROFILE, cluster())]
+    assert shares == [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)]
+    assert not list(Offload.choices(PROFILE, cluster(kind="cpu")))
 
 
 def test_shards_wait_as_shards():
@@ -52,25 +56,18 @@ def test_shards_wait_as_shards():
     assert (memory.parameters, memory.gradients, memory.optimizer) == (54_400, 54_400, 0)
     assert memory.on_host == 2 * 54_400 / 2 + 2 * 54_400 / 2
 
-
-def test_nothing_of_fsdp_is_left_but_what_is_gathered():
     memory = peak_memory(cost_of({"data": 2}, "fsdp", ("offload", {"parameters": 1.0})))
     assert (memory.parameters, memory.gradients, memory.optimizer) == (0, 0, 0)
     assert memory.transient > 0
     assert memory == peak_memory(cost_of({"data": 2}, ("fsdp", {"cpu_offload": True})))
 
-
-def test_beside_chunk_it_has_activations_alone():
     cost = cost_of({"data": 2}, ("chunk", {"budget_bytes": 10**9}))
     assert "chunk decides" in Offload().unfit(cost)
     assert Offload(optimizer=0.0, activations=1.0).unfit(cost) is None
     assert Offload().unfit(cost_of({"data": 2}, "fsdp")) is None
 
-
-def test_less_than_a_block_is_unfit():
-    plain = cost_of({"data": 2}, "ddp")
-    assert "no whole block of 8" in Offload(activations=0.1).unfit(plain)
-    assert Offload(activations=0.125).unfit(plain) is None
+    assert Offload(parameters=0.5).needs == ("fsdp",)
+    assert Offload().needs == ()
 
 
 @pytest.mark.parametrize(
@@ -85,15 +82,8 @@ def test_it_says_what_waits(shares, told):
     assert str(Offload(**shares)) == told
 
 
-def test_parameters_wait_where_fsdp_gathers_them():
-    assert Offload(parameters=0.5).needs == ("fsdp",)
-    assert Offload().needs == ()
-
-
-def test_it_is_tried_where_the_host_has_memory_of_its_own():
-    shares = [(each.parameters, each.optimizer, each.activations) for each in Offload.choices(PROFILE, cluster())]
-    assert shares == [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)]
-    assert not list(Offload.choices(PROFILE, cluster(kind="cpu")))
+def clipping(model):
+    return clip_grad_norm(model, 0.5)
 
 
 def trained(strategy):
@@ -109,11 +99,7 @@ def trained(strategy):
     )
     device, norms = next(result.model.parameters()).device, []
     for batch in result.dataloader:
-        batch = result.prepare_input(batch, device)
-        result.loss_func(batch, result.model(**batch)).backward()
-        norms.append(float(clip_grad_norm(result.model, 0.5)))
-        result.optim.step()
-        result.optim.zero_grad()
+        norms += steps(result.model, result.optim, result.loss_func, [result.prepare_input(batch, device)], clipping)[1]
         result.lr_scheduler.step()
     return updates(before, snapshot(result.model)), norms, result.optim.state_dict()
 
@@ -154,13 +140,11 @@ def test_what_cannot_be_beside_it_is_refused_with_the_model_as_it_was(strategy, 
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_activations_of_a_model_that_repeats_nothing_are_refused():
+def test_what_it_has_nothing_to_do_with_is_refused():
     ctx = make_context(torch.nn.Linear(2, 2), **arguments(), world=init(), cluster=cluster(kind="cpu"))
     with pytest.raises(StrategyError, match="0 repeated blocks .* give a model that repeats blocks"):
         Offload(activations=1.0).apply(ctx)
 
-
-def test_there_must_be_an_optimizer_to_step():
     ctx = make_context(make_model(), **arguments(optim_func=None, optim_args=None), world=init(), cluster=cluster())
     with pytest.raises(StrategyError, match="give optim_func"):
         Offload().apply(ctx)

@@ -6,14 +6,151 @@ from typing import Any
 
 import pytest
 
+from atorch.auto.job import make_context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import complete, idle_axes
+from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
+from atorch.auto.planner.mesh_inference import fastest_mesh, lacks_degrees, on_mesh
 from atorch.auto.strategy import Strategy
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost
-from atorch.distributed import parallel_group_size, parallel_rank
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.distributed import parallel_group_size, parallel_rank, rank_table
+from atorch.distributed.world import init
 from atorch.errors import StrategyError
+from tests.auto.opt_lib import splitting  # noqa: F401  registers the methods
 from tests.auto.opt_lib.splitting import PROFILE
+from tests.contract.job import make_model
 from tests.pool import Pool
+
+
+def on(*slices: tuple[str, int], **beside: object) -> tuple[str, ...]:
+    others = list(beside.items())
+    return Strategy.of([("parallel_mode", (list(slices), None)), "mixed_parallel", *others]).names()
+
+
+def test_mixed_parallel_stands_for_the_methods_of_the_mesh():
+    assert on(("tensor", 2), ("data", 4)) == ("parallel_mode", "tensor_parallel")
+    assert on(("tensor", 2), ("pipeline", 2)) == ("parallel_mode", "tensor_parallel", "pipeline_parallel")
+    assert on(("context", 2), ("pipeline", 1)) == ("parallel_mode", "context_parallel")
+    assert on(("sequence", 2)) == ("parallel_mode", "sequence_parallel")
+
+    strategy = Strategy.of(
+        [
+            ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None)),
+            ("pipeline_parallel", {"schedule": "interleaved"}),
+            "mixed_parallel",
+        ]
+    )
+    assert strategy.names() == ("parallel_mode", "tensor_parallel", "pipeline_parallel")
+    assert "interleaved" in str(strategy)
+
+
+SHAPE = TransformerShape(
+    layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq_len=2048, head_dim=128
+)
+
+
+def chosen(*names: str, batch: int = 64, cluster: str = "2x8xH100-80GB") -> tuple[ParallelMode, tuple[str, ...]]:
+    """The mesh that the planner chooses for methods without degrees, and the methods on it."""
+    profile, machine = transformer_profile(SHAPE, 1, Implementation(itemsize=4.0)), ClusterSpec.load(cluster)
+    strategy = Strategy.of(list(names))
+    assert lacks_degrees(strategy)
+    mode = fastest_mesh(strategy, profile, plain_cost(profile, batch), machine)
+    return mode, on_mesh(strategy, mode, machine.world_size).names()
+
+
+def test_degrees_are_chosen_where_there_is_no_mesh() -> None:
+    # 2 billion parameters take 16 bytes each with Adam, in fp32 more than 24 GiB: one device cannot hold them.
+    mode, names = chosen("mixed_parallel", cluster="1x8xL4-24GB")
+    assert mode.size("tensor", "pipeline") > 1
+    assert set(names) & {"tensor_parallel", "pipeline_parallel"}
+    mode, names = chosen("mixed_parallel", "checkpoint")
+    assert ("tensor_parallel" in names) == (mode.size("tensor") > 1)
+    assert ("pipeline_parallel" in names) == (mode.size("pipeline") > 1)
+    assert "checkpoint" in names
+    for name in ("tensor_parallel", "pipeline_parallel"):  # data parallelism alone is estimated faster here
+        assert name in chosen(name, "fsdp")[1]
+    with pytest.raises(StrategyError, match=r"fits on no mesh of 2 processes; the nearest is parallel_mode\("):
+        chosen("tensor_parallel", cluster="2xL4-24GB")
+    with pytest.raises(StrategyError, match="is legal on no mesh of 16 processes: .*Give a parallel_mode"):
+        chosen("tensor_parallel", batch=3)
+
+
+SLICES = [("tensor", 2), ("pipe", 2), ("data", 2)]
+
+
+@pytest.mark.parametrize(
+    "config", [(SLICES, None, False), (SLICES, None, False, True), (SLICES, None), (SLICES,), SLICES]
+)
+def test_three_and_four_entries_and_the_axis_pipe(config: Any) -> None:
+    expected = Strategy.of([("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))])
+    assert Strategy.of([("parallel_mode", config)]) == expected
+    assert Strategy.of([("parallel_mode", {"slices": SLICES})]) == expected
+
+
+def test_triples() -> None:
+    given = [("parallel_mode", None, False), ("amp_native", {"dtype": "bf16"}, False), ["checkpoint", None, True]]
+    assert Strategy.of(given) == Strategy.of(["parallel_mode", ("amp_native", {"dtype": "bf16"}), "checkpoint"])
+    with pytest.raises(StrategyError, match="is no method"):
+        Strategy.of([("checkpoint", None, "yes")])
+    with pytest.raises(StrategyError, match=r"For one method and its configuration, give \[\('amp_native'"):
+        Strategy.of(("amp_native", {"dtype": "bf16"}, False))
+
+
+def test_several_instances_of_a_mesh(pool: Pool) -> None:
+    slices = [("tensor", 2), ("data", 2)]
+    assert rank_table(slices, 8, instances=True) == {
+        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    }
+    assert rank_table(slices, 4, instances=True) == rank_table(slices, 4)
+    with pytest.raises(StrategyError, match="multiply to that"):
+        rank_table(slices, 8)
+    with pytest.raises(StrategyError, match="multiply to that"):
+        rank_table(slices, 6, instances=True)
+
+    assert pool.run(places, None, ranks=4) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
+    assert pool.run(places, [0, 2, 1, 3], ranks=4) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+
+
+@pytest.mark.parametrize("given", [None, "data", [("data", 2), "pipe"], (SLICES, None), [("data",)]])
+def test_what_is_no_mesh_is_told(given: Any) -> None:
+    with pytest.raises(StrategyError, match=r"takes \[\(name, size\), …\]"):
+        rank_table(given, 2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "methods", "reason"),
+    [
+        ({}, [], None),
+        ({}, ["checkpoint"], None),
+        ({"data": 2}, ["ddp"], None),
+        ({"data": 2}, ["chunk"], None),
+        ({}, ["chunk"], None),
+        ({"data": 2}, [], "no method of the slot data_parallel"),
+        ({}, ["fsdp"], "fsdp has no two processes"),
+        ({"tensor": 2}, ["tensor_parallel", "ddp"], "ddp has no two processes"),
+        ({"tensor": 2}, ["tensor_parallel"], None),
+        ({"tensor": 2}, [], "no method splits over tensor"),
+        ({"data": 2}, ["tensor_parallel", "ddp"], "tensor_parallel has no axis tensor"),
+        ({"tensor": 2, "pipeline": 1}, ["tensor_parallel", "pipeline_parallel"], "pipeline_parallel has no axis"),
+        ({"sequence": 2}, ["sequence_parallel", "ddp"], None),
+        ({"sequence": 2}, ["sequence_parallel"], "no method of the slot data_parallel"),
+        ({"context": 2, "data": 2}, ["sequence_parallel", "ddp"], "no method splits over context"),
+        ({"tensor": 2}, ["tensor_parallel", ("sequence_parallel", {"mode": "megatron"})], None),
+        ({"tensor": 2}, [("sequence_parallel", {"mode": "megatron"})], "no method splits over tensor"),
+        ({}, [("sequence_parallel", {"mode": "megatron"})], "sequence_parallel completes tensor_parallel"),
+        ({"zero": 2, "data": 2}, ["fsdp"], None),
+        ({"zero": 2, "data": 2}, ["zero2"], None),
+        ({"zero": 2, "data": 2}, ["ddp"], "no method splits over zero"),
+        ({"zero": 2, "data": 2}, ["zero1"], "no method splits over zero"),
+        ({"data": 4}, ["fsdp", "offload"], None),
+    ],
+)
+def test_agreement(axes, methods, reason):
+    found = disagreement(Strategy.of(methods), axes)
+    assert (found is None) if reason is None else (found is not None and reason in found)
 
 
 def slices_of(config: Any, world_size: int) -> list[tuple[str, int]]:
@@ -35,7 +172,7 @@ def test_data_is_resized_to_fill_the_world(config: Any, world_size: int, expecte
     assert slices_of(config, world_size) == expected
 
 
-def test_sizes_that_do_not_divide_the_world_are_refused_with_sizes_that_do() -> None:
+def test_sizes_and_orders_that_do_not_fit_the_world_are_refused() -> None:
     with pytest.raises(
         StrategyError, match=r"tensor 3 × pipeline 2 = 6, which does not divide 8 processes. Use tensor 2"
     ):
@@ -43,59 +180,35 @@ def test_sizes_that_do_not_divide_the_world_are_refused_with_sizes_that_do() -> 
     with pytest.raises(StrategyError, match=r"Start 4 processes \(torchrun .*\) or a multiple. Else use tensor 1"):
         slices_of([("tensor", 4)], 1)
 
-
-def test_a_rank_order_must_be_a_permutation_of_the_world() -> None:
     assert ParallelMode.of(([("data", 2)], [1, 0])).resized(2).rank_order == (1, 0)
     with pytest.raises(StrategyError, match="rank_order"):
         ParallelMode.of(([("data", 2)], [0, 1])).resized(4)
 
 
-class TestCompletion:
-    def test_one_process_needs_nothing(self) -> None:
-        assert complete(Strategy(), 1) == Strategy()
-
-    def test_several_processes_mean_all_data_and_ddp(self) -> None:
-        assert complete(Strategy(), 4) == Strategy.of([("parallel_mode", ([("data", 4)], None)), "ddp"])
-
-    def test_a_method_that_shards_stays_alone(self) -> None:
-        assert complete(Strategy.of(["fsdp"]), 2).names() == ("parallel_mode", "fsdp")
-
-    def test_ddp_is_not_added_where_nothing_is_replicated(self) -> None:
-        assert complete(Strategy.of([("parallel_mode", [("tensor", 2)])]), 2).names() == ("parallel_mode",)
-
-    def test_another_world_size_changes_the_data_axis_alone(self) -> None:
-        saved = complete(Strategy.of([("parallel_mode", [("zero", 2), ("data", 2)]), "fsdp"]), 4)
-        mode = complete(saved, 8).get(ParallelMode)
-        assert mode is not None
-        assert mode.slices == (("zero", 2), ("data", 4))
-        with pytest.raises(StrategyError, match="does not divide 3 processes"):
-            complete(saved, 3)
+def test_a_strategy_is_completed_for_its_processes() -> None:
+    assert complete(Strategy(), 1) == Strategy(), "one process needs nothing"
+    assert complete(Strategy(), 4) == Strategy.of([("parallel_mode", ([("data", 4)], None)), "ddp"])
+    assert complete(Strategy.of(["fsdp"]), 2).names() == ("parallel_mode", "fsdp"), "what shards stays alone"
+    split = Strategy.of([("parallel_mode", [("tensor", 2)])])
+    assert complete(split, 2).names() == ("parallel_mode",), "nothing is replicated"
+    saved = complete(Strategy.of([("parallel_mode", [("zero", 2), ("data", 2)]), "fsdp"]), 4)
+    assert complete(saved, 8).get(ParallelMode).slices == (("zero", 2), ("data", 4)), "the data axis alone"
+    with pytest.raises(StrategyError, match="does not divide 3 processes"):
+        complete(saved, 3)
 
 
 def places(rank: int, size: int, order: list[int] | None) -> tuple[int, int, int]:
-    from atorch.auto.job import make_context
-    from atorch.cluster.spec import ClusterSpec
-    from atorch.distributed.world import init
-    from tests.contract.job import make_model
-
     world = init()
     ctx = make_context(make_model(), world=world, cluster=ClusterSpec.detect(world, measure=False))
     ParallelMode.of(([("tensor", 2), ("data", 2)], order)).apply(ctx)
     return parallel_rank("tensor"), parallel_rank("data"), parallel_group_size("data")
 
 
-def test_the_groups_of_the_current_mesh(pool: Pool) -> None:
-    assert pool.run(places, None, ranks=4) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
-    assert pool.run(places, [0, 2, 1, 3], ranks=4) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
-
-
-def test_axes_that_nothing_splits_over_are_named() -> None:
+def test_axes_and_samples_are_split_by_methods() -> None:
     strategy = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)]), "ddp"])
     assert idle_axes(strategy) == [("tensor", 2)]
     assert idle_axes(Strategy.of([("parallel_mode", [("zero", 2)]), "fsdp"])) == []
 
-
-def test_samples_are_shared_out_evenly() -> None:
     mode = ParallelMode.of([("tensor", 2), ("zero", 2), ("data", 4)])
     assert mode.unfit(plain_cost(PROFILE, 16)) is None
     assert mode.unfit(plain_cost(PROFILE, 12)) == "12 samples are not shared out evenly over 8 processes"

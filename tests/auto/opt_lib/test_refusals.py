@@ -35,6 +35,11 @@ CONFIGURATIONS: Mapping[str, list[tuple[Any, str]]] = {
         ({"selective": True, "offload_to_cpu": True}, "give one of them"),
         (3, "give module classes or names"),
     ],
+    "chunk": [
+        ({"budget_bytes": 1, "budget_fraction": 0.5}, "both given"),
+        ({"budget_fraction": 0.0}, "greater than 0"),
+        ({"prefetch": -1}, "prefetch"),
+    ],
     "compile": [({"backnd": "eager"}, "did you mean 'backend'")],
     "half": [
         ("fp8", "'fp8'"),
@@ -66,6 +71,11 @@ CONFIGURATIONS: Mapping[str, list[tuple[Any, str]]] = {
         ({"fsdp_wrap_params_outmost": True, "wrap_trainable_outmost": False}, "differ"),
         ({"forward_prefech": True}, "did you mean 'forward_prefetch'"),
     ],
+    "module_replace": [
+        ({"attention_spda": None}, "did you mean 'attention_sdpa'"),
+        ({"pairs": {"attention_spda": None}}, "did you mean 'attention_sdpa'"),
+        ({"attention_sdpa": {"x": 1}}, "has no configuration"),
+    ],
     "micro_batch": [
         ({"size": 2, "count": 2}, "both given"),
         ({"size": 0}, "size"),
@@ -91,6 +101,15 @@ CONFIGURATIONS: Mapping[str, list[tuple[Any, str]]] = {
         (([("pipe", 2), ("pipeline", 2)], None), "is given twice"),
         ((SLICES, None, False, True, 1), "it takes"),
     ],
+    "pipeline_parallel": [
+        ({"interleave": 2}, "interleave is for the schedule interleaved"),
+        ({"schedule": "interleaved", "interleave": 1}, "greater than or equal to 2"),
+        ({"schedule": "zero_bubble", "backend": "deepspeed"}, "deepspeed backend has the schedule 1f1b alone"),
+        ({"split_points": ["a", "a"]}, "names a module twice"),
+        ({"schedule": "2f2b"}, "schedule"),
+        ({"micro_batches": 0}, "micro_batches"),
+    ],
+    "tensor_parallel": [({"plan": {"q_proj": "diagonal"}}, "tensor_parallel.plan.q_proj was given 'diagonal'")],
     "zero1": [
         ({"use_ds_zero", True}, "write the dict {'use_ds_zero': True}"),
         ({"use_ds_zero": True, "backend": "fairscale"}, "give one"),

@@ -18,46 +18,33 @@ from atorch.cost import peak_memory
 from atorch.errors import AtorchError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.auto.training import accelerated_steps, run_each, steps
-from tests.contract.job import (
-    BATCH,
-    Tokens,
-    arguments,
-    deviation,
-    distance,
-    loss_func,
-    make_model,
-    snapshot,
-    updates,
-)
+from tests.contract import job
 from tests.pool import Pool
 
 MEGATRON = SequenceParallel(mode="megatron")
 MAX_NORM = 0.05
 
 
-def test_ulysses_divides_activations_and_no_parameters():
+def test_what_is_divided():
     cost = cost_of({"sequence": 4}, "sequence_parallel", "ddp")
     assert (cost.sequence, cost.tensor) == (4, 1)
     assert cost.num_params == 13_600
     assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * 5000 / 4)  # the embedding is whole
     assert cost.comm[0].num_bytes == 54_400, "gradients are of a part of the tokens"
 
-
-def test_fsdp_shards_over_the_processes_of_a_sequence():
     assert cost_of({"sequence": 4, "data": 2}, "sequence_parallel", "fsdp").param_shards == 8
 
-
-def test_megatron_divides_what_tensor_parallel_leaves_whole():
     cost = cost_of({"tensor": 4}, "tensor_parallel", MEGATRON)
     assert (cost.tensor, cost.splits_norms, cost.sequence) == (4, True, 1)
     gathered = 2 * 600 * (1 - 1 / 4)  # what each block's products are given stays gathered for backward
     assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * (5000 / 4 + gathered))
     assert cost.num_params == cost_of({"tensor": 4}, "tensor_parallel").num_params
 
-
-def test_each_mode_has_its_axis_or_its_companion():
     assert (SequenceParallel().splits, SequenceParallel().needs) == (("sequence",), ())
     assert (MEGATRON.splits, MEGATRON.needs) == ((), ("tensor_parallel",))
+
+    assert list(SequenceParallel.choices(PROFILE, cluster())) == [SequenceParallel(), MEGATRON]
+    assert not list(SequenceParallel.choices(PROFILE, cluster(devices=1)))
 
 
 @pytest.mark.parametrize(
@@ -86,13 +73,8 @@ def test_tokens_meet_in_fused_attention_alone():
     assert MEGATRON.unfit(on_mesh({"tensor": 4}, attention="written")) is None, "attention has all tokens"
 
 
-def test_both_modes_are_tried():
-    assert list(SequenceParallel.choices(PROFILE, cluster())) == [SequenceParallel(), MEGATRON]
-    assert not list(SequenceParallel.choices(PROFILE, cluster(devices=1)))
-
-
 def model_of(attention: str = "sdpa") -> nn.Module:
-    model: Any = make_model()
+    model: Any = job.make_model()
     model.set_attn_implementation(attention)
     return model
 
@@ -104,20 +86,22 @@ def sequence(size: int, **more: Any) -> Any:
 def trained(rank: int, size: int, strategy: list[Any]) -> dict[str, Any]:
     """The documented loop under a strategy, against plain training on the same global batches."""
     model, plain = model_of(), model_of()
-    before = snapshot(plain)
-    _, result, used = auto_accelerate(model, load_strategy=strategy, **arguments())
+    before = job.snapshot(plain)
+    _, result, used = auto_accelerate(model, load_strategy=strategy, **job.arguments())
     losses, norms = accelerated_steps(result, lambda model: clip_grad_norm(model, MAX_NORM))
     expected_losses, expected_norms = steps(
         plain,
         torch.optim.SGD(plain.parameters(), lr=0.1),
-        loss_func,
-        ({"input_ids": tokens, "labels": tokens} for tokens in Tokens().tokens.split(BATCH)),
+        job.loss_func,
+        ({"input_ids": tokens, "labels": tokens} for tokens in job.Tokens().tokens.split(job.BATCH)),
         lambda model: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM),
     )
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
     return {
-        "update": distance(updates(before, snapshot(result.model)), updates(before, snapshot(plain))),
+        "update": job.distance(
+            job.updates(before, job.snapshot(result.model)), job.updates(before, job.snapshot(plain))
+        ),
         "loss": float((mean / size - torch.tensor(expected_losses)).abs().max()),
         "norms": max(abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True)),
         "methods": used.names(),
@@ -132,7 +116,7 @@ def test_trains_as_one_process_and_ddp_is_added(pool: Pool) -> None:
         assert seen["loss"] <= 1e-5
         assert seen["norms"] <= 1e-4
         assert seen["methods"] == ("parallel_mode", "sequence_parallel", "ddp")
-        assert seen["rows"] == BATCH, "every rank has all samples"
+        assert seen["rows"] == job.BATCH, "every rank has all samples"
 
 
 ULYSSES = [sequence(2, data=2), "sequence_parallel"]
@@ -156,11 +140,11 @@ def test_beside_data_and_tensor(pool: Pool, strategies: list[list[Any]]) -> None
             assert seen["update"] <= 1e-4, strategy
             assert seen["loss"] <= 1e-5, strategy
             assert seen["norms"] <= 1e-4, strategy
-            assert seen["rows"] == (BATCH if strategy is ON_BOTH else BATCH // 2)
+            assert seen["rows"] == (job.BATCH if strategy is ON_BOTH else job.BATCH // 2)
             assert strategy is not ON_BOTH or seen["held"] < 0.51, "heads are shared out over both"
 
 
-class OddTokens(Tokens):
+class OddTokens(job.Tokens):
     """Sequences that two processes cannot share out."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -169,18 +153,12 @@ class OddTokens(Tokens):
 
 def refused_before_the_cut(rank: int, size: int) -> tuple[str, bool]:
     model = model_of()
-    before = snapshot(model)
+    before = job.snapshot(model)
     mesh = ("parallel_mode", ([("tensor", 2)], None))
     with pytest.raises(AtorchError) as caught:
-        auto_accelerate(model, load_strategy=[mesh, "tensor_parallel", MEGATRON], **arguments(dataset=OddTokens()))
+        auto_accelerate(model, load_strategy=[mesh, "tensor_parallel", MEGATRON], **job.arguments(dataset=OddTokens()))
     after = dict(model.named_parameters())
     return str(caught.value), all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_megatron_refuses_tokens_that_cannot_be_cut_before_anything_is(pool: Pool) -> None:
-    for message, is_as_it_was in pool.run(refused_before_the_cut):
-        assert "give sequences of a multiple of 2 tokens" in message
-        assert is_as_it_was
 
 
 @pytest.mark.nightly
@@ -193,20 +171,17 @@ def test_shards_beside_replicas(pool: Pool) -> None:
 
 def refused(rank: int, size: int, attention: str, strategy: list[Any], more: dict[str, Any]) -> str:
     with pytest.raises(AtorchError) as caught:
-        auto_accelerate(model_of(attention), load_strategy=strategy, **arguments(**more))
+        auto_accelerate(model_of(attention), load_strategy=strategy, **job.arguments(**more))
     return str(caught.value)
+
+
+ALONE = [sequence(2), "sequence_parallel"]
 
 
 REFUSED: list[tuple[tuple[str, list[Any], dict[str, Any]], list[str]]] = [
     (("sdpa", [MEGATRON], {}), ["completes tensor_parallel, which is not in the strategy"]),
-    (
-        ("eager", [sequence(2), "sequence_parallel"], {}),
-        ["model.layers.0 calls no scaled_dot_product_attention", "attn_implementation='sdpa'"],
-    ),
-    (
-        ("sdpa", [sequence(2), "sequence_parallel"], {"dataset": None}),
-        ["sequence_parallel watches the model at work", "sample_batch"],
-    ),
+    (("eager", ALONE, {}), ["model.layers.0 calls no scaled_dot_product_attention", "attn_implementation='sdpa'"]),
+    (("sdpa", ALONE, {"dataset": None}), ["sequence_parallel watches the model at work", "sample_batch"]),
 ]
 
 
@@ -214,8 +189,8 @@ def test_what_does_not_hold_is_refused_with_the_remedy(pool: Pool) -> None:
     by_case = run_each(pool, refused, [case for case, _ in REFUSED])
     for (_, signs), by_rank in zip(REFUSED, by_case, strict=True):
         assert all(sign in message for sign in signs for message in by_rank), by_rank
-
-
-def test_module_replace_is_the_other_remedy(pool: Pool) -> None:
-    for error, _ in pool.run(deviation, [sequence(2), "module_replace", "sequence_parallel"]):
-        assert error <= 1e-4
+    for message, is_as_it_was in pool.run(refused_before_the_cut):
+        assert "give sequences of a multiple of 2 tokens" in message
+        assert is_as_it_was
+    for error, _ in pool.run(job.deviation, [sequence(2), "module_replace", "sequence_parallel"]):
+        assert error <= 1e-4, "module_replace is the other remedy"

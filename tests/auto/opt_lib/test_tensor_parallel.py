@@ -17,16 +17,17 @@ from torch import nn
 import tests.contract.job as contract
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel
+from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel, _check_neighbours
 from atorch.auto.planner.simulate.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory
 from atorch.distributed.world import World
 from atorch.errors import AtorchError, StrategyError
+from tests import language_models
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
 from tests.auto.test_meta_start import Decoder
-from tests.auto.training import messages, run_each
+from tests.auto.training import accelerate, messages, run_each
 from tests.pool import Pool
 from tests.runtime.data_parallel.test_collective_order import CAN_FIND
 from tests.runtime.tensor_parallel import models
@@ -36,17 +37,20 @@ ALONE = ("parallel_mode", ([("tensor", 2)], None))
 MIXED = ("parallel_mode", ([("tensor", 2), ("data", 2)], None))
 
 
-def test_it_divides_what_is_inside_of_split_parts():
+def test_what_is_divided():
     cost = cost_of(AXES, "tensor_parallel")
     assert (cost.tensor, cost.splits_norms) == (4, False)
     assert cost.num_params == 4000 / 4 + 8 * (200 + 1000 / 4)
     share = 16 / 2  # of the traced batch
     assert peak_memory(cost).activations == share * (800 + 8 * (1000 + 4000 / 4))
 
-
-def test_replicas_reduce_the_parts_alone():
     cost = cost_of({"tensor": 4, "data": 2}, "tensor_parallel", "ddp")
     assert [(comm.axis[0], comm.num_bytes) for comm in cost.comm] == [("data", 4 * 4600)]
+
+    assert list(TensorParallel.choices(PROFILE, cluster())) == [TensorParallel()]
+    assert not list(TensorParallel.choices(PROFILE, cluster(devices=1)))
+    headless = replace(PROFILE, segments=(replace(BLOCK, num_heads=0),))
+    assert not list(TensorParallel.choices(headless, cluster()))
 
 
 @pytest.mark.parametrize(
@@ -66,16 +70,9 @@ def test_what_it_cannot_divide(axes, changes, reason):
     assert (found is None) if reason is None else (reason in found)
 
 
-def test_it_is_tried_where_there_are_heads_and_devices():
-    assert list(TensorParallel.choices(PROFILE, cluster())) == [TensorParallel()]
-    assert not list(TensorParallel.choices(PROFILE, cluster(devices=1)))
-    headless = replace(PROFILE, segments=(replace(BLOCK, num_heads=0),))
-    assert not list(TensorParallel.choices(headless, cluster()))
-
-
-def test_a_plan_says_column_or_row():
-    with pytest.raises(StrategyError, match=r"tensor_parallel.plan.q_proj was given 'diagonal'"):
-        Strategy.of([("tensor_parallel", {"plan": {"q_proj": "diagonal"}})])
+def test_an_engine_that_takes_parts_for_wholes_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"zero1.*leave"):
+        _check_neighbours(Strategy.of(["tensor_parallel", ("zero1", {"backend": "fairscale"})]))
 
 
 def refused(rank: int, size: int, model: nn.Module, strategy: list[Any], more: dict[str, Any]) -> tuple[str, bool]:
@@ -87,8 +84,7 @@ def refused(rank: int, size: int, model: nn.Module, strategy: list[Any], more: d
 
 
 def three_heads() -> nn.Module:
-    sizes = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=3, use_cache=False))
+    return language_models.llama(64, 24, 32, heads=3, kv_heads=3)
 
 
 def indivisible() -> nn.Module:
@@ -125,20 +121,10 @@ def test_it_is_refused_on_every_rank_with_the_model_as_it_was(pool: Pool) -> Non
             assert same
 
 
-def test_an_engine_that_takes_parts_for_wholes_is_refused() -> None:
-    from atorch.auto.opt_lib.tensor_parallel import _check_neighbours
-
-    with pytest.raises(StrategyError, match=r"zero1.*leave"):
-        _check_neighbours(Strategy.of(["tensor_parallel", ("zero1", {"backend": "fairscale"})]))
-
-
 def kept(rank: int, size: int) -> dict[str, Any]:
     """What a saved strategy spares, and what comes of one that is another model's."""
-    _, first, strategy = auto_accelerate(
-        contract.make_model(), load_strategy=[ALONE, "tensor_parallel"], **contract.arguments()
-    )
-    assert first is not None
-    assert strategy is not None
+    split, given = [ALONE, "tensor_parallel"], contract.arguments()
+    _, first, strategy = auto_accelerate(contract.make_model(), load_strategy=split, **given)
     text = strategy.to_json()
     calls: list[int] = []
 
@@ -149,12 +135,10 @@ def kept(rank: int, size: int) -> dict[str, Any]:
     _, again, _ = auto_accelerate(
         contract.make_model(), load_strategy=text, verify=False, **contract.arguments(prepare_input=counted)
     )
-    assert again is not None
     wider = contract.make_model()
     wider.model.layers.append(type(wider.model.layers[0])(wider.config, 2))
     with messages() as told:
         _, derived, _ = auto_accelerate(wider, load_strategy=text, **contract.arguments())
-    assert derived is not None
     shapes = [{name: tuple(p.shape) for name, p in each.model.named_parameters()} for each in (first, again)]
     return {
         "same": shapes[0] == shapes[1],
@@ -195,15 +179,9 @@ def clipped(rank: int, size: int, method: Any) -> dict[str, Any]:
     plain.load_state_dict(model.state_dict())
     data = torch.randn(8, 8)
     optimizer = {"optim_func": torch.optim.AdamW, "optim_args": {"lr": 0.01, "foreach": True}}
-    _, result, _ = auto_accelerate(
-        model,
-        loss_func=lambda batch, output: (output - 3).square().mean(),
-        sample_batch=data,
-        find_unused_parameters=True,
-        load_strategy=[MIXED, "tensor_parallel", method],
-        **optimizer,
-    )
-    assert result is not None
+    loss_func, more = (lambda batch, output: (output - 3).square().mean()), {"find_unused_parameters": True}
+    strategy = [MIXED, "tensor_parallel", method]
+    result = accelerate(model, strategy, None, loss_func, sample_batch=data, **optimizer, **more)
     place = result.model._atorch.mesh.rank("data")
     optim = torch.optim.AdamW(plain.parameters(), lr=0.01)
     norms = []
@@ -232,16 +210,9 @@ def trained(rank: int, size: int, name: str, method: str) -> tuple[float, float]
     """How far ten steps' update and the first loss are from plain training's."""
     model, plain = models.make(name), models.make(name)
     before = contract.snapshot(plain)
-    _, result, _ = auto_accelerate(
-        model,
-        torch.optim.SGD,
-        loss_func=lambda batch, output: models.loss_of(output),
-        optim_args={"lr": 0.02},
-        model_input_format="unpack_dict",
-        sample_batch=models.batch(name),
-        load_strategy=[MIXED, "tensor_parallel", method],
-    )
-    assert result is not None
+    given = {"optim_args": {"lr": 0.02}, "model_input_format": "unpack_dict", "sample_batch": models.batch(name)}
+    strategy = [MIXED, "tensor_parallel", method]
+    result = accelerate(model, strategy, None, lambda batch, output: models.loss_of(output), **given)
     place = result.model._atorch.mesh.rank("data")
     optim = torch.optim.SGD(plain.parameters(), lr=0.02)
     first = 0.0
@@ -282,14 +253,11 @@ SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_h
 
 
 def llama(heads: int, kv_heads: int) -> nn.Module:
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **heads_of, use_cache=False))
+    return language_models.llama(512, 128, 256, 6, heads, kv_heads)
 
 
 def gpt2() -> nn.Module:
-    ids = {"bos_token_id": 0, "eos_token_id": 0}
-    sizes = {"vocab_size": 512, "n_embd": 128, "n_layer": 6, "n_head": 8, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids, use_cache=False))
+    return language_models.gpt2(512, 128, 6, 8)
 
 
 def mixtral() -> nn.Module:
@@ -300,10 +268,7 @@ def mixtral() -> nn.Module:
 
 HELD: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "llama": (partial(llama, 16, 8), ("norm",)),
-    "llama, shared heads": (
-        partial(llama, 8, 4),
-        ("norm", "k_proj", "v_proj"),
-    ),  # two ranks share one of keys and values
+    "llama, shared heads": (partial(llama, 8, 4), ("norm", "k_proj", "v_proj")),  # two ranks share keys and values
     "gpt2": (gpt2, ("ln_", "wpe", "c_proj.bias")),
     "mixtral": (mixtral, ("norm", "mlp.gate")),
 }

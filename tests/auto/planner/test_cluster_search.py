@@ -7,7 +7,7 @@ import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.opt_lib.fp8 import Fp8
-from atorch.auto.planner.cluster_search import answer
+from atorch.auto.planner.cluster_search import WORTH, answer
 from atorch.auto.planner.estimate.score import estimate_of
 from atorch.auto.planner.estimate.uncertainty import CLEAR
 from atorch.auto.planner.search_space.best_first import TIE
@@ -36,10 +36,10 @@ def plan():
 
 def test_slower_links_between_leaves_make_no_plan_faster():
     plain = ClusterSpec.load("4x2xA100-40GB")
-    alone = before = answer(llama(2), plain, global_batch=16).estimate.step_s
+    alone = before = answer(llama(2), plain, global_batch=16, advise=False).estimate.step_s
     for bandwidth in (25e9, 1e8):
         leaves = replace(plain, nodes_per_leaf=2, inter_leaf=replace(plain.inter_node, bandwidth=bandwidth))
-        now = answer(llama(2), leaves, global_batch=16).estimate.step_s
+        now = answer(llama(2), leaves, global_batch=16, advise=False).estimate.step_s
         assert now >= before * (1 - TIE)
         before = max(now, before)
     assert before > 1.5 * alone
@@ -62,7 +62,7 @@ def test_the_choice_is_what_its_methods_cost(plan):
     assert len({each.strategy.methods for each in plan.ranking}) == 20
 
 
-def test_near_ties_may_as_well_be_faster_and_the_simplest_comes_first(plan):
+def test_near_ties_and_counterfactuals_say_why(plan):
     assert plan.near_ties
     assert all(each.chance >= CLEAR for each in plan.near_ties)
     tied = {each.strategy for each in plan.near_ties}
@@ -72,8 +72,6 @@ def test_near_ties_may_as_well_be_faster_and_the_simplest_comes_first(plan):
     assert plan.strategy not in [each.strategy for each in plan.near_ties]
     assert len(plan.strategy) <= sizes[0], "of what the estimate cannot tell apart the simplest is chosen"
 
-
-def test_counterfactuals_differ_in_one_choice_and_say_why(plan):
     told = {each.change: each for each in plan.counterfactuals}
     assert all(each.what in {*AXES, *METHODS} for each in plan.counterfactuals)
     assert any(change.startswith(("tensor", "pipeline", "sequence")) for change in told)
@@ -123,7 +121,7 @@ def test_a_reserve_is_kept_free():
     assert plan.estimate.peak_bytes <= plan.usable_bytes == CLUSTER.device.memory_bytes / 2
 
 
-def test_exactly_the_fixed_methods_are_planned():
+def test_methods_are_fixed_extended_included_and_excluded():
     plan = answer(llama(4), CLUSTER, global_batch=16, fixed=Strategy.of(["fsdp", ("amp_native", "bf16")]))
     assert names_of(plan) == {"parallel_mode", "fsdp", "amp_native"}, "several processes need a mesh"
     assert names_of(answer(llama(4), CLUSTER, global_batch=16, fixed=Strategy.of([]))) == {"parallel_mode", "ddp"}
@@ -132,8 +130,6 @@ def test_exactly_the_fixed_methods_are_planned():
     with pytest.raises(StrategyError, match="fixed and extend are both given"):
         answer(llama(4), CLUSTER, global_batch=16, fixed=Strategy.of(["fsdp"]), extend=Strategy.of(["fsdp"]))
 
-
-def test_parts_are_extended_included_and_excluded():
     extend = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)])])
     plan = answer(
         llama(), CLUSTER, global_batch=16, extend=extend, included=["checkpoint"], excluded=["compile", "half"]
@@ -141,6 +137,13 @@ def test_parts_are_extended_included_and_excluded():
     assert {"parallel_mode", "tensor_parallel", "checkpoint"} <= set(plan.strategy.names())
     assert not {"compile", "half"} & set(plan.strategy.names())
     assert dict(plan.strategy[0].slices) == {"tensor": 2, "data": 2}
+
+    assert "fp8" in answer(llama(4), H100, global_batch=16, included=["fp8"], precision="fp32").strategy.names()
+
+    extend = Strategy.of([("amp_native", "bf16"), "chunk"])
+    plan = answer(llama(4), H100, global_batch=16, extend=extend, precision="fp8")
+    assert {"amp_native", "chunk"} <= set(plan.strategy.names())
+    assert "fp8" not in plan.strategy.names(), "chunks move what fp8 keeps scales of"
 
 
 def test_fewest_devices_and_cost():
@@ -152,6 +155,10 @@ def test_fewest_devices_and_cost():
     spent = [each.estimate.step_s * each.cluster.world_size for each in (cheap, least, whole)]
     assert spent[0] <= 1.03 * min(spent), "of a tie the simplest is chosen"
 
+    (choice,) = Fp8.choices(llama(4), H100)
+    assert choice.exclude == ("head",)
+    assert not choice.cost(plain_cost(llama(4))).fp8_outside
+
 
 def test_what_does_not_hold():
     with pytest.raises(ArgumentError, match="did you mean 'step_time'"):
@@ -162,8 +169,6 @@ def test_what_does_not_hold():
     with pytest.raises(StrategyError, match=r"no legal composition is left: .*tensor 3 does not divide"):
         answer(llama(), replace(CLUSTER, devices_per_node=3), global_batch=16, extend=extend)
 
-
-def test_a_batch_that_cannot_be_shared_out_is_the_reason():
     splits = ["tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel"]
     with pytest.raises(StrategyError, match="7 samples are not shared out evenly over 4 processes") as told:
         answer(llama(), CLUSTER, global_batch=7, excluded=splits)
@@ -207,23 +212,6 @@ def test_numbers_are_no_less_exact_than_is_allowed(precision):
     assert LESS_EXACT & names_of(plan) <= allowed | ({"amp_native"} if allowed else set())
 
 
-def test_what_is_included_is_allowed_whatever_its_precision():
-    assert "fp8" in answer(llama(4), H100, global_batch=16, included=["fp8"], precision="fp32").strategy.names()
-
-
-def test_what_is_not_legal_with_the_extended_is_passed_over():
-    extend = Strategy.of([("amp_native", "bf16"), "chunk"])
-    plan = answer(llama(4), H100, global_batch=16, extend=extend, precision="fp8")
-    assert {"amp_native", "chunk"} <= set(plan.strategy.names())
-    assert "fp8" not in plan.strategy.names(), "chunks move what fp8 keeps scales of"
-
-
-def test_fp8_leaves_the_head_of_a_shape_out():
-    (choice,) = Fp8.choices(llama(4), H100)
-    assert choice.exclude == ("head",)
-    assert not choice.cost(plain_cost(llama(4))).fp8_outside
-
-
 ON_HOST = {"offload", "chunk"}
 
 
@@ -247,3 +235,41 @@ def test_host_memory_is_used_where_it_is_allowed_or_nothing_fits_without(plan):
 def test_what_is_allowed_is_one_of_a_few_words(name, value):
     with pytest.raises(ArgumentError, match=f"{name} is {value!r}"):
         answer(llama(), CLUSTER, global_batch=16, **{name: value})
+
+
+SLOW_METHODS = (
+    "micro_batch", "zero1", "zero2", "chunk", "compile", "pipeline_parallel", "tensor_parallel", "sequence_parallel",
+)  # fmt: skip
+
+
+def with_and_without(link):
+    """With host memory and without, on devices that would recompute where activations cannot wait on the host."""
+    cluster = ClusterSpec.load("2xA100-40GB")
+    cluster = replace(cluster, host_link=replace(cluster.host_link, bandwidth=link), host=None)
+    return [
+        answer(llama(), cluster, global_batch=16, excluded=(*SLOW_METHODS, "context_parallel"), host_memory=allowed)
+        for allowed in (True, False)
+    ]
+
+
+def test_what_saves_more_than_the_estimate_may_be_wrong_is_taken(monkeypatch):
+    with_host, without = with_and_without(link=1e12)
+    assert with_host.estimate.on_host_bytes > 0
+    saved = without.estimate.step_s / with_host.estimate.step_s
+    assert saved > 1 + WORTH, "nothing is recomputed, which takes a quarter of the time"
+    monkeypatch.setattr("atorch.auto.planner.cluster_search.WORTH", 1.01 * (saved - 1))
+    with_host, without = with_and_without(link=1e12)
+    assert with_host.estimate.on_host_bytes == 0
+    assert with_host.strategy == without.strategy
+
+
+@pytest.mark.parametrize("allowed", [None, True])
+def test_405b_on_1024_keeps_no_activations_on_the_host(allowed):
+    whole = TransformerShape(
+        layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq_len=8192, head_dim=128
+    )  # fmt: skip
+    profile = transformer_profile(whole, 1, Implementation(itemsize=4.0))
+    splits = ("context_parallel", "sequence_parallel", "zero1", "zero2", "chunk")  # a smaller space: seconds
+    cluster = ClusterSpec.load("128x8xH100-80GB")
+    plan = answer(profile, cluster, global_batch=1024, host_memory=allowed, excluded=splits, advise=False)
+    assert plan.estimate.on_host_bytes == 0

@@ -12,20 +12,21 @@ from atorch.cost.transformer import Implementation, TransformerShape, transforme
 from atorch.errors import NoFeasiblePlanError
 from benchmarks.published.patrickstar import FOUR_NODES, SUPERPOD, YARD, best, estimate, fits, profile_of
 
-JOBS = pytest.mark.parametrize(
-    ("model", "cluster"),
-    [("18B", YARD.cluster), ("68B", SUPERPOD.cluster), ("175B", FOUR_NODES.cluster)],
-    ids=["18B", "68B", "175B"],
-)
+JOBS = [("18B", YARD.cluster), ("68B", SUPERPOD.cluster)]
 RECIPE = Strategy.of([("half", "fp16"), "checkpoint"])
 ON_HOST = frozenset(("chunk", "offload"))
 
 
-@JOBS
-def test_published_jobs_fit_in_chunks_with_eight_samples_a_device(model, cluster):
-    found = estimate(model, cluster, batch=8)
-    assert fits(found, cluster)
-    assert found.on_host_bytes > 0, "device memory alone would not do"
+@pytest.mark.parametrize(
+    ("model", "cluster"), [*JOBS, pytest.param("175B", FOUR_NODES.cluster, marks=pytest.mark.nightly)]
+)
+def test_published_jobs_fit_with_host_memory_and_not_without(model, cluster):
+    """With eight samples a device: in chunks, and by what the planner finds."""
+    plan = planned(model, cluster)
+    assert ON_HOST & set(plan.strategy.names())
+    assert plan.estimate.peak_bytes <= plan.usable_bytes
+    with pytest.raises(NoFeasiblePlanError, match="nothing fits"):
+        planned(model, cluster, excluded=ON_HOST)
 
 
 def planned(model, cluster, excluded=()):
@@ -33,29 +34,11 @@ def planned(model, cluster, excluded=()):
     return answer(profile_of(model), cluster, global_batch=batch, extend=RECIPE, excluded=excluded, advise=False)
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster"),
-    [
-        ("18B", YARD.cluster),
-        ("68B", SUPERPOD.cluster),
-        pytest.param("175B", FOUR_NODES.cluster, marks=pytest.mark.nightly),
-    ],
-    ids=["18B", "68B", "175B"],
-)
-def test_the_planner_finds_that(model, cluster):
-    plan = planned(model, cluster)
-    assert ON_HOST & set(plan.strategy.names())
-    assert plan.estimate.peak_bytes <= plan.usable_bytes
-
-
-@JOBS
-def test_the_planner_finds_nothing_where_host_memory_is_left_out(model, cluster):
-    with pytest.raises(NoFeasiblePlanError, match="nothing fits"):
-        planned(model, cluster, excluded=ON_HOST)
-
-
-def test_larger_models_than_were_published_do_not_fit():
-    """So that fitting means something."""
+def test_published_jobs_fit_in_chunks_and_larger_ones_do_not():
+    for model, cluster in (*JOBS, ("175B", FOUR_NODES.cluster)):
+        found = estimate(model, cluster, batch=8)
+        assert fits(found, cluster)
+        assert found.on_host_bytes > 0, "device memory alone would not do"
     assert best("18B", YARD.cluster) is not None
     assert not fits(estimate("40B", YARD.cluster, batch=4), YARD.cluster)
 

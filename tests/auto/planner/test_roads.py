@@ -11,14 +11,14 @@ import torch
 
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner import dry_run, search
+from atorch.auto.planner import dry_run
 from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.reference_step import plain_pass
 from atorch.auto.strategy import Strategy
 from atorch.distributed import world as worlds
 from atorch.errors import StrategyError
-from tests.auto.planner.jobs import SLOW, cluster
-from tests.auto.planner.test_search import assert_same, ignore, snapshot
+from tests.auto.planner.jobs import cluster
+from tests.auto.planner.test_search import assert_same, snapshot
 from tests.pool import Pool
 from tests.roads import ROADS, job, net
 
@@ -49,17 +49,6 @@ def tried(rank: int, size: int, roads: Iterable[str]) -> dict[str, str]:
     return failed
 
 
-def searched(rank: int, size: int, road: str) -> tuple[int, list[str]]:
-    """How many dry runs a search makes of a model by that road, and how those failed that did."""
-    model = net(road)
-    before, state = snapshot(model), torch.get_rng_state()
-    ctx = make_context(model, **job(), world=worlds.init("cpu"), cluster=cluster(size))
-    plan = search(ctx, excluded=SLOW, progress=ignore)
-    assert_same(before, snapshot(model))
-    assert torch.equal(torch.get_rng_state(), state)
-    return plan.num_dry_runs, [f"{each.strategy}: {each.reason}" for each in plan.rejected if each.why == "failed"]
-
-
 @pytest.mark.parametrize(
     "road", [*SAMPLE, *(pytest.param(r, marks=pytest.mark.nightly) for r in ROADS if r not in SAMPLE)]
 )
@@ -78,16 +67,3 @@ def test_dry_runs_of_two_processes_by_all_roads(pool: Pool) -> None:
         assert what.startswith("ByParameter under")
         assert what.endswith("fsdp")
         assert "atorch_ignored_cls=('blocks.0.mlp.fc.weight',)" in why
-
-
-def test_a_search_leaves_the_model_as_it_was() -> None:
-    runs, failed = searched(0, 1, "ByLambda")
-    assert runs > 1
-    assert failed == []
-
-
-@pytest.mark.nightly
-def test_a_search_of_two_processes_leaves_the_model_as_it_was(pool: Pool) -> None:
-    for runs, failed in pool.run(searched, "ByHook"):
-        assert runs > 1
-        assert failed == []

@@ -129,12 +129,26 @@ def test_where_nothing_is_left_the_message_names_what_to_change(arguments, match
         find(context(), **arguments)
 
 
-def test_nothing_fits():
+def test_a_job_that_cannot_be_searched_is_told():
     ctx = replace(context(), cluster=cluster(memory_bytes=1000.0))
     with pytest.raises(NoFeasiblePlanError, match=r"none of \d+ compositions fits in 950 B.*needs") as none:
         find(ctx)
     assert all(each["estimate"]["peak_bytes"] > 920 for each in none.value.rejected if each["why"] == "memory")
     assert any(each["why"] == "memory" for each in none.value.rejected)
+
+    model = net()
+    model.lock = __import__("threading").Lock()
+    with pytest.raises(ArgumentError, match="cannot be copied"):
+        find(context(model))
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        find(context(nn.Linear(17, 4)))
+
+    with pytest.raises(ArgumentError, match="no full batch"):
+        Feed(replace(context(), make_loader=lambda rank, size: [])).batches(0, 1)
+
+    with sabotage("check", 0), pytest.raises(NoFeasiblePlanError, match=r"none of 0 dry runs .*goes with no check"):
+        find(context(), included=["sabotage"])
 
 
 @pytest.mark.nightly
@@ -145,18 +159,6 @@ def test_everything_fails():
 
     with pytest.raises(NoFeasiblePlanError, match=r"none of \d+ dry runs succeeded\. .*element 0 of tensors"):
         find(context(nn.Sequential(nn.Linear(16, 16), Broken(16, 4))))
-
-
-def test_a_model_that_cannot_be_copied():
-    model = net()
-    model.lock = __import__("threading").Lock()
-    with pytest.raises(ArgumentError, match="cannot be copied"):
-        find(context(model))
-
-
-def test_a_stranger_in_the_trace_comes_through():
-    with pytest.raises(RuntimeError, match="shapes"):
-        find(context(nn.Linear(17, 4)))
 
 
 def test_a_candidate_steps_beside_the_model():
@@ -195,29 +197,31 @@ def dry_run_all(rank, size, strategies):
             assert_same(before, snapshot(model))
 
 
-def test_dry_runs_write_to_no_memory_of_the_model():
+def test_dry_runs_write_to_no_memory_of_the_model(pool):
     dry_run_all(0, 1, [[], ["half"], ["chunk"], ["fsdp"]])
 
-
-def test_dry_runs_of_two_processes_write_to_no_memory_of_the_model(pool):
     pool.run(dry_run_all, [["zero1"], ["fsdp"]])
 
 
-def test_tied_parameters_stay_tied_in_a_candidate():
+def test_a_candidate_keeps_ties_is_real_and_takes_few_steps():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model[1].weight = model[0].weight
     made = candidate(context(model)).root
     assert made[0].weight is made[1].weight is not model[0].weight
 
-
-def test_a_meta_model_is_made_real_for_candidates():
     with torch.device("meta"):
         model = nn.Linear(16, 4)
     assert not candidate(context(model)).root.weight.is_meta
     assert model.weight.is_meta
 
+    ctx = context()
+    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), Feed(ctx), 30.0)
+    outcome = measure(trial, 0.0, None)
+    trial.close()
+    assert outcome.num_steps == 1
 
-def test_a_feed_leaves_samplers_where_they_were():
+
+def test_a_dry_run_of_one_strategy_leaves_samplers_where_they_were():
     generator = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(64, 1))
     sampler = torch.utils.data.RandomSampler(data, generator=generator)
@@ -228,18 +232,9 @@ def test_a_feed_leaves_samplers_where_they_were():
     assert torch.equal(generator.get_state(), before)
     assert torch.equal(next(iter(loader))[0], first[0][0])
 
-
-def test_an_empty_loader_is_refused():
-    with pytest.raises(ArgumentError, match="no full batch"):
-        Feed(replace(context(), make_loader=lambda rank, size: [])).batches(0, 1)
-
-
-def test_a_candidate_over_its_share_takes_as_few_steps_as_tell_its_time():
-    ctx = context()
-    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), Feed(ctx), 30.0)
-    outcome = measure(trial, 0.0, None)
-    trial.close()
-    assert outcome.num_steps == 1
+    assert math.isfinite(dry_run(context(), Strategy.of(["checkpoint"])).step_s)
+    with sabotage("step", 0), pytest.raises(StrategyError, match="sabotage.*broke in the third step"):
+        dry_run(context(), Strategy.of([("sabotage", {"how": "step"})]))
 
 
 @pytest.mark.parametrize(
@@ -272,17 +267,6 @@ def test_what_is_known_to_be_refused_takes_no_dry_run(how):
         assert not any("sabotage" in each for each in runs)
         assert plan.num_dry_runs == len(runs) > 1
         assert not any(each.why == "failed" for each in plan.rejected)
-
-
-def test_where_all_is_refused_the_reason_is_told():
-    with sabotage("check", 0), pytest.raises(NoFeasiblePlanError, match=r"none of 0 dry runs .*goes with no check"):
-        find(context(), included=["sabotage"])
-
-
-def test_a_dry_run_of_one_strategy():
-    assert math.isfinite(dry_run(context(), Strategy.of(["checkpoint"])).step_s)
-    with sabotage("step", 0), pytest.raises(StrategyError, match="sabotage.*broke in the third step"):
-        dry_run(context(), Strategy.of([("sabotage", {"how": "step"})]))
 
 
 def searched(rank, size, how, where):
@@ -333,8 +317,12 @@ def groups_left_behind(rank, size):
     return len(groups) - before
 
 
-def test_a_failed_candidate_leaves_no_process_group(pool):
+def test_an_error_of_one_rank_is_everyones_and_leaves_no_group(pool):
     assert pool.run(groups_left_behind) == [0, 0]
+
+    first, second = pool.run(broken_on_rank_zero)
+    assert first.startswith("RuntimeError")
+    assert second.startswith("ArgumentError: rank 0 failed: RuntimeError")
 
 
 def broken_on_rank_zero(rank, size):
@@ -344,9 +332,3 @@ def broken_on_rank_zero(rank, size):
     except (RuntimeError, ArgumentError) as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
-
-
-def test_an_error_of_rank_zero_is_everyones(pool):
-    first, second = pool.run(broken_on_rank_zero)
-    assert first.startswith("RuntimeError")
-    assert second.startswith("ArgumentError: rank 0 failed: RuntimeError")

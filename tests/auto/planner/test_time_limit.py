@@ -52,11 +52,9 @@ def slow(rank: int, size: int) -> tuple[str, int, float]:
     return str(plan.strategy), plan.num_dry_runs, plan.baseline.expected_s
 
 
-def test_without_time_what_the_estimate_puts_first_is_chosen_and_nothing_runs() -> None:
+def test_without_time_what_the_estimate_puts_first_is_chosen_and_nothing_runs(pool: Pool) -> None:
     assert slow(0, 1)[1] == 0
 
-
-def test_all_processes_choose_the_same_without_time(pool: Pool) -> None:
     one, two = pool.run(slow)
     assert one == two
 

@@ -37,21 +37,17 @@ def path(tmp_path, monkeypatch):
     return str(tmp_path / "jobs_of_a_test.py")
 
 
-def test_a_dict_and_a_function_are_jobs(path):
+def test_a_dict_a_function_and_a_module_are_jobs(path, tmp_path, monkeypatch):
     fixed, flexible = job.load(f"{path}:fixed"), job.load(f"{path}:flexible")
     assert job.arguments_of(fixed, "fixed", None)["sample_batch"] == [7]
     assert job.arguments_of(flexible, "flexible", None)["sample_batch"] == [0, 0, 0, 0]
     assert job.arguments_of(flexible, "flexible", 2)["sample_batch"] == [0, 0]
     assert (job.takes_seq(fixed), job.takes_seq(flexible)) == (False, True)
 
-
-def test_what_it_gives_may_be_changed(path):
     fixed = job.load(f"{path}:fixed")
     job.arguments_of(fixed, "fixed", None).clear()
     assert job.arguments_of(fixed, "fixed", None)
 
-
-def test_a_module_holds_jobs_too(path, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert callable(job.load("jobs_of_a_test:flexible"))
 

@@ -44,21 +44,31 @@ def refused(source: Any) -> str:
     return str(caught.value)
 
 
-def test_the_file_of_version_1() -> None:
+def test_a_file_reads_as_it_was_written_within_exact_limits() -> None:
     assert BOTH.to_json() == VERSION_1
     read = Strategy.of(VERSION_1)
     assert read == BOTH
     assert read.metadata == BOTH.metadata
 
-
-def test_a_plain_strategy_is_a_file_too() -> None:
     assert Strategy.of(Strategy().to_json()) == Strategy()
 
-
-def test_a_knob_that_was_set_to_its_default_stays_set() -> None:
     read = Strategy.of(Strategy((ToyAmp(dtype="fp16"),)).to_json()).get(ToyAmp)
-    assert read is not None
     assert read.model_fields_set == {"dtype"}
+
+    class Kind(str):
+        """A string of a class of its own."""
+
+    assert Strategy.of(Strategy((), {"x": (1, Kind("a"))}).to_json()).metadata == {"x": [1, "a"]}
+
+    assert codec.read('["toy_mesh"]') == codec.read(b'["toy_mesh"]') == Strategy.of(["toy_mesh"])
+
+    assert Strategy.of(b'\xef\xbb\xbf["toy_mesh"]').names() == ("toy_mesh",)
+
+    nested = '[["toy_shard", {"extra": {"x": ' + "[" * 28 + "]" * 28 + "}}]]"
+    assert Strategy.of(nested).names() == ("toy_shard",)
+    assert "nested deeper" in refused(nested.replace("[[[[", "[[[[[").replace("]]]]", "]]]]]"))
+    longest = json.dumps([["toy_shard", {"extra": {"x": "a" * codec.FORMAT.max_string, "y": -MAX_INTEGER}}]])
+    assert Strategy.of(longest).names() == ("toy_shard",)
 
 
 scalars = (
@@ -149,18 +159,6 @@ def test_the_place_of_the_fault(text: str | bytes, message: str) -> None:
     assert message in refused(text)
 
 
-def test_the_limits_are_exact() -> None:
-    nested = '[["toy_shard", {"extra": {"x": ' + "[" * 28 + "]" * 28 + "}}]]"
-    assert Strategy.of(nested).names() == ("toy_shard",)
-    assert "nested deeper" in refused(nested.replace("[[[[", "[[[[[").replace("]]]]", "]]]]]"))
-    longest = json.dumps([["toy_shard", {"extra": {"x": "a" * codec.FORMAT.max_string, "y": -MAX_INTEGER}}]])
-    assert Strategy.of(longest).names() == ("toy_shard",)
-
-
-def test_a_byte_order_mark_is_no_fault() -> None:
-    assert Strategy.of(b'\xef\xbb\xbf["toy_mesh"]').names() == ("toy_mesh",)
-
-
 class Sentinel:
     """A pickle of this writes a file when it is loaded."""
 
@@ -189,12 +187,6 @@ def test_a_pickle_is_recognised_and_not_loaded(tmp_path: Path, protocol: int, ki
     assert not marker.exists()
 
 
-def test_a_file_of_torch_save_is_recognised() -> None:
-    buffer = io.BytesIO()
-    torch.save({"methods": ["toy_mesh"]}, buffer)
-    assert refused(buffer.getvalue()).startswith("this is a pickle")
-
-
 def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is a directory" in refused(str(tmp_path))
     assert "there is no strategy file" in refused(tmp_path / "none.json")
@@ -211,13 +203,15 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     Path("[.json").write_text('["toy_mesh"]')
     assert Strategy.of(Path("[.json")).names() == ("toy_mesh",)
 
-
-def test_a_file_is_named_in_its_error(tmp_path: Path) -> None:
     file = tmp_path / "strategy.json"
     file.write_text('["toy_amp", ["toy_shard", {"share": 2}]]')
     assert refused(str(file)).startswith(f"'{file}': $[1][1].share: toy_shard.share was given 2")
     file.write_bytes(b" " * (codec.FORMAT.max_bytes + 1))
     assert refused(file) == f"'{file}': more than 1,048,576 bytes; a strategy file is smaller"
+
+    buffer = io.BytesIO()
+    torch.save({"methods": ["toy_mesh"]}, buffer)
+    assert refused(buffer.getvalue()).startswith("this is a pickle")
 
 
 def test_save_and_read(tmp_path: Path) -> None:
@@ -230,6 +224,12 @@ def test_save_and_read(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     os.umask(umask)
     assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
+
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    BOTH.save(link)
+    assert link.is_symlink()
+    assert target.read_text() == VERSION_1
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,14 +246,6 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         Strategy().save(file)
     assert file.read_text() == VERSION_1
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_save_follows_a_link(tmp_path: Path) -> None:
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    link.symlink_to(target)
-    BOTH.save(link)
-    assert link.is_symlink()
-    assert target.read_text() == VERSION_1
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/s.json", "a\0b", "/dev/null/x"])
@@ -287,14 +279,3 @@ def test_what_no_file_can_hold_is_refused_when_it_is_written(strategy: Strategy,
     with pytest.raises(StrategyError) as caught:
         strategy.to_json()
     assert message in str(caught.value)
-
-
-def test_tuples_and_enums_in_metadata_become_json() -> None:
-    class Kind(str):
-        """A string of a class of its own."""
-
-    assert Strategy.of(Strategy((), {"x": (1, Kind("a"))}).to_json()).metadata == {"x": [1, "a"]}
-
-
-def test_read_takes_what_strategy_of_takes() -> None:
-    assert codec.read('["toy_mesh"]') == codec.read(b'["toy_mesh"]') == Strategy.of(["toy_mesh"])

@@ -28,10 +28,17 @@ class Config:
         vars(self).update(values)
 
 
-def test_indices_may_count_up():
+def test_equal_blocks_are_found():
     assert groups(*(Block(index) for index in range(3))) == ALL
     assert groups(*(Block(index + 7) for index in range(3))) == ALL  # from anywhere
     assert groups(Block(0), Block(5), Block(2)) == APART
+
+    assert groups(*(Block(config=Config(width=4.0, names=["a"])) for _ in range(3))) == ALL
+
+    blocks = [Block() for _ in range(3)]
+    for block in blocks:
+        vars(block)["myself"] = [block]
+    assert groups(*blocks) == ALL
 
 
 @pytest.mark.parametrize(
@@ -47,11 +54,7 @@ def test_attributes_tell_blocks_apart(values):
     assert groups(Block(kind=one), Block(kind=one), Block(kind=one)) == ALL
 
 
-def test_equal_objects_need_not_be_the_same():
-    assert groups(*(Block(config=Config(width=4.0, names=["a"])) for _ in range(3))) == ALL
-
-
-def test_parameters_tell_blocks_apart():
+def test_parameters_parts_and_hooks_tell_blocks_apart():
     assert groups(Block(), Block(size=8), Block()) == APART
     frozen = Block()
     frozen.linear.weight.requires_grad_(False)
@@ -59,18 +62,9 @@ def test_parameters_tell_blocks_apart():
     assert groups(Block(), Block().eval(), Block()) == APART
     assert groups(Block(), Block().half(), Block()) == APART
 
-
-def test_parts_and_hooks_tell_blocks_apart():
     other = Block()
     other.norm = nn.RMSNorm(4)
     assert groups(Block(), other, Block()) == APART
     hooked = Block()
     hooked.linear.register_forward_hook(lambda *args: None)
     assert groups(Block(), hooked, Block()) == APART
-
-
-def test_cycles_end():
-    blocks = [Block() for _ in range(3)]
-    for block in blocks:
-        vars(block)["myself"] = [block]
-    assert groups(*blocks) == ALL

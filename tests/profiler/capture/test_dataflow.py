@@ -34,30 +34,37 @@ def feed_forward(residual=True):
     return [*nodes, other([STREAM, 4], 5, kind="sum")] if residual else nodes
 
 
-def test_what_lies_between_two_products_is_split():
+def test_products_are_split_in_pairs():
     layout = derived(feed_forward())
     assert list(layout.splits.values()) == ["columns", "rows"]
     assert layout.inside == {0, 1}
     assert layout.inside_values == {2, 3}
 
-
-def test_a_product_that_is_added_to_the_stream_stays_whole():
     assert splits([product(STREAM, 2), other([STREAM, 2], 3, kind="sum")]) == ["none"]
 
-
-def test_what_leaves_stays_whole():
     nodes = [product(STREAM, 2), other([2], 3), product(3, 4)]
     assert splits(nodes, leaving=[4]) == ["columns", "rows"]
     assert splits(nodes, leaving=[3]) == ["none", "none"]
 
-
-def test_products_follow_each_other_in_pairs():
     chain = [product(value, value + 1) for value in range(1, 5)]
     assert splits(chain) == ["columns", "rows", "columns", "rows"]
     assert splits([*chain, product(5, 6)]) == ["columns", "rows", "columns", "rows", "none"]
 
+    assert splits([product(STREAM, 2, splits=False), other([2], 3), product(3, 4)]) == ["none", "none"]
 
-def test_masks_and_tables_are_no_stream():
+    gate, up = product(STREAM, 2), product(STREAM, 3)
+    nodes = [gate, up, other([2, 3], 4), product(4, 5), other([STREAM, 5], 6, kind="sum")]
+    assert splits(nodes) == ["columns", "columns", "rows"]
+    assert splits([*nodes, other([STREAM, 3], 7)]) == ["none", "none", "none"]
+
+    nodes = [other([STREAM], 2), product(2, 3, columns=1000), other([3], 4), other([4, 50], 5)]
+    assert splits(nodes) == ["none"]
+    layout = derived(nodes, vocabulary=1000)
+    assert list(layout.splits.values()) == ["columns"]
+    assert layout.inside == {1, 2, 3}
+
+
+def test_streams_norms_and_adapters():
     mask, table = 100, 101
     nodes = [
         product(STREAM, 2), product(STREAM, 3), other([2, table], 4),  # rotated
@@ -68,12 +75,6 @@ def test_masks_and_tables_are_no_stream():
     assert list(layout.splits.values()) == ["columns", "columns", "rows"]
     assert (layout.attention, layout.queries, layout.keys) == (3, (0,), (1,))
 
-
-def norm(value, out, width, groups=1):
-    return other([value], out, kind="reduction", elements=TOKENS * width, left=TOKENS * groups)
-
-
-def test_a_norm_over_all_features_needs_them_whole():
     def flow(groups):
         return [product(STREAM, 2, columns=32), norm(2, 3, 32, groups), product(3, 4, inner=32)]
 
@@ -81,15 +82,6 @@ def test_a_norm_over_all_features_needs_them_whole():
     # Normed tokens are a stream of their own, that the second product could have started from.
     assert splits([*flow(groups=1), product(4, 5)]) == ["none", "columns", "rows"]
 
-
-def test_one_fault_in_a_group_makes_all_of_it_whole():
-    gate, up = product(STREAM, 2), product(STREAM, 3)
-    nodes = [gate, up, other([2, 3], 4), product(4, 5), other([STREAM, 5], 6, kind="sum")]
-    assert splits(nodes) == ["columns", "columns", "rows"]
-    assert splits([*nodes, other([STREAM, 3], 7)]) == ["none", "none", "none"]
-
-
-def test_an_adapter_follows_the_product_that_it_is_beside():
     def flow(rank):
         return [
             product(STREAM, 2, inner=64, columns=64), product(STREAM, 3, inner=64, columns=rank),
@@ -101,19 +93,11 @@ def test_an_adapter_follows_the_product_that_it_is_beside():
     assert splits(flow(rank=64))[0] == "none"  # no adapter: two products are added to one
 
 
-def test_a_head_is_split_alone():
-    nodes = [other([STREAM], 2), product(2, 3, columns=1000), other([3], 4), other([4, 50], 5)]
-    assert splits(nodes) == ["none"]
-    layout = derived(nodes, vocabulary=1000)
-    assert list(layout.splits.values()) == ["columns"]
-    assert layout.inside == {1, 2, 3}
+def norm(value, out, width, groups=1):
+    return other([value], out, kind="reduction", elements=TOKENS * width, left=TOKENS * groups)
 
 
-def test_convolutions_stay_whole():
-    assert splits([product(STREAM, 2, splits=False), other([2], 3), product(3, 4)]) == ["none", "none"]
-
-
-def test_tokens_that_a_router_chose_go_to_experts():
+def test_routers_choose_experts_and_rows_of_tables():
     nodes = [
         product(STREAM, 2, columns=4), other([2], 3),  # scores
         other([3], 4, kind="choice", is_float=False), other([4], 5, is_float=False),  # which expert, sorted
@@ -125,8 +109,6 @@ def test_tokens_that_a_router_chose_go_to_experts():
     assert layout.of_experts == {5, 7}
     assert layout.dispatched == {6}
 
-
-def test_rows_of_a_table_are_a_stream_unless_a_router_chose_them():
     ids, row = 100, 2
     looked_up = [other([ids], row, is_table=True), other([row], 3), product(3, 4), product(4, 5)]
     assert list(derive(looked_up, {row}).splits.values()) == ["columns", "rows"]
@@ -136,8 +118,6 @@ def test_rows_of_a_table_are_a_stream_unless_a_router_chose_them():
     ]  # fmt: skip
     assert list(derive(biased, {STREAM, 5}).splits.values()) == ["none", "columns", "rows"]
 
-
-def test_a_choice_among_constants_is_no_router():
     ends = other([100], 2, kind="choice", is_float=False)  # where a sequence ends
     assert derived([ends, other([STREAM, 2], 3, kind="gather"), product(3, 4)]).of_experts == set()
 

@@ -40,24 +40,20 @@ def test_integers_of_a_batch_keep_their_values(fakes):
         assert isinstance(fakes.fake_unless_known(unknown), FakeTensor)
 
 
-def test_what_meets_a_weight_is_fake(fakes):
+def test_values_that_are_known_and_that_take_memory(fakes):
     weight, tokens = fakes.fake(torch.ones(8, 4)), torch.tensor([1, 2])
     with fakes.running():
         found = functional.embedding(tokens, weight)
     assert isinstance(found, FakeTensor)
     assert found.shape == (2, 4)
 
-
-def test_what_would_take_memory_is_fake(fakes):
     with fakes.running():
         positions = torch.arange(2**20)
         assert not isinstance(positions, FakeTensor)
         assert isinstance(positions[:, None] < positions[None, :], FakeTensor)
         assert isinstance(torch.arange(2**40), FakeTensor)
 
-
-def test_a_large_batch_keeps_its_positions(fakes):
-    """As transformers looks at them, to leave out the mask of sequences that are not packed."""
+    # As transformers looks at them, to leave out the mask of sequences that are not packed.
     with fakes.running():
         positions = torch.arange(2048)[None, :].expand(16, -1)
         packed = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
@@ -65,8 +61,6 @@ def test_a_large_batch_keeps_its_positions(fakes):
         every = (positions.reshape(-1) % 2 == 0).nonzero()  # as many as the values say
         assert isinstance(every, FakeTensor) or every.shape == (2**14, 1)
 
-
-def test_experts_in_fp32(fakes):
     data, weight = (fakes.fake(each).requires_grad_() for each in (torch.ones(6, 4), torch.ones(2, 4, 8)))
     with fakes.running():
         out = functional.grouped_mm(data, weight, offs=torch.tensor([2, 6], dtype=torch.int32))

@@ -15,7 +15,7 @@ def shapes(packet, weight, *operands, out=None):
     return found.rows, found.inner, found.columns, found.count
 
 
-def test_products_with_one_weight():
+def test_products_of_weights():
     data, weight, bias = torch.empty(6, 4), torch.empty(4, 5), torch.empty(5)
     assert shapes(aten.mm, weight, data, weight) == (6, 4, 5, 1)
     assert shapes(aten.mm, data, data, weight) == (5, 4, 6, 1)  # the weight on the left
@@ -23,8 +23,6 @@ def test_products_with_one_weight():
     assert shapes(aten.mv, weight, weight, torch.empty(5)) == (1, 5, 4, 1)
     assert product_of(aten.addmm, (bias, data, weight), None, lambda tensor: tensor is not data).bias is bias
 
-
-def test_batches_of_one_weight_and_of_many():
     data = torch.empty(3, 6, 4)
     once, each = torch.empty(4, 5).expand(3, 4, 5), torch.empty(3, 4, 5)
     assert shapes(aten.bmm, once, data, once) == (18, 4, 5, 1)
@@ -32,10 +30,12 @@ def test_batches_of_one_weight_and_of_many():
     assert product_of(aten.bmm, (data, each), None, lambda tensor: tensor is each).stacked
     assert not product_of(aten.bmm, (data, once), None, lambda tensor: tensor is once).stacked
 
-
-def test_tokens_sorted_by_expert():
     weight = torch.empty(8, 4, 5)
     assert shapes(aten._grouped_mm, weight, torch.empty(24, 4), weight) == (3, 4, 5, 8)
+
+    assert [kind_of(each) for each in (aten.native_layer_norm, aten.cat, aten.topk, aten.gelu)] == [
+        "reduction", "join", "choice", "other",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,9 @@ def test_products_of_activations_are_attention():
     assert isinstance(found, AttentionOp)
     assert (found.flops, found.head_dim, found.batch) == (2 * 8 * 6 * 4 * 6, 4, 8)
 
-
-def test_causal_attention_computes_half():
     func = aten._scaled_dot_product_flash_attention_for_cpu.default
     query, key = torch.empty(2, 8, 6, 4), torch.empty(2, 2, 6, 4)
     whole, half = (attention_of(func, (query, key, key, 0.0, causal), {}) for causal in (False, True))
     assert whole.flops == 2 * half.flops == 2 * 2 * 2 * 8 * 6 * 6 * 4
     assert (whole.num_heads, whole.num_kv_heads, whole.head_dim) == (8, 2, 4)
     assert attention_of(aten.mm.default, (query, key), {}) is None
-
-
-def test_kinds():
-    assert [kind_of(each) for each in (aten.native_layer_norm, aten.cat, aten.topk, aten.gelu)] == [
-        "reduction", "join", "choice", "other",
-    ]  # fmt: skip

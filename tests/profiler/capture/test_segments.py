@@ -223,7 +223,7 @@ def test_heads(make, heads, device_type):
     assert segment.sequence_length == (SEQ if heads[0] else 0)
 
 
-def test_tokens_of_experts():
+def test_experts():
     block = traced(mixtral).profile.blocks[0]
     experts = [each for each in block.matmuls if each.of_experts]
     assert {each.rows for each in experts} == {BATCH * SEQ * 2 / 4}  # 2 of 4 experts each, shared out evenly
@@ -231,6 +231,17 @@ def test_tokens_of_experts():
     assert block.dispatched_bytes == 2 * STREAM
     assert block.expert_params == 4 * 3 * HIDDEN * FFN
     assert block.split_params == HIDDEN * HIDDEN * 2 + 2 * HIDDEN * HIDDEN // 2
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Mixture(), Mixture()))
+    profile = trace(model, torch.randn(4, 16, 8), lambda model, x: model(x), lambda x, output: output.sum())
+    assert not profile.traced
+    for block in profile.blocks:
+        assert block.num_experts == 4
+        assert splits(block) == [(8, 4, 1, "none"), (8, 32, 4, "columns"), (32, 8, 4, "rows")]
+        assert {each.rows for each in block.matmuls if each.of_experts} == {4 * 16 * 2 / 4}
+        assert block.dispatched_bytes == 4 * 8 * (4 * 16 * 2)
+        assert block.expert_params == sum(each.numel() for each in model[1][0].experts.parameters())
+        assert block.split_params == 0
 
 
 class Expert(nn.Module):
@@ -260,20 +271,7 @@ class Mixture(nn.Module):
         return inputs + mixed.view_as(inputs)
 
 
-def test_experts_in_a_loop_get_what_they_get_for_real():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Mixture(), Mixture()))
-    profile = trace(model, torch.randn(4, 16, 8), lambda model, x: model(x), lambda x, output: output.sum())
-    assert not profile.traced
-    for block in profile.blocks:
-        assert block.num_experts == 4
-        assert splits(block) == [(8, 4, 1, "none"), (8, 32, 4, "columns"), (32, 8, 4, "rows")]
-        assert {each.rows for each in block.matmuls if each.of_experts} == {4 * 16 * 2 / 4}
-        assert block.dispatched_bytes == 4 * 8 * (4 * 16 * 2)
-        assert block.expert_params == sum(each.numel() for each in model[1][0].experts.parameters())
-        assert block.split_params == 0
-
-
-def test_vocabularies_are_split_and_tied_ones_counted_once():
+def test_vocabularies_and_what_enters_segments():
     start, _, end = traced(llama).profile.segments
     assert start.split_params == end.split_params == VOCAB * HIDDEN
     start, _, end = traced(gpt2).profile.segments
@@ -284,8 +282,6 @@ def test_vocabularies_are_split_and_tied_ones_counted_once():
     assert end.split_working
     assert end.working_bytes == 2 * 4 * BATCH * SEQ * VOCAB
 
-
-def test_what_enters_a_segment():
     segments = traced(llama).profile.segments
     assert [each.input_bytes for each in segments] == [0, STREAM, STREAM]  # no masks, no rotations
     start, first, others, between, decoder, *_ = traced(t5).profile.segments
@@ -296,7 +292,7 @@ def test_what_enters_a_segment():
     assert decoder.input_bytes == 2 * STREAM  # the encoder's output as well
 
 
-def test_attention_where_it_is_one_operation_and_where_it_is_not():
+def test_attention_and_what_selective_recomputation_keeps():
     scores = BATCH * HEADS * SEQ * SEQ
     whole = 2 * 2 * scores * HEAD_DIM
     assert total(traced(llama).profile, "attention_flops") == LAYERS * whole / 2  # causal: half of the scores
@@ -306,23 +302,6 @@ def test_attention_where_it_is_one_operation_and_where_it_is_not():
     assert total(fused, "attention_flops") == LAYERS * whole / 2
     assert fused.blocks[0].inside.saved_bytes < written.blocks[0].inside.saved_bytes - 4 * scores
 
-
-class WrittenOut(nn.Module):
-    """Attention by hand, as minGPT has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            each.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in self.qkv(hidden).chunk(3, -1)
-        )
-        mixed = (query @ key.mT * HEAD_DIM**-0.5).softmax(-1) @ value
-        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def test_how_blocks_attend():
     eager, batch, _ = copy.deepcopy(traced(llama))
     eager.set_attn_implementation("eager")
     stream = torch.randn(BATCH, SEQ, HIDDEN)
@@ -338,8 +317,6 @@ def test_how_blocks_attend():
     assert (written.attention, encoder.attention) == ("written", "replaceable")
     assert total(written, "attention_flops"), "products of activations"
 
-
-def test_selective_bytes_are_results_of_products_and_attention():
     block = traced(llama).profile.blocks[0]
     elements = 4 * BATCH * SEQ
     results = KV + HIDDEN + HEADS + 2 * FFN  # values; attention's, and the sum of each row; gate and up
@@ -347,6 +324,21 @@ def test_selective_bytes_are_results_of_products_and_attention():
     # Beside them queries and keys that were rotated, the gate's activation, and what it was multiplied with.
     assert block.inside.saved_bytes == elements * (results + HIDDEN + KV + 2 * FFN)
     assert block.outside.selective_bytes == 0
+
+
+class WrittenOut(nn.Module):
+    """Attention by hand, as minGPT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            each.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for each in self.qkv(hidden).chunk(3, -1)
+        )
+        mixed = (query @ key.mT * HEAD_DIM**-0.5).softmax(-1) @ value
+        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -388,15 +380,13 @@ def test_what_lies_between_equal_blocks_is_spread_over_them():
     assert profile.blocks[0].num_ops == plain.blocks[0].num_ops + 1 / 4
 
 
-def test_a_block_that_is_used_again_has_its_parameters_once():
+def test_blocks_that_are_used_again_in_part_or_not_there():
     profile = chained(set(), repeats=2)
     assert [(each.count, each.num_params, each.tied_params) for each in profile.blocks] == [
         (1, 72, 0), (1, 0, 72),
     ] * 4  # fmt: skip
     assert total(profile, "matmul_flops") == 2 * total(chained(set()), "matmul_flops")
 
-
-def test_parameters_that_nothing_uses_are_held_all_the_same():
     class Partial(Chain):
         def forward(self, inputs):
             return self.blocks[0](inputs)
@@ -408,8 +398,6 @@ def test_parameters_that_nothing_uses_are_held_all_the_same():
         ("start", 4 * 72.0), ("blocks.0", 72.0), ("end", 0.0),
     ]  # fmt: skip
 
-
-def test_a_model_without_blocks_is_one_segment():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     (segment,) = trace(model, torch.randn(2, 4), lambda model, x: model(x), None).segments
     assert (segment.name, segment.is_block) == ("model", False)

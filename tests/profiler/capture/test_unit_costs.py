@@ -56,6 +56,9 @@ def test_equal_blocks_cost_the_same_and_a_head_costs_its_product(of_llama: dict[
     product = 3 * 2 * rows * families.HIDDEN * columns / 1e11
     assert product < of_llama["lm_head"].seconds < first.seconds
 
+    model, batch = families.llama()
+    assert costs_of((model.to("meta"), batch)) == of_llama
+
 
 def test_a_unit_holds_its_parameters_whoever_shares_them() -> None:
     model, batch = families.gpt2()
@@ -109,8 +112,3 @@ def test_calls_are_in_the_order_in_which_they_happen() -> None:
     _, scale, again, _ = found
     assert replace(again, name="scale") == scale
     assert again.held_bytes == ADAM * 72
-
-
-def test_a_model_on_the_meta_device_has_costs(of_llama: dict[str, UnitCost]) -> None:
-    model, batch = families.llama()
-    assert costs_of((model.to("meta"), batch)) == of_llama

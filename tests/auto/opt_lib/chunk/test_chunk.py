@@ -15,6 +15,7 @@ from atorch.cost import peak_memory, plain_cost
 from atorch.errors import OutOfBudgetError, StrategyError
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated, deviation
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
+from tests.auto.training import assert_trains_like_plain
 from tests.contract.job import BATCH, arguments, make_model
 from tests.pool import Pool
 
@@ -26,13 +27,11 @@ def under(budget, **knobs):
     return peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": int(budget), **knobs})))
 
 
-def test_a_budget_that_is_never_reached_keeps_all_on_the_device():
+def test_states_make_way_and_then_parameters():
     memory = under(2 * WHOLE.total)
     assert memory.on_host == 0
     assert (memory.parameters, memory.optimizer) == (WHOLE.parameters, WHOLE.optimizer)
 
-
-def test_states_and_gradients_make_way_and_then_parameters():
     memory = under(WHOLE.total - STEPPED / 2)
     assert (memory.optimizer, memory.gradients) == (
         pytest.approx(WHOLE.optimizer / 2),
@@ -45,6 +44,13 @@ def test_states_and_gradients_make_way_and_then_parameters():
     assert memory.parameters == pytest.approx(WHOLE.parameters * 3 / 4)
     assert memory.total == pytest.approx(WHOLE.total - STEPPED - WHOLE.parameters / 4)
     assert memory.on_host == pytest.approx(STEPPED + WHOLE.parameters)
+
+    memory = under(1)
+    assert memory.activations == WHOLE.activations
+    assert memory.total > 1
+
+    memory = under(2 * WHOLE.total, hybrid=False)
+    assert (memory.optimizer, memory.parameters) == (0, WHOLE.parameters)
 
 
 def test_what_products_keep_is_taken_off_a_share_of_the_device(monkeypatch):
@@ -69,17 +75,6 @@ def test_what_products_keep_is_taken_off_a_share_of_the_device(monkeypatch):
     assert Chunk(budget_bytes=1000)._budget(ctx) == 1000
 
 
-def test_activations_do_not_make_way():
-    memory = under(1)
-    assert memory.activations == WHOLE.activations
-    assert memory.total > 1
-
-
-def test_without_hybrid_the_host_steps_everything():
-    memory = under(2 * WHOLE.total, hybrid=False)
-    assert (memory.optimizer, memory.parameters) == (0, WHOLE.parameters)
-
-
 @pytest.mark.parametrize(("knobs", "fraction"), [({}, 0.9), ({"budget_fraction": 0.5}, 0.5)])
 def test_a_fraction_is_of_the_device(knobs, fraction):
     start = replace(plain_cost(PROFILE), device_bytes=1000.0)
@@ -87,38 +82,26 @@ def test_a_fraction_is_of_the_device(knobs, fraction):
     assert peak_memory(Chunk(**knobs).cost(plain_cost(PROFILE))).on_host == 0, "the device is not known"
 
 
-def test_what_it_cannot_stand_beside_is_unfit():
+def test_what_it_communicates_and_stands_beside() -> None:
     assert "pipeline_parallel" in Chunk().unfit(cost_of({"pipeline": 2, "data": 2}, "pipeline_parallel"))
     assert "fp8" in Chunk().unfit(replace(plain_cost(PROFILE), fp8="tensorwise"))
     assert Chunk().unfit(cost_of({"data": 2}, "checkpoint")) is None
 
-
-def test_gradients_are_reduced_into_their_chunks_in_every_micro_batch():
     cost = cost_of({"data": 2}, "chunk", ("micro_batch", {"size": 1}))
     assert cost.grad_shards == 2
     assert all(comm.each_micro_batch for comm in cost.comm if comm.kind in ("all_gather", "reduce_scatter"))
 
-
-def test_what_is_not_prefetched_hides_behind_nothing():
     ahead, late = (cost_of({"data": 2}, ("chunk", {"prefetch": chunks})) for chunks in (1, 0))
     assert {comm.overlap for comm in ahead.comm} == {0.8}
     assert {comm.overlap for comm in late.comm} == {0.0}
 
+    cost = cost_of({"zero": 2, "data": 2}, "chunk")
+    assert cost.param_shards == 2
+    assert {(comm.kind, comm.axis) for comm in cost.comm} >= {
+        ("reduce_scatter", ("zero", "sequence", "context")),
+        ("all_reduce", ("data",)),
+    }
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"budget_bytes": 1, "budget_fraction": 0.5}, "both given"),
-        ({"budget_fraction": 0.0}, "greater than 0"),
-        ({"prefetch": -1}, "prefetch"),
-    ],
-)
-def test_what_does_not_hold_is_refused(config, message):
-    with pytest.raises(StrategyError, match=message):
-        Chunk.of(config)
-
-
-def test_it_is_tried_where_the_host_has_memory_of_its_own():
     assert list(Chunk.choices(PROFILE, cluster(devices=1))) == [Chunk(), Chunk(hybrid=False)]
     assert not list(Chunk.choices(PROFILE, cluster(kind="cpu")))
 
@@ -147,9 +130,11 @@ def test_a_batch_of_another_shape_is_foreseen_when_it_comes():
 TWO_BY_TWO = [("parallel_mode", ([("zero", 2), ("data", 2)], None)), ("chunk", {"budget_bytes": 10**6})]
 
 
-@pytest.mark.parametrize("name", ["llama", "awkward"])
-def test_it_shares_over_zero_and_replicates_over_data(pool: Pool, name: str) -> None:
-    assert max(pool.run(deviation, TWO_BY_TWO, name, True, ranks=4)) <= 1e-4
+def test_it_shares_over_zero_and_replicates_over_data(pool: Pool) -> None:
+    assert_trains_like_plain(pool, deviation, [(TWO_BY_TWO, name, True) for name in ("llama", "awkward")], ranks=4)
+    for shares, mine, whole in pool.run(kept, ranks=4):
+        assert shares == 2
+        assert 2 * mine == whole, "a process keeps what its part of zero leaves"
 
 
 def on_device(rank: int, size: int, budget: int) -> tuple[int, int, int]:
@@ -178,21 +163,6 @@ def kept(rank: int, size: int) -> tuple[int, int, int]:
     chunks = next(model.parameters()).home.operations.chunks
     mine = sum(len(memory.compute) for memory in chunks.chunks)
     return chunks.num_shares, mine, sum(memory.spec.numel for memory in chunks.chunks)
-
-
-def test_a_process_keeps_what_its_part_of_zero_leaves(pool: Pool) -> None:
-    for shares, mine, whole in pool.run(kept, ranks=4):
-        assert shares == 2
-        assert 2 * mine == whole
-
-
-def test_copies_of_chunks_reduce_their_shares() -> None:
-    cost = cost_of({"zero": 2, "data": 2}, "chunk")
-    assert cost.param_shards == 2
-    assert {(comm.kind, comm.axis) for comm in cost.comm} >= {
-        ("reduce_scatter", ("zero", "sequence", "context")),
-        ("all_reduce", ("data",)),
-    }
 
 
 class Layer(nn.Module):
@@ -227,31 +197,28 @@ def test_activations_in_host_memory_are_none_of_the_budget() -> None:
     for _ in range(3):
         losses = []
         for each in (plain, within):
-            loss = each.loss_func(batch, each.model(batch))
-            loss.backward()
-            each.optim.step()
-            each.optim.zero_grad()
-            losses.append(loss.item())
+            losses.append(float(each.step(batch)))
         assert losses[0] == losses[1]
     residency = next(within.model.parameters()).home.operations.residency
     assert residency.course.on_course
     assert residency.peak_bytes <= 450_000
 
 
-def test_code_that_records_where_parameters_are_is_refused():
-    strategy = [("compile", {"mode": "reduce-overhead"}), ("chunk", {"budget_bytes": 10**6})]
-    with pytest.raises(StrategyError, match="records where parameters are"):
-        auto_accelerate(make_model(), load_strategy=strategy, **arguments())
+STEPPING = ("chunk", {"budget_bytes": 10**6, "step_in_backward": True})
 
 
 @pytest.mark.parametrize(
-    "other",
-    [("micro_batch", {"count": 2}), ("half", "fp16"), ("amp_native", {"dtype": "bf16", "skip_if_nonfinite": True})],
+    ("other", "chunk", "told"),
+    [
+        (("compile", {"mode": "reduce-overhead"}), "chunk", "records where parameters are"),
+        (("micro_batch", {"count": 2}), STEPPING, "step_in_backward steps as gradients come, and"),
+        (("half", "fp16"), STEPPING, "step_in_backward steps as gradients come, and"),
+        (("amp_native", {"dtype": "bf16", "skip_if_nonfinite": True}), STEPPING, "step_in_backward steps as gradients"),
+    ],
 )
-def test_what_comes_between_backward_and_the_step_is_refused_beside_steps_in_backward(other):
-    strategy = [other, ("chunk", {"budget_bytes": 10**6, "step_in_backward": True})]
-    with pytest.raises(StrategyError, match="step_in_backward steps as gradients come, and"):
-        auto_accelerate(make_model(), load_strategy=strategy, **arguments())
+def test_what_it_cannot_be_beside_is_refused(other, chunk, told):
+    with pytest.raises(StrategyError, match=told):
+        auto_accelerate(make_model(), load_strategy=[other, chunk], **arguments())
 
 
 def test_a_job_that_steps_in_backward_is_the_same_job():

@@ -67,7 +67,5 @@ def test_a_real_run_has_the_values_and_leaves_the_model_as_it_was() -> None:
     assert all(each.grad is None for each in model.parameters())
     assert operations.residency.fetched_bytes == 0
 
-
-def test_what_is_on_the_meta_device_is_not_run() -> None:
     with pytest.raises(ArgumentError, match="meta device"):
         foreseen(Net().to("meta"), torch.randn(4, 32), loss, device_type="cpu", for_real=True)

@@ -56,12 +56,15 @@ def cut(model: nn.Module, cluster: str = "2x1xA100-80GB", memory_bytes: float | 
         return even_cut(ctx, method, model, called, torch.randn(1 << 16, WIDTH), 2)
 
 
-def test_the_slowest_stage_is_fastest():
+def test_cuts_are_for_time_and_within_memory():
     assert cut(Chain(4096, 256, 256, 256)) == (0, 1)
     assert cut(Chain(256, 256, 256, 4096)) == (0, 3)
 
+    # The first stage holds activations of two micro-batches, the second of one: by time alone each has two blocks.
+    model = Chain(4096, 4096, 4096, 4096)
+    assert cut(model) == (0, 2)
+    assert cut(model, memory_bytes=2e9) == (0, 1)
 
-def test_ties_are_pairs_of_calls():
     model = Chain(16, 16, 16)
     model.blocks[2].out.bias = model.blocks[0].out.bias
     assert list(tied_calls(model, ["blocks.0", "blocks.1", "blocks.2", "blocks.1"])) == [(0, 2), (1, 3)]
@@ -70,10 +73,3 @@ def test_ties_are_pairs_of_calls():
 def test_what_fits_nowhere_is_cut_for_time(caplog):
     assert cut(Chain(4096, 256, 256, 256), memory_bytes=1e6) == (0, 1)
     assert "cut for time alone" in caplog.text
-
-
-def test_memory_moves_a_cut():
-    # The first stage holds activations of two micro-batches, the second of one: by time alone each has two blocks.
-    model = Chain(4096, 4096, 4096, 4096)
-    assert cut(model) == (0, 2)
-    assert cut(model, memory_bytes=2e9) == (0, 1)

@@ -111,12 +111,10 @@ def test_splits_that_an_optimizer_supports(optimizer: torch.optim.Optimizer, fit
     assert tuple(split for split in SPLITS if refusal(optimizer, split) is None) == fits
 
 
-def test_a_refusal_says_what_to_state() -> None:
+def test_optimizers_that_nobody_listed() -> None:
     assert 'Set Own.step_depends_on = "element"' in str(refusal(stated(None), "apart"))
     assert "its step_depends_on is 'elements'; it is one of 'element'" in str(refusal(stated("elements"), "flat"))
 
-
-def test_an_optimizer_that_cannot_be_made_for_small_parameters_is_accepted() -> None:
     net = nn.Linear(4, 4)
 
     def picky(groups: Any) -> torch.optim.Optimizer:
@@ -124,14 +122,10 @@ def test_an_optimizer_that_cannot_be_made_for_small_parameters_is_accepted() -> 
 
     assert made_small(picky, list(net.parameters())) is None
 
-
-def test_closures() -> None:
     weight = nn.Parameter(torch.ones(2))
     assert needs_closure(torch.optim.LBFGS([weight]))
     assert not needs_closure(torch.optim.SGD([weight]))
 
-
-def test_need_same_asks_nothing_without_an_optimizer() -> None:
     class Bare:
         make_optimizer = None
 

@@ -43,8 +43,6 @@ def test_what_is_as_long_as_a_sequence_is_cut_with_it() -> None:
     assert torch.equal(short["input_ids"], tokens()[:, :TOKENS])
     assert short["name"] == "kept"
 
-
-def test_floats_are_no_sequence_of_tokens() -> None:
     features = torch.randn(5, LENGTH)
     assert with_few_tokens(features) is features
 

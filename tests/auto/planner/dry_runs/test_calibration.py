@@ -33,7 +33,7 @@ def calibration(path, world_size=1):
     return Calibration.of(path, cluster(world_size), VERSIONS)
 
 
-def test_what_is_added_is_read_again_and_the_newest_counts(tmp_path):
+def test_what_is_added_is_read_again_the_newest_counts_and_few_are_kept(tmp_path):
     kept = calibration(tmp_path / "deep" / "kept.json")
     assert kept.read() == ()
     first, second = observation("a", 1.0), observation("b", 2.0)
@@ -44,8 +44,6 @@ def test_what_is_added_is_read_again_and_the_newest_counts(tmp_path):
     assert kept.read() == (second, again, observation("a", 4.0, job="another"))
     assert [path.name for path in kept.path.parent.iterdir()] == ["kept.json"]
 
-
-def test_what_is_kept_is_bounded(tmp_path):
     kept = calibration(tmp_path / "kept.json")
     many = [observation([f"method {number}"]) for number in range(KEPT + 10)]
     kept.add(many)
@@ -118,7 +116,7 @@ def observed(space, indices, truth, job, speed=1.0):
     )
 
 
-def test_the_same_job_starts_from_the_winner():
+def test_a_job_that_ran_or_another_one_is_where_a_search_starts():
     for seed in range(8):
         space, _ = made_up(seed, wrong_by=0.5, together=0.15)
         candidates, truth = [each for each, _ in space], [seconds for _, seconds in space]
@@ -127,8 +125,6 @@ def test_the_same_job_starts_from_the_winner():
         guide = Surrogate(candidates, Past("job", observed(candidates, ran, truth, "job", speed=1.2)), "cpu")
         assert int(guide.expected(np.zeros(1)).argmin()) in order[:3]
 
-
-def test_another_job_starts_from_methods_as_they_are():
     candidates = [scored(methods, 1.0) for methods in ((), ("a",), ("b",), ("a", "b"))]
     earlier = observed(candidates, (0, 1, 2), (1.0, 2.0, 0.5), "another")
     guide = Surrogate(candidates, Past("job", earlier), "cpu")
@@ -138,8 +134,6 @@ def test_another_job_starts_from_methods_as_they_are():
     assert 0 < mean[1] < math.log(2)  # not all of it carries over
     assert deviation.min() > 0.3
 
-
-def test_a_job_that_ran_tells_its_seconds_whatever_is_estimated_now():
     then, now = [scored(("a",), 1.0)], [scored(("a",), 5.0), scored((), 5.0)]
     guide = Surrogate(now, Past("job", observed(then, (0,), (2.0,), "job")), "cpu")
     mean, deviation = guide.predictions

@@ -141,8 +141,10 @@ def timeout_of_group(rank: int, size: int) -> float:
     return float(called.call_args.kwargs["timeout"].total_seconds())
 
 
-def test_torch_would_end_the_process_later_than_the_watch_aborts(pool: Pool) -> None:
+def test_groups_connect_early_and_torch_would_end_the_process_late(pool: Pool) -> None:
     assert pool.run(timeout_of_group) == [180.0 + EARLY_S] * 2
+
+    assert pool.run(connected, ranks=4) == [[]] * 4
 
 
 def connected(rank: int, size: int) -> list[str]:
@@ -163,7 +165,3 @@ def connected(rank: int, size: int) -> list[str]:
     guard.close()
     crew.close()
     return [each for each in made[rank][1:] if each not in used]
-
-
-def test_groups_along_axes_connect_while_all_ranks_are_there(pool: Pool) -> None:
-    assert pool.run(connected, ranks=4) == [[]] * 4

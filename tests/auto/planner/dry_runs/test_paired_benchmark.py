@@ -36,7 +36,7 @@ class Steps:
         return self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
 
 
-def test_turns_end_with_the_time_and_without_what_fails():
+def test_turns_end_for_what_is_slower_or_fails_and_are_more_where_there_is_noise():
     failed = []
     times = in_turns({0: Steps(1.0), 1: Steps(2.0, 2.0, 2.0, None), 2: Steps(3.0)}, 5, lambda s: True, failed.append)
     assert failed == [1]
@@ -45,8 +45,6 @@ def test_turns_end_with_the_time_and_without_what_fails():
     times = in_turns({0: Steps(1.0), 1: Steps(2.0)}, 5, lambda s: next(left), failed.append)
     assert {index: len(each) for index, each in times.items()} == {0: 2, 1: 2}
 
-
-def test_what_is_surely_slower_stops_but_the_baseline_does_not():
     def steps(middle, seed):
         return Steps(*noisy(middle, 0.02, seed, 60))
 
@@ -56,8 +54,6 @@ def test_what_is_surely_slower_stops_but_the_baseline_does_not():
     times = in_turns({0: steps(0.7, 0), 1: steps(1.0, 1)}, 40, lambda s: True, lambda index: None, baseline=0)
     assert {len(each) for each in times.values()} == {LOOKS[0]}, "nothing is left that could be taken"
 
-
-def test_noise_makes_it_longer():
     def turns(noise):
         trials = {0: Steps(*noisy(1.0, noise, 0, 100)), 1: Steps(*noisy(0.95, noise, 1, 100))}
         return {len(each) for each in in_turns(trials, 10, lambda s: True, lambda index: None, baseline=0).values()}
@@ -93,14 +89,12 @@ MESH, SPLIT = ("parallel_mode", [("data", 2)]), ("parallel_mode", [("tensor", 2)
 BF16 = ("amp_native", "bf16")
 
 
-def test_the_simplest_is_ddp_then_the_fastest_of_the_exact():
+def test_the_simplest_is_ddp_or_what_is_given():
     found = order(
         ([MESH, "fsdp", "compile"], 0.5, 1), ([MESH, "fsdp"], 0.8, 2), ([MESH, "ddp", BF16], 0.6, 3),
         ([MESH, "ddp"], 1.0, 4), ([SPLIT, "tensor_parallel"], 0.4, 1),
     )  # fmt: skip
     assert found == [3, 1, 4, 0, 2]
 
-
-def test_a_given_strategy_is_its_own_baseline():
     given = Strategy.of(["checkpoint"])
     assert order(([("checkpoint", {"selective": True})], 0.5, 1), (["checkpoint"], 1.0, 1), given=given)[0] == 1

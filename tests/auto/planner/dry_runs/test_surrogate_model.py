@@ -71,22 +71,25 @@ def of(*candidates, **more):
     return Surrogate([scored(each, 1.0) for each in candidates], **more)
 
 
-def test_what_promises_most_by_the_estimate_comes_first():
+def test_what_promises_most_by_the_estimate_and_the_start_comes_first():
     guide = Surrogate([scored(["a"], 2.0), scored([], 1.0), scored(["b"], 3.0)])
     assert int(guide.expected(FREE).argmin()) == 1
     assert int(guide.gains(1, FREE).argmax()) == 0
     assert guide.gains(1, FREE)[1] == 0, "on itself"
 
-
-def test_a_start_counts_against_the_training_ahead():
     guide = Surrogate([scored(["a"], 1.0), scored(["b"], 1.1)])
     assert int(guide.expected(np.array([0.05, 0.01])).argmin()) == 0
     assert int(guide.expected(np.array([0.20, 0.01])).argmin()) == 1, "it starts so much sooner"
     free, dear = (guide.gains(0, np.array([0.01, each]))[1] for each in (0.01, 0.2))
     assert free > 2 * dear
 
+    # One that is expected to take three times as long tells nothing that is worth knowing.
+    guide = Surrogate([scored(["a"], 1.0), scored([], 3.0)])
+    assert guide.gains(0, FREE)[1] < 0.001
+    assert guide.gains(1, FREE)[0] > 0.5
 
-def test_a_measurement_moves_what_is_alike():
+
+def test_what_is_learnt_of_one_is_learnt_of_what_is_alike():
     guide = of([], ["a"], ["a", "b"], ["b"], device_type="cpu")
     guide.tell(0, 2.0)
     guide.tell(1, 1.0)
@@ -95,8 +98,6 @@ def test_a_measurement_moves_what_is_alike():
     assert deviation[0] < 0.1 < deviation[3]
     assert guide.gains(1, FREE)[0] == guide.gains(1, FREE)[1] == 0  # what was measured need not be again
 
-
-def test_what_is_wrong_about_a_kind_of_work_is_wrong_wherever_it_is():
     def one(methods, **seconds):
         return Scored(tuple(methods), Estimate(step_s=1.0, peak_bytes=0.0, memory={}, time=seconds))
 
@@ -106,8 +107,6 @@ def test_what_is_wrong_about_a_kind_of_work_is_wrong_wherever_it_is():
     mean, _ = guide.predictions
     assert mean[2] > 0.3
 
-
-def test_how_far_off_estimates_are_is_learnt():
     near, far = (of(["a"], ["b"], ["c"], ["d"]) for _ in range(2))
     for index, seconds in enumerate((1.0, 1.5, 0.7)):
         near.tell(index, 1.0)
@@ -115,14 +114,7 @@ def test_how_far_off_estimates_are_is_learnt():
     assert far.predictions[1][3] > 2 * near.predictions[1][3]
 
 
-def test_the_baseline_is_run_only_where_it_matters():
-    """One that is expected to take three times as long tells nothing that is worth knowing."""
-    guide = Surrogate([scored(["a"], 1.0), scored([], 3.0)])
-    assert guide.gains(0, FREE)[1] < 0.001
-    assert guide.gains(1, FREE)[0] > 0.5
-
-
-def test_what_may_be_the_reason_of_failures_is_less_sure_to_run():
+def test_failures_are_explained_and_what_hardly_runs_is_tried_where_it_is_worth_it():
     guide = of(["m"], ["m", "a"], ["m", "b"], ["m", "a", "b"], ["m", "a", "c"], ["m", "d"])
     sure = guide.runs[5]
     guide.tell_failed(1)
@@ -134,8 +126,6 @@ def test_what_may_be_the_reason_of_failures_is_less_sure_to_run():
     guide.tell(4, 1.0)
     assert guide.runs[4] == 1.0
 
-
-def test_what_needs_less_memory_is_not_taken_to_run_out_of_it():
     def one(methods, needed):
         return Scored(tuple(methods), Estimate(step_s=1.0, peak_bytes=needed, memory={}))
 
@@ -146,8 +136,6 @@ def test_what_needs_less_memory_is_not_taken_to_run_out_of_it():
     assert after[1] > 0.9 * before[1]
     assert after[2] < 0.5 * before[2]
 
-
-def test_what_hardly_runs_is_tried_where_that_would_be_worth_it():
     guide, attempt = of(["a"], ["a", "b"], ["c"]), np.full(3, 0.05)
     guide.tell_failed(0)
     assert guide.expected(attempt)[1] > guide.expected(attempt)[2]

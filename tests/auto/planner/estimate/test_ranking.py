@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,20 +24,81 @@ from atorch.auto.planner.dry_runs.surrogate_model import Surrogate
 from atorch.auto.planner.dry_runs.time_budget import Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.planner.estimate import ranking as rankings
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
+from atorch.auto.planner.estimate.candidate_table import CATEGORIES, CandidateTable, preferred
 from atorch.auto.planner.estimate.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked
+from atorch.auto.planner.estimate.uncertainty import CLEAR, EstimateUncertainty, _saved, _saved_by_kind
 from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.search_space.bounds import Bounds
-from atorch.auto.strategy import Strategy
+from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost import plain_cost
+from atorch.cost import Memory, ModelProfile, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
+from atorch.cost.uncertainty import KINDS, OWN
 from atorch.errors import StrategyError
 from tests.auto.planner.dry_runs.test_surrogate_model import scored
 from tests.auto.planner.jobs import cluster, context, sabotage
 from tests.auto.planner.test_search import find
 from tests.pool import Pool
+
+SAME = dict.fromkeys(KINDS, 0.0) | {"products": 1.0, "common": 1.0}
+ON_HOST = SAME | {"products": 0.5, "host": 0.5}
+_normal = NormalDist()
+PLANS = [(METHODS["checkpoint"](),), (METHODS["compile"](),), (METHODS["checkpoint"](), METHODS["compile"]())]
+
+
+def judged(*plans):
+    """(seconds, shares) of plans, the first two equally simple."""
+    columns = CandidateTable(1.0, math.inf)
+    profile = ModelProfile(segments=(), num_params=1, num_trainable=1, param_bytes=4, trainable_bytes=4, batch_size=1)
+    doubt = EstimateUncertainty(plain_cost(profile), ClusterSpec.load("8xH100-80GB"))
+    for methods, (seconds, shares) in zip(PLANS, plans, strict=False):
+        columns.add(methods, seconds, Memory(**dict.fromkeys(CATEGORIES, 0.0)))
+        doubt._shares[methods] = tuple(shares.values())
+    return doubt, columns
+
+
+def test_what_the_estimate_tells_apart_is_chosen_by_it():
+    doubt, columns = judged((10.0, SAME), (10.1, SAME))
+    assert doubt.chosen(columns) == preferred(columns) == 0
+    assert doubt.note(columns, 0) is None
+    assert doubt.chance(columns, 1, 0) == pytest.approx(0.5 - 0.04, abs=0.01)  # 1 % of sqrt(2) · OWN
+    assert doubt.ties(columns, 0) == [1]
+
+    doubt, columns = judged((10.0, ON_HOST), (10.9, SAME))
+    assert doubt.chosen(columns) == 0
+
+    doubt, columns = judged((10.0, SAME), (10.0 * math.exp(3 * OWN), SAME))
+    assert doubt.chance(columns, 1, 0) < CLEAR
+    assert doubt.ties(columns, 0) == []
+
+
+def test_what_is_better_known_or_would_decide_is_named():
+    doubt, columns = judged((10.0, ON_HOST), (10.05, SAME))
+    assert preferred(columns) == 0
+    assert doubt.chosen(columns) == 1
+    note = doubt.note(columns, 1)
+    assert "by the estimate alone checkpoint" in note
+    assert "0.5% slower" not in note
+    assert "known less well (host memory, 50 % and 0 % of a step)" in note
+
+    doubt, columns = judged((10.0, SAME), (10.2, ON_HOST))
+    run, kind = doubt.decisive(columns, 0)
+    assert run.strategy.methods == PLANS[1]
+    assert kind.kind == "host"
+    assert run.saves > kind.saves > 0
+    doubt, columns = judged((10.0, SAME), (11.5, SAME))
+    assert doubt.decisive(columns, 0) == ()
+
+
+@pytest.mark.parametrize(("slower", "spread"), [(0.0, 0.1), (0.05, 0.1), (-0.05, 0.1), (0.1, 0.02)])
+def test_what_knowing_saves_is_expected_over_what_may_be_found(slower, spread):
+    numbers = [(number + 0.5) / 4000 for number in range(4000)]
+    drawn = [max(0.0, -(slower + spread * z)) for z in map(_normal.inv_cdf, numbers)]
+    by_hand = sum(drawn) / len(drawn) - max(0.0, -slower)
+    assert _saved(slower, spread) == pytest.approx(by_hand, abs=1e-4)
+    assert _saved_by_kind([slower], [spread]) == pytest.approx(by_hand, abs=2e-3)
+
 
 SMALL = TransformerShape(
     layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5504, vocab=32000, seq_len=2048, head_dim=128
@@ -154,14 +217,6 @@ def test_a_guide_holds_no_more_than_candidates_times_what_was_seen() -> None:
     assert most < 8 * len(many) ** 2 / 5, "each with each would be five times as much"
 
 
-def test_where_nothing_fits_the_nearest_is_among_what_is_told() -> None:
-    there = ClusterSpec.load("8xV100-16GB")
-    profile = transformer_profile(LARGE, 1, Implementation(itemsize=4.0))
-    found = ranked(profile, plain_cost(profile, 8), there, Wanted(excluded=["chunk", "offload"]), "autocast")
-    assert not found.fitting
-    assert any(each.strategy.names() != ("parallel_mode", "ddp") for each in found.rejected)
-
-
 def told_apart(rank: int, size: int) -> str:
     """A search in which a method is registered on rank 0 alone."""
     try:
@@ -181,12 +236,18 @@ def test_a_method_that_one_process_lacks_is_told_to_all(pool: Pool) -> None:
     assert "which rank 1 does not have" in first
 
 
-def test_a_small_space_is_scored_whole() -> None:
+def test_a_small_space_is_scored_whole_and_the_nearest_miss_is_told() -> None:
     ctx = context()
     profile, start = starting_point(ctx, Feed(ctx))
     found = ranked(profile, start, cluster(), Wanted(excluded=["compile"]), "autocast")
     space = Wanted(excluded=["compile"]).space(profile, cluster(), "autocast")
     assert found.num_compositions == sum(1 for _ in space.leaves(space.root(start)))
+
+    there = ClusterSpec.load("8xV100-16GB")
+    profile = transformer_profile(LARGE, 1, Implementation(itemsize=4.0))
+    found = ranked(profile, plain_cost(profile, 8), there, Wanted(excluded=["chunk", "offload"]), "autocast")
+    assert not found.fitting
+    assert any(each.strategy.names() != ("parallel_mode", "ddp") for each in found.rejected)
 
 
 @pytest.mark.parametrize(

@@ -13,35 +13,92 @@ from torch import nn
 
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
+from atorch.auto.opt_lib.shared.defaults import complete
+from atorch.auto.plan_for_cluster import Subject
+from atorch.auto.planner.simulate.metadata_tracing import foreseen
+from atorch.auto.planner.simulate.simulated_pipeline import num_stages, ranks_of_stages, with_fewer_micro_batches
 from atorch.auto.planner.simulate.simulation import Simulated, simulate
+from atorch.auto.simulated_candidates import simulated as verified
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, CapabilityError
+from atorch.profiler.trace import trace
+from tests import language_models
+
+
+def pipeline(stages: int, data: int = 1, beside: tuple[Any, ...] = (), **knobs: Any) -> Strategy:
+    axes = [("data", data), ("pipeline", stages)]
+    return complete(
+        Strategy.of([("parallel_mode", (axes, None)), ("pipeline_parallel", knobs), *beside]), stages * data
+    )
+
+
+def test_stages_of_a_pipeline_stand_for_all() -> None:
+    assert ranks_of_stages(pipeline(4, data=2), 8) == {0: 0, 1: 2, 3: 6}
+    assert ranks_of_stages(pipeline(2), 2) == {0: 0, 1: 1}
+    assert ranks_of_stages(complete(Strategy.of(["fsdp"]), 8), 8) == {0: 0}
+    assert num_stages(complete(Strategy.of([("parallel_mode", ([("data", 8)], None)), "pipeline_parallel"]), 8)) == 1
+
+    axes = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
+    ctx = job(llama(5))
+    found = foreseen(ctx, Strategy.of([axes, "tensor_parallel", "pipeline_parallel"]), batch(), 3, told_of=5)
+    (learnt,) = found.metadata.values()
+    assert [each for kind in learnt["kinds"] for each in kind["paths"]] == [f"model.layers.{i}" for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "samples", "left_out", "kept"),
+    [
+        (pipeline(2, micro_batches=16), 32, 12, 8),
+        (pipeline(2, data=2, micro_batches=16), 64, 12, 16),
+        (pipeline(2, beside=(("micro_batch", {"size": 2}),)), 32, 12, 8),
+        (pipeline(2, beside=(("micro_batch", {"count": 8}),)), 32, 4, 16),
+        (pipeline(2, micro_batches=4), 32, 0, 32),
+        (pipeline(2, micro_batches=16, schedule="gpipe"), 32, 0, 32),
+        (pipeline(2, micro_batches=16, schedule="interleaved"), 32, 0, 32),
+    ],
+    ids=str,
+)
+def test_a_full_pipeline_is_looked_at_twice_more(strategy: Strategy, samples: int, left_out: int, kept: int) -> None:
+    fewer = with_fewer_micro_batches(strategy, samples)
+    assert (fewer.left_out, fewer.samples) == (left_out, kept)
+    assert with_fewer_micro_batches(fewer.strategy, fewer.samples).left_out == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1])
+def test_few_micro_batches_tell_what_all_do(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    strategy = pipeline(2, micro_batches=8, split_points=["model.layers.1"])
+    told = simulated(job(llama(2)), strategy, world_size=2, rank=rank)
+    monkeypatch.setattr("atorch.auto.planner.simulate.simulated_pipeline.TAKING_TURNS", 8)
+    happened = simulated(job(llama(2)), strategy, world_size=2, rank=rank)
+    assert "4 more micro-batches do as the last that was simulated" in told.notes
+    assert told.collectives == happened.collectives
+    assert told.peak_bytes == pytest.approx(happened.peak_bytes, rel=0.005)
+
+
+def test_the_fullest_stage_is_what_a_plan_tells() -> None:
+    ctx = job(llama(2))
+    subject = Subject(trace(ctx.root, batch(), ctx.call_model, ctx.loss_func, ctx.make_optimizer), ctx, batch())
+    strategy = pipeline(2, micro_batches=2, split_points=["model.layers.1"])
+    (found,) = verified(subject, [(strategy, 1e6)], 2, 8)
+    held = {each["stage"]: each["peak_bytes"] for each in found["stages"]}
+    assert held.keys() == {0, 1}
+    assert found["peak_bytes"] == max(held.values())
+    assert found["notes"][0].startswith("on stage 0, the fullest of 0 (")
+
 
 VOCAB, SEQ, ROWS = 64, 16, 8
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
 def llama(layers: int) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return language_models.llama(VOCAB, layers=layers)
 
 
 def gpt2(layers: int) -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB, n_positions=SEQ, n_embd=32, n_layer=layers, n_head=4, use_cache=False, loss_type="none"
-        )
-    )
+    return language_models.gpt2(VOCAB, layers=layers, positions=SEQ, loss_type="none")
 
 
 def t5(layers: int) -> nn.Module:
@@ -115,7 +172,7 @@ def sharded() -> Simulated:
     return simulated(job(llama(1)), ["fsdp"])
 
 
-def test_the_model_is_left_alone_and_may_be_on_meta(sharded: Simulated) -> None:
+def test_a_simulation_leaves_the_model_alone_and_becomes_plain_data(sharded: Simulated) -> None:
     ctx = llama_job()
     before = dict(ctx.root.named_parameters())
     on_meta = simulated(ctx, ["fsdp"])
@@ -123,6 +180,11 @@ def test_the_model_is_left_alone_and_may_be_on_meta(sharded: Simulated) -> None:
     assert not hasattr(ctx.root, "_atorch")
     assert not dist.is_initialized()
     assert on_meta == sharded
+
+    data = sharded.to_json_data()
+    assert data["peak_bytes"] == max(sum(moment["memory"].values()) for moment in data["moments"])
+    assert {each["kind"] for each in data["collectives"]} == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert all(each["axes"] == ["data"] for each in data["collectives"])
 
 
 @pytest.mark.nightly
@@ -154,18 +216,9 @@ def test_what_shares_out_the_whole_model_is_simulated_whole() -> None:
     assert "ddp shares out the whole model" in simulated(job(llama(5)), ["ddp"]).notes[-1]
 
 
-def test_compile_is_left_out_and_said() -> None:
+def test_what_cannot_be_simulated_is_said() -> None:
     assert simulated(job(llama(1)), ["compile"], 1).notes[0].startswith("compile is left out")
 
-
-def test_as_plain_data(sharded: Simulated) -> None:
-    data = sharded.to_json_data()
-    assert data["peak_bytes"] == max(sum(moment["memory"].values()) for moment in data["moments"])
-    assert {each["kind"] for each in data["collectives"]} == {"all_gather", "reduce_scatter", "all_reduce"}
-    assert all(each["axes"] == ["data"] for each in data["collectives"])
-
-
-def test_a_step_needs_an_optimizer_and_a_loss() -> None:
     with pytest.raises(ArgumentError, match="optim_func and loss_func"):
         simulated(job(llama(2), optim_func=None, loss_func=None), ["fsdp"])
 
