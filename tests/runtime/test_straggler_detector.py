@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from atorch import StragglerDetector, auto_accelerate
 from atorch.errors import ArgumentError
 from atorch.runtime.straggler_detector import StepReport, Straggler, behind
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 BATCH, WIDTH = 4, 8
 Work = Callable[[str], None]
@@ -227,16 +227,13 @@ def test_there_is_one_warning_once_several_reports_agree(pool: Pool) -> None:
     )
 
 
-def differing(rank: int, size: int) -> str:
+@on_ranks()
+def test_processes_report_at_the_same_steps(rank: int, size: int) -> None:
     result = made(Waiting({}), ["ddp"], 2, size)
     with pytest.raises(ArgumentError) as caught:
         StragglerDetector(result.model, result.optim, every=10 + rank)
-    return str(caught.value)
-
-
-def test_processes_report_at_the_same_steps(pool: Pool) -> None:
-    for said in pool.run(differing):
-        assert "differs between processes: rank 0 has 'every=10, patience=3, margin=0.1', rank 1 has 'every=11" in said
+    said = str(caught.value)
+    assert "differs between processes: rank 0 has 'every=10, patience=3, margin=0.1', rank 1 has 'every=11" in said
 
 
 @pytest.mark.parametrize(("given"), [{"every": 1}, {"every": 2.5}, {"patience": 0}, {"margin": 0}])

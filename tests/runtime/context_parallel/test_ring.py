@@ -16,7 +16,7 @@ from atorch.errors import ArgumentError
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.context_parallel import Deal, ring_attention
 from tests.auto.opt_lib.splitting import BLOCK, on_mesh
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 BATCH, HEADS, LENGTH, DIM = 2, 4, 48, 8
 
@@ -158,22 +158,20 @@ def test_it_sends_what_the_cost_says(pool: Pool, ranks: int) -> None:
             assert sent == dict.fromkeys(("send", "receive"), (expected.count, expected.num_bytes))
 
 
-def dropped(rank: int, size: int) -> list[list[Tensor]]:
+@on_ranks()
+def test_dropout_differs_between_ranks_and_is_drawn_from_torchs_generator(rank: int, size: int) -> None:
+    """The same seed on every rank; gradients are those of what was drawn: see test_kernels."""
     found = []
     for dropout in (0.5, 0.5, 0.0):
         torch.manual_seed(0)
         found.append(around(rank, size, Case("causal"), dropout))
-    return found
+    first, second, whole = found
+    assert all(one.equal(other) for one, other in zip(first, second, strict=True))
+    assert not any(one.allclose(other) for one, other in zip(first, whole, strict=True))
 
 
-def test_dropout_differs_between_ranks_and_is_drawn_from_torchs_generator(pool: Pool) -> None:
-    """The same seed on every rank; gradients are those of what was drawn: see test_kernels."""
-    for first, second, whole in pool.run(dropped):
-        assert all(one.equal(other) for one, other in zip(first, second, strict=True))
-        assert not any(one.allclose(other) for one, other in zip(first, whole, strict=True))
-
-
-def refusals(rank: int, size: int) -> list[str]:
+@on_ranks()
+def test_what_it_cannot_honour_is_refused(rank: int, size: int) -> None:
     query, key, value, _ = (each[:, :, :24] for each in Case().tensors())
     said = []
     for more in (
@@ -186,15 +184,10 @@ def refusals(rank: int, size: int) -> list[str]:
         with pytest.raises(ArgumentError) as caught:
             ring_attention(**arguments, group=dist.group.WORLD)
         said.append(str(caught.value))
-    return said
-
-
-def test_what_it_cannot_honour_is_refused(pool: Pool) -> None:
-    for said in pool.run(refusals, ranks=2):
-        wanted = (
-            "whole sequences have 48 queries and 48 keys",
-            "needs a gradient",
-            "beside is_causal",
-            "48 queries and 24 keys",
-        )
-        assert all(words in message for words, message in zip(wanted, said, strict=True)), said
+    wanted = (
+        "whole sequences have 48 queries and 48 keys",
+        "needs a gradient",
+        "beside is_causal",
+        "48 queries and 24 keys",
+    )
+    assert all(words in message for words, message in zip(wanted, said, strict=True)), said

@@ -17,7 +17,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.data_parallel.batch_consistency import LOOKS, watch_batches
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 PIPELINE = ("pipeline_parallel", {"micro_batches": 2})
 
@@ -58,18 +58,15 @@ CASES = [
 ]
 
 
-def told_of_all(rank: int, size: int) -> list[str]:
+@on_ranks()
+def test_different_batches_are_told_on_all_processes(rank: int, size: int) -> None:
     model = Takes()
     watch_batches(model, {"tensor": dist.group.WORLD})
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         twin(torch.full((2,), rank))  # copies may be given anything
-    return [told(rank, size, kind, first) for kind, first, _ in CASES]
-
-
-def test_different_batches_are_told_on_all_processes(pool: Pool) -> None:
-    for said in pool.run(told_of_all):
-        assert all(text.startswith(expected) for text, (*_, expected) in zip(said, CASES, strict=True)), said
-        assert [bool(text) for text in said] == [bool(expected) for *_, expected in CASES]
+    said = [told(rank, size, kind, first) for kind, first, _ in CASES]
+    assert all(text.startswith(expected) for text, (*_, expected) in zip(said, CASES, strict=True)), said
+    assert [bool(text) for text in said] == [bool(expected) for *_, expected in CASES]
 
 
 def dealt_by_rank(rank: int, size: int, strategy: Any) -> str:

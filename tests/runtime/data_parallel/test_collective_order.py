@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from atorch.errors import StrategyError
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
-from tests.pool import Pool, RankFailure
+from tests.pool import Pool, RankFailure, on_ranks
 from tests.runtime.sharing import whole
 
 WIDTH = 8
@@ -184,14 +184,12 @@ ALIKE: list[list[tuple[Way, Way]]] = [
 ]
 
 
-def trained_alike(rank: int, size: int, keep: bool, finds_unused: bool) -> list[float]:
-    return [trained(rank, size, ways, keep, finds_unused)[0] for ways in ALIKE]
-
-
 @pytest.mark.parametrize(("keep", "finds_unused"), [(False, False), (True, CAN_FIND)])
-def test_what_all_ranks_do_alike_trains_as_one_process_does(pool: Pool, keep: bool, finds_unused: bool) -> None:
-    for differences in pool.run(trained_alike, keep, finds_unused):
-        assert max(differences) <= 1e-5
+@on_ranks()
+def test_what_all_ranks_do_alike_trains_as_one_process_does(
+    rank: int, size: int, keep: bool, finds_unused: bool
+) -> None:
+    assert max(trained(rank, size, ways, keep, finds_unused)[0] for ways in ALIKE) <= 1e-5
 
 
 WITHIN: list[tuple[Way, Way]] = [
@@ -215,7 +213,8 @@ def test_unused_parameters_of_a_group_may_differ_where_they_are_looked_for(pool:
         assert any(has_gradient)
 
 
-def comparisons(rank: int, size: int) -> list[int]:
+@on_ranks()
+def test_a_pass_like_the_last_one_is_compared_once(rank: int, size: int) -> None:
     from atorch.runtime.data_parallel import collective_order
 
     model, counts = sharded(size, (16, 16, 16), False, False), []
@@ -234,11 +233,7 @@ def comparisons(rank: int, size: int) -> list[int]:
             before = calls
             F.mse_loss(model(x, *ALL), y).backward()
             counts.append(calls - before)
-    return counts
-
-
-def test_a_pass_like_the_last_one_is_compared_once(pool: Pool) -> None:
-    for first, second, third, fourth in pool.run(comparisons):
-        assert first > 5
-        assert second <= 2
-        assert (third, fourth) == (1, 1)
+    first, second, third, fourth = counts
+    assert first > 5
+    assert second <= 2
+    assert (third, fourth) == (1, 1)

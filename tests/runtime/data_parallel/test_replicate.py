@@ -18,18 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from atorch.errors import StrategyError
 from atorch.runtime.data_parallel import replicate as module
 from atorch.runtime.data_parallel.replicate import Replicated, average_before_steps, replicate
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import deviation, make, param_groups, sgd, train
 
 CPU = torch.device("cpu")
-
-
-def trained(rank: int, size: int, name: str, accumulate: int) -> float:
-    model = replicate(make(name, seed=rank), world(), CPU)  # rank 0's weights count
-    train(model, sgd(param_groups(model)), rank, size, accumulate)
-    copied = copy.deepcopy(model)  # as weights are averaged over steps
-    assert all(map(torch.equal, copied.parameters(), model.parameters()))
-    return deviation(model, name, accumulate)
 
 
 def world() -> dist.ProcessGroup:
@@ -38,11 +30,17 @@ def world() -> dist.ProcessGroup:
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("awkward", 2), ("llama", 1)])
-def test_trains_as_one_process_does(pool: Pool, name: str, accumulate: int) -> None:
-    assert max(pool.run(trained, name, accumulate)) <= 1e-4
+@on_ranks()
+def test_trains_as_one_process_does(rank: int, size: int, name: str, accumulate: int) -> None:
+    model = replicate(make(name, seed=rank), world(), CPU)  # rank 0's weights count
+    train(model, sgd(param_groups(model)), rank, size, accumulate)
+    copied = copy.deepcopy(model)  # as weights are averaged over steps
+    assert all(map(torch.equal, copied.parameters(), model.parameters()))
+    assert deviation(model, name, accumulate) <= 1e-4
 
 
-def names(rank: int, size: int) -> dict[str, Any]:
+@on_ranks()
+def test_names_and_attributes_are_the_users(rank: int, size: int) -> None:
     plain = make("awkward")
     model = replicate(make("awkward"), world(), CPU)
     assert isinstance(model, Replicated)
@@ -53,32 +51,15 @@ def names(rank: int, size: int) -> dict[str, Any]:
     model.eval()
     with pytest.raises(AttributeError, match="'Awkward' object has no attribute 'nothing'"):
         _ = model.nothing
-    return {
-        "state": list(saved) == list(plain.state_dict()),
-        "parameters": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()],
-        "buffers": [n for n, _ in model.named_buffers()],
-        "modules": [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()],
-        "loaded": float(model.scale.detach()),
-        "attribute": model.config,
-        "method": model.greet(),
-        "submodule": model.get_submodule("blocks.1") is model.module.blocks[1],
-        "eval": any(module.training for module in model.module.modules()),
-    }
-
-
-def test_names_and_attributes_are_the_users(pool: Pool) -> None:
-    for seen in pool.run(names):
-        assert seen == {
-            "state": True,
-            "parameters": True,
-            "buffers": ["shift"],
-            "modules": True,
-            "loaded": 1.5,
-            "attribute": {"width": 12},
-            "method": "width 12",
-            "submodule": True,
-            "eval": False,
-        }
+    assert list(saved) == list(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_buffers()] == ["shift"]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert float(model.scale.detach()) == 1.5
+    assert model.config == {"width": 12}
+    assert model.greet() == "width 12"
+    assert model.get_submodule("blocks.1") is model.module.blocks[1]
+    assert not any(module.training for module in model.module.modules())
 
 
 def unchanged(rank: int, size: int) -> bool:
@@ -102,16 +83,13 @@ class Halves(nn.Module):
         return self.layers[which](x)
 
 
-def unused(rank: int, size: int) -> list[float]:
+@on_ranks()
+def test_unused_parameters_do_not_block(rank: int, size: int) -> None:
     model = replicate(Halves(), world(), CPU, find_unused_parameters=True)
     for which in (0, 1, 0):
         model.zero_grad()
         model(torch.full((1, 2), float(rank + 1)), which).sum().backward()
-    return [float(p.grad[0, 0]) for p in (model.layers[0].weight,)]
-
-
-def test_unused_parameters_do_not_block(pool: Pool) -> None:
-    assert pool.run(unused) == [[1.5], [1.5]]
+    assert float(model.layers[0].weight.grad[0, 0]) == 1.5
 
 
 class TwoHeads(nn.Module):
@@ -188,14 +166,11 @@ def gradients_of_passes(rank: int, size: int, name: str, find_unused: bool) -> f
     return max(off)
 
 
-def gradients_of_all_passes(rank: int, size: int, find_unused: bool) -> dict[str, float]:
-    return {name: gradients_of_passes(rank, size, name, find_unused) for name in PASSES}
-
-
 @pytest.mark.parametrize("find_unused", [False, True])
-def test_every_backward_pass_averages(pool: Pool, find_unused: bool) -> None:
-    for off in pool.run(gradients_of_all_passes, find_unused):
-        assert max(off.values()) <= 1e-6, off
+@on_ranks()
+def test_every_backward_pass_averages(rank: int, size: int, find_unused: bool) -> None:
+    off = {name: gradients_of_passes(rank, size, name, find_unused) for name in PASSES}
+    assert max(off.values()) <= 1e-6, off
 
 
 def assigned(model: Any, x: torch.Tensor) -> None:
@@ -227,8 +202,8 @@ def farthest(model: nn.Module, whole: nn.Module) -> float:
     return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
 
 
-def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
-    """The distance of parameters from those of the whole batch, and when gradients were averaged beside backward."""
+@on_ranks()
+def test_gradients_by_hand_are_averaged_before_a_step(rank: int, size: int) -> None:
     whole, model, x, replicas, optims = beside_plain()
     ordinary(replicas, x)
     optims[1].zero_grad()  # a pass that is thrown away
@@ -241,13 +216,8 @@ def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
                 optim.step()
                 optim.zero_grad()
             averaged.append(average.call_count)
-    return farthest(model, whole), averaged
-
-
-def test_gradients_by_hand_are_averaged_before_a_step(pool: Pool) -> None:
-    for off, averaged in pool.run(steps_by_hand):
-        assert off <= 1e-6
-        assert averaged == [1, 1, 1, 2]
+    assert farthest(model, whole) <= 1e-6
+    assert averaged == [1, 1, 1, 2]
 
 
 def added(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> Any:
@@ -268,8 +238,8 @@ def in_a_closure(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> A
     return optim.step(closure)
 
 
-def steps_with_gradients_taken(rank: int, size: int) -> list[float]:
-    """The distance of parameters from those of the whole batch."""
+@on_ranks()
+def test_gradients_that_were_taken_are_averaged(rank: int, size: int) -> None:
     found = []
     for step in (added, in_a_closure):
         whole, model, x, replicas, optims = beside_plain()
@@ -278,15 +248,11 @@ def steps_with_gradients_taken(rank: int, size: int) -> list[float]:
                 step(each, part, optim)
                 optim.zero_grad()
         found.append(farthest(model, whole))
-    return found
+    assert max(found) <= 1e-6
 
 
-def test_gradients_that_were_taken_are_averaged(pool: Pool) -> None:
-    assert max(max(off) for off in pool.run(steps_with_gradients_taken)) <= 1e-6
-
-
-def grown(rank: int, size: int) -> float:
-    """The distance of parameters from those of the whole batch, where a layer was put into the model later."""
+@on_ranks()
+def test_parameters_that_come_later_are_averaged(rank: int, size: int) -> None:
     whole, model, x, replicas, optims = beside_plain()
     torch.manual_seed(3 + rank)
     whole.body, model.body = (nn.Sequential(each.body, nn.Linear(4, 4)) for each in (whole, model))
@@ -300,11 +266,7 @@ def grown(rank: int, size: int) -> float:
         for optim in optims:
             optim.step()
             optim.zero_grad()
-    return farthest(model, whole)
-
-
-def test_parameters_that_come_later_are_averaged(pool: Pool) -> None:
-    assert max(pool.run(grown)) <= 1e-6
+    assert farthest(model, whole) <= 1e-6
 
 
 class Blocks(nn.Module):
@@ -373,11 +335,6 @@ def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
 LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, signs, a_sample)}
 
 
-def off_after_steps(rank: int, size: int) -> dict[str, float]:
-    """The distance of parameters from those of the whole batch, after a few steps of each loop."""
-    return {name: off_after_steps_of(rank, size, name) for name in LOOPS}
-
-
 def off_after_steps_of(rank: int, size: int, name: str) -> float:
     torch.manual_seed(3)
     whole, model = (nn.Linear(3, 1), nn.Linear(3, 1)) if name == "a_sample" else (Blocks(), Blocks())
@@ -394,26 +351,23 @@ def off_after_steps_of(rank: int, size: int, name: str) -> float:
     return farthest(model, whole)
 
 
-def test_loops_train_as_one_process_does(pool: Pool) -> None:
-    for off in pool.run(off_after_steps):
-        assert max(off.values()) <= 1e-5, off
+@on_ranks()
+def test_loops_train_as_one_process_does(rank: int, size: int) -> None:
+    off = {name: off_after_steps_of(rank, size, name) for name in LOOPS}
+    assert max(off.values()) <= 1e-5, off
 
 
-def left_out(rank: int, size: int) -> list[Any]:
-    """The gradients of heads that both ranks, one and none have used."""
+@on_ranks()
+def test_what_a_rank_leaves_out_counts_as_zero(rank: int, size: int) -> None:
     model: Any = replicate(Blocks(), world(), CPU)
     for heads in ((0, 1, 2), (0, rank), (0, rank)):
         model.zero_grad()
         sum(model(torch.ones(1, 3), heads=heads)).sum().backward()
-    return [None if head.bias.grad is None else float(head.bias.grad) for head in model.heads]
+    assert [None if head.bias.grad is None else float(head.bias.grad) for head in model.heads] == [1.5, 0.5, None]
 
 
-def test_what_a_rank_leaves_out_counts_as_zero(pool: Pool) -> None:
-    assert pool.run(left_out) == [[1.5, 0.5, None]] * 2
-
-
-def hooked(rank: int, size: int) -> list[Any]:
-    """Calls of a hook on a gradient, and the gradient, of passes of which the first is not averaged."""
+@on_ranks()
+def test_hooks_on_gradients_see_averages_and_what_is_taken(rank: int, size: int) -> None:
     linear, seen = nn.Linear(1, 1, bias=False), list[float]()
     model: Any = replicate(linear, world(), CPU)
     linear.weight.register_hook(lambda gradient: seen.append(float(gradient)) or gradient.clamp(max=1.0))
@@ -422,11 +376,7 @@ def hooked(rank: int, size: int) -> list[Any]:
         model(x).sum().backward()
     model(x + 1).sum().backward()
     (taken,) = torch.autograd.grad(model(x + 2).sum(), linear.weight)
-    return [*seen, float(linear.weight.grad), float(taken)]
-
-
-def test_hooks_on_gradients_see_averages_and_what_is_taken(pool: Pool) -> None:
-    assert pool.run(hooked) == [[2.0, 2.0, 1.0, 1.0], [2.0, 3.0, 1.0, 1.0]]
+    assert [*seen, float(linear.weight.grad), float(taken)] == [[2.0, 2.0, 1.0, 1.0], [2.0, 3.0, 1.0, 1.0]][rank]
 
 
 def refusal(rank: int, size: int, options: dict[str, bool], again: bool) -> str:

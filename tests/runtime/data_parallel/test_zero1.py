@@ -22,7 +22,7 @@ from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer, deal_out
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import deviation, make, param_groups, sgd, train
 
 CPU = torch.device("cpu")
@@ -69,7 +69,8 @@ def put(optim: torch.optim.Optimizer) -> None:
             optim.state[param] = {"momentum_buffer": torch.zeros_like(state["momentum_buffer"])}
 
 
-def wiped(rank: int, size: int) -> list[float]:
+@on_ranks()
+def test_states_that_are_taken_away_are_gone(rank: int, size: int) -> None:
     found = []
     for wipe in (clear, replace, put):
         weights = []
@@ -85,11 +86,7 @@ def wiped(rank: int, size: int) -> list[float]:
                 optim.step()
             weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
         found.append(float((weights[0] - weights[1]).abs().max()))
-    return found
-
-
-def test_states_that_are_taken_away_are_gone(pool: Pool) -> None:
-    assert max(max(each) for each in pool.run(wiped)) == 0.0
+    assert max(found) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -200,31 +197,24 @@ def test_fp32_masters_exist_for_the_own_share_alone(pool: Pool) -> None:
     assert sum(held for _, _, held in results) == sum(p.numel() for p in make("llama").parameters())
 
 
-def names_kept(rank: int, size: int) -> list[str]:
+@on_ranks()
+def test_named_parameters_keep_their_names(rank: int, size: int) -> None:
     model = nn.Linear(2, 2)
     optim = ShardedOptimizer(model.named_parameters(), adam, world())
     full = optim.full_state_dict()
-    return [] if full is None else full["param_groups"][0]["param_names"]
+    assert ([] if full is None else full["param_groups"][0]["param_names"]) == [["weight", "bias"], []][rank]
 
 
-def test_named_parameters_keep_their_names(pool: Pool) -> None:
-    assert pool.run(names_kept) == [["weight", "bias"], []]
-
-
-def few(rank: int, size: int) -> tuple[float, str]:
+@on_ranks()
+def test_a_rank_may_have_nothing_to_step(rank: int, size: int) -> None:
     weight = nn.Parameter(torch.ones(2))
     optim = ShardedOptimizer([weight], sgd, world())
     weight.grad = torch.ones(2)
     optim.step()
     with pytest.raises(ArgumentError) as caught:
         optim.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    return weight[0].item(), str(caught.value)
-
-
-def test_a_rank_may_have_nothing_to_step(pool: Pool) -> None:
-    for value, refusal in pool.run(few):
-        assert value == pytest.approx(0.95)
-        assert "optim_param_func" in refusal
+    assert weight[0].item() == pytest.approx(0.95)
+    assert "optim_param_func" in str(caught.value)
 
 
 def sent(rank: int, size: int) -> list[bool]:
@@ -254,8 +244,8 @@ def test_broadcast_in_buckets(pool: Pool) -> None:
         assert all(arrived)
 
 
-def thawed(rank: int, size: int) -> tuple[float, bool]:
-    """How far apart ranks are once a layer was unfrozen, and whether gradients that are zeroed stay where they are."""
+@on_ranks()
+def test_what_is_unfrozen_is_sent_and_gradients_can_be_zeroed(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
     model[1].requires_grad_(False)
@@ -271,11 +261,7 @@ def thawed(rank: int, size: int) -> tuple[float, bool]:
     mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     first = mine.clone()
     dist.broadcast(first, 0)
-    return float((mine - first).abs().max()), kept
-
-
-def test_what_is_unfrozen_is_sent_and_gradients_can_be_zeroed(pool: Pool) -> None:
-    assert pool.run(thawed) == [(0.0, True), (0.0, True)]
+    assert (float((mine - first).abs().max()), kept) == (0.0, True)
 
 
 class Various(nn.Module):
@@ -315,8 +301,22 @@ MAKERS |= {
 }
 
 
-def same_as_plain(rank: int, size: int) -> list[str]:
-    """The makers whose optimizers, stepped on shares, come to other bits or other states than on the whole."""
+def same(expected: Any, got: Any, rounding: float) -> bool:
+    """Whether nested values have the same numbers, and tensors of the same kinds, at the same places."""
+    flat = [{keystr(path): leaf for path, leaf in tree_flatten_with_path(each)[0]} for each in (expected, got)]
+    return flat[0].keys() == flat[1].keys() and all(
+        alike(value, flat[1][place], rounding) if isinstance(value, torch.Tensor) else value == flat[1][place]
+        for place, value in flat[0].items()
+    )
+
+
+def alike(expected: torch.Tensor, got: torch.Tensor, rounding: float) -> bool:
+    is_kind = (expected.shape, expected.dtype) == (got.shape, got.dtype)
+    return is_kind and torch.allclose(got.to_dense(), expected.to_dense(), rounding, rounding)
+
+
+@on_ranks()
+def test_slices_are_stepped_saved_and_loaded_as_the_whole(rank: int, size: int) -> None:
     wrong = []
     for name, make_optimizer in MAKERS.items():
         plain, shared, loaded = Various(), Various(), Various()
@@ -339,25 +339,7 @@ def same_as_plain(rank: int, size: int) -> list[str]:
         rounding = 1e-6 if "sparse" in name else 0.0  # entries of one row are added up in another order
         if not all(same(*((params, each.state_dict()) for params, each in pair), rounding) for pair in pairs):
             wrong.append(name)
-    return wrong
-
-
-def same(expected: Any, got: Any, rounding: float) -> bool:
-    """Whether nested values have the same numbers, and tensors of the same kinds, at the same places."""
-    flat = [{keystr(path): leaf for path, leaf in tree_flatten_with_path(each)[0]} for each in (expected, got)]
-    return flat[0].keys() == flat[1].keys() and all(
-        alike(value, flat[1][place], rounding) if isinstance(value, torch.Tensor) else value == flat[1][place]
-        for place, value in flat[0].items()
-    )
-
-
-def alike(expected: torch.Tensor, got: torch.Tensor, rounding: float) -> bool:
-    is_kind = (expected.shape, expected.dtype) == (got.shape, got.dtype)
-    return is_kind and torch.allclose(got.to_dense(), expected.to_dense(), rounding, rounding)
-
-
-def test_slices_are_stepped_saved_and_loaded_as_the_whole(pool: Pool) -> None:
-    assert pool.run(same_as_plain) == [[], []]
+    assert wrong == []
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -377,7 +359,8 @@ class ScheduleFree(torch.optim.SGD):
         self.zero_grad()
 
 
-def own_methods(rank: int, size: int) -> tuple[bool, str, bool]:
+@on_ranks()
+def test_methods_of_the_optimizers_own_work_on_the_whole(rank: int, size: int) -> None:
     model = make("awkward")
     expected = [each.detach() * 0.5 for each in model.parameters()]
     optim: Any = ShardedOptimizer(model.parameters(), lambda groups: ScheduleFree(groups, lr=0.1), world())
@@ -388,11 +371,6 @@ def own_methods(rank: int, size: int) -> tuple[bool, str, bool]:
     optim.eval()
     same = all(map(torch.equal, model.parameters(), expected))
     optim.clear()
-    return same, str(caught.value), all(each.grad is None for each in model.parameters())
-
-
-def test_methods_of_the_optimizers_own_work_on_the_whole(pool: Pool) -> None:
-    for same, told, cleared in pool.run(own_methods):
-        assert same
-        assert "reads gradients" in told
-        assert cleared
+    assert same
+    assert "reads gradients" in str(caught.value)
+    assert all(each.grad is None for each in model.parameters())

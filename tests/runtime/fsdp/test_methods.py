@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from atorch.runtime.fsdp.groups import arrange, by_block, without_trainable
 from atorch.runtime.fsdp.shard import shard
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import VOCAB, make, param_groups, sgd, whole
 
 CLEARINGS = ["model", "submodule", "zeros", "optimizer", "none by hand", "zeros by hand"]
@@ -67,7 +67,8 @@ def test_gradients_are_cleared_while_parameters_are_gathered(pool: Pool, ranks: 
         assert all(num > 10 and error <= 1e-6 for error, num in found.values()), found
 
 
-def frozen_between(rank: int, size: int) -> list[bool]:
+@on_ranks()
+def test_what_is_frozen_while_it_is_gathered_stays_frozen(rank: int, size: int) -> None:
     model = make("llama")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
     shard(model, mesh, arrange(model, by_block(model)), reshard_after_forward=False)
@@ -77,11 +78,8 @@ def frozen_between(rank: int, size: int) -> list[bool]:
     loss.backward()
     model.zero_grad()
     model(tokens).sum().backward()
-    return [parameter.grad is None for name, parameter in model.named_parameters() if "layers.0.mlp" in name]
-
-
-def test_what_is_frozen_while_it_is_gathered_stays_frozen(pool: Pool) -> None:
-    assert pool.run(frozen_between) == [[True] * 3] * 2
+    frozen = [parameter for name, parameter in model.named_parameters() if "layers.0.mlp" in name]
+    assert [parameter.grad for parameter in frozen] == [None] * 3
 
 
 def lora(seed: int = 0) -> nn.Module:

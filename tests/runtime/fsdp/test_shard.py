@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from atorch.errors import ArgumentError
 from atorch.runtime.fsdp.groups import FsdpUnit, arrange, by_block, without_trainable
 from atorch.runtime.fsdp.shard import _make_contiguous, shard
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train, whole
 
 
@@ -79,17 +79,13 @@ def test_trains_as_one_process_does(pool: Pool, ranks: int) -> None:
         assert max(off) <= 1e-4, off
 
 
-def with_ignored(rank: int, size: int) -> tuple[float, bool]:
+@on_ranks()
+def test_ignored_parameters_stay_whole_and_are_averaged(rank: int, size: int) -> None:
     model = make("awkward", seed=rank)
     shard(model, flat(size), blocks(model), ignored=model.mixer.parameters())
     train(model, sgd(param_groups(model)), rank, size, accumulate=2)
-    return deviation(model, "awkward", accumulate=2), isinstance(model.mixer.weight, DTensor)
-
-
-def test_ignored_parameters_stay_whole_and_are_averaged(pool: Pool) -> None:
-    for error, is_sharded in pool.run(with_ignored):
-        assert error <= 1e-4
-        assert not is_sharded
+    assert deviation(model, "awkward", accumulate=2) <= 1e-4
+    assert not isinstance(model.mixer.weight, DTensor)
 
 
 def held(rank: int, size: int) -> tuple[int, int, int]:
@@ -130,18 +126,16 @@ def test_whole_groups_wait_on_the_host_blocks_first(pool: Pool) -> None:
     assert every == 1.0
 
 
-def unequal(rank: int, size: int) -> bool:
+@on_ranks()
+def test_without_synchronising_each_rank_gives_its_own_shard(rank: int, size: int) -> None:
     model = make("awkward", seed=rank)
     shard(model, flat(size), blocks(model), sync_module_states=False)
     expected = make("awkward", seed=rank).mixer.weight
-    return bool(torch.equal(model.mixer.weight.to_local(), expected.chunk(size)[rank]))
+    assert torch.equal(model.mixer.weight.to_local(), expected.chunk(size)[rank])
 
 
-def test_without_synchronising_each_rank_gives_its_own_shard(pool: Pool) -> None:
-    assert all(pool.run(unequal))
-
-
-def after_evaluation(rank: int, size: int) -> tuple[bool, bool]:
+@on_ranks()
+def test_a_step_after_an_evaluation_is_seen(rank: int, size: int) -> None:
     model = make("awkward")
     shard(model, flat(size), blocks(model), reshard_after_forward=False)
     tokens = torch.arange(6).expand(2, 6)
@@ -152,29 +146,20 @@ def after_evaluation(rank: int, size: int) -> tuple[bool, bool]:
     for p in model.parameters():
         if p.grad is not None:
             p.data.add_(p.grad, alpha=-0.1)
-    return is_sharded, bool(torch.equal(before, model(tokens)))
+    assert is_sharded
+    assert not torch.equal(before, model(tokens))
 
 
-def test_a_step_after_an_evaluation_is_seen(pool: Pool) -> None:
-    for is_sharded, is_stale in pool.run(after_evaluation):
-        assert is_sharded
-        assert not is_stale
-
-
-def in_bf16(rank: int, size: int) -> tuple[str, str, float]:
+@on_ranks()
+def test_low_precision_is_gathered_and_fp32_kept(rank: int, size: int) -> None:
     model = make("llama")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, flat(size), blocks(model), mp_policy=policy)
     seen = []
     model.llama.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(str(args[0].dtype)))
     train(model, sgd(param_groups(model)), rank, size)
-    return seen[0], str(next(model.parameters()).dtype), deviation(model, "llama")
-
-
-def test_low_precision_is_gathered_and_fp32_kept(pool: Pool) -> None:
-    for seen, stored, error in pool.run(in_bf16):
-        assert (seen, stored) == ("torch.bfloat16", "torch.float32")
-        assert error <= 3e-2
+    assert (seen[0], str(next(model.parameters()).dtype)) == ("torch.bfloat16", "torch.float32")
+    assert deviation(model, "llama") <= 3e-2
 
 
 class Fillable(nn.Module):
@@ -185,21 +170,17 @@ class Fillable(nn.Module):
         self.weight = nn.Parameter(torch.empty(4, 2))
 
 
-def from_meta(rank: int, size: int) -> tuple[bool, bool, str]:
+@on_ranks()
+def test_meta_modules_are_filled_once_sharded(rank: int, size: int) -> None:
     with torch.device("meta"):
         reset, filled, empty = nn.Linear(4, 4), Fillable(), Fillable()
     shard(reset, flat(size), [])
     shard(filled, flat(size), [], param_init_fn=lambda module: nn.init.ones_(module.weight))
     with pytest.raises(ArgumentError) as caught:
         shard(empty, flat(size), [])
-    return whole(reset.weight).std().item() > 0, bool((whole(filled.weight) == 1).all()), str(caught.value)
-
-
-def test_meta_modules_are_filled_once_sharded(pool: Pool) -> None:
-    for is_reset, is_filled, refusal in pool.run(from_meta):
-        assert is_reset
-        assert is_filled
-        assert "param_init_fn" in refusal
+    assert whole(reset.weight).std().item() > 0
+    assert (whole(filled.weight) == 1).all()
+    assert "param_init_fn" in str(caught.value)
 
 
 def names_of(model: nn.Module, groups: list[FsdpUnit]) -> list[tuple[list[str], bool]]:
@@ -283,7 +264,8 @@ def test_batch_norms_stay_in_fp32(pool: Pool) -> None:
         assert pool.run(normalized_in_bf16, autocast) == [(torch.float32, torch.bfloat16, True)] * 2
 
 
-def hooked(rank: int, size: int) -> list[str]:
+@on_ranks()
+def test_hooks_on_gradients_that_would_not_be_called_are_refused(rank: int, size: int) -> None:
     said = []
     for when in ("before", "after"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -295,12 +277,7 @@ def hooked(rank: int, size: int) -> list[str]:
             model(torch.randn(2, 3))
         except ArgumentError as error:
             said.append(f"{when}: {error}")
-    return said
-
-
-def test_hooks_on_gradients_that_would_not_be_called_are_refused(pool: Pool) -> None:
-    for said in pool.run(hooked):
-        assert [each.partition(" has a hook")[0] for each in said] == ["before: 1.weight", "after: 1.weight"]
+    assert [each.partition(" has a hook")[0] for each in said] == ["before: 1.weight", "after: 1.weight"]
 
 
 def channels_last(rank: int, size: int) -> bool:

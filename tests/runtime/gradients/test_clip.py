@@ -24,7 +24,7 @@ from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.fsdp.groups import arrange, by_block
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.gradients.clip import clip_grad_norm, clip_grads
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import BATCH, SEQ, VOCAB, CopiesToHost, make, sgd, whole
 
 MAX_NORM = 0.1
@@ -189,27 +189,20 @@ def test_pipeline_stages_add_up(pool: Pool) -> None:
     assert [norm for norm, _ in pool.run(over_stages, math.inf)] == [4.0, 4.0]
 
 
-def partial(rank: int, size: int) -> tuple[float, Any]:
+@on_ranks()
+def test_gradients_still_to_be_summed_are_summed(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     weight = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
     weight.grad = DTensor.from_local(torch.tensor([3.0, 4.0]) / size, mesh, [Partial()])
     norm = clip_grads([weight], 1.0)
-    return float(norm), weight.grad.to_local().tolist()
+    assert float(norm) == pytest.approx(5.0)
+    assert weight.grad.to_local().tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
 
 
-def test_gradients_still_to_be_summed_are_summed(pool: Pool) -> None:
-    for norm, grad in pool.run(partial):
-        assert norm == pytest.approx(5.0)
-        assert grad == pytest.approx([0.6, 0.8], abs=1e-5)
-
-
-def unevenly_present(rank: int, size: int) -> float:
+@on_ranks()
+def test_a_rank_without_a_shard_takes_part(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     model = nn.Linear(1, 1)  # one row: one rank has nothing
     shard(model, mesh, [])
     model(torch.ones(1, 1)).sum().backward()
-    return float(clip_grad_norm(model, 1.0, math.inf))
-
-
-def test_a_rank_without_a_shard_takes_part(pool: Pool) -> None:
-    assert pool.run(unevenly_present) == [1.0, 1.0]
+    assert float(clip_grad_norm(model, 1.0, math.inf)) == 1.0

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import atorch
 from atorch.errors import ArgumentError
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 Gradients = list[Tensor]
 WIDTH = 8
@@ -102,8 +102,9 @@ NUMBERS: Mapping[str, Callable[[Gradients], Any]] = {
 }
 
 
-def numbers(rank: int, size: int, strategy: str) -> list[str]:
-    """What does not refuse, of gradients after backward, after a step, and of torch.autograd.grad."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks()
+def test_numbers_of_parts_are_refused(rank: int, size: int, strategy: str) -> None:
     result, wrong = accelerated(strategy), []
 
     def check(when: str, grads: Gradients) -> None:
@@ -122,12 +123,7 @@ def numbers(rank: int, size: int, strategy: str) -> list[str]:
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
         loss = result.loss_func(x, result.model(x))
         check("of autograd", list(torch.autograd.grad(loss, list(result.model.parameters()))))
-    return wrong
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_numbers_of_parts_are_refused(pool: Pool, strategy: str) -> None:
-    assert pool.run(numbers, strategy) == [[], []]
+    assert wrong == []
 
 
 def edit(grads: Gradients) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.loss.reduction import LossWeight
+from tests.pool import on_ranks
 
 F = nn.functional
 
@@ -149,18 +150,17 @@ def test_a_name_that_is_not_there_is_told():
         LossWeight("mask").weights(batches(*UNEVEN), [2, 2, 1], never)
 
 
-def one_rank_sees_it(rank, size):
-    """Only rank 1's batch tells labels from rows; both must look, and both must know afterwards."""
+@on_ranks()
+def test_ranks_find_out_together(rank, size):
     weight, full = LossWeight(), batches([8, 8], [8, 8])
     weight.weights(full, [2, 2], pairs_of(full, by_label)[0])
     parts = batches([8, 8], [2, 2]) if rank == 1 else full
     pair_losses, asked = pairs_of(parts, by_label)
     weights = weight.weights(parts, [2, 2], lambda place: (dist.barrier(), pair_losses(place))[1])
-    return weights, len(asked), weight.weights(batches([8, 8], [2, 2]), [2, 2], never)
-
-
-def test_ranks_find_out_together(pool):
-    assert pool.run(one_rank_sees_it) == [([0.5, 0.5], 1, [0.8, 0.2]), ([0.8, 0.2], 1, [0.8, 0.2])]
+    assert (weights, len(asked), weight.weights(batches([8, 8], [2, 2]), [2, 2], never)) == [
+        ([0.5, 0.5], 1, [0.8, 0.2]),
+        ([0.8, 0.2], 1, [0.8, 0.2]),
+    ][rank]
 
 
 def one_has_one_part(rank, size, counts):

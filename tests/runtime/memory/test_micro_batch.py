@@ -17,6 +17,7 @@ from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.memory.micro_batch import MicroBatched
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
+from tests.pool import on_ranks
 
 
 class Net(nn.Module):
@@ -355,7 +356,8 @@ def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(po
             assert sent == 4 * num_bytes
 
 
-def in_the_users_no_sync(rank, size):
+@on_ranks()
+def test_nothing_is_left_unreduced_in_the_users_no_sync(rank, size):
     model = Net()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     loss_func = MicroBatched(wrapped, mse, size=2)
@@ -363,15 +365,10 @@ def in_the_users_no_sync(rank, size):
         batch = make_batch(5, seed=rank + shift)
         with context:
             loss_func(batch, wrapped(batch["tokens"])).backward()
-    return gradients(model)
-
-
-def test_nothing_is_left_unreduced_in_the_users_no_sync(pool):
     plain = Net()
     for seed in (0, 1, 10, 11):
         (mse(make_batch(5, seed), plain(make_batch(5, seed)["tokens"])) / 2).backward()
-    for mine in pool.run(in_the_users_no_sync):
-        close(mine, gradients(plain), 1e-5)
+    close(gradients(model), gradients(plain), 1e-5)
 
 
 def test_ranks_find_a_size_together(pool):
@@ -407,7 +404,8 @@ def test_copies_share_no_state():
     assert gradients(twin) == [None] * 5
 
 
-def raises_under_fsdp(rank, size):
+@on_ranks()
+def test_fsdp_forgets_what_raised(rank, size):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     def train(broken_first):
@@ -425,12 +423,7 @@ def raises_under_fsdp(rank, size):
         loss_func(batch, model(batch["tokens"])).backward()
         return [p.grad.to_local().clone() for p in model.parameters()]
 
-    return train(True), train(False)
-
-
-def test_fsdp_forgets_what_raised(pool):
-    for after, fresh in pool.run(raises_under_fsdp):
-        close(after, fresh, 0)
+    close(train(True), train(False), 0)
 
 
 def asked(model, loss_func, factor=2.0):
@@ -466,8 +459,9 @@ def test_a_gradient_penalty_of_pieces_is_named():
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
-def asked_under(rank, size, kind):
-    """The gradient of one parameter, which have one, and how often handing them all over communicates."""
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks()
+def test_gradients_of_one_parameter_over_processes(rank, size, kind):
     model = Net()
     if kind == "fsdp":
         shard(model, init_device_mesh("cpu", (size,)), [FsdpUnit((model.head,))])
@@ -483,17 +477,11 @@ def asked_under(rank, size, kind):
     loss = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
     with Counting() as counting:
         loss.backward()
-    return whole.clone(), has, len(counting.calls)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_of_one_parameter_over_processes(pool, kind):
     plain = Net()
     for seed in (0, 1):
         (mse(make_batch(4, seed), plain(make_batch(4, seed)["tokens"])) / 2).backward()
-    for gradient, has, more in pool.run(asked_under, kind):
-        assert (has, more) == ([False, False, False, True, False], 0)
-        torch.testing.assert_close(gradient, plain.head.weight.grad)
+    assert (has, len(counting.calls)) == ([False, False, False, True, False], 0)
+    torch.testing.assert_close(whole.clone(), plain.head.weight.grad)
 
 
 class Layer(nn.Module):

@@ -27,6 +27,7 @@ from atorch.runtime.memory.recompute import (
     disable_checkpointing,
     is_recomputing,
 )
+from tests.pool import on_ranks
 
 FORMS = {
     "plain": {},
@@ -659,14 +660,11 @@ def check_sharded(rank: int, size: int, form: dict[str, Any]) -> float:
     return float(distance / length)
 
 
-def check_all_sharded(rank: int, size: int) -> dict[str, float]:
-    return {name: check_sharded(rank, size, form) for name, form in FORMS.items()}
-
-
 @pytest.mark.slow
-def test_sharded_after_wrapping(pool):
-    for found in pool.run(check_all_sharded):
-        assert max(found.values()) < 1e-5, found
+@on_ranks()
+def test_sharded_after_wrapping(rank: int, size: int) -> None:
+    found = {name: check_sharded(rank, size, form) for name, form in FORMS.items()}
+    assert max(found.values()) < 1e-5, found
 
 
 # --- checkpoint_sequential

@@ -14,7 +14,7 @@ from atorch import auto_accelerate
 from atorch.distributed.mesh import parallel_rank
 from atorch.runtime.pipeline import engine
 from atorch.runtime.pipeline.schedules import make_schedule
-from tests.pool import Pool, RankFailure
+from tests.pool import Pool, RankFailure, on_ranks
 from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, loss_func, make_model, train
 
 KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen", "inplace", "rooted")
@@ -95,8 +95,9 @@ def test_every_kind_in_three_dimensions(pool: Pool, name: str) -> None:
     check(pool, name, strategy, ranks=8, steps=2, even=True)
 
 
-def seen_otherwise(rank: int, size: int) -> dict[str, Any]:
-    """What happens beside training: outputs, other shapes, a smaller last batch, misuse."""
+@pytest.mark.slow
+@on_ranks()
+def test_evaluation_other_shapes_and_misuse(rank: int, size: int) -> None:
     model = make_model("t5").eval()
     with torch.no_grad():
         plain = {seq: model(**Samples("t5", ROWS, seq).data) for seq in (WIDTH, SEQ)}  # as long as it is wide
@@ -137,16 +138,10 @@ def seen_otherwise(rank: int, size: int) -> dict[str, Any]:
     whole = {name: tuple(value.shape) for name, value in make_model("t5").state_dict().items()}
     found["state"] = state.items() <= whole.items()
     result.model.load_state_dict(make_model("t5").state_dict())
-    return found
-
-
-@pytest.mark.slow
-def test_evaluation_other_shapes_and_misuse(pool: Pool) -> None:
-    for found in pool.run(seen_otherwise, ranks=2):
-        assert found["class"]
-        assert found["state"]
-        assert all(found[name] == "refused" for name in ("logits", "index", "add", "again"))
-        assert all(value <= 1e-5 for name, value in found.items() if name.startswith(("eval", "loss")))
+    assert found["class"]
+    assert found["state"]
+    assert all(found[name] == "refused" for name in ("logits", "index", "add", "again"))
+    assert all(value <= 1e-5 for name, value in found.items() if name.startswith(("eval", "loss")))
 
 
 def contrastive(batch: Any, output: Any) -> torch.Tensor:
@@ -155,19 +150,16 @@ def contrastive(batch: Any, output: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
 
 
-def together(rank: int, size: int, knobs: dict[str, Any]) -> dict[str, Any]:
-    return train("frozen", stages(**knobs), steps=2, loss_of=contrastive)
-
-
 @pytest.mark.parametrize(
     "knobs",
     [{"micro_batches": 4}, pytest.param({"schedule": "interleaved", "micro_batches": 2}, marks=pytest.mark.nightly)],
     ids=str,
 )
-def test_a_loss_of_the_whole_batch_is_taken_once_of_all_outputs(pool: Pool, knobs: dict[str, Any]) -> None:
-    for each in pool.run(together, knobs, ranks=2):
-        assert each["update"] <= 1e-4
-        assert each["loss"] <= 1e-5
+@on_ranks()
+def test_a_loss_of_the_whole_batch_is_taken_once_of_all_outputs(rank: int, size: int, knobs: dict[str, Any]) -> None:
+    each = train("frozen", stages(**knobs), steps=2, loss_of=contrastive)
+    assert each["update"] <= 1e-4
+    assert each["loss"] <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -251,13 +243,24 @@ def test_what_backward_raises_keeps_nobody_waiting(pool: Pool) -> None:
     assert time.monotonic() - began < 100  # a process that waits is given up after 120 s
 
 
-def of_other_sizes(
-    rank: int, size: int, schedule: str, beside: str, sizes: list[tuple[tuple[int, int], tuple[int, int]]]
-) -> tuple[list[float], int]:
-    """The distance of losses from plain training's where replicas have batches of other (rows, length).
+LENGTHS = [((4, 8), (4, 8)), ((4, 8), (4, 12)), ((4, 12), (4, 8)), ((4, 12), (4, 10))]
+ROWS_OF_REPLICAS = [((4, 8), (4, 8)), ((4, 8), (1, 8)), ((1, 8), (4, 8)), ((2, 8), (4, 8))]
 
-    And for how many batches torch was asked for an order of passes.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "beside", "sizes"),
+    [
+        ("interleaved", "fsdp", LENGTHS),
+        ("1f1b", "ddp", ROWS_OF_REPLICAS),
+        pytest.param("1f1b", "ddp", LENGTHS, marks=pytest.mark.nightly),
+        pytest.param("1f1b", "fsdp", LENGTHS, marks=pytest.mark.nightly),
+        pytest.param("zero_bubble", "ddp", LENGTHS, marks=pytest.mark.nightly),
+        pytest.param("interleaved", "ddp", ROWS_OF_REPLICAS, marks=pytest.mark.nightly),
+    ],
+)
+@on_ranks(4, timeout=30)
+def test_batches_of_replicas_may_differ(rank: int, size: int, schedule: str, beside: str, sizes: list[Any]) -> None:
     made = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -277,27 +280,6 @@ def of_other_sizes(
             loss = result.loss_func(batch, result.model(**batch))
             loss.backward()
             errors.append(abs(loss.item() - float(make_model("gpt2")(**batch).loss)))
-    return errors, len(made)
-
-
-LENGTHS = [((4, 8), (4, 8)), ((4, 8), (4, 12)), ((4, 12), (4, 8)), ((4, 12), (4, 10))]
-ROWS_OF_REPLICAS = [((4, 8), (4, 8)), ((4, 8), (1, 8)), ((1, 8), (4, 8)), ((2, 8), (4, 8))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "beside", "sizes"),
-    [
-        ("interleaved", "fsdp", LENGTHS),
-        ("1f1b", "ddp", ROWS_OF_REPLICAS),
-        pytest.param("1f1b", "ddp", LENGTHS, marks=pytest.mark.nightly),
-        pytest.param("1f1b", "fsdp", LENGTHS, marks=pytest.mark.nightly),
-        pytest.param("zero_bubble", "ddp", LENGTHS, marks=pytest.mark.nightly),
-        pytest.param("interleaved", "ddp", ROWS_OF_REPLICAS, marks=pytest.mark.nightly),
-    ],
-)
-def test_batches_of_replicas_may_differ(pool: Pool, schedule: str, beside: str, sizes: list[Any]) -> None:
-    for errors, num_made in pool.run(of_other_sizes, schedule, beside, sizes, ranks=4, timeout=30):
-        assert max(errors) <= 1e-5
-        if sizes is LENGTHS:
-            assert num_made == 1, "the order of passes does not depend on shapes"
+    assert max(errors) <= 1e-5
+    if sizes is LENGTHS:
+        assert len(made) == 1, "the order of passes does not depend on shapes"

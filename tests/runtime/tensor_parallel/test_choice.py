@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_pa
 from atorch.runtime.tensor_parallel.derive.block_sandbox import apart, fresh, map_by_place, tensors_of
 from atorch.runtime.tensor_parallel.derive.reference_forward import Watched
 from atorch.runtime.tensor_parallel.layout.layout_selection import Option, choose, counted, most_spared
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.tensor_parallel.models import batch, make
 from tests.runtime.tensor_parallel.test_split import mesh_of
 
@@ -142,8 +141,8 @@ def test_a_bound_on_memory_says_what_is_worth_sending_for(needed: float | None, 
     assert sorted({name.split(".")[0] for name in layout.rows}) == cut
 
 
-def held(rank: int, size: int) -> dict[str, Any]:
-    """A mixture of experts under a bound that its experts alone can meet, and under one that nothing can."""
+@on_ranks()
+def test_experts_alone_where_that_is_enough(rank: int, size: int) -> None:
     model, x = make("mixtral"), batch("mixtral")
     whole = num_bytes(model)
     with pytest.raises(StrategyError) as caught:
@@ -152,23 +151,19 @@ def held(rank: int, size: int) -> dict[str, Any]:
     layout = tensor_parallel(
         model, lambda model: model(**x), mesh_of(size), parameter_bytes=0.8 * whole, as_dtensors=False
     )
-    return {
+    seen = {
         "told": str(caught.value),
         "untouched": untouched,
         "share": num_bytes(model) / whole,
         "cut": sorted({name.rpartition(".")[2] for name in layout.rows}),
         "reasons": {each.reason for each in layout.kept if "self_attn" in each.name},
     }
-
-
-def test_experts_alone_where_that_is_enough(pool: Pool) -> None:
-    for seen in pool.run(held):
-        assert "parameter_bytes was given" in seen["told"]
-        assert "of MixtralForCausalLM; give at least so many" in seen["told"]
-        assert seen["untouched"]
-        assert seen["share"] <= 0.8
-        assert seen["cut"] == ["down_proj", "gate_up_proj"]
-        assert seen["reasons"] == {"a process holds no more than parameter_bytes without that"}
+    assert "parameter_bytes was given" in seen["told"]
+    assert "of MixtralForCausalLM; give at least so many" in seen["told"]
+    assert seen["untouched"]
+    assert seen["share"] <= 0.8
+    assert seen["cut"] == ["down_proj", "gate_up_proj"]
+    assert seen["reasons"] == {"a process holds no more than parameter_bytes without that"}
 
 
 def sent(rank: int, size: int, name: str) -> list[tuple[float, float]]:

@@ -26,7 +26,7 @@ from atorch.runtime.sequence_parallel.sharded_tokens import split_tokens
 from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation
 from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 from atorch.runtime.tensor_parallel.vocabulary import split_logits
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 ROWS, TOKENS, WIDTH, CLASSES = 2, 8, 6, 11
 Loss = Callable[[Tensor], Tensor]
@@ -250,7 +250,9 @@ def test_losses_and_gradients_are_those_of_whole_logits(pool: Pool, kind: str, r
                 assert 0 < each["gathered"] <= of_tokens if of_tokens else each["gathered"] >= whole, loss
 
 
-def used(rank: int, size: int, kind: str) -> dict[str, bool]:
+@pytest.mark.parametrize("kind", ["columns", "balanced"])
+@on_ranks(4)
+def test_they_are_a_tensor_to_everyone(rank: int, size: int, kind: str) -> None:
     split = Split(rank, size, kind)
     whole, logits = split.head(split.x), split.logits()
     values, detached = whole.detach(), logits.detach()
@@ -288,13 +290,7 @@ def used(rank: int, size: int, kind: str) -> dict[str, bool]:
     labels[0, 0] = CLASSES  # a token of the first rank, and a class of none
     with pytest.raises(RuntimeError, match="out of bounds: logits have 11 classes"):
         F.cross_entropy(split.logits().transpose(1, 2), labels)
-    return found
-
-
-@pytest.mark.parametrize("kind", ["columns", "balanced"])
-def test_they_are_a_tensor_to_everyone(pool: Pool, kind: str) -> None:
-    for seen in pool.run(used, kind, ranks=4):
-        assert all(seen.values()), seen
+    assert all(found.values()), found
 
 
 def tokens_of(rank: int, size: int, value: float = 1.0) -> Tensor:
@@ -345,8 +341,8 @@ def test_who_does_not_read_with_the_others_is_named(pool: Pool, nested: bool) ->
     assert [numbers, *(number for _, number in others)] == [18.0] * 4  # nothing was left under way
 
 
-def read_by_all(rank: int, size: int) -> tuple[float, float, list[bool]]:
-    """Each with a function of its own, again and again; and which of the meetings the store still remembers."""
+@on_ranks()
+def test_what_readers_tell_each_other_does_not_grow(rank: int, size: int) -> None:
     group: Any = dist.group.WORLD
     for step in range(4):
         logits = tokens_of(rank, size, 1.0 + step)
@@ -354,10 +350,5 @@ def read_by_all(rank: int, size: int) -> tuple[float, float, list[bool]]:
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     keys = [f"atorch/split/{group.group_name}/{kind}/{each}" for each in range(1, 5) for kind in ("here", "all")]
-    return float(largest), float(logits.sum() / logits.numel()), [store.check([key]) for key in keys]
-
-
-def test_what_readers_tell_each_other_does_not_grow(pool: Pool) -> None:
-    for largest, mean, kept in pool.run(read_by_all):
-        assert (largest, mean) == (5.0, 4.5)
-        assert kept == [False] * 6 + [True] * 2
+    assert (float(largest), float(logits.sum() / logits.numel())) == (5.0, 4.5)
+    assert [store.check([key]) for key in keys] == [False] * 6 + [True] * 2

@@ -13,7 +13,7 @@ from atorch import auto_accelerate
 from atorch.errors import StrategyError
 from atorch.model.copy import copy_structure
 from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model
 from tests.runtime.pipeline.test_pipeline import check, stages
 from tests.runtime.pipeline.test_refusals import refused
@@ -40,8 +40,8 @@ def test_beside_others(pool: Pool, name: str, strategy: list[Any], ranks: int, b
     check(pool, name, strategy, ranks=ranks, band=band, steps=2, even=True)
 
 
-def evaluated(rank: int, size: int) -> float:
-    """How far outputs for batches of other shapes, in eval mode, are from the plain model's."""
+@on_ranks()
+def test_batches_of_other_shapes_are_evaluated(rank: int, size: int) -> None:
     model = make_model("functional")
     _, result, _ = auto_accelerate(
         model, torch.optim.SGD, Samples("functional", ROWS), loss_func, model_input_format="unpack_dict",
@@ -55,11 +55,7 @@ def evaluated(rank: int, size: int) -> float:
         with torch.no_grad():
             given, expected = result.model(**batch), make_model("functional").eval()(**batch)
         worst = max(worst, *(float((given[name] - expected[name]).abs().max()) for name in expected))
-    return worst
-
-
-def test_batches_of_other_shapes_are_evaluated(pool: Pool) -> None:
-    assert max(pool.run(evaluated, ranks=2)) <= 1e-5
+    assert worst <= 1e-5
 
 
 @pytest.mark.parametrize(
