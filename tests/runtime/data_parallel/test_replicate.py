@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -379,15 +378,12 @@ def test_hooks_on_gradients_see_averages_and_what_is_taken(rank: int, size: int)
     assert [*seen, float(linear.weight.grad), float(taken)] == [[2.0, 2.0, 1.0, 1.0], [2.0, 3.0, 1.0, 1.0]][rank]
 
 
-def refusal(rank: int, size: int, options: dict[str, bool], again: bool) -> str:
-    model: Any = replicate(Blocks(), world(), CPU, **options)
-    with pytest.raises(StrategyError) as caught:
-        sum(model(torch.ones(1, 3), again=again)).sum().backward()
-    return str(caught.value)
-
-
-def test_what_reentrant_checkpoints_hide_is_refused(pool: Pool) -> None:
-    for told in pool.run(refusal, {"find_unused_parameters": True}, False):
-        assert "find_unused_parameters=True does not see" in told
-    for told in pool.run(refusal, {}, True):
-        assert re.search(r"blocks.1.(weight|bias) is used in two reentrant checkpoints", told)
+@on_ranks()
+def test_what_reentrant_checkpoints_hide_is_refused(rank: int, size: int) -> None:
+    for options, again, told in (
+        ({"find_unused_parameters": True}, False, "find_unused_parameters=True does not see"),
+        ({}, True, r"blocks.1.(weight|bias) is used in two reentrant checkpoints"),
+    ):
+        model: Any = replicate(Blocks(), world(), CPU, **options)
+        with pytest.raises(StrategyError, match=told):
+            sum(model(torch.ones(1, 3), again=again)).sum().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,28 +103,26 @@ def test_trains_as_one_process_does(pool: Pool, backend: str, name: str, accumul
     assert max(pool.run(trained, backend, name, accumulate, ranks=ranks)) <= 1e-4
 
 
-def held(rank: int, size: int) -> dict[str, Any]:
+def total(value: float) -> float:
+    """The sum over ranks."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found)
+
+
+@on_ranks()
+def test_each_rank_holds_its_share_of_the_state(rank: int, size: int) -> None:
     model = make("llama")
     optim = ShardedOptimizer(param_groups(model), sgd, world())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optim.step()
     sizes = [p.numel() for p in model.parameters()]
-    return {
-        "total": sum(sizes),
-        "largest": max(sizes),
-        "states": sum(state["momentum_buffer"].numel() for state in optim.state.values() if state),
-        "rates": [group["lr"] for group in optim.param_groups],
-        "digest": [float(p.detach().sum()) for p in model.parameters()],
-    }
-
-
-def test_each_rank_holds_its_share_of_the_state(pool: Pool) -> None:
-    first, second = pool.run(held)
-    assert first["states"] + second["states"] == first["total"]
-    assert abs(first["states"] - second["states"]) <= first["largest"]
-    assert first["rates"] == second["rates"] == [0.05, 0.15]
-    assert first["digest"] == second["digest"]
+    held = sum(state["momentum_buffer"].numel() for state in optim.state.values() if state)
+    assert total(held) == sum(sizes)
+    assert abs(2 * held - sum(sizes)) <= max(sizes)
+    assert [group["lr"] for group in optim.param_groups] == [0.05, 0.15]
+    assert all(total(float(p.sum())) == pytest.approx(2 * float(p.sum())) for p in model.parameters())
 
 
 def adam(groups: Any) -> torch.optim.Optimizer:
@@ -175,7 +174,8 @@ def test_state_moves_to_another_number_of_ranks_and_to_a_plain_optimizer(pool: P
                 torch.testing.assert_close(loaded[key], value)
 
 
-def with_masters(rank: int, size: int) -> tuple[float, list[str], int]:
+@on_ranks()
+def test_fp32_masters_exist_for_the_own_share_alone(rank: int, size: int) -> None:
     model, plain = make("llama"), make("llama")
     values, plain_values = to_half([model], torch.bfloat16), to_half([plain], torch.bfloat16)
     optim = ShardedOptimizer(model.parameters(), with_master_weights(adam, values=values), world())
@@ -183,26 +183,18 @@ def with_masters(rank: int, size: int) -> tuple[float, list[str], int]:
     for seed in range(3):
         stepped(model, optim, seed)
         stepped(plain, reference, seed)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
     full = optim.full_state_dict()
-    keys = [] if full is None else sorted(full["state"][0])
-    same = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert full is None or sorted(full["state"][0]) == ["exp_avg", "exp_avg_sq", "master", "step"]
+    assert (full is None) == (rank > 0)
     held = [entry["master"].numel() for entry in optim.local_state_dict()["state"].values()]
-    return same, keys, sum(held)
-
-
-def test_fp32_masters_exist_for_the_own_share_alone(pool: Pool) -> None:
-    results = pool.run(with_masters)
-    assert [difference for difference, _, _ in results] == [0.0, 0.0]
-    assert results[0][1] == ["exp_avg", "exp_avg_sq", "master", "step"]
-    assert sum(held for _, _, held in results) == sum(p.numel() for p in make("llama").parameters())
+    assert total(sum(held)) == sum(p.numel() for p in plain.parameters())
 
 
 @on_ranks()
 def test_named_parameters_keep_their_names(rank: int, size: int) -> None:
-    model = nn.Linear(2, 2)
-    optim = ShardedOptimizer(model.named_parameters(), adam, world())
-    full = optim.full_state_dict()
-    assert ([] if full is None else full["param_groups"][0]["param_names"]) == [["weight", "bias"], []][rank]
+    full = ShardedOptimizer(nn.Linear(2, 2).named_parameters(), adam, world()).full_state_dict()
+    assert full is None if rank else full["param_groups"][0]["param_names"] == ["weight", "bias"]
 
 
 @on_ranks()
@@ -217,31 +209,15 @@ def test_a_rank_may_have_nothing_to_step(rank: int, size: int) -> None:
     assert "optim_param_func" in str(caught.value)
 
 
-def sent(rank: int, size: int) -> list[bool]:
+@on_ranks()
+def test_broadcast_in_buckets(rank: int, size: int) -> None:
     """Tensors of several dtypes and layouts, in buckets of a few of them."""
-    like = [
-        torch.ones(3),
-        torch.ones(5, dtype=torch.bfloat16),
-        torch.ones(2, 4).t(),
-        torch.ones(0),
-        torch.ones(100),
-        torch.ones(()),
-    ]
-    mine = [tensor * (rank + 1) for tensor in like]
-    theirs = [tensor.clone() * (rank + 1) for tensor in like]
-    broadcast([(0, mine), (size - 1, theirs)], world())
-    return [bool((a == 1).all() and (b == size).all()) for a, b in zip(mine, theirs, strict=True)]
-
-
-def in_small_buckets(rank: int, size: int) -> list[bool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "BUCKET_BYTES", 40)
-        return sent(rank, size)
-
-
-def test_broadcast_in_buckets(pool: Pool) -> None:
-    for arrived in pool.run(in_small_buckets):
-        assert all(arrived)
+    like = [torch.ones(3), torch.ones(5, dtype=torch.bfloat16), torch.ones(2, 4).t()]
+    like += [torch.ones(0), torch.ones(100), torch.ones(())]
+    mine, theirs = ([tensor * (rank + 1) for tensor in like] for _ in range(2))
+    with mock.patch.object(buckets, "BUCKET_BYTES", 40):
+        broadcast([(0, mine), (size - 1, theirs)], world())
+    assert all((a == 1).all() and (b == size).all() for a, b in zip(mine, theirs, strict=True))
 
 
 @on_ranks()

@@ -68,6 +68,7 @@ class Lerped(nn.Linear):
         else:
             self.register_buffer("codes", torch.arange(4.0))
         self.register_buffer("large", torch.ones(1 << 17))
+        self.register_buffer("absent", None)
 
     def forward(self, x: Tensor) -> Tensor:
         z = torch.tanh(super().forward(x)) * self.codes.clone() * self.large[:4].clone()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from atorch.errors import ArgumentError, StrategyError
@@ -279,13 +280,6 @@ def test_not_even_one_row_fits():
         loss_func(make_batch(), model(make_batch()["tokens"]))
 
 
-def ranks_find_a_size(rank, size):
-    model, ddp, loss_func = hungry(4 if rank == 0 else 2, DistributedDataParallel)
-    batch = make_batch(8)
-    loss_func(batch, ddp(batch["tokens"])).backward()
-    return model.seen[-4:], [float(p.grad.sum()) for p in model.parameters()]
-
-
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts collectives and the values they carry."""
 
@@ -299,14 +293,19 @@ class Counting(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def reduced(rank, size, kind):
-    model = Net()
-    bytes_sent = []
-    if kind in ("fsdp", "each"):
-        from torch.distributed.fsdp import fully_shard
+def averaged(bytes_sent, bucket):
+    """DDP's reduction, noted."""
+    bytes_sent.append(bucket.buffer().nbytes)
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
 
-        fully_shard(model)
-        wrapped = model
+
+@pytest.mark.parametrize("kind", ["ddp", "buckets", "fsdp", "each"])
+@on_ranks()
+def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(rank, size, kind):
+    model, plain, bytes_sent = Net(), Net(), []
+    if kind in ("fsdp", "each"):
+        wrapped = fully_shard(model)
     else:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=kind == "buckets")
         wrapped.register_comm_hook(bytes_sent, averaged)
@@ -316,44 +315,21 @@ def reduced(rank, size, kind):
     wrapped.zero_grad()
     bytes_sent.clear()
     with Counting() as counting:
-        for seed in (rank, rank + 10):
-            batch = make_batch(5, seed=seed)
+        for shift in (0, 10):
+            batch = make_batch(5, seed=rank + shift)
             (loss_func(batch, wrapped(batch["tokens"])) / 2).backward()
-    added = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
-    added = added + loss_func(make_batch(4, rank + 1), wrapped(make_batch(4, rank + 1)["tokens"]))
-    added.backward()
-    grads = [p.grad.full_tensor() if kind in ("fsdp", "each") else p.grad for p in model.parameters()]
-    return [grad.clone() for grad in grads], counting.calls, sum(bytes_sent)
-
-
-def averaged(bytes_sent, bucket):
-    """DDP's reduction, noted."""
-    bytes_sent.append(bucket.buffer().nbytes)
-    buffer = bucket.buffer().div_(dist.get_world_size())
-    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
-
-
-def expected_gradients(size):
-    model = Net()
-    for shift in (0, 10):
-        batches = [make_batch(5, seed=rank + shift) for rank in range(size)]
-        (sum(mse(b, model(b["tokens"])) for b in batches) / size / 2).backward()
-    for shift in (0, 1):
-        batches = [make_batch(4, seed=rank + shift) for rank in range(size)]
-        (sum(mse(b, model(b["tokens"])) for b in batches) / size).backward()
-    return gradients(model)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "buckets", "fsdp", "each"])
-def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(pool, kind):
-    num_bytes = sum(p.nbytes for p in Net().parameters())
-    for grads, calls, sent in pool.run(reduced, kind):
-        close(grads, expected_gradients(2), 1e-5)
-        if kind in ("fsdp", "each"):
-            calls_of_two = 2 if kind == "fsdp" else 2 * 3  # five rows, two at a time
-            assert calls.count("_reduce_scatter_base_") + calls.count("reduce_scatter_tensor") == calls_of_two, calls
-        else:
-            assert sent == 4 * num_bytes
+    pair = [make_batch(4, rank + shift) for shift in (0, 1)]
+    sum(loss_func(batch, wrapped(batch["tokens"])) for batch in pair).backward()
+    for seeds, rows, weight in (((0, 1, 10, 11), 5, 4), ((0, 1, 1, 2), 4, 2)):
+        batches = [make_batch(rows, seed) for seed in seeds]
+        (sum(mse(batch, plain(batch["tokens"])) for batch in batches) / weight).backward()
+    if kind in ("ddp", "buckets"):
+        close(gradients(model), gradients(plain), 1e-5)
+        assert sum(bytes_sent) == 4 * sum(p.nbytes for p in plain.parameters())
+    else:
+        close([p.grad.full_tensor() for p in model.parameters()], gradients(plain), 1e-5)
+        calls = [call for call in counting.calls if call in ("_reduce_scatter_base_", "reduce_scatter_tensor")]
+        assert len(calls) == (2 if kind == "fsdp" else 2 * 3)  # five rows, two at a time
 
 
 @on_ranks()
@@ -371,10 +347,14 @@ def test_nothing_is_left_unreduced_in_the_users_no_sync(rank, size):
     close(gradients(model), gradients(plain), 1e-5)
 
 
-def test_ranks_find_a_size_together(pool):
-    first, second = pool.run(ranks_find_a_size)
-    assert first[0] == second[0] == [2, 2, 2, 2]
-    assert first[1] == second[1]
+@on_ranks()
+def test_ranks_find_a_size_together(rank, size):
+    model, ddp, loss_func = hungry(4 if rank == 0 else 2, DistributedDataParallel)
+    batch, plain = make_batch(8), Net()
+    mse(batch, plain(batch["tokens"])).backward()
+    loss_func(batch, ddp(batch["tokens"])).backward()
+    assert model.seen[-4:] == [2, 2, 2, 2]
+    close(gradients(model), gradients(plain), 1e-5)
 
 
 def test_with_a_loss_scale():
@@ -406,8 +386,6 @@ def test_copies_share_no_state():
 
 @on_ranks()
 def test_fsdp_forgets_what_raised(rank, size):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     def train(broken_first):
         model = Net()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -522,9 +500,14 @@ def tight_batch(rank):
     return {"x": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 8, generator=generator)}
 
 
-def finds_a_size(rank, size, where, kind):
-    """What is left of three steps in which rank 1 has room for three rows alone."""
-    model, graphs = Tight(3 if rank == 1 else 99, where), []
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")],
+)
+@on_ranks(timeout=30)
+def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(rank, size, where, kind):
+    """Rank 1 has room for three rows alone."""
+    model, plain, graphs = Tight(3 if rank == 1 else 99, where), Tight(), []
 
     def compiled(graph, _):
         graphs.append(graph)
@@ -532,36 +515,25 @@ def finds_a_size(rank, size, where, kind):
 
     for block in model.blocks if kind == "compiled" else ():
         block.compile(backend=compiled)
-    groups = [FsdpUnit((block,)) for block in model.blocks]
-    if kind == "zero2":
-        groups = [FsdpUnit((block,), keep=True) for block in model.blocks]
-    shard(model, init_device_mesh("cpu", (size,)), groups)
+    shard(model, init_device_mesh("cpu", (size,)), [FsdpUnit((block,), keep=kind == "zero2") for block in model.blocks])
     loss_func = MicroBatched(model, mse, loss_weight="rows", reduce="each" if kind == "each" else "once")
     loss_func._trials = 2  # what a machine with an accelerator starts with
-    optim = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        model.seen.clear()
-        loss_func(tight_batch(rank), model(tight_batch(rank)["x"])).backward()
-        optim.step()
-        optim.zero_grad()
-    weights = [p.full_tensor().detach().clone() for p in model.parameters()]
-    return weights, model.seen, float(model.count), float(torch.rand(())), bool(graphs)
-
-
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")],
-)
-def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(pool, where, kind):
-    plain = Tight()
-    optim = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for _ in range(3):
-        (sum(mse(tight_batch(rank), plain(tight_batch(rank)["x"])) for rank in (0, 1)) / 2).backward()
-        optim.step()
-        optim.zero_grad()
+    optims = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
+    batches = [tight_batch(number) for number in range(size)]
     torch.manual_seed(3)
     Tight()
-    *_, drawn = (float(torch.rand(())) for _ in range(3 * 4 + 1))
-    for weights, seen, count, next_drawn, is_compiled in pool.run(finds_a_size, where, kind, timeout=30):
-        close(weights, [p.detach() for p in plain.parameters()], 1e-5)
-        assert (seen, count, next_drawn, is_compiled) == ([2, 2, 2, 2], 3 * 4, drawn, kind == "compiled")
+    for _ in range(3):
+        model.seen.clear()
+        loss_func(batches[rank], model(batches[rank]["x"])).backward()
+        optims[0].step()
+        optims[0].zero_grad()
+    assert (model.seen, float(model.count), bool(graphs)) == ([2, 2, 2, 2], 3 * 4, kind == "compiled")
+    drawn = torch.rand(())
+    torch.manual_seed(3)
+    Tight()
+    assert drawn == [torch.rand(()) for _ in range(3 * 4 + 1)][-1]
+    for _ in range(3):
+        (sum(mse(batch, plain(batch["x"])) for batch in batches) / 2).backward()
+        optims[1].step()
+        optims[1].zero_grad()
+    close([p.full_tensor().detach() for p in model.parameters()], [p.detach() for p in plain.parameters()], 1e-5)
