@@ -14,7 +14,7 @@ from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.chunk.schedule.schedule_cache import Courses
 from tests.pool import on_ranks
-from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, fresh, needed, train
+from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, assert_same_bits, fresh, needed, train
 
 HALF = torch.bfloat16
 
@@ -39,8 +39,7 @@ def test_same_bits_as_beside(family: str) -> None:
     assert train(mine, optim, data, loss) == expected
     assert operations.residency.fetched_bytes > 3 * sum(chunk.compute.nbytes for chunk in operations.chunks.chunks)
     assert all(chunk.gradient is chunk.compute for chunk in operations.chunks.chunks if chunk.gradient is not None)
-    theirs = model.state_dict()
-    assert all(torch.equal(theirs[name], value) for name, value in mine.state_dict().items())
+    assert_same_bits(mine, model)
 
 
 @on_ranks()
