@@ -28,14 +28,13 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("awkward", 2), ("llama", 1)])
 @on_ranks()
-def test_trains_as_one_process_does(rank: int, size: int, name: str, accumulate: int) -> None:
-    model = replicate(make(name, seed=rank), world(), CPU)  # rank 0's weights count
-    train(model, sgd(param_groups(model)), rank, size, accumulate)
+def test_trains_as_one_process_does(rank: int, size: int) -> None:
+    model = replicate(make("awkward", seed=rank), world(), CPU)  # rank 0's weights count
+    train(model, sgd(param_groups(model)), rank, size, accumulate=2)
     copied = copy.deepcopy(model)  # as weights are averaged over steps
     assert all(map(torch.equal, copied.parameters(), model.parameters()))
-    assert deviation(model, name, accumulate) <= 1e-4
+    assert deviation(model, "awkward", accumulate=2) <= 1e-4
 
 
 @on_ranks()

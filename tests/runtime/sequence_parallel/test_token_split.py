@@ -49,27 +49,22 @@ def test_ranks_may_outnumber_the_heads_of_keys(pool: Pool) -> None:
         assert seen["update"] <= 1e-4
 
 
-def recomputing(model: Any) -> None:
+def prepare(model: Any, how: str) -> None:
     for block in model.model.layers:
-        checkpoint_wrapper(block)
+        if how == "recomputed":
+            checkpoint_wrapper(block)
+        else:
+            block.compile(backend="aot_eager")
 
 
-def compiled(model: Any) -> None:
-    for block in model.model.layers:
-        block.compile(backend="aot_eager")
-
-
-def test_recomputes_its_exchanges(pool: Pool) -> None:
-    for seen in pool.run(parity, "llama", {}, recomputing):
-        assert seen["update"] <= 1e-4
-        again = {"alltoall_base_": 2 * FORWARD["alltoall_base_"]}
-        assert (seen["forward"], seen["backward"]) == (FORWARD, again)
-
-
-def test_compiles(pool: Pool) -> None:
-    for seen in pool.run(parity, "llama", {}, compiled):
+@pytest.mark.parametrize("how", ["recomputed", "compiled"])
+def test_blocks_are_recomputed_with_their_exchanges_or_compiled(pool: Pool, how: str) -> None:
+    for seen in pool.run(parity, "llama", {}, partial(prepare, how=how)):
         assert seen["loss"] <= 1e-5
         assert seen["update"] <= 1e-4
+        if how == "recomputed":
+            again = {"alltoall_base_": 2 * FORWARD["alltoall_base_"]}
+            assert (seen["forward"], seen["backward"]) == (FORWARD, again)
 
 
 def inputs(tokens: int = 8) -> Tensor:
