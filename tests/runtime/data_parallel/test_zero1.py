@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer, deal_out
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
 from tests.pool import Pool, on_ranks
-from tests.runtime.sharing import deviation, make, param_groups, sgd, train
+from tests.runtime.sharing import clear, deviation, make, param_groups, replace, sgd, train
 
 CPU = torch.device("cpu")
 
@@ -54,14 +53,6 @@ def trained(rank: int, size: int, backend: str, name: str, accumulate: int) -> f
         optim = optim or ShardedOptimizer(groups, sgd, world())
     train(model, optim, rank, size, accumulate)
     return deviation(model, name, accumulate)
-
-
-def clear(optim: torch.optim.Optimizer) -> None:
-    optim.state.clear()
-
-
-def replace(optim: torch.optim.Optimizer) -> None:
-    optim.state = defaultdict(dict)
 
 
 def put(optim: torch.optim.Optimizer) -> None:

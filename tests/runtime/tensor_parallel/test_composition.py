@@ -68,22 +68,30 @@ def test_recomputed_and_sharded_over_data(rank: int, size: int, name: str) -> No
     assert [placement.dim for placement in weight.placements] == ([0, 1] if name == "llama" else [0, 0])  # data, tensor
 
 
-@pytest.mark.parametrize("as_dtensors", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("name", "as_dtensors"),
+    [("gpt2", True), ("bert", True), pytest.param("bert", False, marks=pytest.mark.nightly)],
+)
 @on_ranks()
-def test_a_part_of_a_block_can_be_recomputed(rank: int, size: int, as_dtensors: bool) -> None:
+def test_gradients_are_those_of_what_is_kept(rank: int, size: int, name: str, as_dtensors: bool) -> None:
+    """Of blocks with dropout that are recomputed, or attention alone in blocks with a residual and biases inside it."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
     grads = []
     for recomputes in (False, True):
-        model = make("bert")
+        model = make(name, **({"dropout": 0.5} if name == "gpt2" else {}))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
-        tensor_parallel(model, lambda model: model(**batch("bert")), mesh, as_dtensors=as_dtensors)
-        for layer in model.bert.encoder.layer if recomputes else ():
-            checkpoint_wrapper(layer.attention)
-        loss_of(model(**batch("bert"))).backward()
+        tensor_parallel(model, lambda model: model(**batch(name)), mesh, as_dtensors=as_dtensors)
+        if recomputes:
+            layers = blocks_of(model, name) if name == "gpt2" else model.bert.encoder.layer
+            for layer in layers:
+                checkpoint_wrapper(layer if name == "gpt2" else layer.attention)
+        torch.manual_seed(9)
+        loss_of(model(**batch(name))).backward()
         grads.append([whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None])
+    assert all(bool(grad.norm() > 0) for grad in grads[0] if grad.dim() > 1)
     assert max(float((a - b).norm()) for a, b in zip(*grads, strict=True)) <= 1e-6
 
 
@@ -138,19 +146,3 @@ def test_blocks_that_are_used_twice(rank: int, size: int) -> None:
 def whole(tensor: Any) -> Tensor:
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full
-
-
-@on_ranks()
-def test_recomputed_dropout_falls_on_the_same_elements(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
-    grads = []
-    for recomputes in (False, True):
-        model = make("gpt2", dropout=0.5)
-        tensor_parallel(model, lambda model: model(**batch("gpt2")), mesh)
-        for block in blocks_of(model, "gpt2") if recomputes else ():
-            checkpoint_wrapper(block)
-        torch.manual_seed(9)
-        loss_of(model(**batch("gpt2"))).backward()
-        grads.append([whole(parameter.grad) for parameter in model.parameters()])
-    assert all(bool(grad.norm() > 0) for grad in grads[0] if grad.dim() > 1)
-    assert max(float((a - b).norm()) for a, b in zip(*grads, strict=True)) <= 1e-6
