@@ -145,12 +145,9 @@ def test_evaluation_reads_logits_as_ever(rank: int, size: int) -> None:
         each.eval()
     with torch.no_grad():
         got, expected = model(input_ids=ids).logits, plain(input_ids=ids).logits
-        is_split = isinstance(got, ShardedActivation)
-        same_loss = torch.allclose(
-            model(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss, atol=1e-6
-        )
-    assert is_split
-    assert same_loss
+        losses = [each(input_ids=ids, labels=ids).loss for each in (model, plain)]
+    assert isinstance(got, ShardedActivation)
+    assert torch.allclose(*losses, atol=1e-6)
     assert torch.allclose(got[:, -1], expected[:, -1], atol=1e-5)
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
     assert torch.allclose(torch.tensor(got.tolist()), expected, atol=1e-5)
