@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -103,6 +104,12 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
 def sgd(groups: Iterable[Any]) -> torch.optim.Optimizer:
     """SGD with a state, so that sharing it out can go wrong."""
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,14 +17,9 @@ from atorch.errors import StrategyError
 from atorch.runtime.data_parallel import replicate as module
 from atorch.runtime.data_parallel.replicate import Replicated, average_before_steps, replicate
 from tests.pool import Pool, on_ranks
-from tests.runtime.sharing import deviation, make, param_groups, sgd, train
+from tests.runtime.sharing import deviation, make, param_groups, sgd, train, world
 
 CPU = torch.device("cpu")
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 @on_ranks()

@@ -23,14 +23,9 @@ from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer, deal_out
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
 from tests.pool import Pool, on_ranks
-from tests.runtime.sharing import clear, deviation, make, param_groups, replace, sgd, train
+from tests.runtime.sharing import clear, deviation, make, param_groups, replace, sgd, train, world
 
 CPU = torch.device("cpu")
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))

@@ -19,6 +19,7 @@ from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.memory.micro_batch import MicroBatched
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
 from tests.pool import on_ranks
+from tests.runtime.tensor_parallel.models import Collectives
 
 
 class Net(nn.Module):
@@ -280,17 +281,8 @@ def test_not_even_one_row_fits():
         loss_func(make_batch(), model(make_batch()["tokens"]))
 
 
-class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts collectives and the values they carry."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
-            self.calls.append(function._opname)
-        return function(*args, **(kwargs or {}))
+def counting():
+    return Collectives(("c10d", "_c10d_functional"))
 
 
 def averaged(bytes_sent, bucket):
@@ -314,7 +306,7 @@ def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(ra
     loss_func(batch, wrapped(batch["tokens"])).backward()
     wrapped.zero_grad()
     bytes_sent.clear()
-    with Counting() as counting:
+    with counting() as sent:
         for shift in (0, 10):
             batch = make_batch(5, seed=rank + shift)
             (loss_func(batch, wrapped(batch["tokens"])) / 2).backward()
@@ -328,8 +320,8 @@ def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(ra
         assert sum(bytes_sent) == 4 * sum(p.nbytes for p in plain.parameters())
     else:
         close([p.grad.full_tensor() for p in model.parameters()], gradients(plain), 1e-5)
-        calls = [call for call in counting.calls if call in ("_reduce_scatter_base_", "reduce_scatter_tensor")]
-        assert len(calls) == (2 if kind == "fsdp" else 2 * 3)  # five rows, two at a time
+        calls = sum(sent.counts.get(call, 0) for call in ("_reduce_scatter_base_", "reduce_scatter_tensor"))
+        assert calls == (2 if kind == "fsdp" else 2 * 3)  # five rows, two at a time
 
 
 @on_ranks()
@@ -453,12 +445,12 @@ def test_gradients_of_one_parameter_over_processes(rank, size, kind):
     has = [each.grad is not None for each in parameters]
     (whole,) = [each.grad.full_tensor() if kind == "fsdp" else each.grad for each in parameters[3:4]]
     loss = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
-    with Counting() as counting:
+    with counting() as sent:
         loss.backward()
     plain = Net()
     for seed in (0, 1):
         (mse(make_batch(4, seed), plain(make_batch(4, seed)["tokens"])) / 2).backward()
-    assert (has, len(counting.calls)) == ([False, False, False, True, False], 0)
+    assert (has, sent.counts) == ([False, False, False, True, False], {})
     torch.testing.assert_close(whole.clone(), plain.head.weight.grad)
 
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from atorch.errors import StrategyError
 from atorch.runtime.memory.recompute import checkpoint_wrapper
@@ -19,6 +17,7 @@ from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel import tensor_parallel
 from tests.pool import Pool, on_ranks
 from tests.runtime.sequence_parallel.training import batch, made
+from tests.runtime.sharing import whole
 from tests.runtime.tensor_parallel.models import Collectives, loss_of
 
 BLOCKS = 2
@@ -30,11 +29,6 @@ def split(model: Any, name: str, size: int) -> Any:
 
     layout = tensor_parallel(model, run, init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",)))
     return layout, split_between(model, layout.blocks, run, dist.group.WORLD)
-
-
-def whole(value: Any) -> Tensor:
-    full: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return full
 
 
 def gradients(rank: int, size: int, name: str, recomputes: bool) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -150,12 +150,12 @@ def loss_of(output: Any) -> Tensor:
 class Collectives(TorchDispatchMode):
     """Counts collectives by name. (CommDebugMode's own hooks break models that change results in place.)"""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Collection[str] = ("c10d",)) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
+        self.namespaces, self.counts = namespaces, dict[str, int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in self.namespaces:
             self.counts[func._opname] = self.counts.get(func._opname, 0) + 1
         return func(*args, **(kwargs or {}))
 

@@ -16,8 +16,9 @@ from atorch.runtime.gradients.clip import clip_grads
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
 from tests.pool import on_ranks
-from tests.runtime.sharing import Block
+from tests.runtime.sharing import Block, whole
 from tests.runtime.tensor_parallel.models import Collectives, batch, distance, loss_of, make, side_by_side
+from tests.runtime.tensor_parallel.test_split import mesh_of
 
 STEPS = 2
 
@@ -75,7 +76,7 @@ def test_recomputed_and_sharded_over_data(rank: int, size: int, name: str) -> No
 @on_ranks()
 def test_gradients_are_those_of_what_is_kept(rank: int, size: int, name: str, as_dtensors: bool) -> None:
     """Of blocks with dropout that are recomputed, or attention alone in blocks with a residual and biases inside it."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    mesh = mesh_of(size)
     grads = []
     for recomputes in (False, True):
         model = make(name, **({"dropout": 0.5} if name == "gpt2" else {}))
@@ -99,7 +100,7 @@ def test_gradients_are_those_of_what_is_kept(rank: int, size: int, name: str, as
 def test_what_recomputation_adds_to_the_collectives(rank: int, size: int) -> None:
     """Two sums a block in forward and two in backward, one each for table and logits, which are gathered once; a block
     that is recomputed sums again after attention, and stops before the sum that ends it."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    mesh = mesh_of(size)
     seen = {}
     for kept in ("products", "inputs"):
         model = make("llama")
@@ -134,15 +135,10 @@ class Shared(nn.Module):
 @on_ranks()
 def test_blocks_that_are_used_twice(rank: int, size: int) -> None:
     model, plain, tokens = Shared(), Shared(), torch.arange(10)[None].repeat(3, 1)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    mesh = mesh_of(size)
     layout = tensor_parallel(model, lambda model: model(tokens), mesh, as_dtensors=False)
     assert len(layout.rows) == 2 * 3 + 2
     weights = torch.sin(torch.arange(100.0)).view(1, 10, 10)
     state = partial(whole_state, layout=layout, group=mesh.get_group())
     found = side_by_side(model, plain, lambda model, _: (model(tokens) * weights).mean(), state=state, lr=0.5)
     assert found["update"] <= 1e-4
-
-
-def whole(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full

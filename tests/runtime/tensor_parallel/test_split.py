@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel, whole_state
 from tests.pool import Pool, on_ranks
+from tests.runtime.sharing import whole
 from tests.runtime.tensor_parallel.models import Collectives, batch, loss_of, make, side_by_side
 
 
@@ -181,11 +182,6 @@ class Lone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(x + self.down(torch.relu(self.up(x))))
         return out
-
-
-def whole(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor()
-    return full
 
 
 @on_ranks()
