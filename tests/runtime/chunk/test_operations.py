@@ -18,7 +18,8 @@ from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from tests.pool import Pool
-from tests.runtime.chunk.test_training import CPU, adam, fresh, needed, of_logits, tokens, train
+from tests.runtime.chunk import test_training as training
+from tests.runtime.chunk.test_training import CPU, adam, fresh, of_logits, tokens, train
 from tests.runtime.sharing import Awkward
 
 
@@ -26,17 +27,11 @@ def in_chunks(
     make: Callable[[], nn.Module] = Awkward,
     loss: Callable[[nn.Module, Tensor], Tensor] = of_logits,
     share: float = 0.25,
-    dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
+    **how: Any,
 ) -> tuple[nn.Module, Operations, ChunkOptimizer]:
     """A model of whose parameters this share fits beside its activations."""
-    model = fresh(make)
-    if dtype is not None:
-        model.to(dtype)
-    accesses = foreseen(model, tokens(0), loss, device_type="cpu", dtype=dtype)
-    others, parameters = needed(accesses, model)
-    operations = chunk(model, accesses, others + int(share * parameters), device=CPU, dtype=dtype, group=group)
-    return model, operations, ChunkOptimizer(adam, model.parameters(), operations.chunks)
+    model, optimizer, operations, _ = training.in_chunks((make, tokens, loss), share, **how)
+    return model, operations, optimizer
 
 
 @pytest.fixture
@@ -81,8 +76,10 @@ def test_what_is_written_outside_of_a_pass_is_computed_with() -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_data_that_was_kept_is_put_back(dtype: torch.dtype | None) -> None:
-    (model, _, _), plain = in_chunks(dtype=dtype), fresh(Awkward)
-    plain.to(dtype or torch.float32)
+    def made() -> nn.Module:
+        return Awkward().to(dtype or torch.float32)
+
+    (model, _, _), plain = in_chunks(made, dtype=dtype), fresh(made)
     for each in (model, plain):  # as averages of weights are evaluated
         kept = [parameter.data for parameter in each.parameters()]
         for parameter in each.parameters():

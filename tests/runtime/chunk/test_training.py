@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -185,23 +185,25 @@ def plainly(family: str, passes: int = 1) -> tuple[nn.Module, list[float]]:
 
 
 def in_chunks(
-    family: str,
+    family: str | tuple[Callable[[], nn.Module], Callable[[int], Tensor], Loss],
     share: float,
     *,
     optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = adam,
     early: bool = False,
     dtype: torch.dtype | None = None,
     transfer: Transfer | None = None,
+    compiled: Sequence[str] = (),
     **how: Any,
 ) -> tuple[nn.Module, ChunkOptimizer, Operations, int]:
     """A model in chunks, its optimizer, what moves them, and their budget: activations and a share of parameters."""
-    make, data, loss = FAMILIES[family]
+    make, data, loss = FAMILIES[family] if isinstance(family, str) else family
     model = fresh(make)
-    lingering = isinstance(transfer, Paced)
-    accesses = foreseen(model, data(0), loss, device_type="cpu", dtype=dtype, lingering=lingering)
+    seen = {"dtype": dtype, "lingering": isinstance(transfer, Paced), "compiled": compiled}
+    accesses = foreseen(model, data(0), loss, device_type="cpu", **seen)
     others, parameters = needed(accesses, model)
     budget = others + int(share * parameters)
-    operations = chunk(model, accesses, budget, device=CPU, dtype=dtype, transfer=transfer, **how)
+    how |= {"dtype": dtype, "transfer": transfer, "compiled": compiled}
+    operations = chunk(model, accesses, budget, device=CPU, **how)
     gradients = operations.gradients if early else None
     return model, ChunkOptimizer(optimizer, model.parameters(), operations.chunks, early=gradients), operations, budget
 
