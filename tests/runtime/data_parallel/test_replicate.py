@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from atorch.errors import StrategyError
 from atorch.runtime.data_parallel import replicate as module
 from atorch.runtime.data_parallel.replicate import Replicated, average_before_steps, replicate
+from tests.auto.training import assert_trains_like_plain
 from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import deviation, make, param_groups, sgd, train, world
 
@@ -159,10 +160,8 @@ def gradients_of_passes(rank: int, size: int, name: str, find_unused: bool) -> f
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-@on_ranks()
-def test_every_backward_pass_averages(rank: int, size: int, find_unused: bool) -> None:
-    off = {name: gradients_of_passes(rank, size, name, find_unused) for name in PASSES}
-    assert max(off.values()) <= 1e-6, off
+def test_every_backward_pass_averages(pool: Pool, find_unused: bool) -> None:
+    assert_trains_like_plain(pool, gradients_of_passes, [(name, find_unused) for name in PASSES], band=1e-6)
 
 
 def assigned(model: Any, x: torch.Tensor) -> None:
@@ -327,7 +326,8 @@ def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
 LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, signs, a_sample)}
 
 
-def off_after_steps_of(rank: int, size: int, name: str) -> float:
+def off_after_steps(rank: int, size: int, name: str) -> float:
+    """The distance of parameters from those of the whole batch, after a few steps of a loop."""
     torch.manual_seed(3)
     whole, model = (nn.Linear(3, 1), nn.Linear(3, 1)) if name == "a_sample" else (Blocks(), Blocks())
     model.load_state_dict(whole.state_dict())
@@ -343,10 +343,8 @@ def off_after_steps_of(rank: int, size: int, name: str) -> float:
     return farthest(model, whole)
 
 
-@on_ranks()
-def test_loops_train_as_one_process_does(rank: int, size: int) -> None:
-    off = {name: off_after_steps_of(rank, size, name) for name in LOOPS}
-    assert max(off.values()) <= 1e-5, off
+def test_loops_train_as_one_process_does(pool: Pool) -> None:
+    assert_trains_like_plain(pool, off_after_steps, [(name,) for name in LOOPS], band=1e-5)
 
 
 @on_ranks()
