@@ -37,7 +37,7 @@ def sgd(groups: object) -> torch.optim.Optimizer:
 
 
 def compiled(
-    family: str, backend: str = "aot_eager", checkpoints: bool = False
+    family: str, backend: str = "aot_eager", checkpoints: bool = False, share: float = 0.6
 ) -> tuple[nn.Module, ChunkOptimizer, Operations, int]:
     """A model whose blocks are compiled, with room for a share of its parameters."""
     make, data, loss = FAMILIES[family]
@@ -49,7 +49,7 @@ def compiled(
         return model
 
     names = list(repeated_blocks(make()))
-    found = in_chunks((made, data, loss), 0.6, optimizer=sgd, compiled=names)
+    found = in_chunks((made, data, loss), share, optimizer=sgd, compiled=names)
     for name in names:
         found[0].get_submodule(name).compile(backend=backend)
     return found
@@ -120,7 +120,7 @@ def test_compiled_blocks_are_not_compiled_again_for_chunks_or_steps() -> None:
 
 
 def test_a_block_is_used_outside_of_a_pass() -> None:
-    model, *_ = compiled("llama")
+    model, *_ = compiled("llama", share=1.0)
     plain = fresh(FAMILIES["llama"][0])
     x = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0))
     for each in (model, plain):

@@ -167,8 +167,9 @@ def test_each_memory_goes_once_and_what_others_hold_stays():
 
 
 def test_small_memories_and_casts_of_weights_stay_and_nothing_moves_without_gradients():
+    net = moved(Net(2), small_bytes=ROWS * ROWS * 4 + 1)
     with Copies() as down:
-        moved(Net(2), small_bytes=ROWS * ROWS * 4 + 1)(*inputs()).sum()
+        net(*inputs()).sum()
     assert set(down.sizes) == {ROWS * WIDTH}
     net = moved(Net(2))
     with torch.autocast("cpu", torch.bfloat16), Copies() as down:

@@ -90,6 +90,7 @@ def pair(module: nn.Module, **form: Any) -> tuple[nn.Module, nn.Module]:
 def step(module: nn.Module, *tensors: Tensor, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
     """Loss, gradients of parameters and `tensors`, and buffers after one seeded forward and backward."""
     torch.manual_seed(7)
+    module.zero_grad()
     for tensor in tensors:
         tensor.grad = None
     loss = (run or (lambda m, *t: m(*t).sum()))(module, *tensors)

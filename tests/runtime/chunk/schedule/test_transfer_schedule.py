@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from atorch.runtime.chunk.schedule.transfer_schedule import (
@@ -109,53 +109,46 @@ def cases(draw: st.DrawFn, sizes: st.SearchStrategy[int] | None = None, most_chu
 ANY_SIZE = st.integers(0, 5)
 
 
-@given(cases(ANY_SIZE))
-def test_a_device_can_follow_it(case):
-    found = case.scheduled()
-    assume(isinstance(found, TransferSchedule))
-    replayed = Replayed.of(case, found)
-    assert replayed.peak <= case.budget
-    assert replayed.most_early <= case.prefetch
-    assert (replayed.fetched, replayed.peak) == (found.fetched_bytes, found.peak_bytes)
-
-
 def cost(found: TransferSchedule, chunk_bytes: list[int], transfer_bytes: int) -> int:
     """Bytes that travel, again those that are waited for, and `transfer_bytes` per transfer."""
     waited = sum(chunk_bytes[chunk] for step in found.steps for chunk in step.fetch)
     return found.fetched_bytes + waited + transfer_bytes * found.num_fetches
 
 
+@settings(max_examples=300)
 @given(cases(ANY_SIZE), st.integers(0, 5))
-def test_what_it_costs_is_known_without_its_steps(case, transfer_bytes):
+def test_whenever_anything_fits_a_device_can_follow_it_and_it_is_known_beforehand(case, transfer_bytes):
     found = case.scheduled()
+    assert isinstance(found, TransferSchedule) == (case.least() is not None)
     runs = StepRuns.of([moment.needs for moment in case.moments], [moment.other_bytes for moment in case.moments])
     told = transfer_cost(runs, case.chunk_bytes, case.budget, transfer_bytes, prefetch=case.prefetch)
-    assert told == (cost(found, case.chunk_bytes, transfer_bytes) if isinstance(found, TransferSchedule) else None)
-
-
-@given(cases(ANY_SIZE))
-def test_moments_that_need_the_same_change_nothing_that_is_fetched(case):
-    """Taken together they are one, the tightest of them."""
-    runs = StepRuns.of([moment.needs for moment in case.moments], [moment.other_bytes for moment in case.moments])
+    # Moments that need the same, taken together, are one, the tightest of them.
     together = [ScheduleStep("op", needs, most) for needs, most in zip(runs.needs, runs.most_bytes, strict=True)]
-    found, fewer = case.scheduled(), replace(case, moments=together).scheduled()
-    if isinstance(found, TransferSchedule):
-        assert isinstance(fewer, TransferSchedule)
-        assert found.fetched_bytes == fewer.fetched_bytes
-    else:
-        assert isinstance(fewer, Shortfall)
-        assert found.missing_bytes == fewer.missing_bytes
+    fewer = replace(case, moments=together).scheduled()
+    assert type(fewer) is type(found)
+    if isinstance(found, Shortfall):
+        needed = case.size(found.moment.needs) + found.moment.other_bytes
+        assert found.missing_bytes == fewer.missing_bytes == needed - case.budget
+        assert isinstance(replace(case, budget=needed).scheduled(), TransferSchedule)
+        assert isinstance(replace(case, budget=needed - 1).scheduled(), Shortfall)
+        assert told is None
+        return
+    replayed = Replayed.of(case, found)
+    assert replayed.peak <= case.budget
+    assert replayed.most_early <= case.prefetch
+    assert (replayed.fetched, replayed.peak) == (found.fetched_bytes, found.peak_bytes)
+    assert told == cost(found, case.chunk_bytes, transfer_bytes)
+    assert found.fetched_bytes == fewer.fetched_bytes
+    plain = replace(case, prefetch=0).scheduled()  # prefetching changes when, and not what
+    assert (found.fetched_bytes, found.num_fetches) == (plain.fetched_bytes, plain.num_fetches)
+    assert [step.evict for step in found.steps] == [step.evict for step in plain.steps]
+    assert not any(step.prefetch for step in plain.steps)
 
 
 @given(cases())
 def test_fetches_least_where_chunks_are_equally_large(case):
     found = case.scheduled()
     assert (found.fetched_bytes if isinstance(found, TransferSchedule) else None) == case.least()
-
-
-@given(cases(ANY_SIZE))
-def test_fits_whenever_anything_does(case):
-    assert isinstance(case.scheduled(), TransferSchedule) == (case.least() is not None)
 
 
 @given(cases(most_chunks=12))
@@ -169,16 +162,6 @@ def test_equally_large_chunks_meet_the_bound_at_byte_granularity(case):
         assert found.fetched_bytes == pytest.approx(bound, abs=1e-6)
     else:
         assert bound == float("inf")
-
-
-@given(cases(ANY_SIZE))
-def test_prefetching_changes_when_and_not_what(case):
-    found, plain = case.scheduled(), replace(case, prefetch=0).scheduled()
-    assume(isinstance(found, TransferSchedule))
-    assert found.fetched_bytes == plain.fetched_bytes
-    assert found.num_fetches == plain.num_fetches
-    assert [step.evict for step in found.steps] == [step.evict for step in plain.steps]
-    assert not any(step.prefetch for step in plain.steps)
 
 
 @given(cases(ANY_SIZE))
@@ -196,16 +179,6 @@ def test_no_fetch_could_start_earlier(case):
         for chunk in (*step.fetch, *step.prefetch):
             before = case.moments[now - 1]
             assert case.size(held[now - 1] | {chunk}) + before.other_bytes > case.budget
-
-
-@given(cases(ANY_SIZE))
-def test_a_shortfall_is_what_the_budget_lacks(case):
-    found = case.scheduled()
-    assume(isinstance(found, Shortfall))
-    needed = case.size(found.moment.needs) + found.moment.other_bytes
-    assert found.missing_bytes == needed - case.budget
-    assert isinstance(replace(case, budget=needed).scheduled(), TransferSchedule)
-    assert isinstance(replace(case, budget=needed - 1).scheduled(), Shortfall)
 
 
 @given(cases(ANY_SIZE), st.data())
