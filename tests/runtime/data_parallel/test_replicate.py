@@ -177,15 +177,24 @@ def edited(model: Any, x: torch.Tensor) -> None:
         parameter.grad = 2 * parameter.grad
 
 
-def beside_plain() -> tuple[nn.Module, nn.Module, torch.Tensor, Any, list[torch.optim.Optimizer]]:
-    """A model, its twin, a batch, the twin as a replica, and an optimizer of each."""
-    torch.manual_seed(3)
-    whole, model = TwoHeads(), TwoHeads()
-    model.load_state_dict(whole.state_dict())
-    replicas = replicate(model, world(), CPU)
-    optims: list[torch.optim.Optimizer] = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
-    average_before_steps(optims[1], [replicas])
-    return whole, model, torch.randn(4, 3), replicas, optims
+class Beside:
+    """A model, its twin as replicas, a batch, and an optimizer of each."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.whole, self.model = TwoHeads(), TwoHeads()
+        self.model.load_state_dict(self.whole.state_dict())
+        self.replicas = replicate(self.model, world(), CPU)
+        self.optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.whole, self.model)]
+        average_before_steps(self.optims[1], [self.replicas])
+        self.x = torch.randn(4, 3)
+
+    def step(self, rank: int, size: int, backward: Any) -> None:
+        backward(self.whole, self.x)
+        backward(self.replicas, self.x[rank::size])
+        for optim in self.optims:
+            optim.step()
+            optim.zero_grad()
 
 
 def farthest(model: nn.Module, whole: nn.Module) -> float:
@@ -195,19 +204,14 @@ def farthest(model: nn.Module, whole: nn.Module) -> float:
 
 @on_ranks()
 def test_gradients_by_hand_are_averaged_before_a_step(rank: int, size: int) -> None:
-    whole, model, x, replicas, optims = beside_plain()
-    ordinary(replicas, x)
-    optims[1].zero_grad()  # a pass that is thrown away
-    averaged = []
+    both, averaged = Beside(), []
+    ordinary(both.replicas, both.x)
+    both.optims[1].zero_grad()  # a pass that is thrown away
     with mock.patch.object(module, "average_gradients", wraps=module.average_gradients) as average:
         for backward in (assigned, edited, ordinary, assigned):
-            backward(whole, x)
-            backward(replicas, x[rank::size])
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+            both.step(rank, size, backward)
             averaged.append(average.call_count)
-    assert farthest(model, whole) <= 1e-6
+    assert farthest(both.model, both.whole) <= 1e-6
     assert averaged == [1, 1, 1, 2]
 
 
@@ -231,33 +235,29 @@ def in_a_closure(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> A
 
 @on_ranks()
 def test_gradients_that_were_taken_are_averaged(rank: int, size: int) -> None:
-    found = []
     for step in (added, in_a_closure):
-        whole, model, x, replicas, optims = beside_plain()
+        both = Beside()
+        parts = (both.whole, both.x, both.optims[0]), (both.replicas, both.x[rank::size], both.optims[1])
         for _ in range(3):
-            for each, part, optim in ((whole, x, optims[0]), (replicas, x[rank::size], optims[1])):
+            for each, part, optim in parts:
                 step(each, part, optim)
                 optim.zero_grad()
-        found.append(farthest(model, whole))
-    assert max(found) <= 1e-6
+        assert farthest(both.model, both.whole) <= 1e-6, step
 
 
 @on_ranks()
 def test_parameters_that_come_later_are_averaged(rank: int, size: int) -> None:
-    whole, model, x, replicas, optims = beside_plain()
+    both = Beside()
     torch.manual_seed(3 + rank)
-    whole.body, model.body = (nn.Sequential(each.body, nn.Linear(4, 4)) for each in (whole, model))
-    replicas.take_parameters(model.body.parameters())
-    whole.body.load_state_dict(model.body.state_dict())
-    for each, optim in zip((whole, model), optims, strict=True):
+    for each in (both.whole, both.model):
+        each.body = nn.Sequential(each.body, nn.Linear(4, 4))
+    both.replicas.take_parameters(both.model.body.parameters())
+    both.whole.body.load_state_dict(both.model.body.state_dict())
+    for each, optim in zip((both.whole, both.model), both.optims, strict=True):
         optim.add_param_group({"params": each.body[1].parameters()})
     for backward in (ordinary, a_method, ordinary):
-        backward(whole, x)
-        backward(replicas, x[rank::size])
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
-    assert farthest(model, whole) <= 1e-6
+        both.step(rank, size, backward)
+    assert farthest(both.model, both.whole) <= 1e-6
 
 
 class Blocks(nn.Module):
