@@ -279,4 +279,4 @@ def test_work_grows_no_faster_than_n_log_n(share: float, is_even: bool) -> None:
             choose_pinned(moments, sizes, [3 * size for size in sizes], budget)
         return pstats.Stats(profile).total_calls / (num * math.log2(num))
 
-    assert calls(2000) <= 1.3 * calls(250)
+    assert calls(1000) <= 1.3 * calls(125)
