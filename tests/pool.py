@@ -12,13 +12,20 @@
 process group and returns the results by rank. Results and arguments travel by pickle: return plain data or CPU tensors.
 A rank that raises fails the test with its traceback; it and the ranks it leaves waiting in a collective are replaced.
 
+A test all of whose body runs on each rank is one function, which takes `rank`, `size` and what it is parametrized by:
+
+    @on_ranks(2)
+    def test_sum(rank: int, size: int) -> None: ...
+
 Workers are forked from a process that has imported what nearly all of them need and done nothing else: a fresh one
 costs no imports. What is tested is not imported there, since that process may look for it elsewhere than the tests do.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import tempfile
@@ -139,6 +146,27 @@ class _Worker:
     def replaced(self) -> _Worker:
         self.end()
         return _Worker()
+
+
+def on_ranks(ranks: int = 2, timeout: float = 120) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes `test(rank, size, *parameters)` a test whose body runs on each rank of a group of the session's pool."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(pool: Pool, **parameters: Any) -> None:
+            pool.run(_call_body, test, parameters, ranks=ranks, timeout=timeout)
+
+        names = ("pool", *list(inspect.signature(body).parameters)[2:])
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        )
+        return test
+
+    return decorate
+
+
+def _call_body(rank: int, size: int, test: Any, parameters: dict[str, Any]) -> None:
+    test.__wrapped__(rank, size, **parameters)  # a function travels by its name, which is the test's
 
 
 def _serve(pipe: Connection) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -53,52 +56,37 @@ class Awkward(nn.Module):
         return f"width {self.config['width']}"
 
 
-class Llama(nn.Module):
-    """A Llama of two layers with tied embeddings, from tokens to logits."""
+SIZES = {"vocab_size": VOCAB, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES["max_position_embeddings"] = SEQ
 
-    def __init__(self) -> None:
+
+class Language(nn.Module):
+    """From tokens to logits, by a Llama of tied embeddings, or a Bert.
+
+    Bert's head shares its weight with the embedding, its bias with the module around it; it is not the largest layer
+    outside of the blocks.
+    """
+
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        config = transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=SEQ,
-            tie_word_embeddings=True,
-            use_cache=False,
-        )
-        self.llama = transformers.LlamaForCausalLM(config)
+        if kind == "llama":
+            tied = {"num_key_value_heads": 1, "tie_word_embeddings": True, "use_cache": False}
+            self.llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, hidden_size=16, **tied))
+        else:
+            rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            self.bert = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, hidden_size=4 * VOCAB, **rates))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.llama(input_ids=tokens).logits
+        (model,) = self.children()
+        logits: Tensor = model(input_ids=tokens).logits
         return logits
 
 
-class Bert(nn.Module):
-    """A masked language model whose head shares its weight with the embedding, its bias with the module around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = transformers.BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=4 * VOCAB,  # so that the head is not the largest layer outside of the blocks
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=SEQ,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        self.bert = transformers.BertForMaskedLM(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.bert(input_ids=tokens).logits
-        return logits
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {"awkward": Awkward, "llama": Llama, "bert": Bert}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "awkward": Awkward,
+    "llama": partial(Language, "llama"),
+    "bert": partial(Language, "bert"),
+}
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
@@ -116,6 +104,12 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
 def sgd(groups: Iterable[Any]) -> torch.optim.Optimizer:
     """SGD with a state, so that sharing it out can go wrong."""
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def world() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -150,6 +144,16 @@ def deviation(model: nn.Module, name: str, accumulate: int = 1) -> float:
     assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
     difference = torch.stack([(got[key] - expected[key]).norm() for key in expected]).norm()
     return float(difference / torch.stack([value.norm() for value in expected.values()]).norm())
+
+
+def clear(optim: torch.optim.Optimizer) -> None:
+    """Take an optimizer's state away."""
+    optim.state.clear()
+
+
+def replace(optim: torch.optim.Optimizer) -> None:
+    """Put an empty state in the place of an optimizer's."""
+    optim.state = defaultdict(dict)
 
 
 class CopiesToHost(TorchDispatchMode):

@@ -21,7 +21,8 @@ from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.tensor_parallel import tensor_parallel
 from tests.auto.test_arguments import Told, soon, told_by
-from tests.pool import Pool
+from tests.auto.training import run_each
+from tests.pool import Pool, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -113,31 +114,22 @@ DIFFERENCES = {
 }
 
 
-def knock_at_all(rank: int, size: int) -> list[Told]:
-    return [knock(rank, size, door, case) for door, case in DIFFERENCES if (case == "hybrid") == (size == 4)]
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_difference_is_told_on_all_ranks(pool: Pool, ranks: int) -> None:
-    expected = [told for (_, case), told in DIFFERENCES.items() if (case == "hybrid") == (ranks == 4)]
-    for of_case, pattern in zip(zip(*pool.run(knock_at_all, ranks=ranks), strict=True), expected, strict=True):
-        assert all(re.search(pattern, told) for told in soon(list(of_case))), (pattern, of_case)
+    cases = {case: told for case, told in DIFFERENCES.items() if (case[1] == "hybrid") == (ranks == 4)}
+    for of_case, pattern in zip(run_each(pool, knock, cases, ranks=ranks), cases.values(), strict=True):
+        assert all(re.search(pattern, told) for told in soon(of_case)), (pattern, of_case)
 
 
-def alone(rank: int, size: int) -> str:
-    """What rank 0 is told that calls alone, in a group that waits a second."""
+@on_ranks(timeout=30)
+def test_who_does_not_come_is_told_when_the_time_is_up(rank: int, size: int) -> None:
+    """Rank 0 calls alone, in a group that waits a second."""
     group = dist.new_group(timeout=timedelta(seconds=1))
-    told = ""
     if rank == 0:
         params = list(Net().parameters())
         told, _, _ = told_by(lambda: ShardedOptimizer(params, sgd(0.1), group))
+        assert "ShardedOptimizer got no answer from the other processes" in told
     dist.barrier()
-    return told
-
-
-def test_who_does_not_come_is_told_when_the_time_is_up(pool: Pool) -> None:
-    told, _ = pool.run(alone, timeout=30)
-    assert "ShardedOptimizer got no answer from the other processes" in told
 
 
 def part_of_the_world(rank: int, size: int) -> Told:

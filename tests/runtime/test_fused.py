@@ -131,12 +131,10 @@ class TestHuggingFace:
         for found, wanted in zip(gradients(model, forward), before, strict=True):
             assert_close(found, wanted)
 
-    def test_a_model_on_sdpa_already_is_reported_as_such(self) -> None:
+    def test_what_is_on_sdpa_already_or_cannot_be_stays(self) -> None:
         report = use_sdpa(llama(attn_implementation="sdpa"))
         assert report.swapped == ()
         assert [kept.reason for kept in report.kept] == ["LlamaForCausalLM is on sdpa already"]
-
-    def test_what_sdpa_cannot_give_stays(self) -> None:
         upcast = gpt2()
         upcast.config.reorder_and_upcast_attn = True
         attentions = llama()
@@ -235,7 +233,7 @@ class TestMultiheadAttention:
         ]
         assert torch.equal(*grads)
 
-    def test_weights_that_nobody_reads_are_not_computed_and_hold_nothing(self) -> None:
+    def test_weights_are_computed_under_the_modes_of_the_call_and_hold_nothing_where_nobody_reads_them(self) -> None:
         model = Attending()
         fuse_multihead_attention(model)
         x = torch.randn(6, 2, 16)
@@ -247,11 +245,6 @@ class TestMultiheadAttention:
             assert gone() is None
         finally:
             gc.enable()
-
-    def test_weights_are_computed_under_the_modes_of_the_call(self) -> None:
-        model = Attending()
-        fuse_multihead_attention(model)
-        x = torch.randn(6, 2, 16)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             _, weights = model.attention(x, x, x)
         assert not weights.requires_grad
@@ -354,13 +347,6 @@ class TestRMSNorm:
         for found, wanted in zip(gradients(model, lambda m: m(x).float()), before, strict=True):
             assert (found.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
 
-    def test_a_single_vector_has_gradients_too(self) -> None:
-        norm = FusedRMSNorm(nn.Parameter(torch.rand(8)), 1e-6, Variant(0.0, False))
-        norm(torch.randn(8)).sum().backward()
-        alone = norm.weight.grad
-        assert alone is not None
-        assert alone.shape == (8,)
-
     def test_a_whole_model_computes_the_same_and_saves_less(self) -> None:
         model = llama(attn_implementation="sdpa", pad_token_id=0)
         before, saved = gradients(model, tokens), saved_bytes(lambda: tokens(model))
@@ -372,20 +358,17 @@ class TestRMSNorm:
         one_norm = 24 * 32 * 4
         assert saved - saved_bytes(lambda: tokens(model)) >= 5 * 0.8 * one_norm
 
-    def test_what_only_looks_like_one_stays(self) -> None:
+    def test_what_only_looks_like_one_stays_and_instances_that_differ_are_tried_each(self) -> None:
         model = nn.Sequential(EagerNorm(), Clipped(), nn.RMSNorm(16), nn.LayerNorm(16))
         report = fuse_rms_norms(model)
         assert [swap.names for swap in report.swapped] == [("0",)]
         assert [(kept.name, kept.reason) for kept in report.kept] == [
             ("1", "Clipped computes something else than RMSNorm on a random input")
         ]
-
-    def test_instances_that_differ_are_tried_each(self) -> None:
         model = nn.Sequential(EagerNorm(), EagerNorm())
         model[1].eps = 0.5
         model[1].variance_epsilon = 1e-5  # read first, and not what the module uses
-        report = fuse_rms_norms(model)
-        assert [swap.names for swap in report.swapped] == [("0",)]
+        assert [swap.names for swap in fuse_rms_norms(model).swapped] == [("0",)]
 
     def test_names_weights_and_random_numbers_stay(self) -> None:
         model = nn.Sequential(EagerNorm())
@@ -406,9 +389,11 @@ class TestRMSNorm:
             assert len(fuse_rms_norms(model).swapped) == 1
             assert model(torch.randn(2, 16)).shape == (2, 16)
 
-    def test_compiles_whole(self) -> None:
+    def test_compiles_whole_and_a_single_vector_has_gradients_too(self) -> None:
         model = FusedRMSNorm(nn.Parameter(torch.ones(16)), 1e-5, Variant(0.0, True))
         x = torch.randn(2, 16)
+        model(x[0]).sum().backward()
+        assert model.weight.grad.shape == (16,)
         assert torch.allclose(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
 
 
@@ -454,13 +439,11 @@ def _kernels() -> Iterator[None]:
 
 
 class TestKernels:
-    def test_on_a_cpu_nothing_is_faster(self) -> None:
+    def test_on_a_cpu_nothing_is_faster_and_without_the_package_the_report_names_it(self) -> None:
         model = nn.Sequential(nn.LayerNorm(4), nn.CrossEntropyLoss())
-        assert "nothing is faster" in fuse_layer_norms(model, torch.device("cpu")).kept[0].reason
-        assert "nothing is faster" in fuse_cross_entropy(model, torch.device("cpu")).kept[0].reason
-
-    def test_without_the_package_the_report_names_it(self) -> None:
-        model, cuda = nn.Sequential(nn.LayerNorm(4), nn.CrossEntropyLoss()), torch.device("cuda")
+        cpu, cuda = torch.device("cpu"), torch.device("cuda")
+        for fuse in (fuse_layer_norms, fuse_cross_entropy):
+            assert "nothing is faster" in fuse(model, cpu).kept[0].reason
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "apex", None)
             patch.setitem(sys.modules, "liger_kernel", None)

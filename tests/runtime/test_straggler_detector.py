@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import random
 import threading
@@ -20,7 +19,8 @@ from torch.utils.data import Dataset
 from atorch import StragglerDetector, auto_accelerate
 from atorch.errors import ArgumentError
 from atorch.runtime.straggler_detector import StepReport, Straggler, behind
-from tests.pool import Pool
+from tests.auto.training import messages
+from tests.pool import on_ranks
 
 BATCH, WIDTH = 4, 8
 Work = Callable[[str], None]
@@ -100,31 +100,27 @@ def reports(work: Work, strategy: Any, size: int, steps: int, passes: int = 1, *
     return told
 
 
-def counted(rank: int, size: int, strategy: Any, takes: Any, steps: int = 8, every: int = 4) -> list[StepReport]:
+def counted(rank: int, size: int, strategy: Any, takes: Any, steps: int = 8, **more: Any) -> list[StepReport]:
     clock = Counted(takes[rank] if isinstance(takes, list) else takes)
     with clock.running():
-        return reports(clock.work, strategy, size, steps, every=every)
+        return reports(clock.work, strategy, size, steps, **{"every": 4, **more})
 
 
-def test_the_parts_of_a_step_are_what_they_take() -> None:
-    told = counted(0, 1, [], {"data": 0.25, "forward": 2.0, "backward": 3.0})
+EVEN = {"data": 0.25, "forward": 2.0, "backward": 3.0}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_parts_of_a_step_are_what_they_take_over_its_passes(passes: int) -> None:
+    told = counted(0, 1, [], EVEN, passes=passes)
     assert [each.step for each in told] == [4, 8]
     for each in told:
-        assert each.steps_s == (6.0,)
-        assert each.parts_s == {"data": (1.0,), "forward": (2.0,), "backward": (3.0,)}
+        assert each.steps_s == (6.0 * passes,)
+        assert each.parts_s == {"data": (1.0 * passes,), "forward": (2.0 * passes,), "backward": (3.0 * passes,)}
         assert not each.stragglers
 
 
-def test_a_loop_that_accumulates_waits_for_the_data_of_every_pass() -> None:
-    clock = Counted({"data": 0.25, "forward": 2.0, "backward": 3.0})
-    with clock.running():
-        (report,) = reports(clock.work, [], 1, 4, passes=2, every=4)
-    assert report.steps_s == (12.0,)
-    assert report.parts_s == {"data": (2.0,), "forward": (4.0,), "backward": (6.0,)}
-
-
 def test_an_evaluation_counts_as_forward() -> None:
-    clock = Counted({"data": 0.25, "forward": 2.0, "backward": 3.0})
+    clock = Counted(EVEN)
     result = made(clock.work, [], 4)
     with clock.running(), StragglerDetector(result.model, result.optim, every=4) as detector:
         for number in train(result):
@@ -136,27 +132,21 @@ def test_an_evaluation_counts_as_forward() -> None:
     assert detector.report.parts_s["backward"] == (3.0,)
 
 
-EVEN = {"data": 0.25, "forward": 2.0, "backward": 3.0}
-
-
 def one_slow(part: str) -> list[dict[str, float]]:
     return [EVEN, EVEN | {part: EVEN[part] + 5.0}, EVEN]
 
 
-def counted_by_part(rank: int, size: int) -> dict[str, list[StepReport]]:
-    found = {part: counted(rank, size, ["ddp"], one_slow(part)) for part in EVEN}
-    return {**found, "": counted(rank, size, ["ddp"], EVEN)}
-
-
-def test_a_slow_process_is_named_with_its_part_and_even_ones_are_not(pool: Pool) -> None:
-    found, *others = pool.run(counted_by_part, ranks=3)
-    assert not any(told for other in others for told in other.values()), "rank 0 has the report"
-    assert [report.stragglers for report in found.pop("")] == [[], []]
-    for part, told in found.items():
-        assert [[(each.ranks, each.part, each.reports) for each in report.stragglers] for report in told] == [
-            [((1,), part, number)] for number in (1, 2)
-        ]
-        assert told[1].parts_s[part][1] == pytest.approx(told[1].parts_s[part][0] + 5.0 * (4 if part == "data" else 1))
+@on_ranks(3)
+def test_a_slow_process_is_named_with_its_part_and_even_ones_are_not(rank: int, size: int) -> None:
+    for part in (*EVEN, ""):
+        told = counted(rank, size, ["ddp"], one_slow(part) if part else EVEN)
+        assert bool(told) == (rank == 0), "rank 0 has the report"
+        for number, report in enumerate(told, start=1):
+            named = [((1,), part, number)] if part else []
+            assert [(each.ranks, each.part, each.reports) for each in report.stragglers] == named
+        if told and part:
+            own, slow = told[1].parts_s[part][:2]
+            assert slow == pytest.approx(own + 5.0 * (4 if part == "data" else 1))
 
 
 class Waiting:
@@ -186,68 +176,43 @@ CASES = [  # what one process is slow at, and whether it is named: not where the
 ]
 
 
-def real(rank: int, size: int) -> list[list[tuple[Any, str]]]:
-    named = []
-    for method, part, _ in CASES:
+@on_ranks()
+def test_who_waits_for_a_slow_process_is_not_slow(rank: int, size: int) -> None:
+    for method, part, is_named in CASES:
         takes = {each: SLOW / (4 * BATCH if each == "data" else 4) for each in EVEN}
         if part is not None and rank == 1:
             takes[part] += SLOW / (BATCH if part == "data" else 1)
         strategy = [("parallel_mode", ([[AXES[method.split()[0]], 2]], None)), *method.split()]
         passes = 2 if (method, part) == ("ddp", "backward") else 1  # the others wait in every pass
         told = reports(Waiting(takes), strategy, size, 6, passes, every=6, margin=0.2)
-        named.append([(each.ranks, each.part) for report in told for each in report.stragglers])
-    return named
+        named = [(each.ranks, each.part) for report in told for each in report.stragglers]
+        assert named == [((1,), part)] * (is_named and rank == 0), (method, part)
 
 
-def test_who_waits_for_a_slow_process_is_not_slow(pool: Pool) -> None:
-    assert pool.run(real)[0] == [[((1,), part)] * is_named for _, part, is_named in CASES]
+@on_ranks(3)
+def test_there_is_one_warning_once_several_reports_agree(rank: int, size: int) -> None:
+    with messages() as said:
+        counted(rank, size, ["ddp"], one_slow("forward"), every=2, patience=3)
+    warnings = [each for each in said if "takes" in each]
+    assert len(warnings) == (rank == 0)
+    told = "takes 7 s a step for forward, where the median is 2 s, in the last 3 reports; the others wait for it"
+    assert all("rank 1 on " in each and told in each for each in warnings)
 
 
-def warned(rank: int, size: int) -> list[str]:
-    clock = Counted(one_slow("forward")[rank])
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("atorch")
-    logger.addHandler(handler)
-    try:
-        with clock.running():
-            reports(clock.work, ["ddp"], size, 8, every=2, patience=3)
-    finally:
-        logger.removeHandler(handler)
-    return [each for each in said if "takes" in each]
-
-
-def test_there_is_one_warning_once_several_reports_agree(pool: Pool) -> None:
-    (said,), *others = pool.run(warned, ranks=3)
-    assert others == [[], []]
-    assert "rank 1 on " in said
-    assert (
-        "takes 7 s a step for forward, where the median is 2 s, in the last 3 reports; the others wait for it" in said
-    )
-
-
-def differing(rank: int, size: int) -> str:
+@on_ranks()
+def test_processes_report_at_the_same_steps(rank: int, size: int) -> None:
     result = made(Waiting({}), ["ddp"], 2, size)
     with pytest.raises(ArgumentError) as caught:
         StragglerDetector(result.model, result.optim, every=10 + rank)
-    return str(caught.value)
+    said = str(caught.value)
+    assert "differs between processes: rank 0 has 'every=10, patience=3, margin=0.1', rank 1 has 'every=11" in said
 
 
-def test_processes_report_at_the_same_steps(pool: Pool) -> None:
-    for said in pool.run(differing):
-        assert "differs between processes: rank 0 has 'every=10, patience=3, margin=0.1', rank 1 has 'every=11" in said
-
-
-@pytest.mark.parametrize(("given"), [{"every": 1}, {"every": 2.5}, {"patience": 0}, {"margin": 0}])
-def test_numbers_out_of_range_are_refused(given: dict[str, Any]) -> None:
+def test_what_it_cannot_measure_by_is_refused() -> None:
     result = made(Waiting({}), [], 2)
-    with pytest.raises(ArgumentError, match="every is a whole number of at least 2, patience is"):
-        StragglerDetector(result.model, result.optim, **given)
-
-
-def test_other_objects_are_refused() -> None:
-    result = made(Waiting({}), [], 2)
+    for given in ({"every": 1}, {"every": 2.5}, {"patience": 0}, {"margin": 0}):
+        with pytest.raises(ArgumentError, match="every is a whole number of at least 2, patience is"):
+            StragglerDetector(result.model, result.optim, **given)
     with pytest.raises(ArgumentError, match=r"was given a \w+ and a AdamW; give .* result\.model and result\.optim"):
         StragglerDetector(result, torch.optim.AdamW(result.model.parameters()))  # type: ignore[arg-type]
 
@@ -282,38 +247,35 @@ def test_a_copy_of_the_model_is_not_measured() -> None:
     assert detector.report.parts_s == {"data": (1.0,), "forward": (2.0,), "backward": (3.0,)}
 
 
-def beside(rank: int, size: int, strategy: Any) -> list[tuple[StepReport, int]]:
-    """Each report, with how many graphs had been compiled until then."""
-    clock = Counted(EVEN)
-    result = made(clock.work, strategy, 12, size)
-    told: list[tuple[StepReport, int]] = []
-    graphs = torch._dynamo.utils.counters["stats"]
-
-    def tell(report: StepReport) -> None:
-        told.append((report, graphs["unique_graphs"]))
-
-    with clock.running(), StragglerDetector(result.model, result.optim, on_report=tell, every=4):
-        for _ in train(result):
-            pass
-    return told
-
-
 @pytest.mark.parametrize(
     ("strategy", "parts"),
     [
         (
             [("compile", {"backend": "eager", "wrap_class": "Sequential"})],
-            {"data": (1.0,) * 2, "forward": (2.0,) * 2, "backward": (3.0,) * 2},
+            {"data": 1.0, "forward": 2.0, "backward": 3.0},
         ),
-        ([("chunk", {"budget_bytes": 100_000})], {"data": (1.0,) * 2, "forward": (2.0,) * 2}),
-        ([("parallel_mode", ([["pipeline", 2]], None)), ("pipeline_parallel", {})], {"data": (2.0,) * 2}),
+        ([("chunk", {"budget_bytes": 100_000})], {"data": 1.0, "forward": 2.0}),
+        ([("parallel_mode", ([["pipeline", 2]], None)), ("pipeline_parallel", {})], {"data": 2.0}),
     ],
 )
-def test_it_measures_beside_other_methods(pool: Pool, strategy: Any, parts: Any) -> None:
-    told, _ = pool.run(beside, strategy)
-    assert [{part: each.parts_s[part] for part in parts} for each, _ in told] == [parts] * 3
-    assert not any(each.stragglers for each, _ in told)
-    assert len({compiled for _, compiled in told}) == 1, "hooks that come and go compile nothing again"
+@on_ranks()
+def test_it_measures_beside_other_methods(rank: int, size: int, strategy: Any, parts: dict[str, float]) -> None:
+    clock, told, compiled = Counted(EVEN), list[StepReport](), set[int]()
+    result = made(clock.work, strategy, 12, size)
+
+    def tell(report: StepReport) -> None:
+        told.append(report)
+        compiled.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    with clock.running(), StragglerDetector(result.model, result.optim, on_report=tell, every=4):
+        for _ in train(result):
+            pass
+    if rank == 0:
+        assert [{part: each.parts_s[part] for part in parts} for each in told] == [
+            {part: (seconds,) * 2 for part, seconds in parts.items()}
+        ] * 3
+        assert not any(each.stragglers for each in told)
+        assert len(compiled) == 1, "hooks that come and go compile nothing again"
 
 
 def slow(own: list[float], whole: float = 100.0, units: list[int] | None = None, peers: list[int] | None = None):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.gradients.clip import clip_grad_norm
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runtime.sharing import SEQ, VOCAB, make
 
 ROWS = 4
@@ -56,12 +56,9 @@ def test_same_bits_as_without_chunks(norm_type: float, max_norm: float) -> None:
     assert apart == 0
 
 
-def shared(rank: int, size: int, norm_type: float) -> tuple[float, float, float]:
-    return clipped(1e-2, norm_type, rank, size)
-
-
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_shares_have_the_norm_of_the_whole(pool: Pool, norm_type: float) -> None:
-    (norm, expected, apart), (second, *_) = pool.run(shared, norm_type)
-    assert norm == second == pytest.approx(expected, rel=1e-5)
+@on_ranks()
+def test_shares_have_the_norm_of_the_whole(rank: int, size: int, norm_type: float) -> None:
+    norm, expected, apart = clipped(1e-2, norm_type, rank, size)
+    assert norm == pytest.approx(expected, rel=1e-5)
     assert apart <= 1e-6

@@ -11,7 +11,7 @@ from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 class Branching(nn.Module):
@@ -49,8 +49,9 @@ def made() -> Branching:
     return Branching()
 
 
-def differences(rank: int, size: int, stumbles: bool) -> list[tuple[float, bool]]:
-    """Of each parameter, how far this process' part of the gradient is from the average, and whether it has one."""
+@pytest.mark.parametrize("stumbles", [False, True])
+@on_ranks()
+def test_after_what_nobody_foresaw_all_gradients_are_reduced(rank: int, size: int, stumbles: bool) -> None:
     model, plain = made(), made()
     first = foreseen(model, batch_of(rank), loss_of, device_type="cpu")
     operations = chunk(model, first, 10**6, device=torch.device("cpu"), group=dist.group.WORLD)
@@ -76,17 +77,11 @@ def differences(rank: int, size: int, stumbles: bool) -> list[tuple[float, bool]
         held = memory.within(slot)
         distance = 0.0 if part is None else (part.flatten() - wanted.flatten()[held]).abs().max().item()
         found.append((distance, slot.name in memory.has_gradient))
-    return found
+    assert all(distance < 1e-6 and has for distance, has in found)
 
 
-@pytest.mark.parametrize("stumbles", [False, True])
-def test_after_what_nobody_foresaw_all_gradients_are_reduced(pool: Pool, stumbles: bool) -> None:
-    for found in pool.run(differences, stumbles):
-        assert all(distance < 1e-6 and has for distance, has in found)
-
-
-def assigned(rank: int, size: int) -> tuple[str, float]:
-    """What is said of gradients that no backward pass has reduced; how far edited ones are from edited averages."""
+@on_ranks()
+def test_a_gradient_that_no_process_has_reduced_is_refused(rank: int, size: int) -> None:
     model, plain = made(), made()
     first = foreseen(model, batch_of(rank), loss_of, device_type="cpu")
     operations = chunk(model, first, 10**6, device=torch.device("cpu"), group=dist.group.WORLD)
@@ -108,10 +103,5 @@ def assigned(rank: int, size: int) -> tuple[str, float]:
     (gradient,) = torch.autograd.grad(loss_of(model, batch_of(rank)), [weight])
     with pytest.raises(ArgumentError) as error:
         weight.grad = gradient
-    return str(error.value), float(edited.max()) if mine is not None else 0.0
-
-
-def test_a_gradient_that_no_process_has_reduced_is_refused(pool: Pool) -> None:
-    for said, off in pool.run(assigned):
-        assert said.startswith("layers.0.weight.grad was assigned, and no backward pass has reduced")
-        assert off <= 1e-6
+    assert str(error.value).startswith("layers.0.weight.grad was assigned, and no backward pass has reduced")
+    assert (float(edited.max()) if mine is not None else 0.0) <= 1e-6

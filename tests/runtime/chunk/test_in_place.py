@@ -13,8 +13,8 @@ from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.chunk.schedule.schedule_cache import Courses
-from tests.pool import Pool
-from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, fresh, needed, train
+from tests.pool import on_ranks
+from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, assert_same_bits, fresh, needed, train
 
 HALF = torch.bfloat16
 
@@ -39,23 +39,19 @@ def test_same_bits_as_beside(family: str) -> None:
     assert train(mine, optim, data, loss) == expected
     assert operations.residency.fetched_bytes > 3 * sum(chunk.compute.nbytes for chunk in operations.chunks.chunks)
     assert all(chunk.gradient is chunk.compute for chunk in operations.chunks.chunks if chunk.gradient is not None)
-    theirs = model.state_dict()
-    assert all(torch.equal(theirs[name], value) for name, value in mine.state_dict().items())
+    assert_same_bits(mine, model)
 
 
-def shared(rank: int, size: int) -> bool:
-    """Whether losses and parameters of processes that share chunks are those of gradients beside parameters."""
+@on_ranks()
+def test_same_bits_where_processes_share_chunks(rank: int, size: int) -> None:
     trained = []
     for in_place in (False, True):
         model, optim, data, loss, _ = prepared("gpt2", in_place, dist.group.WORLD)
         losses = train(model, optim, lambda number, data=data: data(size * number + rank), loss)
         trained.append((losses, model.state_dict()))
     (expected, theirs), (losses, mine) = trained
-    return losses == expected and all(torch.equal(theirs[name], value) for name, value in mine.items())
-
-
-def test_same_bits_where_processes_share_chunks(pool: Pool) -> None:
-    assert pool.run(shared) == [True, True]
+    assert losses == expected
+    assert all(torch.equal(theirs[name], value) for name, value in mine.items())
 
 
 def test_one_pass_a_step() -> None:

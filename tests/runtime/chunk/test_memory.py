@@ -88,14 +88,6 @@ def test_masters_start_from_what_was_rounded():
         assert torch.equal(memory.part(memory.master, slot), expected)
 
 
-def test_whole_numbers_stay():
-    net = nn.Module()
-    net.table = nn.Parameter(torch.arange(3), requires_grad=False)
-    chunks = chunks_of(net, dtype=torch.bfloat16)
-    assert torch.equal(chunks.chunks[0].compute, torch.arange(3))
-    assert net.table.tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 def test_shares_make_the_whole(size):
     memories, before = shares(size)
@@ -137,10 +129,16 @@ def test_gradients_of_a_whole_chunk_are_kept_by_share():
     assert all(memory.gradient_of(slots[1]) is None for memory in memories)
 
 
-def test_a_chunk_that_does_not_divide_is_refused():
+def test_what_cannot_be_in_chunks_is_refused_and_whole_numbers_stay():
     spec = pack([Item("a", 5, "float32", True)], 9).chunks[0]
     with pytest.raises(ArgumentError, match="chunk 0 has 5 elements: pad it to a multiple of 2 shares"):
         ChunkMemory(spec, {}, torch.float32, CPU, shard=(0, 2))
+    with pytest.raises(ArgumentError, match="weight is on the meta device"):
+        chunks_of(nn.Linear(2, 2, device="meta"))
+    net = nn.Module()
+    net.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    assert torch.equal(chunks_of(net, dtype=torch.bfloat16).chunks[0].compute, torch.arange(3))
+    assert net.table.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("frozen", "sparse"), [(True, False), (False, True)])
@@ -265,11 +263,6 @@ def test_the_ledgers_know_where_chunks_lie():
     host, device = chunks.host, chunks.device_tier
     assert device.used_bytes == chunks.chunks[1].num_bytes == 8 * len(chunks.chunks[1].master)
     assert host.used_bytes == sum(chunk.num_bytes for chunk in chunks.chunks) - device.used_bytes
-
-
-def test_parameters_without_values_are_refused():
-    with pytest.raises(ArgumentError, match="weight is on the meta device"):
-        chunks_of(nn.Linear(2, 2, device="meta"))
 
 
 def test_others_are_not_managed():

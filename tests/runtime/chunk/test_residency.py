@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import StrategyError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 WIDTH, CPU = 8, torch.device("cpu")
 Way = Sequence[int]
@@ -89,45 +90,32 @@ def trained(rank: int, size: int, passes: list[tuple[Way, Way]], varies: bool = 
     return done, said, max(float((values[name] - each).abs().max()) for name, each in plain.named_parameters())
 
 
-def trained_in_all_ways(rank: int, size: int, varies: bool) -> dict[str, tuple[int, str, float]]:
-    return {case: trained(rank, size, passes, varies) for case, (passes, _, _) in WAYS.items()}
+@pytest.mark.parametrize("varies", [False, True])
+@on_ranks()
+def test_ways_of_their_own_are_right_or_told_on_all_processes_unless_they_are_known_to_vary(
+    rank: int, size: int, varies: bool
+) -> None:
+    for case, (passes, right, name) in WAYS.items():
+        done, said, distance = trained(rank, size, passes, varies)
+        assert distance < 1e-6, case
+        assert done == (len(passes) if varies else right), (case, said)
+        assert bool(said) == (bool(name) and not varies), case
+        assert not said or (name in said and "rank 0" in said and "rank 1" in said)
 
 
-def test_ways_of_their_own_are_right_or_told_on_all_processes(pool: Pool) -> None:
-    for found in pool.run(trained_in_all_ways, False):
-        for case, (done, said, distance) in found.items():
-            _, right, name = WAYS[case]
-            assert distance < 1e-6, case
-            assert done == right, (case, said)
-            assert bool(said) == bool(name), case
-            assert name in said
-            assert not said or ("rank 0" in said and "rank 1" in said)
-
-
-def test_ways_that_are_known_to_vary_are_right(pool: Pool) -> None:
-    for found in pool.run(trained_in_all_ways, True):
-        for case, (done, said, distance) in found.items():
-            assert not said, case
-            assert done == len(WAYS[case][0])
-            assert distance < 1e-6
-
-
-def evaluated_alone(rank: int, size: int) -> str:
-    """What is said where the first process runs a pass without gradients that the others do not."""
+@on_ranks(timeout=60)
+def test_a_pass_of_one_process_alone_is_told_on_all(rank: int, size: int) -> None:
+    """The first process runs a pass without gradients that the others do not."""
     model = made()
     first = foreseen(model, (batch_of(0, rank), ALL), loss_of, device_type="cpu")._replace(varies=True)
     chunk(model, first, 2**20, device=CPU, group=dist.group.WORLD)
-    try:
+
+    def run_twice() -> None:
         for _ in range(2):
             loss_of(model, (batch_of(0, rank), ALL)).backward()
             if rank == 0:
                 with torch.no_grad():
                     loss_of(model, (batch_of(0, rank), ALL))
-    except StrategyError as error:
-        return str(error)
-    return ""
 
-
-def test_a_pass_of_one_process_alone_is_told_on_all(pool: Pool) -> None:
-    for said in pool.run(evaluated_alone, timeout=60):
-        assert "rank 0 begins a forward pass without gradients; rank 1 begins a pass" in said
+    with pytest.raises(StrategyError, match="rank 0 begins a forward pass without gradients; rank 1 begins a pass"):
+        run_twice()

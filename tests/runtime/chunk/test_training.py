@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from atorch.runtime.chunk.schedule.schedule_cache import Courses
 from atorch.runtime.chunk.transfer import Transfer
 from benchmarks.paced_link import Paced
 from tests.runtime.sharing import SEQ, VOCAB, Awkward
+from tests.runtime.tensor_parallel.models import bert, gpt2, llama, mixtral, t5, vit
 
 CPU, STEPS = torch.device("cpu"), 3
 FRACTIONS = (1.0, 0.25, 0.12)
@@ -71,7 +72,7 @@ def tokens(number: int, vocabulary: int = VOCAB, length: int = SEQ) -> Tensor:
 
 
 def images(number: int) -> Tensor:
-    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(number))
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(number))
 
 
 def of_logits(model: nn.Module, batch: Tensor) -> Tensor:
@@ -89,63 +90,6 @@ def of_pairs(model: nn.Module, batch: Tensor) -> Tensor:
 
 def of_images(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(pixel_values=batch).logits, torch.arange(len(batch)))
-
-
-SMALL = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4}
-NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_layer=3,
-        n_embd=48,
-        n_head=4,
-        vocab_size=VOCAB,
-        n_positions=SEQ,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)  # with dropout, whose random numbers must be the same
-
-
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        **SMALL, num_hidden_layers=3, num_key_value_heads=2, vocab_size=VOCAB, use_cache=False
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**SMALL, **NO_DROPOUT, num_hidden_layers=3, vocab_size=VOCAB)
-    )
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        d_model=48,
-        d_kv=12,
-        d_ff=96,
-        num_layers=2,
-        num_heads=4,
-        vocab_size=VOCAB,
-        use_cache=False,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def vit() -> nn.Module:
-    config = transformers.ViTConfig(**SMALL, **NO_DROPOUT, num_hidden_layers=3, image_size=32, patch_size=8)
-    return transformers.ViTForImageClassification(config)
-
-
-def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
-        **SMALL, num_hidden_layers=2, num_key_value_heads=2, vocab_size=VOCAB, num_local_experts=4, use_cache=False
-    )
-    return transformers.MixtralForCausalLM(config)
 
 
 def resnet() -> nn.Module:
@@ -183,7 +127,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], Loss
     "awkward": (Awkward, tokens, of_logits),
     "checkpointed": (Checkpointed, tokens, of_logits),
     "recurrent": (Recurrent, tokens, of_logits),
-    "gpt2": (gpt2, tokens, of_language),
+    "gpt2": (partial(gpt2, dropout=0.1), tokens, of_language),  # whose random numbers must be the same
     "llama": (llama, tokens, of_language),
     "bert": (bert, tokens, of_language),
     "t5": (t5, tokens, of_pairs),
@@ -233,30 +177,57 @@ def host_tensors(operations: Operations, optimizer: ChunkOptimizer) -> Iterable[
 COMMON = ("awkward", "checkpointed", "recurrent", "gpt2", "mixtral")
 
 
+def plainly(family: str, passes: int = 1) -> tuple[nn.Module, list[float]]:
+    """A model trained without chunks, and its losses."""
+    make, data, loss = FAMILIES[family]
+    model = fresh(make)
+    return model, train(model, adam(model.parameters()), data, loss, passes)
+
+
+def in_chunks(
+    family: str | tuple[Callable[[], nn.Module], Callable[[int], Tensor], Loss],
+    share: float,
+    *,
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = adam,
+    early: bool = False,
+    dtype: torch.dtype | None = None,
+    transfer: Transfer | None = None,
+    compiled: Sequence[str] = (),
+    **how: Any,
+) -> tuple[nn.Module, ChunkOptimizer, Operations, int]:
+    """A model in chunks, its optimizer, what moves them, and their budget: activations and a share of parameters."""
+    make, data, loss = FAMILIES[family] if isinstance(family, str) else family
+    model = fresh(make)
+    seen = {"dtype": dtype, "lingering": isinstance(transfer, Paced), "compiled": compiled}
+    accesses = foreseen(model, data(0), loss, device_type="cpu", **seen)
+    others, parameters = needed(accesses, model)
+    budget = others + int(share * parameters)
+    how |= {"dtype": dtype, "transfer": transfer, "compiled": compiled}
+    operations = chunk(model, accesses, budget, device=CPU, **how)
+    gradients = operations.gradients if early else None
+    return model, ChunkOptimizer(optimizer, model.parameters(), operations.chunks, early=gradients), operations, budget
+
+
+def assert_same_bits(model: nn.Module, other: nn.Module) -> None:
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in other.state_dict().items())
+
+
 @pytest.mark.parametrize("family", [pytest.param(name, marks=() if name in COMMON else nightly) for name in FAMILIES])
 def test_losses_and_parameters_are_those_of_training_without_chunks_and_budgets_hold(family: str) -> None:
-    make, data, loss = FAMILIES[family]
-    reference = fresh(make)
-    expected = train(reference, adam(reference.parameters()), data, loss)
-    accesses = foreseen(fresh(make), data(0), loss, device_type="cpu")
-    others, parameters = needed(accesses, reference)
+    reference, expected = plainly(family)
     fitting = 0
     for fraction in FRACTIONS:
-        model = fresh(make)
-        budget = others + int(fraction * parameters)
         try:
-            operations = chunk(model, accesses, budget, device=CPU)
+            model, optimizer, operations, budget = in_chunks(family, fraction)
         except OutOfBudgetError:
             assert fraction < 0.5, "only an operation's own parameters may be too large"
             continue
         fitting += 1
-        optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
-        assert train(model, optimizer, data, loss) == expected
+        assert train(model, optimizer, *FAMILIES[family][1:]) == expected
         assert operations.residency.course.on_course, "the pass was as it was foreseen"
         assert operations.residency.peak_bytes <= budget
-        trained = model.state_dict()
-        for name, parameter in reference.named_parameters():
-            assert torch.equal(trained[name], parameter), (name, fraction)
+        assert_same_bits(model, reference)
     assert fitting >= 1
 
 
@@ -274,13 +245,8 @@ def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
     "family", ["checkpointed", "gpt2", *(pytest.param(name, marks=nightly) for name in ("awkward", "mixtral"))]
 )
 def test_a_count_of_all_live_bytes_never_exceeds_the_budget(family: str, transfer: Transfer) -> None:
-    make, data, loss = FAMILIES[family]
-    model = fresh(make)
-    accesses = foreseen(model, data(0), loss, device_type="cpu", lingering=isinstance(transfer, Paced))
-    others, parameters = needed(accesses, model)
-    budget = others + parameters // 2
-    operations = chunk(model, accesses, budget, device=CPU, transfer=transfer)
-    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
+    _, data, loss = FAMILIES[family]
+    model, optimizer, operations, budget = in_chunks(family, 0.5, transfer=transfer)
     loss(model, data(0)).backward()  # the first gradients make their memory on the host
     optimizer.step()
     optimizer.zero_grad()
@@ -296,42 +262,28 @@ def test_a_count_of_all_live_bytes_never_exceeds_the_budget(family: str, transfe
 
 
 def test_chunks_for_which_there_is_room_stay_with_their_states_and_are_stepped_on_the_device() -> None:
-    make, data, loss = FAMILIES["llama"]
-    reference, model = fresh(make), fresh(make)
-    expected = train(reference, adam(reference.parameters()), data, loss)
-    accesses = foreseen(model, data(0), loss, device_type="cpu")
-    others, parameters = needed(accesses, model)
-    operations = chunk(model, accesses, others + 3 * parameters, device=CPU, state_bytes=8.0)
+    reference, expected = plainly("llama")
+    model, optimizer, operations, budget = in_chunks("llama", 3.0, state_bytes=8.0)
     course = operations.residency.course
     assert course.schedule is not None
     assert 0 < course.schedule.num_fetches < 2 * len(operations.chunks.chunks), "some stay, and not all"
-    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
-    assert train(model, optimizer, data, loss) == expected
+    assert train(model, optimizer, *FAMILIES["llama"][1:]) == expected
     assert operations.residency.course.on_course
-    assert operations.residency.fetched_bytes < STEPS * parameters
-    assert operations.residency.peak_bytes <= others + 3 * parameters
-    trained = model.state_dict()
-    assert all(torch.equal(trained[name], parameter) for name, parameter in reference.named_parameters())
+    assert operations.residency.fetched_bytes < STEPS * sum(each.nbytes for each in reference.parameters())
+    assert operations.residency.peak_bytes <= budget
+    assert_same_bits(model, reference)
 
 
 def test_gradients_of_several_passes_are_added_up(transfer: Transfer) -> None:
-    make, data, loss = FAMILIES["awkward"]
-    reference, model = fresh(make), fresh(make)
-    expected = train(reference, adam(reference.parameters()), data, loss, passes=2)
-    accesses = foreseen(model, data(0), loss, device_type="cpu", lingering=isinstance(transfer, Paced))
-    others, parameters = needed(accesses, model)
-    operations = chunk(model, accesses, others + parameters // 4, device=CPU, transfer=transfer)
-    optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
-    assert train(model, optimizer, data, loss, passes=2) == expected
+    model, optimizer, _, _ = in_chunks("awkward", 0.25, transfer=transfer)
+    assert train(model, optimizer, *FAMILIES["awkward"][1:], passes=2) == plainly("awkward", passes=2)[1]
 
 
 def test_a_gradient_that_is_on_its_way_is_waited_for_where_somebody_looks_at_it() -> None:
     make, data, loss = FAMILIES["awkward"]
-    reference, model = fresh(make), fresh(make)
+    reference, link, seen = fresh(make), Paced(1e6), {}
     loss(reference, data(0)).backward()
-    accesses = foreseen(model, data(0), loss, device_type="cpu", lingering=True)
-    link, seen = Paced(1e6), {}
-    chunk(model, accesses, 2 * sum(needed(accesses, model)), device=CPU, transfer=link)
+    model, *_ = in_chunks("awkward", 4.0, transfer=link)
 
     def look(parameter: Tensor, name: str) -> None:
         assert parameter.grad is not None
@@ -400,11 +352,6 @@ class Lingering(Transfer):
 
 
 def test_a_thread_that_lets_go_of_a_chunk_late_is_waited_for() -> None:
-    make, data, loss = FAMILIES["awkward"]
-    reference, model = fresh(make), fresh(make)
-    expected = train(reference, adam(reference.parameters()), data, loss)
-    accesses = foreseen(model, data(0), loss, device_type="cpu")
-    others, parameters = needed(accesses, model)
-    operations = chunk(model, accesses, others + parameters // 4, device=CPU, transfer=Lingering())
-    assert train(model, ChunkOptimizer(adam, model.parameters(), operations.chunks), data, loss) == expected
+    model, optimizer, operations, _ = in_chunks("awkward", 0.25, transfer=Lingering())
+    assert train(model, optimizer, *FAMILIES["awkward"][1:]) == plainly("awkward")[1]
     assert operations.residency.course.on_course

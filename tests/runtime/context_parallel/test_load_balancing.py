@@ -42,12 +42,6 @@ def computed(deal: Deal, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, 
     return met, work
 
 
-@deals
-def test_every_token_has_one_rank(deal: Deal) -> None:
-    tokens = torch.cat([deal.tokens(rank, LENGTH) for rank in range(deal.size)])
-    assert tokens.sort().values.equal(torch.arange(LENGTH))
-
-
 def test_balanced_ranks_have_a_piece_from_the_front_and_one_from_the_back() -> None:
     deal = Deal(3, balanced=True)
     assert [deal.pieces(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
@@ -76,21 +70,20 @@ def test_a_query_meets_what_the_mask_lets_it_see_once(deal: Deal, mask: Tensor) 
 
 
 @deals
-def test_a_causal_mask_by_its_name(deal: Deal) -> None:
+def test_every_token_has_one_rank_and_balanced_ranks_do_equally_much_at_every_hop(deal: Deal) -> None:
+    tokens = torch.cat([deal.tokens(rank, LENGTH) for rank in range(deal.size)])
+    assert tokens.sort().values.equal(torch.arange(LENGTH))
     met, work = computed(deal, None, is_causal=True)
     assert met[0, 0].equal(CAUSAL.long())
-    whole = LENGTH * LENGTH / 2
-    assert work == [whole / deal.size] * deal.size if deal.balanced else work == sorted(work) and work[0] < work[-1]
-    if not deal.balanced:  # what the cost of context_parallel counts
-        assert work[-1] == whole * (2 * deal.size - 1) / deal.size**2
-
-
-@deals
-def test_balanced_ranks_do_equally_much_at_every_hop(deal: Deal) -> None:
-    each = LENGTH // deal.size
+    each, whole = LENGTH // deal.size, LENGTH * LENGTH / 2
     hops = [schedule(deal, rank, each, each, is_causal=True) for rank in range(deal.size)]
-    work = {tuple(sum(num_scores(m) for m in meetings) for meetings in rank) for rank in hops}
-    assert (len(work) == 1) == deal.balanced
+    by_hop = {tuple(sum(num_scores(m) for m in meetings) for meetings in rank) for rank in hops}
+    assert (len(by_hop) == 1) == deal.balanced
+    if deal.balanced:
+        assert work == [whole / deal.size] * deal.size
+    else:  # what the cost of context_parallel counts
+        assert work == sorted(work)
+        assert work[0] < work[-1] == whole * (2 * deal.size - 1) / deal.size**2
 
 
 def test_a_mask_is_computed_with_only_where_it_is_mixed() -> None:

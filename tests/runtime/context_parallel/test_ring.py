@@ -16,7 +16,8 @@ from atorch.errors import ArgumentError
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.context_parallel import Deal, ring_attention
 from tests.auto.opt_lib.splitting import BLOCK, on_mesh
-from tests.pool import Pool
+from tests.auto.training import run_each
+from tests.pool import Pool, on_ranks
 
 BATCH, HEADS, LENGTH, DIM = 2, 4, 48, 8
 
@@ -87,93 +88,74 @@ def around(rank: int, size: int, case: Case, dropout_p: float = 0.0) -> list[Ten
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
-def distances(rank: int, size: int, cases: list[Case]) -> list[list[float]]:
-    """How far each rank's result and gradients are from its rows of the plain ones, for each case."""
-    found = []
-    for case in cases:
-        deal = Deal(size, case.balanced)
-        exact = plain(replace(case, dtype=torch.float64))
-        wanted = [each[:, :, deal.tokens(rank, each.shape[2])] for each in exact]
-        got = around(rank, size, case)
-        assert all(one.dtype == case.dtype and one.shape == other.shape for one, other in zip(got, wanted, strict=True))
-        found.append([float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)])
-    return found
+def distances(rank: int, size: int, case: Case) -> list[float]:
+    """How far this rank's result and gradients are from its rows of the plain ones."""
+    deal = Deal(size, case.balanced)
+    wanted = [each[:, :, deal.tokens(rank, each.shape[2])] for each in plain(replace(case, dtype=torch.float64))]
+    got = around(rank, size, case)
+    assert all(one.dtype == case.dtype and one.shape == other.shape for one, other in zip(got, wanted, strict=True))
+    return [float((a - b).norm() / b.norm()) for a, b in zip(got, wanted, strict=True)]
 
 
-EXACT = 1e-5
-ROUNDED = 1.5e-2
-"""In bf16, whose eps is 7.8e-3: results are rounded once a hop and merged in fp32, gradients of keys once a hop."""
+BANDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float64: 1e-13}
+"""bf16's eps is 7.8e-3: results are rounded once a hop and merged in fp32, gradients of keys once a hop."""
+
+
+MASKS = ("none", "causal", "padding", "padded causal", "window", "biases")
+CASES = [Case(mask, groups, balanced) for mask in MASKS for groups in (4, 2) for balanced in (False, True)]
+CASES += [
+    Case(mask, 2, dtype=dtype)
+    for mask in ("none", "causal", "padded causal")
+    for dtype in (torch.bfloat16, torch.float64)
+]
+CASES += [Case("padding", num_keys=72), Case(num_keys=24), Case("causal", 2, dim_of_values=4)]  # of another sequence
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (2, 4))])
 def test_it_is_attention(pool: Pool, ranks: int) -> None:
-    names = ("none", "causal", "padding", "padded causal", "window", "biases")
-    cases = [Case(mask, groups, balanced) for mask in names for groups in (4, 2) for balanced in (False, True)]
-    for rank in pool.run(distances, cases, ranks=ranks):
-        for case, errors in zip(cases, rank, strict=True):
-            assert max(errors) <= EXACT, case
+    cases = [case for case in CASES if ranks == 3 or case.dtype == torch.float32]
+    for case, errors in zip(cases, run_each(pool, distances, [(case,) for case in cases], ranks=ranks), strict=True):
+        assert max(map(max, errors)) <= BANDS[case.dtype], case
 
 
-def test_it_is_attention_in_bf16_and_fp64(pool: Pool) -> None:
-    half = [Case(mask, 2, dtype=torch.bfloat16) for mask in ("none", "causal", "padded causal")]
-    double = [replace(case, dtype=torch.float64) for case in half]
-    for rank in pool.run(distances, half + double, ranks=3):
-        assert max(map(max, rank[:3])) <= ROUNDED
-        assert max(map(max, rank[3:])) <= 1e-13
-
-
-def test_queries_may_attend_to_another_sequence_and_values_be_of_another_size(pool: Pool) -> None:
-    cases = [Case("padding", num_keys=36), Case(num_keys=24), Case("causal", 2, dim_of_values=4)]
-    for rank in pool.run(distances, cases, ranks=3):
-        assert max(map(max, rank)) <= EXACT
-
-
-def test_a_query_that_sees_nothing_gets_nothing(pool: Pool) -> None:
+@on_ranks()
+def test_a_query_that_sees_nothing_gets_nothing(rank: int, size: int) -> None:
     """Padding before the first token under a causal mask, as torch has it: zeros, and no NaN in any gradient."""
-    for rank, (out, *gradients) in enumerate(pool.run(around, Case("padded causal", balanced=False), ranks=2)):
-        assert not out[1, :, : 24 if rank == 0 else 5].any()
-        assert not any(each.isnan().any() for each in gradients)
+    out, *gradients = around(rank, size, Case("padded causal", balanced=False))
+    assert not out[1, :, : 24 if rank == 0 else 5].any()
+    assert not any(each.isnan().any() for each in gradients)
 
 
-GROUPS = (4, 2)
-
-
-def counted(rank: int, size: int) -> list[dict[str, tuple[int, float]]]:
-    found = []
-    for groups in GROUPS:
-        with CommCounter() as sent:
-            around(rank, size, Case("causal", groups))
-        found.append({kind: counts for (kind, _), counts in sent.counts.items()})
-    return found
+def counted(rank: int, size: int, groups: int) -> dict[str, tuple[int, float]]:
+    with CommCounter() as sent:
+        around(rank, size, Case("causal", groups))
+    return {kind: counts for (kind, _), counts in sent.counts.items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_sends_what_the_cost_says(pool: Pool, ranks: int) -> None:
     num_bytes = BATCH * HEADS * LENGTH * DIM * 4.0
-    for found in pool.run(counted, ranks=ranks):
-        for groups, sent in zip(GROUPS, found, strict=True):
-            block = replace(BLOCK, input_bytes=num_bytes, matmuls=(), num_heads=HEADS, num_kv_heads=groups)
-            cost = replace(split_context(on_mesh({"context": ranks}, batch_size=2)), segments=(block,), dtype="float32")
-            (expected,) = of_copy(cost, block)
-            assert sent == dict.fromkeys(("send", "receive"), (expected.count, expected.num_bytes))
+    for groups, found in zip((4, 2), run_each(pool, counted, [(4,), (2,)], ranks=ranks), strict=True):
+        block = replace(BLOCK, input_bytes=num_bytes, matmuls=(), num_heads=HEADS, num_kv_heads=groups)
+        cost = replace(split_context(on_mesh({"context": ranks}, batch_size=2)), segments=(block,), dtype="float32")
+        (expected,) = of_copy(cost, block)
+        assert found == [dict.fromkeys(("send", "receive"), (expected.count, expected.num_bytes))] * ranks
 
 
-def dropped(rank: int, size: int) -> list[list[Tensor]]:
+@on_ranks()
+def test_dropout_differs_between_ranks_and_is_drawn_from_torchs_generator(rank: int, size: int) -> None:
+    """The same seed on every rank; gradients are those of what was drawn: see test_kernels."""
     found = []
     for dropout in (0.5, 0.5, 0.0):
         torch.manual_seed(0)
         found.append(around(rank, size, Case("causal"), dropout))
-    return found
+    first, second, whole = found
+    assert all(one.equal(other) for one, other in zip(first, second, strict=True))
+    assert not any(one.allclose(other) for one, other in zip(first, whole, strict=True))
 
 
-def test_dropout_differs_between_ranks_and_is_drawn_from_torchs_generator(pool: Pool) -> None:
-    """The same seed on every rank; gradients are those of what was drawn: see test_kernels."""
-    for first, second, whole in pool.run(dropped):
-        assert all(one.equal(other) for one, other in zip(first, second, strict=True))
-        assert not any(one.allclose(other) for one, other in zip(first, whole, strict=True))
-
-
-def refusals(rank: int, size: int) -> list[str]:
+@on_ranks()
+def test_what_it_cannot_honour_is_refused(rank: int, size: int) -> None:
     query, key, value, _ = (each[:, :, :24] for each in Case().tensors())
     said = []
     for more in (
@@ -186,15 +168,10 @@ def refusals(rank: int, size: int) -> list[str]:
         with pytest.raises(ArgumentError) as caught:
             ring_attention(**arguments, group=dist.group.WORLD)
         said.append(str(caught.value))
-    return said
-
-
-def test_what_it_cannot_honour_is_refused(pool: Pool) -> None:
-    for said in pool.run(refusals, ranks=2):
-        wanted = (
-            "whole sequences have 48 queries and 48 keys",
-            "needs a gradient",
-            "beside is_causal",
-            "48 queries and 24 keys",
-        )
-        assert all(words in message for words, message in zip(wanted, said, strict=True)), said
+    wanted = (
+        "whole sequences have 48 queries and 48 keys",
+        "needs a gradient",
+        "beside is_causal",
+        "48 queries and 24 keys",
+    )
+    assert all(words in message for words, message in zip(wanted, said, strict=True)), said

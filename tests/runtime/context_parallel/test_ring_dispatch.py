@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from atorch.runtime.context_parallel import Deal, RingExchange
 from atorch.runtime.context_parallel import ring_dispatch as exchanges
 from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 LENGTH = 16
 
@@ -33,8 +33,8 @@ def own(call: AttentionCall, share: TokenPartition) -> AttentionCall:
     return call._replace(**parts)
 
 
-def answers(rank: int, size: int) -> list[tuple[float, bool]]:
-    """Distance from the whole call's rows, and whether the dtypes are the same; for several ways to call."""
+@on_ranks()
+def test_it_answers_as_the_operation_does(rank: int, size: int) -> None:
     for balanced in (False, True):  # the stream deals tokens out as the ring has them
         dealt = TokenPartition(dist.group.WORLD, balanced=balanced).part(torch.arange(24), 0)
         assert dealt.equal(Deal(size, balanced).tokens(rank, 24))
@@ -55,18 +55,13 @@ def answers(rank: int, size: int) -> list[tuple[float, bool]]:
             got = exchange(own(call, share), no_more)
         rows = share.part(expected, -2)
         found.append((float((got - rows).norm() / rows.norm()), got.dtype == rows.dtype and got.shape == rows.shape))
-    return found
+    assert all(alike for _, alike in found)
+    assert max(error for error, _ in found[:3]) <= 1e-5
+    assert max(error for error, _ in found[3:]) <= 1e-2
 
 
-def test_it_answers_as_the_operation_does(pool: Pool) -> None:
-    for found in pool.run(answers, ranks=2):
-        assert all(alike for _, alike in found)
-        assert max(error for error, _ in found[:3]) <= 1e-5
-        assert max(error for error, _ in found[3:]) <= 1e-2
-
-
-def looks(rank: int, size: int) -> list[int]:
-    """How often masks' values are looked at."""
+@on_ranks()
+def test_a_mask_that_all_blocks_share_is_looked_at_once(rank: int, size: int) -> None:
     exchange = RingExchange(dist.group.WORLD, load_balance=False)
     share = TokenPartition(dist.group.WORLD)
     count = 0
@@ -87,18 +82,15 @@ def looks(rank: int, size: int) -> list[int]:
             for _ in range(4):
                 exchange(own(whole_call(attn_mask=mask), share), no_more)
             counts.append(count)
-    return counts
+    assert counts == [1, 1, 2]
 
 
-def test_a_mask_that_all_blocks_share_is_looked_at_once(pool: Pool) -> None:
-    assert pool.run(looks, ranks=2) == [[1, 1, 2]] * 2
-
-
-def reasons(rank: int, size: int) -> list[str | None]:
+@on_ranks()
+def test_what_does_not_fit_is_said(rank: int, size: int) -> None:
     exchange = RingExchange(dist.group.WORLD, load_balance=True)
     learnt = torch.zeros(LENGTH, LENGTH, requires_grad=True)
     long = torch.randn(2, 2, 3 * LENGTH, 8)
-    return [
+    said = [
         exchange.unfit(call)
         for call in (
             whole_call(),
@@ -112,17 +104,6 @@ def reasons(rank: int, size: int) -> list[str | None]:
             whole_call(query=torch.randn(1, 2, 4, LENGTH, 8)),
         )
     ]
-
-
-def test_what_does_not_fit_is_said(pool: Pool) -> None:
-    for said in pool.run(reasons, ranks=2):
-        assert said[:3] == [None] * 3
-        wanted = (
-            "gradient",
-            "(16, 2)",
-            "16 queries and 48 keys",
-            "6 keys cannot be cut into 4",
-            "shared out",
-            "5 dims",
-        )
-        assert all(words in str(reason) for words, reason in zip(wanted, said[3:], strict=True)), said
+    assert said[:3] == [None] * 3
+    wanted = ("gradient", "(16, 2)", "16 queries and 48 keys", "6 keys cannot be cut into 4", "shared out", "5 dims")
+    assert all(words in str(reason) for words, reason in zip(wanted, said[3:], strict=True)), said

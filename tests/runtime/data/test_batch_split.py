@@ -66,27 +66,26 @@ def test_a_mapping_that_cannot_be_written_becomes_a_dict():
     assert map_leaves(lambda leaf, place: leaf + 1, types.MappingProxyType({"x": 1})) == {"x": 2}
 
 
-def test_what_has_no_rows_goes_to_every_piece():
+def test_what_has_no_rows_goes_to_every_piece_and_lists_of_strings_are_cut():
     scalar, single = torch.tensor(1.0), torch.ones(1, 4)
-    data = {"x": X, "scalar": scalar, "single": single, "flag": True, "size": (6, 6)}
-    piece = take(data, 0, 2, num_rows(batch=data))
+    data = {
+        "x": X,
+        "scalar": scalar,
+        "single": single,
+        "flag": True,
+        "size": (6, 6),
+        "names": [*"abcdef"],
+        "few": ["a"],
+    }
+    piece = take(data, 2, 4, num_rows(batch=data))
     assert piece["scalar"] is scalar
     assert piece["single"] is single
-    assert piece["size"] == (6, 6)
+    assert (piece["size"], piece["names"], piece["few"]) == ((6, 6), ["c", "d"], ["a"])
 
 
-def test_lists_of_strings_are_cut():
-    names = list("abcdef")
-    assert take({"x": X, "names": names, "few": ["a"]}, 2, 4, 6)["names"] == ["c", "d"]
-    assert take({"x": X, "few": ["a"]}, 2, 4, 6)["few"] == ["a"]
-
-
-def test_rows_that_differ_are_refused_with_both_places():
+def test_rows_that_differ_are_refused_with_both_places_and_no_rows_are_one():
     with pytest.raises(ArgumentError, match=r"batch\['x'\] has 6 rows there and args\[0\] has 5"):
         num_rows(batch={"x": X}, args=[torch.ones(5)])
-
-
-def test_no_rows_at_all_are_one():
     assert num_rows(batch={"x": torch.tensor(3.0)}) == 1
 
 
@@ -101,7 +100,4 @@ def test_pieces_are_put_together():
     assert more["accuracy"] == pytest.approx(0.6)
     assert more["name"] == "b"
     assert last[0].item() == pytest.approx(3.0)
-
-
-def test_a_weight_of_zero_leaves_out_nan():
     assert merge([torch.tensor(float("nan")), torch.tensor(2.0)], [0.0, 1.0]).item() == 2.0

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from atorch import auto_accelerate
 from atorch.errors import ArgumentError
 from atorch.runtime.data.loader import Loader, StreamShare, make_loader
-from tests.pool import Pool, RankFailure
+from tests.pool import Pool, on_ranks
 
 
 class Shards(IterableDataset[Any]):
@@ -71,49 +71,41 @@ def in_a_group(loader: Loader) -> Loader:
     return loader
 
 
-def test_a_rank_reads_its_own_part_alone() -> None:
+def test_a_rank_reads_its_own_part_alone_and_one_process_the_stream_as_it_is() -> None:
     whole = Shards(uneven())
     first = [batch.tolist() for batch in make_loader(whole, {"batch_size": 4}, 0, 2)]
     assert first == [[0, 1], [2, 3], [4, 5], [6, 20], [21, 22], [23, 24]], "and the 25th is left: batches are full"
     assert whole.read == [*range(7), *range(20, 26)]
-
-
-def test_an_epoch_reaches_the_part() -> None:
+    assert make_loader(whole, {"batch_size": 4}, 0, 1).dataset is whole
     loader = make_loader(Shards(uneven()), {"batch_size": 4}, 1, 2)
     loader.set_epoch(1)
     assert next(iter(loader)).tolist() == [1010, 1011]
 
 
-def test_one_process_reads_the_stream_as_it_is() -> None:
-    stream = Shards(uneven())
-    assert make_loader(stream, {"batch_size": 4}, 0, 1).dataset is stream
+class Named(Shards):
+    """Its shards are of another kind."""
+
+    num_shards = None  # type: ignore[assignment]
 
 
-def test_shards_that_do_not_divide_are_read_by_all(caplog: pytest.LogCaptureFixture) -> None:
-    loader = make_loader(Shards(uneven()), {"batch_size": 3}, 0, 3)
-    assert isinstance(loader.dataset, StreamShare)
+class Lists(Shards):
+    """Its parts are no streams."""
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        return self.shards[index]
+
+
+def test_shards_of_another_number_or_kind_are_read_by_all(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(make_loader(Shards(uneven()), {"batch_size": 3}, 0, 3).dataset, StreamShare)
     assert "4 shards, which do not divide over 3 processes" in caplog.text
-
-
-def test_what_has_a_shard_of_another_kind_is_read_by_all() -> None:
-    class Named(Shards):
-        num_shards = None  # type: ignore[assignment]
-
     assert isinstance(make_loader(Named(uneven()), {"batch_size": 2}, 0, 2).dataset, StreamShare)
 
 
-def test_what_was_divided_already_is_refused() -> None:
+def test_what_was_divided_already_or_gives_no_stream_is_refused() -> None:
     part = Shards(uneven())
     part._distributed = (1, 2)  # type: ignore[attr-defined]  # as datasets.distributed.split_dataset_by_node leaves it
     with pytest.raises(ArgumentError, match="divided already, by split_dataset_by_node"):
         make_loader(part, {"batch_size": 2}, 1, 2)
-
-
-def test_a_part_that_is_no_stream_is_refused() -> None:
-    class Lists(Shards):
-        def shard(self, num_shards: int, index: int) -> Any:
-            return self.shards[index]
-
     with pytest.raises(ArgumentError, match=r"Lists.shard\(num_shards=2, index=0\) returned .*; it returns an Iter"):
         make_loader(Lists(uneven()), {"batch_size": 2}, 0, 2)
 
@@ -122,13 +114,12 @@ def numbers(loader: Loader) -> list[int]:
     return [int(number) for batch in loader for number in batch]
 
 
-def read_all(rank: int, size: int, epochs: int) -> list[list[int]]:
+@on_ranks()
+def test_all_ranks_have_as_many_batches_and_no_sample_twice(rank: int, size: int) -> None:
     loader = in_a_group(make_loader(Shards(uneven()), {"batch_size": 2 * size}, rank, size))
-    return [numbers(loader) for _ in range(epochs)]
-
-
-def test_all_ranks_have_as_many_batches_and_no_sample_twice(pool: Pool) -> None:
-    for found in zip(*pool.run(read_all, 2), strict=True):
+    for _ in range(2):
+        found: list[list[int]] = [[]] * size
+        dist.all_gather_object(found, numbers(loader))
         assert [len(each) for each in found] == [10, 10]
         assert len(set(sum(found, []))) == 20
         assert set(sum(found, [])) <= set(sum(uneven(), []))
@@ -140,32 +131,24 @@ def test_workers_share_out_the_part_of_their_rank() -> None:
     assert sorted(parts[1]) == [*range(10, 14), *range(30, 34)]
 
 
-def read_broken(rank: int, size: int) -> str:
+def train_on(loader: Loader) -> None:
+    for batch in loader:
+        dist.all_reduce(batch, group=dist.group.WORLD)  # a step, in which all must be
+
+
+@on_ranks()
+def test_where_one_cannot_read_all_stop(rank: int, size: int) -> None:
     loader = in_a_group(make_loader(Shards(uneven(), broken=12), {"batch_size": 2 * size}, rank, size))
-    try:
-        for count, batch in enumerate(loader):
-            dist.all_reduce(batch, group=dist.group.WORLD)  # a step, in which all must be
-            del count
-    except (ArgumentError, ValueError) as error:
-        return str(error)
-    return "nothing"
+    told = ("another process failed to read its part of the stream; its own error says why", "this file is cut off")
+    with pytest.raises((ArgumentError, ValueError), match=f"^{told[rank]}$"):
+        train_on(loader)
 
 
-def test_where_one_cannot_read_all_stop(pool: Pool) -> None:
-    assert pool.run(read_broken) == [
-        "another process failed to read its part of the stream; its own error says why",
-        "this file is cut off",
-    ]
-
-
-def read_too_few(rank: int, size: int) -> None:
-    list(in_a_group(make_loader(Shards([[1, 2, 3], [4]]), {"batch_size": 2 * size}, rank, size)))
-
-
-def test_a_rank_without_a_batch_is_told_of_on_all(pool: Pool) -> None:
-    with pytest.raises(RankFailure) as failure:
-        pool.run(read_too_few)
-    assert str(failure.value).count("has no full batch in its part of the stream") == 2
+@on_ranks()
+def test_a_rank_without_a_batch_is_told_of_on_all(rank: int, size: int) -> None:
+    loader = in_a_group(make_loader(Shards([[1, 2, 3], [4]]), {"batch_size": 2 * size}, rank, size))
+    with pytest.raises(ArgumentError, match="has no full batch in its part of the stream"):
+        list(loader)
 
 
 class Net(nn.Module):

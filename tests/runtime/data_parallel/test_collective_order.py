@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from atorch.errors import StrategyError
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
-from tests.pool import Pool, RankFailure
+from tests.auto.training import run_each
+from tests.pool import Pool, RankFailure, on_ranks
 from tests.runtime.sharing import whole
 
 WIDTH = 8
@@ -119,27 +120,16 @@ def refused_at(
     return -1, "", False
 
 
-def refused_by_case(
-    rank: int, size: int, cases: Sequence[str], keep: bool, finds_unused: bool
-) -> dict[str, tuple[int, str, bool]]:
-    return {case: refused_at(rank, size, *DIFFERENT[case][:2], keep, finds_unused) for case in cases}
-
-
-@pytest.mark.parametrize(
-    ("keep", "finds_unused", "ranks"),
-    [(False, False, 2), (True, CAN_FIND, 2), (False, False, 4)],
-)
+@pytest.mark.parametrize(("keep", "finds_unused", "ranks"), [(False, False, 2), (True, CAN_FIND, 2), (False, False, 4)])
 def test_ranks_that_take_different_ways_are_told(pool: Pool, keep: bool, finds_unused: bool, ranks: int) -> None:
-    cases = [case for case in DIFFERENT if not (finds_unused and ("within" in case or case == "half a block"))]
-    cases = cases if ranks == 2 else ["later a new block", "another branch within a block"]
-    for found in pool.run(refused_by_case, cases, keep, finds_unused, ranks=ranks):
-        for case, (refused, message, changed) in found.items():
-            _, _, step, name = DIFFERENT[case]
-            assert refused == step, case
-            assert not changed
-            assert name in message
-            assert "rank 0" in message
-            assert "rank 1" in message
+    names = [case for case in DIFFERENT if not (finds_unused and ("within" in case or case == "half a block"))]
+    names = names if ranks == 2 else ["later a new block", "another branch within a block"]
+    cases = [(*DIFFERENT[case][:2], keep, finds_unused) for case in names]
+    for case, of_ranks in zip(names, run_each(pool, refused_at, cases, ranks=ranks), strict=True):
+        _, _, step, name = DIFFERENT[case]
+        for refused, message, changed in of_ranks:
+            assert (refused, changed) == (step, False), case
+            assert all(sign in message for sign in (name, "rank 0", "rank 1")), (case, message)
 
 
 def plainly(model: Branching, ways: list[tuple[Way, Way]], ranks: Sequence[int]) -> list[Tensor | None]:
@@ -184,14 +174,12 @@ ALIKE: list[list[tuple[Way, Way]]] = [
 ]
 
 
-def trained_alike(rank: int, size: int, keep: bool, finds_unused: bool) -> list[float]:
-    return [trained(rank, size, ways, keep, finds_unused)[0] for ways in ALIKE]
-
-
 @pytest.mark.parametrize(("keep", "finds_unused"), [(False, False), (True, CAN_FIND)])
-def test_what_all_ranks_do_alike_trains_as_one_process_does(pool: Pool, keep: bool, finds_unused: bool) -> None:
-    for differences in pool.run(trained_alike, keep, finds_unused):
-        assert max(differences) <= 1e-5
+@on_ranks()
+def test_what_all_ranks_do_alike_trains_as_one_process_does(
+    rank: int, size: int, keep: bool, finds_unused: bool
+) -> None:
+    assert max(trained(rank, size, ways, keep, finds_unused)[0] for ways in ALIKE) <= 1e-5
 
 
 WITHIN: list[tuple[Way, Way]] = [
@@ -215,7 +203,8 @@ def test_unused_parameters_of_a_group_may_differ_where_they_are_looked_for(pool:
         assert any(has_gradient)
 
 
-def comparisons(rank: int, size: int) -> list[int]:
+@on_ranks()
+def test_a_pass_like_the_last_one_is_compared_once(rank: int, size: int) -> None:
     from atorch.runtime.data_parallel import collective_order
 
     model, counts = sharded(size, (16, 16, 16), False, False), []
@@ -234,11 +223,7 @@ def comparisons(rank: int, size: int) -> list[int]:
             before = calls
             F.mse_loss(model(x, *ALL), y).backward()
             counts.append(calls - before)
-    return counts
-
-
-def test_a_pass_like_the_last_one_is_compared_once(pool: Pool) -> None:
-    for first, second, third, fourth in pool.run(comparisons):
-        assert first > 5
-        assert second <= 2
-        assert (third, fourth) == (1, 1)
+    first, second, third, fourth = counts
+    assert first > 5
+    assert second <= 2
+    assert (third, fourth) == (1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,38 +10,30 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from atorch.errors import StrategyError
 from atorch.runtime.data_parallel import replicate as module
 from atorch.runtime.data_parallel.replicate import Replicated, average_before_steps, replicate
-from tests.pool import Pool
-from tests.runtime.sharing import deviation, make, param_groups, sgd, train
+from tests.auto.training import assert_trains_like_plain
+from tests.pool import Pool, on_ranks
+from tests.runtime.sharing import deviation, make, param_groups, sgd, train, world
 
 CPU = torch.device("cpu")
 
 
-def trained(rank: int, size: int, name: str, accumulate: int) -> float:
-    model = replicate(make(name, seed=rank), world(), CPU)  # rank 0's weights count
-    train(model, sgd(param_groups(model)), rank, size, accumulate)
+@on_ranks()
+def test_trains_as_one_process_does(rank: int, size: int) -> None:
+    model = replicate(make("awkward", seed=rank), world(), CPU)  # rank 0's weights count
+    train(model, sgd(param_groups(model)), rank, size, accumulate=2)
     copied = copy.deepcopy(model)  # as weights are averaged over steps
     assert all(map(torch.equal, copied.parameters(), model.parameters()))
-    return deviation(model, name, accumulate)
+    assert deviation(model, "awkward", accumulate=2) <= 1e-4
 
 
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-@pytest.mark.parametrize(("name", "accumulate"), [("awkward", 2), ("llama", 1)])
-def test_trains_as_one_process_does(pool: Pool, name: str, accumulate: int) -> None:
-    assert max(pool.run(trained, name, accumulate)) <= 1e-4
-
-
-def names(rank: int, size: int) -> dict[str, Any]:
+@on_ranks()
+def test_names_and_attributes_are_the_users(rank: int, size: int) -> None:
     plain = make("awkward")
     model = replicate(make("awkward"), world(), CPU)
     assert isinstance(model, Replicated)
@@ -53,32 +44,15 @@ def names(rank: int, size: int) -> dict[str, Any]:
     model.eval()
     with pytest.raises(AttributeError, match="'Awkward' object has no attribute 'nothing'"):
         _ = model.nothing
-    return {
-        "state": list(saved) == list(plain.state_dict()),
-        "parameters": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()],
-        "buffers": [n for n, _ in model.named_buffers()],
-        "modules": [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()],
-        "loaded": float(model.scale.detach()),
-        "attribute": model.config,
-        "method": model.greet(),
-        "submodule": model.get_submodule("blocks.1") is model.module.blocks[1],
-        "eval": any(module.training for module in model.module.modules()),
-    }
-
-
-def test_names_and_attributes_are_the_users(pool: Pool) -> None:
-    for seen in pool.run(names):
-        assert seen == {
-            "state": True,
-            "parameters": True,
-            "buffers": ["shift"],
-            "modules": True,
-            "loaded": 1.5,
-            "attribute": {"width": 12},
-            "method": "width 12",
-            "submodule": True,
-            "eval": False,
-        }
+    assert list(saved) == list(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_buffers()] == ["shift"]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert float(model.scale.detach()) == 1.5
+    assert model.config == {"width": 12}
+    assert model.greet() == "width 12"
+    assert model.get_submodule("blocks.1") is model.module.blocks[1]
+    assert not any(module.training for module in model.module.modules())
 
 
 def unchanged(rank: int, size: int) -> bool:
@@ -102,16 +76,13 @@ class Halves(nn.Module):
         return self.layers[which](x)
 
 
-def unused(rank: int, size: int) -> list[float]:
+@on_ranks()
+def test_unused_parameters_do_not_block(rank: int, size: int) -> None:
     model = replicate(Halves(), world(), CPU, find_unused_parameters=True)
     for which in (0, 1, 0):
         model.zero_grad()
         model(torch.full((1, 2), float(rank + 1)), which).sum().backward()
-    return [float(p.grad[0, 0]) for p in (model.layers[0].weight,)]
-
-
-def test_unused_parameters_do_not_block(pool: Pool) -> None:
-    assert pool.run(unused) == [[1.5], [1.5]]
+    assert float(model.layers[0].weight.grad[0, 0]) == 1.5
 
 
 class TwoHeads(nn.Module):
@@ -188,14 +159,9 @@ def gradients_of_passes(rank: int, size: int, name: str, find_unused: bool) -> f
     return max(off)
 
 
-def gradients_of_all_passes(rank: int, size: int, find_unused: bool) -> dict[str, float]:
-    return {name: gradients_of_passes(rank, size, name, find_unused) for name in PASSES}
-
-
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_every_backward_pass_averages(pool: Pool, find_unused: bool) -> None:
-    for off in pool.run(gradients_of_all_passes, find_unused):
-        assert max(off.values()) <= 1e-6, off
+    assert_trains_like_plain(pool, gradients_of_passes, [(name, find_unused) for name in PASSES], band=1e-6)
 
 
 def assigned(model: Any, x: torch.Tensor) -> None:
@@ -211,15 +177,24 @@ def edited(model: Any, x: torch.Tensor) -> None:
         parameter.grad = 2 * parameter.grad
 
 
-def beside_plain() -> tuple[nn.Module, nn.Module, torch.Tensor, Any, list[torch.optim.Optimizer]]:
-    """A model, its twin, a batch, the twin as a replica, and an optimizer of each."""
-    torch.manual_seed(3)
-    whole, model = TwoHeads(), TwoHeads()
-    model.load_state_dict(whole.state_dict())
-    replicas = replicate(model, world(), CPU)
-    optims: list[torch.optim.Optimizer] = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
-    average_before_steps(optims[1], [replicas])
-    return whole, model, torch.randn(4, 3), replicas, optims
+class Beside:
+    """A model, its twin as replicas, a batch, and an optimizer of each."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.whole, self.model = TwoHeads(), TwoHeads()
+        self.model.load_state_dict(self.whole.state_dict())
+        self.replicas = replicate(self.model, world(), CPU)
+        self.optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.whole, self.model)]
+        average_before_steps(self.optims[1], [self.replicas])
+        self.x = torch.randn(4, 3)
+
+    def step(self, rank: int, size: int, backward: Any) -> None:
+        backward(self.whole, self.x)
+        backward(self.replicas, self.x[rank::size])
+        for optim in self.optims:
+            optim.step()
+            optim.zero_grad()
 
 
 def farthest(model: nn.Module, whole: nn.Module) -> float:
@@ -227,27 +202,17 @@ def farthest(model: nn.Module, whole: nn.Module) -> float:
     return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
 
 
-def steps_by_hand(rank: int, size: int) -> tuple[float, list[int]]:
-    """The distance of parameters from those of the whole batch, and when gradients were averaged beside backward."""
-    whole, model, x, replicas, optims = beside_plain()
-    ordinary(replicas, x)
-    optims[1].zero_grad()  # a pass that is thrown away
-    averaged = []
+@on_ranks()
+def test_gradients_by_hand_are_averaged_before_a_step(rank: int, size: int) -> None:
+    both, averaged = Beside(), []
+    ordinary(both.replicas, both.x)
+    both.optims[1].zero_grad()  # a pass that is thrown away
     with mock.patch.object(module, "average_gradients", wraps=module.average_gradients) as average:
         for backward in (assigned, edited, ordinary, assigned):
-            backward(whole, x)
-            backward(replicas, x[rank::size])
-            for optim in optims:
-                optim.step()
-                optim.zero_grad()
+            both.step(rank, size, backward)
             averaged.append(average.call_count)
-    return farthest(model, whole), averaged
-
-
-def test_gradients_by_hand_are_averaged_before_a_step(pool: Pool) -> None:
-    for off, averaged in pool.run(steps_by_hand):
-        assert off <= 1e-6
-        assert averaged == [1, 1, 1, 2]
+    assert farthest(both.model, both.whole) <= 1e-6
+    assert averaged == [1, 1, 1, 2]
 
 
 def added(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> Any:
@@ -268,43 +233,31 @@ def in_a_closure(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> A
     return optim.step(closure)
 
 
-def steps_with_gradients_taken(rank: int, size: int) -> list[float]:
-    """The distance of parameters from those of the whole batch."""
-    found = []
+@on_ranks()
+def test_gradients_that_were_taken_are_averaged(rank: int, size: int) -> None:
     for step in (added, in_a_closure):
-        whole, model, x, replicas, optims = beside_plain()
+        both = Beside()
+        parts = (both.whole, both.x, both.optims[0]), (both.replicas, both.x[rank::size], both.optims[1])
         for _ in range(3):
-            for each, part, optim in ((whole, x, optims[0]), (replicas, x[rank::size], optims[1])):
+            for each, part, optim in parts:
                 step(each, part, optim)
                 optim.zero_grad()
-        found.append(farthest(model, whole))
-    return found
+        assert farthest(both.model, both.whole) <= 1e-6, step
 
 
-def test_gradients_that_were_taken_are_averaged(pool: Pool) -> None:
-    assert max(max(off) for off in pool.run(steps_with_gradients_taken)) <= 1e-6
-
-
-def grown(rank: int, size: int) -> float:
-    """The distance of parameters from those of the whole batch, where a layer was put into the model later."""
-    whole, model, x, replicas, optims = beside_plain()
+@on_ranks()
+def test_parameters_that_come_later_are_averaged(rank: int, size: int) -> None:
+    both = Beside()
     torch.manual_seed(3 + rank)
-    whole.body, model.body = (nn.Sequential(each.body, nn.Linear(4, 4)) for each in (whole, model))
-    replicas.take_parameters(model.body.parameters())
-    whole.body.load_state_dict(model.body.state_dict())
-    for each, optim in zip((whole, model), optims, strict=True):
+    for each in (both.whole, both.model):
+        each.body = nn.Sequential(each.body, nn.Linear(4, 4))
+    both.replicas.take_parameters(both.model.body.parameters())
+    both.whole.body.load_state_dict(both.model.body.state_dict())
+    for each, optim in zip((both.whole, both.model), both.optims, strict=True):
         optim.add_param_group({"params": each.body[1].parameters()})
     for backward in (ordinary, a_method, ordinary):
-        backward(whole, x)
-        backward(replicas, x[rank::size])
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
-    return farthest(model, whole)
-
-
-def test_parameters_that_come_later_are_averaged(pool: Pool) -> None:
-    assert max(pool.run(grown)) <= 1e-6
+        both.step(rank, size, backward)
+    assert farthest(both.model, both.whole) <= 1e-6
 
 
 class Blocks(nn.Module):
@@ -373,12 +326,8 @@ def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
 LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, signs, a_sample)}
 
 
-def off_after_steps(rank: int, size: int) -> dict[str, float]:
-    """The distance of parameters from those of the whole batch, after a few steps of each loop."""
-    return {name: off_after_steps_of(rank, size, name) for name in LOOPS}
-
-
-def off_after_steps_of(rank: int, size: int, name: str) -> float:
+def off_after_steps(rank: int, size: int, name: str) -> float:
+    """The distance of parameters from those of the whole batch, after a few steps of a loop."""
     torch.manual_seed(3)
     whole, model = (nn.Linear(3, 1), nn.Linear(3, 1)) if name == "a_sample" else (Blocks(), Blocks())
     model.load_state_dict(whole.state_dict())
@@ -395,25 +344,20 @@ def off_after_steps_of(rank: int, size: int, name: str) -> float:
 
 
 def test_loops_train_as_one_process_does(pool: Pool) -> None:
-    for off in pool.run(off_after_steps):
-        assert max(off.values()) <= 1e-5, off
+    assert_trains_like_plain(pool, off_after_steps, [(name,) for name in LOOPS], band=1e-5)
 
 
-def left_out(rank: int, size: int) -> list[Any]:
-    """The gradients of heads that both ranks, one and none have used."""
+@on_ranks()
+def test_what_a_rank_leaves_out_counts_as_zero(rank: int, size: int) -> None:
     model: Any = replicate(Blocks(), world(), CPU)
     for heads in ((0, 1, 2), (0, rank), (0, rank)):
         model.zero_grad()
         sum(model(torch.ones(1, 3), heads=heads)).sum().backward()
-    return [None if head.bias.grad is None else float(head.bias.grad) for head in model.heads]
+    assert [None if head.bias.grad is None else float(head.bias.grad) for head in model.heads] == [1.5, 0.5, None]
 
 
-def test_what_a_rank_leaves_out_counts_as_zero(pool: Pool) -> None:
-    assert pool.run(left_out) == [[1.5, 0.5, None]] * 2
-
-
-def hooked(rank: int, size: int) -> list[Any]:
-    """Calls of a hook on a gradient, and the gradient, of passes of which the first is not averaged."""
+@on_ranks()
+def test_hooks_on_gradients_see_averages_and_what_is_taken(rank: int, size: int) -> None:
     linear, seen = nn.Linear(1, 1, bias=False), list[float]()
     model: Any = replicate(linear, world(), CPU)
     linear.weight.register_hook(lambda gradient: seen.append(float(gradient)) or gradient.clamp(max=1.0))
@@ -422,22 +366,15 @@ def hooked(rank: int, size: int) -> list[Any]:
         model(x).sum().backward()
     model(x + 1).sum().backward()
     (taken,) = torch.autograd.grad(model(x + 2).sum(), linear.weight)
-    return [*seen, float(linear.weight.grad), float(taken)]
+    assert [*seen, float(linear.weight.grad), float(taken)] == [[2.0, 2.0, 1.0, 1.0], [2.0, 3.0, 1.0, 1.0]][rank]
 
 
-def test_hooks_on_gradients_see_averages_and_what_is_taken(pool: Pool) -> None:
-    assert pool.run(hooked) == [[2.0, 2.0, 1.0, 1.0], [2.0, 3.0, 1.0, 1.0]]
-
-
-def refusal(rank: int, size: int, options: dict[str, bool], again: bool) -> str:
-    model: Any = replicate(Blocks(), world(), CPU, **options)
-    with pytest.raises(StrategyError) as caught:
-        sum(model(torch.ones(1, 3), again=again)).sum().backward()
-    return str(caught.value)
-
-
-def test_what_reentrant_checkpoints_hide_is_refused(pool: Pool) -> None:
-    for told in pool.run(refusal, {"find_unused_parameters": True}, False):
-        assert "find_unused_parameters=True does not see" in told
-    for told in pool.run(refusal, {}, True):
-        assert re.search(r"blocks.1.(weight|bias) is used in two reentrant checkpoints", told)
+@on_ranks()
+def test_what_reentrant_checkpoints_hide_is_refused(rank: int, size: int) -> None:
+    for options, again, told in (
+        ({"find_unused_parameters": True}, False, "find_unused_parameters=True does not see"),
+        ({}, True, r"blocks.1.(weight|bias) is used in two reentrant checkpoints"),
+    ):
+        model: Any = replicate(Blocks(), world(), CPU, **options)
+        with pytest.raises(StrategyError, match=told):
+            sum(model(torch.ones(1, 3), again=again)).sum().backward()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,15 +22,10 @@ from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer, deal_out
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
-from tests.pool import Pool
-from tests.runtime.sharing import deviation, make, param_groups, sgd, train
+from tests.pool import Pool, on_ranks
+from tests.runtime.sharing import clear, deviation, make, param_groups, replace, sgd, train, world
 
 CPU = torch.device("cpu")
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
@@ -55,21 +50,14 @@ def trained(rank: int, size: int, backend: str, name: str, accumulate: int) -> f
     return deviation(model, name, accumulate)
 
 
-def clear(optim: torch.optim.Optimizer) -> None:
-    optim.state.clear()
-
-
-def replace(optim: torch.optim.Optimizer) -> None:
-    optim.state = defaultdict(dict)
-
-
 def put(optim: torch.optim.Optimizer) -> None:
     for param, state in optim.state.items():
         if state:
             optim.state[param] = {"momentum_buffer": torch.zeros_like(state["momentum_buffer"])}
 
 
-def wiped(rank: int, size: int) -> list[float]:
+@on_ranks()
+def test_states_that_are_taken_away_are_gone(rank: int, size: int) -> None:
     found = []
     for wipe in (clear, replace, put):
         weights = []
@@ -85,11 +73,7 @@ def wiped(rank: int, size: int) -> list[float]:
                 optim.step()
             weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
         found.append(float((weights[0] - weights[1]).abs().max()))
-    return found
-
-
-def test_states_that_are_taken_away_are_gone(pool: Pool) -> None:
-    assert max(max(each) for each in pool.run(wiped)) == 0.0
+    assert max(found) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -103,30 +87,6 @@ def test_states_that_are_taken_away_are_gone(pool: Pool) -> None:
 )
 def test_trains_as_one_process_does(pool: Pool, backend: str, name: str, accumulate: int, ranks: int) -> None:
     assert max(pool.run(trained, backend, name, accumulate, ranks=ranks)) <= 1e-4
-
-
-def held(rank: int, size: int) -> dict[str, Any]:
-    model = make("llama")
-    optim = ShardedOptimizer(param_groups(model), sgd, world())
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optim.step()
-    sizes = [p.numel() for p in model.parameters()]
-    return {
-        "total": sum(sizes),
-        "largest": max(sizes),
-        "states": sum(state["momentum_buffer"].numel() for state in optim.state.values() if state),
-        "rates": [group["lr"] for group in optim.param_groups],
-        "digest": [float(p.detach().sum()) for p in model.parameters()],
-    }
-
-
-def test_each_rank_holds_its_share_of_the_state(pool: Pool) -> None:
-    first, second = pool.run(held)
-    assert first["states"] + second["states"] == first["total"]
-    assert abs(first["states"] - second["states"]) <= first["largest"]
-    assert first["rates"] == second["rates"] == [0.05, 0.15]
-    assert first["digest"] == second["digest"]
 
 
 def adam(groups: Any) -> torch.optim.Optimizer:
@@ -178,7 +138,8 @@ def test_state_moves_to_another_number_of_ranks_and_to_a_plain_optimizer(pool: P
                 torch.testing.assert_close(loaded[key], value)
 
 
-def with_masters(rank: int, size: int) -> tuple[float, list[str], int]:
+@on_ranks()
+def test_fp32_masters_exist_for_the_own_share_alone(rank: int, size: int) -> None:
     model, plain = make("llama"), make("llama")
     values, plain_values = to_half([model], torch.bfloat16), to_half([plain], torch.bfloat16)
     optim = ShardedOptimizer(model.parameters(), with_master_weights(adam, values=values), world())
@@ -186,76 +147,46 @@ def with_masters(rank: int, size: int) -> tuple[float, list[str], int]:
     for seed in range(3):
         stepped(model, optim, seed)
         stepped(plain, reference, seed)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
     full = optim.full_state_dict()
-    keys = [] if full is None else sorted(full["state"][0])
-    same = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    held = [entry["master"].numel() for entry in optim.local_state_dict()["state"].values()]
-    return same, keys, sum(held)
+    assert full is None or sorted(full["state"][0]) == ["exp_avg", "exp_avg_sq", "master", "step"]
+    assert (full is None) == (rank > 0)
+    held = torch.tensor(sum(entry["master"].numel() for entry in optim.local_state_dict()["state"].values()))
+    dist.all_reduce(held)
+    assert held == sum(p.numel() for p in plain.parameters())
 
 
-def test_fp32_masters_exist_for_the_own_share_alone(pool: Pool) -> None:
-    results = pool.run(with_masters)
-    assert [difference for difference, _, _ in results] == [0.0, 0.0]
-    assert results[0][1] == ["exp_avg", "exp_avg_sq", "master", "step"]
-    assert sum(held for _, _, held in results) == sum(p.numel() for p in make("llama").parameters())
+@on_ranks()
+def test_named_parameters_keep_their_names(rank: int, size: int) -> None:
+    full = ShardedOptimizer(nn.Linear(2, 2).named_parameters(), adam, world()).full_state_dict()
+    assert full is None if rank else full["param_groups"][0]["param_names"] == ["weight", "bias"]
 
 
-def names_kept(rank: int, size: int) -> list[str]:
-    model = nn.Linear(2, 2)
-    optim = ShardedOptimizer(model.named_parameters(), adam, world())
-    full = optim.full_state_dict()
-    return [] if full is None else full["param_groups"][0]["param_names"]
-
-
-def test_named_parameters_keep_their_names(pool: Pool) -> None:
-    assert pool.run(names_kept) == [["weight", "bias"], []]
-
-
-def few(rank: int, size: int) -> tuple[float, str]:
+@on_ranks()
+def test_a_rank_may_have_nothing_to_step(rank: int, size: int) -> None:
     weight = nn.Parameter(torch.ones(2))
     optim = ShardedOptimizer([weight], sgd, world())
     weight.grad = torch.ones(2)
     optim.step()
     with pytest.raises(ArgumentError) as caught:
         optim.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    return weight[0].item(), str(caught.value)
+    assert weight[0].item() == pytest.approx(0.95)
+    assert "optim_param_func" in str(caught.value)
 
 
-def test_a_rank_may_have_nothing_to_step(pool: Pool) -> None:
-    for value, refusal in pool.run(few):
-        assert value == pytest.approx(0.95)
-        assert "optim_param_func" in refusal
-
-
-def sent(rank: int, size: int) -> list[bool]:
+@on_ranks()
+def test_broadcast_in_buckets(rank: int, size: int) -> None:
     """Tensors of several dtypes and layouts, in buckets of a few of them."""
-    like = [
-        torch.ones(3),
-        torch.ones(5, dtype=torch.bfloat16),
-        torch.ones(2, 4).t(),
-        torch.ones(0),
-        torch.ones(100),
-        torch.ones(()),
-    ]
-    mine = [tensor * (rank + 1) for tensor in like]
-    theirs = [tensor.clone() * (rank + 1) for tensor in like]
-    broadcast([(0, mine), (size - 1, theirs)], world())
-    return [bool((a == 1).all() and (b == size).all()) for a, b in zip(mine, theirs, strict=True)]
+    like = [torch.ones(3), torch.ones(5, dtype=torch.bfloat16), torch.ones(2, 4).t()]
+    like += [torch.ones(0), torch.ones(100), torch.ones(())]
+    mine, theirs = ([tensor * (rank + 1) for tensor in like] for _ in range(2))
+    with mock.patch.object(buckets, "BUCKET_BYTES", 40):
+        broadcast([(0, mine), (size - 1, theirs)], world())
+    assert all((a == 1).all() and (b == size).all() for a, b in zip(mine, theirs, strict=True))
 
 
-def in_small_buckets(rank: int, size: int) -> list[bool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "BUCKET_BYTES", 40)
-        return sent(rank, size)
-
-
-def test_broadcast_in_buckets(pool: Pool) -> None:
-    for arrived in pool.run(in_small_buckets):
-        assert all(arrived)
-
-
-def thawed(rank: int, size: int) -> tuple[float, bool]:
-    """How far apart ranks are once a layer was unfrozen, and whether gradients that are zeroed stay where they are."""
+@on_ranks()
+def test_what_is_unfrozen_is_sent_and_gradients_can_be_zeroed(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
     model[1].requires_grad_(False)
@@ -271,11 +202,7 @@ def thawed(rank: int, size: int) -> tuple[float, bool]:
     mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     first = mine.clone()
     dist.broadcast(first, 0)
-    return float((mine - first).abs().max()), kept
-
-
-def test_what_is_unfrozen_is_sent_and_gradients_can_be_zeroed(pool: Pool) -> None:
-    assert pool.run(thawed) == [(0.0, True), (0.0, True)]
+    assert (float((mine - first).abs().max()), kept) == (0.0, True)
 
 
 class Various(nn.Module):
@@ -315,8 +242,22 @@ MAKERS |= {
 }
 
 
-def same_as_plain(rank: int, size: int) -> list[str]:
-    """The makers whose optimizers, stepped on shares, come to other bits or other states than on the whole."""
+def same(expected: Any, got: Any, rounding: float) -> bool:
+    """Whether nested values have the same numbers, and tensors of the same kinds, at the same places."""
+    flat = [{keystr(path): leaf for path, leaf in tree_flatten_with_path(each)[0]} for each in (expected, got)]
+    return flat[0].keys() == flat[1].keys() and all(
+        alike(value, flat[1][place], rounding) if isinstance(value, torch.Tensor) else value == flat[1][place]
+        for place, value in flat[0].items()
+    )
+
+
+def alike(expected: torch.Tensor, got: torch.Tensor, rounding: float) -> bool:
+    is_kind = (expected.shape, expected.dtype) == (got.shape, got.dtype)
+    return is_kind and torch.allclose(got.to_dense(), expected.to_dense(), rounding, rounding)
+
+
+@on_ranks()
+def test_slices_are_stepped_saved_and_loaded_as_the_whole(rank: int, size: int) -> None:
     wrong = []
     for name, make_optimizer in MAKERS.items():
         plain, shared, loaded = Various(), Various(), Various()
@@ -339,25 +280,7 @@ def same_as_plain(rank: int, size: int) -> list[str]:
         rounding = 1e-6 if "sparse" in name else 0.0  # entries of one row are added up in another order
         if not all(same(*((params, each.state_dict()) for params, each in pair), rounding) for pair in pairs):
             wrong.append(name)
-    return wrong
-
-
-def same(expected: Any, got: Any, rounding: float) -> bool:
-    """Whether nested values have the same numbers, and tensors of the same kinds, at the same places."""
-    flat = [{keystr(path): leaf for path, leaf in tree_flatten_with_path(each)[0]} for each in (expected, got)]
-    return flat[0].keys() == flat[1].keys() and all(
-        alike(value, flat[1][place], rounding) if isinstance(value, torch.Tensor) else value == flat[1][place]
-        for place, value in flat[0].items()
-    )
-
-
-def alike(expected: torch.Tensor, got: torch.Tensor, rounding: float) -> bool:
-    is_kind = (expected.shape, expected.dtype) == (got.shape, got.dtype)
-    return is_kind and torch.allclose(got.to_dense(), expected.to_dense(), rounding, rounding)
-
-
-def test_slices_are_stepped_saved_and_loaded_as_the_whole(pool: Pool) -> None:
-    assert pool.run(same_as_plain) == [[], []]
+    assert wrong == []
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -377,7 +300,8 @@ class ScheduleFree(torch.optim.SGD):
         self.zero_grad()
 
 
-def own_methods(rank: int, size: int) -> tuple[bool, str, bool]:
+@on_ranks()
+def test_methods_of_the_optimizers_own_work_on_the_whole(rank: int, size: int) -> None:
     model = make("awkward")
     expected = [each.detach() * 0.5 for each in model.parameters()]
     optim: Any = ShardedOptimizer(model.parameters(), lambda groups: ScheduleFree(groups, lr=0.1), world())
@@ -388,11 +312,6 @@ def own_methods(rank: int, size: int) -> tuple[bool, str, bool]:
     optim.eval()
     same = all(map(torch.equal, model.parameters(), expected))
     optim.clear()
-    return same, str(caught.value), all(each.grad is None for each in model.parameters())
-
-
-def test_methods_of_the_optimizers_own_work_on_the_whole(pool: Pool) -> None:
-    for same, told, cleared in pool.run(own_methods):
-        assert same
-        assert "reads gradients" in told
-        assert cleared
+    assert same
+    assert "reads gradients" in str(caught.value)
+    assert all(each.grad is None for each in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,61 +14,70 @@ from torch.nn import functional as F
 
 from atorch.runtime.fsdp.groups import arrange, by_block, without_trainable
 from atorch.runtime.fsdp.shard import shard
-from tests.pool import Pool
+from tests.auto.training import run_each
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import VOCAB, make, param_groups, sgd, whole
 
-CLEARINGS = ["model", "submodule", "zeros", "optimizer", "none by hand", "zeros by hand"]
+
+def by_parts(model: Any, optim: torch.optim.Optimizer) -> None:
+    for part in model.children():
+        part.zero_grad()
+    if isinstance(model.scale.grad, Tensor):
+        model.scale.grad = None
 
 
-def cleared_between(rank: int, size: int, keep: bool, clearing: str) -> tuple[float, int]:
-    """The distance from plain gradients after stale ones were cleared between forward and backward, and how many."""
+def none_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def zeros_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def of_the_model(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+
+
+def zeros(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def of_the_optimizer(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    optim.zero_grad()
+
+
+CLEARINGS = (of_the_model, by_parts, zeros, of_the_optimizer, none_by_hand, zeros_by_hand)
+
+
+def cleared_between(rank: int, size: int, keep: bool, clear: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    """Stale gradients are cleared between forward and backward, which gives plain ones."""
     model, plain = make("awkward"), make("awkward")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
     shard(model, mesh, arrange(model, by_block(model)), reshard_after_forward=False if keep else None)
-    generator = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
-    everyone = torch.cat(
-        [torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(r)) for r in range(size)]
-    )
-    for each, given in ((model, tokens), (plain, everyone)):
+    tokens = [torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    for each, given in ((model, tokens[rank]), (plain, torch.cat(tokens))):
         optim = sgd(param_groups(each))
         each(given).square().mean().backward()
         loss = each(given).sin().mean()
-        if clearing == "optimizer":
-            optim.zero_grad()
-        elif clearing == "submodule":
-            for part in each.children():
-                part.zero_grad()
-            if isinstance(each.scale.grad, Tensor):
-                each.scale.grad = None
-        elif clearing == "none by hand":
-            for parameter in each.parameters():
-                parameter.grad = None
-        elif clearing == "zeros by hand":
-            for parameter in each.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-        else:
-            each.zero_grad(set_to_none=clearing == "model")
+        clear(each, optim)
         loss.backward()
     pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
     assert [mine.grad is None for mine, _ in pairs] == [theirs.grad is None for _, theirs in pairs]
     errors = [(whole(m.grad) - t.grad).abs().max() for m, t in pairs if m.grad is not None and t.grad is not None]
-    return float(torch.stack(errors).max()), len(errors)
-
-
-def cleared_in_all_ways(rank: int, size: int) -> dict[str, tuple[float, int]]:
-    found = {clearing: cleared_between(rank, size, True, clearing) for clearing in CLEARINGS}
-    return {**found, "freed": cleared_between(rank, size, False, "model")}
+    assert len(errors) > 10
+    assert max(errors) <= 1e-6
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_are_cleared_while_parameters_are_gathered(pool: Pool, ranks: int) -> None:
-    for found in pool.run(cleared_in_all_ways, ranks=ranks):
-        assert all(num > 10 and error <= 1e-6 for error, num in found.values()), found
+    run_each(pool, cleared_between, [*((True, clear) for clear in CLEARINGS), (False, of_the_model)], ranks=ranks)
 
 
-def frozen_between(rank: int, size: int) -> list[bool]:
+@on_ranks()
+def test_what_is_frozen_while_it_is_gathered_stays_frozen(rank: int, size: int) -> None:
     model = make("llama")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
     shard(model, mesh, arrange(model, by_block(model)), reshard_after_forward=False)
@@ -77,11 +87,8 @@ def frozen_between(rank: int, size: int) -> list[bool]:
     loss.backward()
     model.zero_grad()
     model(tokens).sum().backward()
-    return [parameter.grad is None for name, parameter in model.named_parameters() if "layers.0.mlp" in name]
-
-
-def test_what_is_frozen_while_it_is_gathered_stays_frozen(pool: Pool) -> None:
-    assert pool.run(frozen_between) == [[True] * 3] * 2
+    frozen = [parameter for name, parameter in model.named_parameters() if "layers.0.mlp" in name]
+    assert [parameter.grad for parameter in frozen] == [None] * 3
 
 
 def lora(seed: int = 0) -> nn.Module:
@@ -115,30 +122,6 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, ranks: list[int]) -> No
     optim.zero_grad()
 
 
-def adapted(rank: int, size: int, outmost: bool, keep: bool, first: bool) -> tuple[bool, bool, float]:
-    """Whether tokens generated and logits in eval mode are plain training's, and the distance of the weights."""
-    model, plain = lora(), lora()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
-    groups = without_trainable(by_block(model)) if outmost else by_block(model)
-    shard(model, mesh, arrange(model, groups), reshard_after_forward=False if keep else None)
-    same, close = [], []
-    mine, theirs = (torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.5) for m in (model, plain))
-    for number in range(3):
-        if number or first:
-            model.eval(), plain.eval()
-            same.append(torch.equal(generated(model, rank), generated(plain, rank)))
-            tokens = torch.arange(6).expand(2, 6)
-            with torch.no_grad():
-                close.append(
-                    bool(torch.allclose(model(input_ids=tokens).logits, plain(input_ids=tokens).logits, atol=1e-5))
-                )
-        step(model, mine, [rank])
-        step(plain, theirs, list(range(size)))
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    error = max(float((whole(a) - b.detach()).abs().max()) for a, b in pairs)
-    return all(same) and len(same) >= 2, all(close), error
-
-
 @pytest.mark.parametrize(
     ("outmost", "keep", "first"),
     [
@@ -148,8 +131,25 @@ def adapted(rank: int, size: int, outmost: bool, keep: bool, first: bool) -> tup
         pytest.param(True, True, False, marks=pytest.mark.nightly),
     ],
 )
-def test_lora_generates_and_evaluates_between_steps(pool: Pool, outmost: bool, keep: bool, first: bool) -> None:
-    for same, close, error in pool.run(adapted, outmost, keep, first):
-        assert same
-        assert close
-        assert error <= 1e-5
+@on_ranks()
+def test_lora_generates_and_evaluates_between_steps(
+    rank: int, size: int, outmost: bool, keep: bool, first: bool
+) -> None:
+    """Tokens generated and logits in eval mode are those of the plain model, and weights are plain training's."""
+    model, plain = lora(), lora()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+    groups = without_trainable(by_block(model)) if outmost else by_block(model)
+    shard(model, mesh, arrange(model, groups), reshard_after_forward=False if keep else None)
+    mine, theirs = (torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.5) for m in (model, plain))
+    for number in range(3):
+        if number or first:
+            model.eval(), plain.eval()
+            assert torch.equal(generated(model, rank), generated(plain, rank))
+            tokens = torch.arange(6).expand(2, 6)
+            with torch.no_grad():
+                logits = [each(input_ids=tokens).logits for each in (model, plain)]
+            torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+        step(model, mine, [rank])
+        step(plain, theirs, list(range(size)))
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert max(float((whole(a) - b.detach()).abs().max()) for a, b in pairs) <= 1e-5

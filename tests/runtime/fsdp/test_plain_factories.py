@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from atorch.errors import ArgumentError
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 WIDTH = 4
 
@@ -68,19 +68,16 @@ def sharded(size: int, road: Any = None) -> Model:
     return model
 
 
-def refused(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_parameter_that_cannot_be_read_is_named(rank: int, size: int) -> None:
     for road, message in REFUSED:
         model = sharded(size, road)
         with pytest.raises(ArgumentError, match=message):
             model(torch.ones(2, 3, WIDTH))
 
 
-def test_a_parameter_that_cannot_be_read_is_named(pool: Pool) -> None:
-    pool.run(refused)
-
-
-def differences(rank: int, size: int) -> list[float]:
-    """How far what was made of a parameter outside of forward leads from what the plain model gives."""
+@on_ranks()
+def test_hidden_states_may_be_made_of_a_parameter_outside_of_forward(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = sharded(size)
     torch.manual_seed(0)
@@ -94,16 +91,11 @@ def differences(rank: int, size: int) -> list[float]:
         (model(x, (mine, mine)), plain(x, (theirs, theirs)))
         for mine, theirs in zip(ways(model), ways(plain), strict=True)
     ]
-    return [float((mine - theirs).abs().max()) for mine, theirs in pairs]
+    assert max(float((mine - theirs).abs().max()) for mine, theirs in pairs) < 1e-6
 
 
-def test_hidden_states_may_be_made_of_a_parameter_outside_of_forward(pool: Pool) -> None:
-    for found in pool.run(differences):
-        assert max(found) < 1e-6
-
-
-def after_a_pass_without_gradients(rank: int, size: int) -> float:
-    """Of training where a module reads a kept parameter of another, and the model runs once more before backward."""
+@on_ranks()
+def test_what_waits_for_backward_stays_gathered_in_a_pass_without_gradients(rank: int, size: int) -> None:
     results = []
     for keeps in (True, False):
         torch.manual_seed(0)
@@ -118,14 +110,11 @@ def after_a_pass_without_gradients(rank: int, size: int) -> float:
             loss.backward()
         gradient = model.rnn.weight_hh_l0.grad
         results.append(gradient.full_tensor() if keeps else gradient)
-    return float((results[0] - results[1]).abs().max())
+    assert float((results[0] - results[1]).abs().max()) < 1e-6
 
 
-def test_what_waits_for_backward_stays_gathered_in_a_pass_without_gradients(pool: Pool) -> None:
-    assert max(pool.run(after_a_pass_without_gradients)) < 1e-6
-
-
-def assigned(rank: int, size: int) -> None:
+@on_ranks()
+def test_data_of_a_sharded_parameter_is_written_and_not_assigned(rank: int, size: int) -> None:
     model = sharded(size)
     kept = model.head.weight.data
     model.head.weight.data = kept * 0.5
@@ -136,7 +125,3 @@ def assigned(rank: int, size: int) -> None:
     model.head.weight.data = kept
     model.head.weight.data.mul_(0.5)
     model(torch.ones(2, 3, WIDTH))
-
-
-def test_data_of_a_sharded_parameter_is_written_and_not_assigned(pool: Pool) -> None:
-    pool.run(assigned)

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.fsdp.groups import FsdpUnit, arrange, by_block, without_trainable
+from atorch.runtime.fsdp.groups import FsdpUnit, arrange, by_block, by_size, without_trainable
 from atorch.runtime.fsdp.shard import _make_contiguous, shard
-from tests.pool import Pool
+from tests.auto.training import assert_trains_like_plain
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train, whole
 
 
@@ -69,79 +71,57 @@ CASES: dict[int, list[Case]] = {
 }
 
 
-def trained_cases(rank: int, size: int) -> list[float]:
-    return [trained(rank, size, *case) for case in CASES[size]]
-
-
 @pytest.mark.parametrize("ranks", CASES)
 def test_trains_as_one_process_does(pool: Pool, ranks: int) -> None:
-    for off in pool.run(trained_cases, ranks=ranks):
-        assert max(off) <= 1e-4, off
+    assert_trains_like_plain(pool, trained, CASES[ranks], ranks)
 
 
-def with_ignored(rank: int, size: int) -> tuple[float, bool]:
+@on_ranks()
+def test_ignored_parameters_stay_whole_and_are_averaged(rank: int, size: int) -> None:
     model = make("awkward", seed=rank)
     shard(model, flat(size), blocks(model), ignored=model.mixer.parameters())
     train(model, sgd(param_groups(model)), rank, size, accumulate=2)
-    return deviation(model, "awkward", accumulate=2), isinstance(model.mixer.weight, DTensor)
+    assert deviation(model, "awkward", accumulate=2) <= 1e-4
+    assert not isinstance(model.mixer.weight, DTensor)
 
 
-def test_ignored_parameters_stay_whole_and_are_averaged(pool: Pool) -> None:
-    for error, is_sharded in pool.run(with_ignored):
-        assert error <= 1e-4
-        assert not is_sharded
-
-
-def held(rank: int, size: int) -> tuple[int, int, int]:
+@on_ranks()
+def test_each_rank_holds_its_share_of_parameters_and_states(rank: int, size: int) -> None:
     model = make("llama")
-    total = sum(p.numel() for p in model.parameters())
+    whole = sum(p.numel() for p in model.parameters())
     shard(model, flat(size), blocks(model))
     optim = sgd(param_groups(model))
     train(model, optim, rank, size)
-    parameters = [p.to_local().numel() for p in model.parameters()]
-    states = [s["momentum_buffer"].to_local().numel() for s in optim.state.values()]
-    return total, sum(parameters), sum(states)
+    held = torch.tensor([
+        sum(p.to_local().numel() for p in model.parameters()),
+        sum(s["momentum_buffer"].to_local().numel() for s in optim.state.values()),
+    ])  # fmt: skip
+    assert abs(int(held[0]) - whole / 2) <= 0.02 * whole
+    dist.all_reduce(held)
+    assert held.tolist() == [whole, whole]
 
 
-def test_each_rank_holds_its_share_of_parameters_and_states(pool: Pool) -> None:
-    shares = pool.run(held)
-    total = shares[0][0]
-    assert sum(parameters for _, parameters, _ in shares) == total
-    assert sum(states for _, _, states in shares) == total
-    assert all(abs(parameters - total / 2) <= 0.02 * total for _, parameters, _ in shares)
-
-
-def waiting(rank: int, size: int) -> list[tuple[list[str], float]]:
-    found = []
-    for share in (0.0, 0.5, 1.0):
+@on_ranks(1)
+def test_whole_groups_wait_on_the_host_blocks_first(rank: int, size: int) -> None:
+    for share, least in ((0.0, 0.0), (0.5, 0.2), (1.0, 1.0)):
         model = make("llama")
-        total = sum(p.numel() for p in model.parameters())
+        whole = sum(p.numel() for p in model.parameters())
         on_host = set(map(id, shard(model, flat(size), blocks(model), offload=share)))
         sizes = {name: p.numel() for name, p in model.named_parameters() if id(p) in on_host}
-        found.append((list(sizes), sum(sizes.values()) / total))
-    return found
+        assert least <= sum(sizes.values()) / whole <= share
+        assert (share == 0) == (not any(name.endswith("layers.0.mlp.up_proj.weight") for name in sizes))
 
 
-def test_whole_groups_wait_on_the_host_blocks_first(pool: Pool) -> None:
-    ((none, (names, half), (_, every)),) = pool.run(waiting, ranks=1)
-    assert none == ([], 0.0)
-    assert 0.2 < half <= 0.5
-    assert any(name.endswith("layers.0.mlp.up_proj.weight") for name in names)
-    assert every == 1.0
-
-
-def unequal(rank: int, size: int) -> bool:
+@on_ranks()
+def test_without_synchronising_each_rank_gives_its_own_shard(rank: int, size: int) -> None:
     model = make("awkward", seed=rank)
     shard(model, flat(size), blocks(model), sync_module_states=False)
     expected = make("awkward", seed=rank).mixer.weight
-    return bool(torch.equal(model.mixer.weight.to_local(), expected.chunk(size)[rank]))
+    assert torch.equal(model.mixer.weight.to_local(), expected.chunk(size)[rank])
 
 
-def test_without_synchronising_each_rank_gives_its_own_shard(pool: Pool) -> None:
-    assert all(pool.run(unequal))
-
-
-def after_evaluation(rank: int, size: int) -> tuple[bool, bool]:
+@on_ranks()
+def test_a_step_after_an_evaluation_is_seen(rank: int, size: int) -> None:
     model = make("awkward")
     shard(model, flat(size), blocks(model), reshard_after_forward=False)
     tokens = torch.arange(6).expand(2, 6)
@@ -152,29 +132,20 @@ def after_evaluation(rank: int, size: int) -> tuple[bool, bool]:
     for p in model.parameters():
         if p.grad is not None:
             p.data.add_(p.grad, alpha=-0.1)
-    return is_sharded, bool(torch.equal(before, model(tokens)))
+    assert is_sharded
+    assert not torch.equal(before, model(tokens))
 
 
-def test_a_step_after_an_evaluation_is_seen(pool: Pool) -> None:
-    for is_sharded, is_stale in pool.run(after_evaluation):
-        assert is_sharded
-        assert not is_stale
-
-
-def in_bf16(rank: int, size: int) -> tuple[str, str, float]:
+@on_ranks()
+def test_low_precision_is_gathered_and_fp32_kept(rank: int, size: int) -> None:
     model = make("llama")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, flat(size), blocks(model), mp_policy=policy)
     seen = []
     model.llama.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(str(args[0].dtype)))
     train(model, sgd(param_groups(model)), rank, size)
-    return seen[0], str(next(model.parameters()).dtype), deviation(model, "llama")
-
-
-def test_low_precision_is_gathered_and_fp32_kept(pool: Pool) -> None:
-    for seen, stored, error in pool.run(in_bf16):
-        assert (seen, stored) == ("torch.bfloat16", "torch.float32")
-        assert error <= 3e-2
+    assert (seen[0], str(next(model.parameters()).dtype)) == ("torch.bfloat16", "torch.float32")
+    assert deviation(model, "llama") <= 3e-2
 
 
 class Fillable(nn.Module):
@@ -185,21 +156,17 @@ class Fillable(nn.Module):
         self.weight = nn.Parameter(torch.empty(4, 2))
 
 
-def from_meta(rank: int, size: int) -> tuple[bool, bool, str]:
+@on_ranks()
+def test_meta_modules_are_filled_once_sharded(rank: int, size: int) -> None:
     with torch.device("meta"):
         reset, filled, empty = nn.Linear(4, 4), Fillable(), Fillable()
     shard(reset, flat(size), [])
     shard(filled, flat(size), [], param_init_fn=lambda module: nn.init.ones_(module.weight))
     with pytest.raises(ArgumentError) as caught:
         shard(empty, flat(size), [])
-    return whole(reset.weight).std().item() > 0, bool((whole(filled.weight) == 1).all()), str(caught.value)
-
-
-def test_meta_modules_are_filled_once_sharded(pool: Pool) -> None:
-    for is_reset, is_filled, refusal in pool.run(from_meta):
-        assert is_reset
-        assert is_filled
-        assert "param_init_fn" in refusal
+    assert whole(reset.weight).std().item() > 0
+    assert (whole(filled.weight) == 1).all()
+    assert "param_init_fn" in str(caught.value)
 
 
 def names_of(model: nn.Module, groups: list[FsdpUnit]) -> list[tuple[list[str], bool]]:
@@ -207,11 +174,15 @@ def names_of(model: nn.Module, groups: list[FsdpUnit]) -> list[tuple[list[str], 
     return [([names[module] for module in group.modules], group.keep) for group in groups]
 
 
-def test_tied_embedding_and_head_are_one_group() -> None:
-    model = make("llama")
-    found = names_of(model, blocks(model))
-    assert (["llama.model.embed_tokens", "llama.lm_head"], True) in found
-    assert [group for group, _ in found if "layers" in group[0]] == [[f"llama.model.layers.{i}"] for i in range(2)]
+def test_units_are_grouped_by_what_they_share() -> None:
+    """A tied embedding and head are one group; so are blocks that share a weight; Bert's head joins with its parent."""
+    llama, awkward, bert = (names_of(model, blocks(model)) for model in map(make, ("llama", "awkward", "bert")))
+    assert (["llama.model.embed_tokens", "llama.lm_head"], True) in llama
+    assert [group for group, _ in llama if "layers" in group[0]] == [[f"llama.model.layers.{i}"] for i in range(2)]
+    for group in (["blocks.0", "blocks.2"], ["blocks.1"], ["tokens", "places"]):
+        assert group in [each for each, _ in awkward]
+    assert not any("bert.cls.predictions.decoder" in group for group, _ in bert)
+    assert ["bert.cls.predictions.transform.dense"] in [group for group, _ in bert]
 
 
 def test_untied_embedding_and_head_have_groups_of_their_own() -> None:
@@ -223,21 +194,6 @@ def test_untied_embedding_and_head_have_groups_of_their_own() -> None:
     assert not any("small" in group for group, _ in found)
 
 
-def test_units_that_share_a_parameter_are_one_group() -> None:
-    model = Awkward()
-    groups = [group for group, _ in names_of(model, blocks(model))]
-    assert ["blocks.0", "blocks.2"] in groups
-    assert ["blocks.1"] in groups
-    assert ["tokens", "places"] in groups
-
-
-def test_what_shares_a_parameter_with_one_that_joined_joins_too() -> None:
-    model = make("bert")
-    groups = [group for group, _ in names_of(model, blocks(model))]
-    assert not any("bert.cls.predictions.decoder" in group for group in groups)  # its parent holds another group
-    assert ["bert.cls.predictions.transform.dense"] in groups
-
-
 def test_a_parameter_of_the_root_leaves_its_unit_to_the_root() -> None:
     model = Awkward()
     model.tied = model.blocks[1].up.weight
@@ -245,8 +201,6 @@ def test_a_parameter_of_the_root_leaves_its_unit_to_the_root() -> None:
 
 
 def test_by_size_takes_the_smallest_modules_that_are_large_enough() -> None:
-    from atorch.runtime.fsdp.groups import by_size
-
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(8, 8), nn.Linear(2, 2))
     names = {module: name for name, module in model.named_modules()}
     assert [names[module] for module in by_size(model, 40)] == ["0", "1"]
@@ -265,25 +219,22 @@ def test_what_trains_goes_to_the_root_and_what_is_frozen_stays() -> None:
     ]
 
 
-def normalized_in_bf16(rank: int, size: int, autocast: bool) -> tuple[torch.dtype, torch.dtype, bool]:
-    block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
-    model = nn.Sequential(block, nn.Flatten(), nn.Linear(8, 1))
-    shard(model, flat(size), [FsdpUnit((block,))], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        model(torch.randn(4, 2, 2, 2)).sum().backward()
-    has_gradients = all(parameter.grad is not None for parameter in model.parameters())
-    block.unshard()  # type: ignore[operator]
-    block[1].unshard()  # type: ignore[operator]
-    conv, norm = block[0].weight, block[1].weight
-    return norm.dtype, conv.dtype, has_gradients  # type: ignore[union-attr, return-value]
-
-
-def test_batch_norms_stay_in_fp32(pool: Pool) -> None:
+@on_ranks()
+def test_batch_norms_stay_in_fp32(rank: int, size: int) -> None:
     for autocast in (False, True):
-        assert pool.run(normalized_in_bf16, autocast) == [(torch.float32, torch.bfloat16, True)] * 2
+        block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
+        model = nn.Sequential(block, nn.Flatten(), nn.Linear(8, 1))
+        shard(model, flat(size), [FsdpUnit((block,))], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(torch.randn(4, 2, 2, 2)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        block.unshard()  # type: ignore[operator]
+        block[1].unshard()  # type: ignore[operator]
+        assert (block[0].weight.dtype, block[1].weight.dtype) == (torch.bfloat16, torch.float32)
 
 
-def hooked(rank: int, size: int) -> list[str]:
+@on_ranks()
+def test_hooks_on_gradients_that_would_not_be_called_are_refused(rank: int, size: int) -> None:
     said = []
     for when in ("before", "after"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -295,44 +246,37 @@ def hooked(rank: int, size: int) -> list[str]:
             model(torch.randn(2, 3))
         except ArgumentError as error:
             said.append(f"{when}: {error}")
-    return said
+    assert [each.partition(" has a hook")[0] for each in said] == ["before: 1.weight", "after: 1.weight"]
 
 
-def test_hooks_on_gradients_that_would_not_be_called_are_refused(pool: Pool) -> None:
-    for said in pool.run(hooked):
-        assert [each.partition(" has a hook")[0] for each in said] == ["before: 1.weight", "after: 1.weight"]
-
-
-def channels_last(rank: int, size: int) -> bool:
-    model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
-    shard(model, flat(size), [])
-    return bool(model(torch.ones(1, 4, 3, 3)).isfinite().all())
-
-
-def test_weights_that_lose_their_memory_format_are_told(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
-    assert all(pool.run(channels_last))
+def test_weights_that_lose_their_memory_format_are_told(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
     _make_contiguous(model.named_parameters())
     assert "such as 0.weight, lose their memory format" in caplog.text
 
 
-def looked_at(rank: int, size: int, reshard: bool | None) -> list[float]:
+@on_ranks()
+def test_weights_of_another_memory_format_are_sharded(rank: int, size: int) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+    shard(model, flat(size), [])
+    assert model(torch.ones(1, 4, 3, 3)).isfinite().all()
+
+
+@on_ranks()
+def test_a_pass_without_backward_leaves_nothing_stale(rank: int, size: int) -> None:
     """What forward gives before and after a step, in passes with gradients that no backward follows."""
-    torch.manual_seed(0)
-    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
-    if size > 1:
-        shard(model, flat(size), [], reshard_after_forward=reshard)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(2):
-        model(torch.ones(2, 4)).square().mean().backward()
-        seen.append(float(model(torch.ones(2, 4)).detach().sum()))
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(float(model(torch.ones(2, 4)).detach().sum()))
-    return seen
-
-
-def test_a_pass_without_backward_leaves_nothing_stale(pool: Pool) -> None:
-    alone = looked_at(0, 1, None)
-    for reshard in (None, False):
-        assert pool.run(looked_at, reshard) == [pytest.approx(alone, rel=1e-5)] * 2
+    seen: list[list[float]] = []
+    for reshard in ("plain", None, False):
+        torch.manual_seed(0)
+        model, found = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
+        if reshard != "plain":
+            shard(model, flat(size), [], reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().mean().backward()
+            found.append(float(model(torch.ones(2, 4)).detach().sum()))
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(model(torch.ones(2, 4)).detach().sum()))
+        seen.append(found)
+    assert seen[1] == seen[2] == pytest.approx(seen[0], rel=1e-5)

@@ -20,7 +20,8 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.fsdp.sharded_access import ModelShard, step_as_ordinary
-from tests.pool import Pool
+from tests.auto.training import assert_trains_like_plain
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import whole
 
 WIDTH = 5
@@ -140,18 +141,14 @@ def trained(rank: int, size: int, loop: Callable[[Model, Any, Tensor], None], re
     return max(float((whole(mine) - theirs.detach()).abs().max()) for mine, theirs in pairs)
 
 
-def trained_by_all(rank: int, size: int, reshard: int | None) -> dict[str, float]:
-    loops = LOOPS if size == 2 else [cleared, written]
-    return {loop.__name__: trained(rank, size, loop, reshard) for loop in loops}
-
-
 @pytest.mark.parametrize(("reshard", "ranks"), [(None, 2), (False, 2), (2, 4)])  # 2: kept on fewer processes
 def test_loops_that_touch_parameters_train_as_plain_ones(pool: Pool, reshard: int | None, ranks: int) -> None:
-    for off in pool.run(trained_by_all, reshard, ranks=ranks):
-        assert max(off.values()) < 1e-6, off
+    loops = LOOPS if ranks == 2 else [cleared, written]
+    assert_trains_like_plain(pool, trained, [(loop, reshard) for loop in loops], ranks, band=1e-6)
 
 
-def read(rank: int, size: int) -> None:
+@on_ranks(1)
+def test_parameters_that_are_kept_in_16_bits_read_as_they_are(rank: int, size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = made(size, False, mp_policy=policy)
     plain, before = made(), list(model.parameters())
@@ -170,11 +167,8 @@ def read(rank: int, size: int) -> None:
     assert all(isinstance(each.grad, DTensor) and each.grad.abs().sum() for each in model.head.parameters())
 
 
-def test_parameters_that_are_kept_in_16_bits_read_as_they_are(pool: Pool) -> None:
-    pool.run(read, ranks=1)
-
-
-def refused(rank: int, size: int) -> None:
+@on_ranks()
+def test_what_cannot_be_outside_of_forward_is_named(rank: int, size: int) -> None:
     model, x = made(size), torch.ones(2, WIDTH, requires_grad=True)
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"embed.weight is sharded while its model does not run.*linear takes"):
@@ -190,22 +184,14 @@ def refused(rank: int, size: int) -> None:
     assert torch.equal(x.grad, 2 * torch.autograd.grad(made()(x).sum(), x)[0])
 
 
-def test_what_cannot_be_outside_of_forward_is_named(pool: Pool) -> None:
-    pool.run(refused)
-
-
-def stepped(rank: int, size: int) -> list[set[type]]:
-    """The kinds of the parameters within a step and after it."""
+@on_ranks(1)
+def test_in_a_step_parameters_are_ordinary(rank: int, size: int) -> None:
     model = made(size)
     optim, kinds = step_as_ordinary(torch.optim.SGD(model.parameters(), lr=0.1)), []
     optim.register_step_pre_hook(lambda *_: kinds.append({type(each) for each in model.parameters()}))
     model(torch.ones(2, WIDTH)).sum().backward()
     optim.step()
-    return [*kinds, {type(each) for each in model.parameters()}]
-
-
-def test_in_a_step_parameters_are_ordinary(pool: Pool) -> None:
-    assert pool.run(stepped, ranks=1) == [[{DTensor}, {ModelShard}]]
+    assert [*kinds, {type(each) for each in model.parameters()}] == [{DTensor}, {ModelShard}]
 
 
 def numbers(model: nn.Module) -> list[float]:
@@ -236,7 +222,9 @@ def narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
-def read_numbers(rank: int, size: int, reshard: bool) -> None:
+@both
+@on_ranks()
+def test_numbers_that_a_script_reads_are_those_of_the_whole(rank: int, size: int, reshard: bool) -> None:
     plain, model = narrow(), narrow()
     shard(model, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), [], reshard_after_forward=reshard)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -246,21 +234,13 @@ def read_numbers(rank: int, size: int, reshard: bool) -> None:
     assert model[0].weight.grad.to_local().norm() < plain[0].weight.grad.norm()  # what is asked for, is given
 
 
-@both
-def test_numbers_that_a_script_reads_are_those_of_the_whole(pool: Pool, reshard: bool) -> None:
-    pool.run(read_numbers, reshard)
-
-
-def read_alone(rank: int, size: int) -> None:
+@on_ranks()
+def test_one_process_that_reads_alone_is_told_on_all(rank: int, size: int) -> None:
     model = made(size)
     x = torch.randn(4, WIDTH)
     model(x).sum().backward()
     with pytest.raises(StrategyError, match="reads what is sharded"):
         model.head.weight.grad.norm().item() if rank == 0 else model(x)
-
-
-def test_one_process_that_reads_alone_is_told_on_all(pool: Pool) -> None:
-    pool.run(read_alone)
 
 
 class Switching(nn.Module):
@@ -287,7 +267,9 @@ class Switching(nn.Module):
         return self.run(x) - reference
 
 
-def switched(rank: int, size: int, reshard: bool) -> None:
+@both
+@on_ranks()
+def test_what_forward_freezes_and_thaws_is_what_trains(rank: int, size: int, reshard: bool) -> None:
     torch.manual_seed(0)
     plain, x = Switching(), torch.randn(4, WIDTH)
     model = copy.deepcopy(plain)
@@ -300,11 +282,6 @@ def switched(rank: int, size: int, reshard: bool) -> None:
         torch.testing.assert_close(whole(mine.grad), held.grad)
 
 
-@both
-def test_what_forward_freezes_and_thaws_is_what_trains(pool: Pool, reshard: bool) -> None:
-    pool.run(switched, reshard)
-
-
 class Forces(nn.Sequential):
     """The gradient of what layers give, by the input."""
 
@@ -314,7 +291,9 @@ class Forces(nn.Sequential):
         return gradient
 
 
-def forces(rank: int, size: int, reshard: bool) -> None:
+@on_ranks()
+def test_gradients_of_gradients_within_forward_are_refused(rank: int, size: int) -> None:
+    reshard = False
     model = Forces(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     shard(
         model,
@@ -324,10 +303,6 @@ def forces(rank: int, size: int, reshard: bool) -> None:
     )
     with pytest.raises(ArgumentError, match="train with ddp or zero1"):
         model(torch.randn(4, WIDTH))
-
-
-def test_gradients_of_gradients_within_forward_are_refused(pool: Pool) -> None:
-    pool.run(forces, False)
 
 
 class Mixed(nn.Module):
@@ -341,7 +316,8 @@ class Mixed(nn.Module):
         return x + self.scale * self.inner(x.bfloat16()).float()
 
 
-def train_two_dtypes(rank: int, size: int) -> None:
+@on_ranks()
+def test_a_block_may_have_two_dtypes(rank: int, size: int) -> None:
     torch.manual_seed(0)
     plain, x = nn.Sequential(Mixed(), Mixed()), torch.randn(size, 4, WIDTH)
     model = copy.deepcopy(plain)
@@ -352,7 +328,3 @@ def train_two_dtypes(rank: int, size: int) -> None:
     assert isinstance(model[0].inner.weight, DTensor)
     for mine, held in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(mine.grad).float(), held.grad.float(), rtol=3e-2, atol=1e-3)
-
-
-def test_a_block_may_have_two_dtypes(pool: Pool) -> None:
-    pool.run(train_two_dtypes)

@@ -24,7 +24,7 @@ from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.fsdp.groups import arrange, by_block
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.gradients.clip import clip_grad_norm, clip_grads
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import BATCH, SEQ, VOCAB, CopiesToHost, make, sgd, whole
 
 MAX_NORM = 0.1
@@ -69,10 +69,11 @@ def clipped(rank: int, size: int, kind: str, norm_type: float) -> tuple[float, f
 
 
 @pytest.mark.parametrize(
-    ("kind", "norm_type"), [("ddp", 1.0), ("fsdp", 2.0), ("fsdp", math.inf), ("mixed", 1.0), ("fairscale", 2.0)]
+    ("kind", "norm_type"),
+    [("ddp", 1.0), ("fsdp", 2.0), ("fsdp", math.inf), ("mixed", 1.0), ("fairscale", 2.0), ("hybrid", 2.0)],
 )
 def test_the_norm_is_global_and_clips(pool: Pool, kind: str, norm_type: float) -> None:
-    for norm, expected, distance in pool.run(clipped, kind, norm_type):
+    for norm, expected, distance in pool.run(clipped, kind, norm_type, ranks=4 if kind == "hybrid" else 2):
         assert expected > MAX_NORM
         assert norm == pytest.approx(expected, rel=1e-5)
         assert distance <= 1e-6
@@ -83,12 +84,6 @@ def test_gradients_in_fp64_are_clipped() -> None:
     parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert float(clip_grads([parameter], 1.0)) == 5.0
     assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8], dtype=torch.float64), atol=1e-6)
-
-
-def test_replicas_of_shards_are_counted_once(pool: Pool) -> None:
-    for norm, expected, distance in pool.run(clipped, "hybrid", 2.0, ranks=4):
-        assert norm == pytest.approx(expected, rel=1e-5)
-        assert distance <= 1e-6
 
 
 @dataclass
@@ -144,11 +139,6 @@ def test_mixed_dtypes_do_not_overflow() -> None:
     assert full.grad.tolist() == pytest.approx([100.0 / float(norm)] * 3)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_no_gradient_is_norm_zero(norm_type: float) -> None:
-    assert float(clip_grad_norm(nn.Linear(2, 2), 1.0, norm_type)) == 0.0
-
-
 NET = nn.Linear(2, 2)
 
 
@@ -169,47 +159,37 @@ def test_what_does_not_hold_is_refused(given: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_norm", "norm_type"), [(1, "inf"), (np.float32(1.0), 2), (torch.tensor(1.0), "inf"), (math.inf, 2)]
+    ("max_norm", "norm_type"),
+    [(1, "inf"), (np.float32(1.0), 2), (torch.tensor(1.0), "inf"), (math.inf, 2), (1.0, 2.0), (1.0, math.inf)],
 )
-def test_numbers_of_any_kind_hold(max_norm: Any, norm_type: Any) -> None:
+def test_numbers_of_any_kind_hold_and_no_gradient_is_norm_zero(max_norm: Any, norm_type: Any) -> None:
     assert float(clip_grad_norm(NET, max_norm, norm_type)) == 0.0
 
 
-def over_stages(rank: int, size: int, norm_type: float) -> tuple[float, list[float]]:
+@pytest.mark.parametrize(("norm_type", "expected"), [(2.0, 5.0), (math.inf, 4.0)])
+@on_ranks()
+def test_pipeline_stages_add_up(rank: int, size: int, norm_type: float, expected: float) -> None:
     model = bind(nn.Linear(2, 1, bias=False), Mesh((("pipeline", 2),), None, "cpu"), 1.0)
-    model.weight.grad = torch.tensor([[3.0, 0.0]]) if rank == 0 else torch.tensor([[0.0, 4.0]])
-    return float(clip_grad_norm(model, 1.0, norm_type)), model.weight.grad.flatten().tolist()
+    gradient = torch.tensor([[3.0, 0.0]]) if rank == 0 else torch.tensor([[0.0, 4.0]])
+    model.weight.grad = gradient.clone()
+    assert float(clip_grad_norm(model, 1.0, norm_type)) == pytest.approx(expected)
+    assert torch.allclose(model.weight.grad, gradient / expected, atol=1e-5)
 
 
-def test_pipeline_stages_add_up(pool: Pool) -> None:
-    (first, on_first), (second, on_second) = pool.run(over_stages, 2.0)
-    assert first == second == pytest.approx(5.0)
-    assert on_first == pytest.approx([0.6, 0.0], abs=1e-5)
-    assert on_second == pytest.approx([0.0, 0.8], abs=1e-5)
-    assert [norm for norm, _ in pool.run(over_stages, math.inf)] == [4.0, 4.0]
-
-
-def partial(rank: int, size: int) -> tuple[float, Any]:
+@on_ranks()
+def test_gradients_still_to_be_summed_are_summed(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     weight = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
     weight.grad = DTensor.from_local(torch.tensor([3.0, 4.0]) / size, mesh, [Partial()])
     norm = clip_grads([weight], 1.0)
-    return float(norm), weight.grad.to_local().tolist()
+    assert float(norm) == pytest.approx(5.0)
+    assert weight.grad.to_local().tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
 
 
-def test_gradients_still_to_be_summed_are_summed(pool: Pool) -> None:
-    for norm, grad in pool.run(partial):
-        assert norm == pytest.approx(5.0)
-        assert grad == pytest.approx([0.6, 0.8], abs=1e-5)
-
-
-def unevenly_present(rank: int, size: int) -> float:
+@on_ranks()
+def test_a_rank_without_a_shard_takes_part(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     model = nn.Linear(1, 1)  # one row: one rank has nothing
     shard(model, mesh, [])
     model(torch.ones(1, 1)).sum().backward()
-    return float(clip_grad_norm(model, 1.0, math.inf))
-
-
-def test_a_rank_without_a_shard_takes_part(pool: Pool) -> None:
-    assert pool.run(unevenly_present) == [1.0, 1.0]
+    assert float(clip_grad_norm(model, 1.0, math.inf)) == 1.0

@@ -11,10 +11,11 @@ from torch import Tensor
 from atorch.errors import ArgumentError
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.collectives import fork, gather, reduce, share
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
-def penalized(rank: int, size: int) -> None:
+@on_ranks(1)
+def test_a_gradient_penalty_of_split_parts_is_named(rank: int, size: int) -> None:
     """What lies between a parameter and the loss may be any of these alone."""
     group = dist.group.WORLD
     assert group is not None
@@ -29,7 +30,3 @@ def penalized(rank: int, size: int) -> None:
         x = torch.ones(3, requires_grad=True)
         with pytest.raises(ArgumentError, match=r"create_graph=True.*split over processes.*train with ddp or zero1"):
             torch.autograd.grad(way(x.square()).sum(), x, create_graph=True)
-
-
-def test_a_gradient_penalty_of_split_parts_is_named(pool: Pool) -> None:
-    pool.run(penalized, ranks=1)

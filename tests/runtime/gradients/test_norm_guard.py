@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import atorch
 from atorch.errors import ArgumentError
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 Gradients = list[Tensor]
 WIDTH = 8
@@ -102,8 +102,9 @@ NUMBERS: Mapping[str, Callable[[Gradients], Any]] = {
 }
 
 
-def numbers(rank: int, size: int, strategy: str) -> list[str]:
-    """What does not refuse, of gradients after backward, after a step, and of torch.autograd.grad."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks()
+def test_numbers_of_parts_are_refused(rank: int, size: int, strategy: str) -> None:
     result, wrong = accelerated(strategy), []
 
     def check(when: str, grads: Gradients) -> None:
@@ -122,12 +123,7 @@ def numbers(rank: int, size: int, strategy: str) -> list[str]:
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
         loss = result.loss_func(x, result.model(x))
         check("of autograd", list(torch.autograd.grad(loss, list(result.model.parameters()))))
-    return wrong
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_numbers_of_parts_are_refused(pool: Pool, strategy: str) -> None:
-    assert pool.run(numbers, strategy) == [[], []]
+    assert wrong == []
 
 
 def edit(grads: Gradients) -> None:
@@ -144,21 +140,6 @@ def edit(grads: Gradients) -> None:
     for each in (*torch.load(kept, weights_only=True), *copy.deepcopy(grads)):
         assert type(each) is Tensor
         each.sum().item()
-
-
-def edited(rank: int, size: int, strategy: str, optim: Any, optim_args: Any) -> list[Tensor]:
-    """The whole model after steps in which a loop edited gradients, some of them an optimizer's of its own."""
-    result = accelerated(strategy, optim, **optim_args)
-    for step in range(3):
-        edit(backward(result))
-        assert float(atorch.clip_grad_norm(result.model, 0.05)) > 0.05
-        if strategy != "chunk" and step == 2:
-            torch.optim.AdamW(result.model.parameters(), lr=0.01).step()
-        else:
-            result.optim.step()
-    states = result.optim.state_dict()["state"].values()
-    assert {type(value) for state in states for value in state.values() if isinstance(value, Tensor)} <= {Tensor}
-    return list(atorch.whole_state(result.model).values())
 
 
 def plainly(optim: Any, optim_args: Any, own: bool) -> list[Tensor]:
@@ -182,21 +163,33 @@ def plainly(optim: Any, optim_args: Any, own: bool) -> list[Tensor]:
         pytest.param(torch.optim.AdamW, {"foreach": True}, id="AdamW", marks=pytest.mark.nightly),
     ],
 )
-def test_elements_are_edited_as_ever(pool: Pool, strategy: str, optim: Any, optim_args: dict[str, Any]) -> None:
-    expected = plainly(optim, optim_args, own=strategy != "chunk")
-    found = pool.run(edited, strategy, optim, optim_args)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+@on_ranks()
+def test_elements_are_edited_as_ever(
+    rank: int, size: int, strategy: str, optim: Any, optim_args: dict[str, Any]
+) -> None:
+    """The whole model after steps in which a loop edited gradients, some of them an optimizer's of its own."""
+    result = accelerated(strategy, optim, **optim_args)
+    for step in range(3):
+        edit(backward(result))
+        assert float(atorch.clip_grad_norm(result.model, 0.05)) > 0.05
+        if strategy != "chunk" and step == 2:
+            torch.optim.AdamW(result.model.parameters(), lr=0.01).step()
+        else:
+            result.optim.step()
+    states = result.optim.state_dict()["state"].values()
+    assert {type(value) for state in states for value in state.values() if isinstance(value, Tensor)} <= {Tensor}
+    found = list(atorch.whole_state(result.model).values())
+    if rank == 0:
+        expected = plainly(optim, optim_args, own=strategy != "chunk")
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
-def clipped_apart(rank: int, size: int) -> list[Tensor]:
+@on_ranks()
+def test_stages_clip_each_gradient_by_its_own_norm(rank: int, size: int) -> None:
     result = accelerated("pipeline", torch.optim.SGD)
     for each in backward(result):
         each.mul_((0.01 / (each.norm() + 1e-6)).clamp(max=1.0))
     result.optim.step()
-    return list(atorch.whole_state(result.model).values())
-
-
-def test_stages_clip_each_gradient_by_its_own_norm(pool: Pool) -> None:
     torch.manual_seed(1)
     x, plain = torch.randn(8, 4), model()
     loss_func(x, plain(x)).backward()
@@ -204,4 +197,6 @@ def test_stages_clip_each_gradient_by_its_own_norm(pool: Pool) -> None:
         assert each.grad is not None
         each.grad.mul_((0.01 / (each.grad.norm() + 1e-6)).clamp(max=1.0))
     torch.optim.SGD(plain.parameters(), lr=0.01).step()
-    torch.testing.assert_close(pool.run(clipped_apart)[0], list(plain.state_dict().values()), rtol=1e-4, atol=1e-6)
+    found = list(atorch.whole_state(result.model).values())
+    if rank == 0:
+        torch.testing.assert_close(found, list(plain.state_dict().values()), rtol=1e-4, atol=1e-6)

@@ -157,11 +157,8 @@ def lazy(rows: int = 30, **how: Any) -> tuple[Any, Tensor]:
     return head, head(torch.randn(rows, WIDTH))
 
 
-def test_few_rows_are_computed_at_once() -> None:
+def test_few_rows_are_computed_at_once_and_without_gradients_all_where_weights_change() -> None:
     assert type(lazy(CHUNK)[1]) is Tensor
-
-
-def test_a_pass_without_gradients_is_by_chunks_where_weights_last() -> None:
     with torch.no_grad():
         logits = lazy()[1]
         assert isinstance(logits, LazyLogits)
@@ -179,14 +176,11 @@ def test_logits_are_not_read_of_a_weight_that_has_changed() -> None:
         logits.sum()
 
 
-def test_gradients_of_gradients_are_refused() -> None:
+def test_gradients_that_there_are_not_are_named() -> None:
     head, logits = lazy()
     loss = F.cross_entropy(logits, FLAT[:30].clamp(min=0))
     with pytest.raises(ArgumentError, match="create_graph=True"):
         torch.autograd.grad(loss, head.weight, create_graph=True)
-
-
-def test_the_gradient_of_logits_is_named_when_it_is_read() -> None:
     _, logits = lazy()
     (grad,) = torch.autograd.grad(F.cross_entropy(logits, FLAT[:30].clamp(min=0)), logits)
     with pytest.raises(ArgumentError, match="never computes"):

@@ -9,6 +9,7 @@ from torch import nn
 
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.loss.reduction import LossWeight
+from tests.pool import on_ranks
 
 F = nn.functional
 
@@ -105,12 +106,6 @@ def test_what_has_no_labels_is_settled_in_the_first_step():
     assert weight.weights(parts, [2, 1], never) == [2 / 3, 1 / 3]
 
 
-def test_a_loss_that_is_no_mean_is_refused():
-    parts = batches(*UNEVEN)
-    with pytest.raises(StrategyError, match="loss_weight"):
-        LossWeight().weights(parts, rows_of(parts), pairs_of(parts, contrast)[0])
-
-
 @pytest.mark.parametrize("diverged", [math.nan, math.inf])
 def test_a_diverged_loss_teaches_nothing(diverged):
     parts = batches([8, 8], [8, 8])
@@ -139,52 +134,48 @@ def test_a_named_rule_is_taken_as_it_is(rule, expected):
     assert LossWeight(rule).weights(parts, rows_of(parts), never) == pytest.approx(expected)
 
 
-def test_labels_of_tuples_are_the_last_integers():
+def test_labels_of_tuples_are_the_last_integers_and_of_one_part_nothing_is_found_out():
     parts = [(torch.ones(2, 3), torch.tensor([1, -100]), 3.0), (torch.ones(2, 3), torch.tensor([1, 1]), 3.0)]
     assert LossWeight("labels").weights(parts, [2, 2], never) == [1 / 3, 2 / 3]
+    weight = LossWeight()
+    assert weight.weights(batches([8, 2]), [2], never) == [1.0]
+    assert not weight.is_checked
 
 
-def test_a_name_that_is_not_there_is_told():
+def test_a_loss_that_is_no_mean_and_a_name_that_is_not_there_are_told():
+    parts = batches(*UNEVEN)
+    with pytest.raises(StrategyError, match="loss_weight"):
+        LossWeight().weights(parts, rows_of(parts), pairs_of(parts, contrast)[0])
     with pytest.raises(ArgumentError, match="'mask'"):
-        LossWeight("mask").weights(batches(*UNEVEN), [2, 2, 1], never)
+        LossWeight("mask").weights(parts, rows_of(parts), never)
 
 
-def one_rank_sees_it(rank, size):
-    """Only rank 1's batch tells labels from rows; both must look, and both must know afterwards."""
+@on_ranks()
+def test_ranks_find_out_together(rank, size):
     weight, full = LossWeight(), batches([8, 8], [8, 8])
     weight.weights(full, [2, 2], pairs_of(full, by_label)[0])
     parts = batches([8, 8], [2, 2]) if rank == 1 else full
     pair_losses, asked = pairs_of(parts, by_label)
     weights = weight.weights(parts, [2, 2], lambda place: (dist.barrier(), pair_losses(place))[1])
-    return weights, len(asked), weight.weights(batches([8, 8], [2, 2]), [2, 2], never)
+    assert (weights, len(asked), weight.weights(batches([8, 8], [2, 2]), [2, 2], never)) == [
+        ([0.5, 0.5], 1, [0.8, 0.2]),
+        ([0.8, 0.2], 1, [0.8, 0.2]),
+    ][rank]
 
 
-def test_ranks_find_out_together(pool):
-    assert pool.run(one_rank_sees_it) == [([0.5, 0.5], 1, [0.8, 0.2]), ([0.8, 0.2], 1, [0.8, 0.2])]
-
-
-def one_has_one_part(rank, size, counts):
+@on_ranks(timeout=30)
+def test_a_rank_with_one_part_takes_part_in_what_others_find_out(rank, size):
     """Rank 0's batch is one part, in the first step and later; what both do next together is what both did."""
     weight, found = LossWeight(), []
-    for each in counts:
-        parts = batches(*(each[:1] if rank == 0 else each))
+    for counts in (([8, 8], [8, 8]), ([8, 8], [2, 2])):
+        parts = batches(*(counts[:1] if rank == 0 else counts))
         pair_losses, asked = pairs_of(parts * (1 + (rank == 0)), by_label)
         found.append((weight.weights(parts, rows_of(parts), pair_losses), len(asked)))
         total = torch.ones(3, dtype=torch.float64)
         dist.all_reduce(total)
         assert total.tolist() == [2.0] * 3
-    return found, weight.rules
-
-
-def test_a_rank_with_one_part_takes_part_in_what_others_find_out(pool):
-    (one, kept), (two, others) = pool.run(one_has_one_part, [([8, 8], [8, 8]), ([8, 8], [2, 2])], timeout=30)
-    assert kept == others
-    assert "rows" not in kept
-    assert one == [([1.0], 1), ([1.0], 1)]
-    assert two == [([0.5, 0.5], 1), ([0.8, 0.2], 1)]
-
-
-def test_where_all_have_one_part_nothing_is_found_out():
-    weight, (part,) = LossWeight(), batches([8, 2])
-    assert weight.weights([part], [2], never) == [1.0]
-    assert not weight.is_checked
+    assert found == ([([0.5, 0.5], 1), ([0.8, 0.2], 1)] if rank else [([1.0], 1), ([1.0], 1)])
+    kept = [None] * size
+    dist.all_gather_object(kept, weight.rules)
+    assert kept[0] == kept[1]
+    assert "rows" not in weight.rules

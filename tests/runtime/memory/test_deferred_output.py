@@ -75,15 +75,12 @@ def test_gradients_of_what_raised_are_dropped():
     assert second.grad is None
 
 
-def test_16_bit_gradients_are_multiplied_by_the_unrounded_factor():
+def test_16_bit_gradients_are_multiplied_by_the_unrounded_factor_and_sparse_ones_stay_sparse():
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     with gradients_apart([weight]) as gradients:
         (weight.sum() * 3).backward()
     (deposit(torch.tensor(1.0), gradients) * 0.33333334).backward()
     assert weight.grad.tolist() == [1.0, 1.0]
-
-
-def test_sparse_gradients():
     embedding = nn.Embedding(4, 2, sparse=True)
     with gradients_apart(list(embedding.parameters())) as gradients:
         embedding(torch.tensor([1, 1, 2])).sum().backward()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from atorch.errors import ArgumentError, StrategyError
@@ -17,6 +18,8 @@ from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.memory.micro_batch import MicroBatched
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
+from tests.pool import on_ranks
+from tests.runtime.tensor_parallel.models import Collectives
 
 
 class Net(nn.Module):
@@ -59,8 +62,17 @@ def micro(loss_func=mse, **knobs):
     return model, MicroBatched(model, loss_func, **knobs)
 
 
-@pytest.mark.parametrize("knobs", [{"size": 3}, {"count": 20}, {}])
-def test_gradients_are_those_of_the_whole_batch(knobs):
+@pytest.mark.parametrize(
+    ("knobs", "seen"),
+    [
+        ({"size": 3}, None),
+        ({"count": 20}, None),
+        ({}, None),
+        ({"size": 3, "loss_weight": "rows"}, [3, 3, 1]),
+        ({"count": 3, "loss_weight": "rows"}, [3, 3, 1]),
+    ],
+)
+def test_gradients_are_those_of_the_whole_batch(knobs, seen):
     batch, plain = make_batch(), Net()
     expected = mse(batch, plain(batch["tokens"]))
     expected.backward()
@@ -70,15 +82,7 @@ def test_gradients_are_those_of_the_whole_batch(knobs):
     loss.backward()
     torch.testing.assert_close(loss, expected)
     close(gradients(model), gradients(plain))
-
-
-def test_micro_batches_have_the_size_that_was_asked_for():
-    model, loss_func = micro(size=3, loss_weight="rows")
-    loss_func(make_batch(), model(make_batch()["tokens"]))
-    assert model.seen == [3, 3, 1]
-    model, loss_func = micro(count=3, loss_weight="rows")
-    loss_func(make_batch(), model(make_batch()["tokens"]))
-    assert model.seen == [3, 3, 1]
+    assert seen in (None, model.seen)
 
 
 def use(model, loss_func, clip):
@@ -150,16 +154,6 @@ def test_a_divisor_that_some_calls_give(number, given_at, in_batch):
     close(gradients(model), gradients(plain), 1e-5)
 
 
-def test_the_wrong_weights_are_never_silent():
-    def contrast(batch, output):
-        features = output.flatten(1)
-        return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features)))
-
-    model, loss_func = micro(contrast, size=2)
-    with pytest.raises(StrategyError, match="loss_weight"):
-        loss_func(make_batch(), model(make_batch()["tokens"]))
-
-
 def test_looking_for_the_weights_leaves_the_model_as_it_was():
     class Noisy(Net):
         def __init__(self):
@@ -228,18 +222,6 @@ def test_a_micro_batch_that_raises_leaves_nothing_behind():
     close(gradients(model), before, 0)
 
 
-def test_a_batch_that_cannot_be_split_is_refused():
-    model, loss_func = micro(size=2)
-    with pytest.raises(ArgumentError, match=r"batch\['tokens'\] has 7 rows there and args\[0\] has 6"):
-        loss_func(make_batch(), model(make_batch(6)["tokens"]))
-
-
-@pytest.mark.parametrize("knobs", [{"size": 0}, {"count": 0}])
-def test_sizes_start_at_one(knobs):
-    with pytest.raises(ArgumentError, match="at least 1"):
-        micro(**knobs)
-
-
 class Hungry(Net):
     """Has memory for so many rows."""
 
@@ -272,57 +254,8 @@ def test_the_largest_size_that_fits_is_found():
     assert model.seen == [2, 2, 2, 1]
 
 
-def test_not_even_one_row_fits():
-    model, _, loss_func = hungry(0)
-    with pytest.raises(ArgumentError, match="one row"):
-        loss_func(make_batch(), model(make_batch()["tokens"]))
-
-
-def ranks_find_a_size(rank, size):
-    model, ddp, loss_func = hungry(4 if rank == 0 else 2, DistributedDataParallel)
-    batch = make_batch(8)
-    loss_func(batch, ddp(batch["tokens"])).backward()
-    return model.seen[-4:], [float(p.grad.sum()) for p in model.parameters()]
-
-
-class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts collectives and the values they carry."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
-            self.calls.append(function._opname)
-        return function(*args, **(kwargs or {}))
-
-
-def reduced(rank, size, kind):
-    model = Net()
-    bytes_sent = []
-    if kind in ("fsdp", "each"):
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model)
-        wrapped = model
-    else:
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=kind == "buckets")
-        wrapped.register_comm_hook(bytes_sent, averaged)
-    loss_func = MicroBatched(wrapped, mse, size=2, reduce="each" if kind == "each" else "once")
-    batch = make_batch(5, seed=rank)
-    loss_func(batch, wrapped(batch["tokens"])).backward()
-    wrapped.zero_grad()
-    bytes_sent.clear()
-    with Counting() as counting:
-        for seed in (rank, rank + 10):
-            batch = make_batch(5, seed=seed)
-            (loss_func(batch, wrapped(batch["tokens"])) / 2).backward()
-    added = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
-    added = added + loss_func(make_batch(4, rank + 1), wrapped(make_batch(4, rank + 1)["tokens"]))
-    added.backward()
-    grads = [p.grad.full_tensor() if kind in ("fsdp", "each") else p.grad for p in model.parameters()]
-    return [grad.clone() for grad in grads], counting.calls, sum(bytes_sent)
+def counting():
+    return Collectives(("c10d", "_c10d_functional"))
 
 
 def averaged(bytes_sent, bucket):
@@ -332,30 +265,40 @@ def averaged(bytes_sent, bucket):
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-def expected_gradients(size):
-    model = Net()
-    for shift in (0, 10):
-        batches = [make_batch(5, seed=rank + shift) for rank in range(size)]
-        (sum(mse(b, model(b["tokens"])) for b in batches) / size / 2).backward()
-    for shift in (0, 1):
-        batches = [make_batch(4, seed=rank + shift) for rank in range(size)]
-        (sum(mse(b, model(b["tokens"])) for b in batches) / size).backward()
-    return gradients(model)
-
-
 @pytest.mark.parametrize("kind", ["ddp", "buckets", "fsdp", "each"])
-def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(pool, kind):
-    num_bytes = sum(p.nbytes for p in Net().parameters())
-    for grads, calls, sent in pool.run(reduced, kind):
-        close(grads, expected_gradients(2), 1e-5)
-        if kind in ("fsdp", "each"):
-            calls_of_two = 2 if kind == "fsdp" else 2 * 3  # five rows, two at a time
-            assert calls.count("_reduce_scatter_base_") + calls.count("reduce_scatter_tensor") == calls_of_two, calls
-        else:
-            assert sent == 4 * num_bytes
+@on_ranks()
+def test_gradients_are_reduced_once_a_call_or_as_shards_with_each_micro_batch(rank, size, kind):
+    model, plain, bytes_sent = Net(), Net(), []
+    if kind in ("fsdp", "each"):
+        wrapped = fully_shard(model)
+    else:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=kind == "buckets")
+        wrapped.register_comm_hook(bytes_sent, averaged)
+    loss_func = MicroBatched(wrapped, mse, size=2, reduce="each" if kind == "each" else "once")
+    batch = make_batch(5, seed=rank)
+    loss_func(batch, wrapped(batch["tokens"])).backward()
+    wrapped.zero_grad()
+    bytes_sent.clear()
+    with counting() as sent:
+        for shift in (0, 10):
+            batch = make_batch(5, seed=rank + shift)
+            (loss_func(batch, wrapped(batch["tokens"])) / 2).backward()
+    pair = [make_batch(4, rank + shift) for shift in (0, 1)]
+    sum(loss_func(batch, wrapped(batch["tokens"])) for batch in pair).backward()
+    for seeds, rows, weight in (((0, 1, 10, 11), 5, 4), ((0, 1, 1, 2), 4, 2)):
+        batches = [make_batch(rows, seed) for seed in seeds]
+        (sum(mse(batch, plain(batch["tokens"])) for batch in batches) / weight).backward()
+    if kind in ("ddp", "buckets"):
+        close(gradients(model), gradients(plain), 1e-5)
+        assert sum(bytes_sent) == 4 * sum(p.nbytes for p in plain.parameters())
+    else:
+        close([p.grad.full_tensor() for p in model.parameters()], gradients(plain), 1e-5)
+        calls = sum(sent.counts.get(call, 0) for call in ("_reduce_scatter_base_", "reduce_scatter_tensor"))
+        assert calls == (2 if kind == "fsdp" else 2 * 3)  # five rows, two at a time
 
 
-def in_the_users_no_sync(rank, size):
+@on_ranks()
+def test_nothing_is_left_unreduced_in_the_users_no_sync(rank, size):
     model = Net()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     loss_func = MicroBatched(wrapped, mse, size=2)
@@ -363,21 +306,20 @@ def in_the_users_no_sync(rank, size):
         batch = make_batch(5, seed=rank + shift)
         with context:
             loss_func(batch, wrapped(batch["tokens"])).backward()
-    return gradients(model)
-
-
-def test_nothing_is_left_unreduced_in_the_users_no_sync(pool):
     plain = Net()
     for seed in (0, 1, 10, 11):
         (mse(make_batch(5, seed), plain(make_batch(5, seed)["tokens"])) / 2).backward()
-    for mine in pool.run(in_the_users_no_sync):
-        close(mine, gradients(plain), 1e-5)
+    close(gradients(model), gradients(plain), 1e-5)
 
 
-def test_ranks_find_a_size_together(pool):
-    first, second = pool.run(ranks_find_a_size)
-    assert first[0] == second[0] == [2, 2, 2, 2]
-    assert first[1] == second[1]
+@on_ranks()
+def test_ranks_find_a_size_together(rank, size):
+    model, ddp, loss_func = hungry(4 if rank == 0 else 2, DistributedDataParallel)
+    batch, plain = make_batch(8), Net()
+    mse(batch, plain(batch["tokens"])).backward()
+    loss_func(batch, ddp(batch["tokens"])).backward()
+    assert model.seen[-4:] == [2, 2, 2, 2]
+    close(gradients(model), gradients(plain), 1e-5)
 
 
 def test_with_a_loss_scale():
@@ -407,9 +349,8 @@ def test_copies_share_no_state():
     assert gradients(twin) == [None] * 5
 
 
-def raises_under_fsdp(rank, size):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
+@on_ranks()
+def test_fsdp_forgets_what_raised(rank, size):
     def train(broken_first):
         model = Net()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -425,12 +366,7 @@ def raises_under_fsdp(rank, size):
         loss_func(batch, model(batch["tokens"])).backward()
         return [p.grad.to_local().clone() for p in model.parameters()]
 
-    return train(True), train(False)
-
-
-def test_fsdp_forgets_what_raised(pool):
-    for after, fresh in pool.run(raises_under_fsdp):
-        close(after, fresh, 0)
+    close(train(True), train(False), 0)
 
 
 def asked(model, loss_func, factor=2.0):
@@ -459,15 +395,33 @@ def test_gradients_go_to_those_that_are_asked_for(hooked):
     return None
 
 
-def test_a_gradient_penalty_of_pieces_is_named():
+def contrast(batch, output):
+    """It compares rows with one another: no weights of micro-batches make it."""
+    features = output.flatten(1)
+    return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+def test_what_does_not_hold_is_refused():
+    for knobs in ({"size": 0}, {"count": 0}):
+        with pytest.raises(ArgumentError, match="at least 1"):
+            micro(**knobs)
+    model, loss_func = micro(contrast, size=2)
+    with pytest.raises(StrategyError, match="loss_weight"):
+        loss_func(make_batch(), model(make_batch()["tokens"]))
     model, loss_func = micro(size=2)
+    with pytest.raises(ArgumentError, match=r"batch\['tokens'\] has 7 rows there and args\[0\] has 6"):
+        loss_func(make_batch(), model(make_batch(6)["tokens"]))
     loss = loss_func(make_batch(), model(make_batch()["tokens"]))
     with pytest.raises(ArgumentError, match=r"create_graph=True.*piece by piece"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    model, _, loss_func = hungry(0)
+    with pytest.raises(ArgumentError, match="one row"):
+        loss_func(make_batch(), model(make_batch()["tokens"]))
 
 
-def asked_under(rank, size, kind):
-    """The gradient of one parameter, which have one, and how often handing them all over communicates."""
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks()
+def test_gradients_of_one_parameter_over_processes(rank, size, kind):
     model = Net()
     if kind == "fsdp":
         shard(model, init_device_mesh("cpu", (size,)), [FsdpUnit((model.head,))])
@@ -481,19 +435,13 @@ def asked_under(rank, size, kind):
     has = [each.grad is not None for each in parameters]
     (whole,) = [each.grad.full_tensor() if kind == "fsdp" else each.grad for each in parameters[3:4]]
     loss = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
-    with Counting() as counting:
+    with counting() as sent:
         loss.backward()
-    return whole.clone(), has, len(counting.calls)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_of_one_parameter_over_processes(pool, kind):
     plain = Net()
     for seed in (0, 1):
         (mse(make_batch(4, seed), plain(make_batch(4, seed)["tokens"])) / 2).backward()
-    for gradient, has, more in pool.run(asked_under, kind):
-        assert (has, more) == ([False, False, False, True, False], 0)
-        torch.testing.assert_close(gradient, plain.head.weight.grad)
+    assert (has, sent.counts) == ([False, False, False, True, False], {})
+    torch.testing.assert_close(whole.clone(), plain.head.weight.grad)
 
 
 class Layer(nn.Module):
@@ -534,9 +482,14 @@ def tight_batch(rank):
     return {"x": torch.randn(8, 8, generator=generator), "y": torch.randn(8, 8, generator=generator)}
 
 
-def finds_a_size(rank, size, where, kind):
-    """What is left of three steps in which rank 1 has room for three rows alone."""
-    model, graphs = Tight(3 if rank == 1 else 99, where), []
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")],
+)
+@on_ranks(timeout=30)
+def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(rank, size, where, kind):
+    """Rank 1 has room for three rows alone."""
+    model, plain, graphs = Tight(3 if rank == 1 else 99, where), Tight(), []
 
     def compiled(graph, _):
         graphs.append(graph)
@@ -544,36 +497,25 @@ def finds_a_size(rank, size, where, kind):
 
     for block in model.blocks if kind == "compiled" else ():
         block.compile(backend=compiled)
-    groups = [FsdpUnit((block,)) for block in model.blocks]
-    if kind == "zero2":
-        groups = [FsdpUnit((block,), keep=True) for block in model.blocks]
-    shard(model, init_device_mesh("cpu", (size,)), groups)
+    shard(model, init_device_mesh("cpu", (size,)), [FsdpUnit((block,), keep=kind == "zero2") for block in model.blocks])
     loss_func = MicroBatched(model, mse, loss_weight="rows", reduce="each" if kind == "each" else "once")
     loss_func._trials = 2  # what a machine with an accelerator starts with
-    optim = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        model.seen.clear()
-        loss_func(tight_batch(rank), model(tight_batch(rank)["x"])).backward()
-        optim.step()
-        optim.zero_grad()
-    weights = [p.full_tensor().detach().clone() for p in model.parameters()]
-    return weights, model.seen, float(model.count), float(torch.rand(())), bool(graphs)
-
-
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")],
-)
-def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(pool, where, kind):
-    plain = Tight()
-    optim = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for _ in range(3):
-        (sum(mse(tight_batch(rank), plain(tight_batch(rank)["x"])) for rank in (0, 1)) / 2).backward()
-        optim.step()
-        optim.zero_grad()
+    optims = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
+    batches = [tight_batch(number) for number in range(size)]
     torch.manual_seed(3)
     Tight()
-    *_, drawn = (float(torch.rand(())) for _ in range(3 * 4 + 1))
-    for weights, seen, count, next_drawn, is_compiled in pool.run(finds_a_size, where, kind, timeout=30):
-        close(weights, [p.detach() for p in plain.parameters()], 1e-5)
-        assert (seen, count, next_drawn, is_compiled) == ([2, 2, 2, 2], 3 * 4, drawn, kind == "compiled")
+    for _ in range(3):
+        model.seen.clear()
+        loss_func(batches[rank], model(batches[rank]["x"])).backward()
+        optims[0].step()
+        optims[0].zero_grad()
+    assert (model.seen, float(model.count), bool(graphs)) == ([2, 2, 2, 2], 3 * 4, kind == "compiled")
+    drawn = torch.rand(())
+    torch.manual_seed(3)
+    Tight()
+    assert drawn == [torch.rand(()) for _ in range(3 * 4 + 1)][-1]
+    for _ in range(3):
+        (sum(mse(batch, plain(batch["x"])) for batch in batches) / 2).backward()
+        optims[1].step()
+        optims[1].zero_grad()
+    close([p.full_tensor().detach() for p in model.parameters()], [p.detach() for p in plain.parameters()], 1e-5)

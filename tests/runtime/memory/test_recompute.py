@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from atorch.runtime.memory.recompute import (
     disable_checkpointing,
     is_recomputing,
 )
+from tests.pool import on_ranks
 
 FORMS = {
     "plain": {},
@@ -88,6 +90,7 @@ def pair(module: nn.Module, **form: Any) -> tuple[nn.Module, nn.Module]:
 def step(module: nn.Module, *tensors: Tensor, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
     """Loss, gradients of parameters and `tensors`, and buffers after one seeded forward and backward."""
     torch.manual_seed(7)
+    module.zero_grad()
     for tensor in tensors:
         tensor.grad = None
     loss = (run or (lambda m, *t: m(*t).sum()))(module, *tensors)
@@ -131,50 +134,68 @@ def saved_bytes() -> Iterator[list[int]]:
 # --- values and gradients
 
 
+def with_keywords(module: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
+    h = module(x * 1.5, mask=torch.ones(6, 8), scale=2.0, extra={"bias": [bias]})
+    assert h["aux"][1:] == ("name", None, 3)
+    return (h["out"] * h["out"]).sum() + h["aux"][0]
+
+
+def three_times(module: nn.Module, x: Tensor) -> Tensor:
+    """Attention takes another path, and saves other tensors, where query, key and value are not the same object."""
+    h = x * 2
+    return module(h, h, value=h)[0].sum()
+
+
+def under_autocast(module: nn.Module, x: Tensor, backward_inside: bool = False) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = module(x)
+        assert out.dtype is torch.bfloat16
+        loss = out.float().square().sum()
+        if backward_inside:
+            loss.backward()
+            return loss.detach().requires_grad_()
+    return loss
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+
+
+def norms() -> nn.Module:
+    kept = nn.BatchNorm1d(4, momentum=None), nn.InstanceNorm1d(4, track_running_stats=True)
+    return nn.Sequential(nn.Conv1d(2, 4, 1), *kept)
+
+
+def uncounted() -> nn.Module:
+    """Statistics that kernels change without a trace."""
+    norm = nn.BatchNorm1d(4)
+    norm.num_batches_tracked = None
+    return nn.Sequential(norm, nn.Tanh())
+
+
+def drawing() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+
+
+STEPS: dict[str, tuple[Any, ...]] = {  # how a module is made and used, and the shapes of its inputs
+    "keywords": (Block, with_keywords, (6, 8), (8,)),
+    "called twice": (drawing, lambda m, x: m(m(x)).sum(), (5, 4)),
+    "one tensor three times": (lambda: nn.MultiheadAttention(8, 2, dropout=0.2), three_times, (5, 2, 8)),
+    "autocast": (layers, under_autocast, (5, 16)),
+    "backward in autocast": (layers, partial(under_autocast, backward_inside=True), (5, 16)),
+    "running statistics": (norms, lambda m, x: m(x).square().sum(), (3, 2, 5)),
+    "uncounted statistics": (uncounted, lambda m, x: m(x).sum(), (5, 4)),
+}
+
+
 @every_form
-def test_step_is_that_of_the_plain_module(form):
-    plain, twin = pair(Block(), **form)
-    x, mask, bias = torch.randn(6, 8, requires_grad=True), torch.ones(6, 8), torch.randn(8, requires_grad=True)
-
-    def run(module, x, bias):
-        h = module(x * 1.5, mask=mask, scale=2.0, extra={"bias": [bias]})
-        assert h["aux"][1:] == ("name", None, 3)
-        return (h["out"] * h["out"]).sum() + h["aux"][0]
-
-    seen = calls_of(twin.up)
-    assert_equal(step(twin, x, bias, run=run), step(plain, x, bias, run=run))
-    assert seen == [False, True]
-
-
-def test_reentrant_refuses_tensors_it_would_cut_off():
-    twin = checkpoint_wrapper(Block(outputs=Stats), reentrant=True)
-    with pytest.raises(ArgumentError, match="returned a Stats"):
-        twin(torch.randn(6, 8))
-
-
-@every_form
-def test_nothing_needs_gradient(form):
-    twin = checkpoint_wrapper(nn.Linear(4, 4).requires_grad_(False), **form)
-    assert not twin(torch.randn(3, 4)).requires_grad
-
-
-@every_form
-@pytest.mark.parametrize("backward_inside", [False, True])
-def test_autocast_holds_in_the_recompute(form, backward_inside):
-    plain, twin = pair(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), **form)
-    x = torch.randn(5, 16, requires_grad=True)
-
-    def run(module, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = module(x)
-            assert out.dtype is torch.bfloat16
-            loss = out.float().square().sum()
-            if backward_inside:
-                loss.backward()
-                return loss.detach().requires_grad_()
-        return loss
-
-    assert_equal(step(twin, x, run=run), step(plain, x, run=run))
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+def test_steps_are_those_of_the_plain_module(form, case):
+    make, run, *shapes = case
+    plain, twin = pair(make(), **form)
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    for _ in range(3):
+        assert_equal(step(twin, *tensors, run=run), step(plain, *tensors, run=run))
 
 
 @every_form
@@ -206,13 +227,6 @@ def test_autograd_grad_and_double_backward(form):
             torch.testing.assert_close(got, wanted)
 
 
-@every_form
-def test_called_twice_in_one_forward(form):
-    plain, twin = pair(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()), **form)
-    x = torch.randn(5, 4, requires_grad=True)
-    assert_equal(step(twin, x, run=lambda m, x: m(m(x)).sum()), step(plain, x, run=lambda m, x: m(m(x)).sum()))
-
-
 @pytest.mark.parametrize("place", range(len(FORMS)))
 def test_nested(place):
     outer, inner = (list(FORMS.values())[(place + shift) % len(FORMS)] for shift in (0, 3))
@@ -223,19 +237,6 @@ def test_nested(place):
     checkpoint_wrapper(twin, **outer)
     x = torch.randn(6, 4, requires_grad=True)
     assert_equal(step(twin, x), step(plain, x))
-
-
-@every_form
-def test_one_tensor_given_three_times_stays_one(form):
-    # Attention takes another path, and saves other tensors, where query, key and value are not the same object.
-    plain, twin = pair(nn.MultiheadAttention(8, 2, dropout=0.2), **form)
-    x = torch.randn(5, 2, 8, requires_grad=True)
-
-    def run(module, x):
-        h = x * 2
-        return module(h, h, value=h)[0].sum()
-
-    assert_equal(step(twin, x, run=run), step(plain, x, run=run))
 
 
 @every_form
@@ -262,50 +263,6 @@ def test_an_input_changed_in_place_is_refused():
 
 
 # --- buffers
-
-
-@every_form
-def test_running_statistics_are_updated_once(form):
-    norms = nn.Sequential(
-        nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4, momentum=None), nn.InstanceNorm1d(4, track_running_stats=True)
-    )
-    plain, twin = pair(norms, **form)
-    x = torch.randn(3, 2, 5, requires_grad=True)
-    for _ in range(3):
-        assert_equal(
-            step(twin, x, run=lambda m, x: m(x).square().sum()), step(plain, x, run=lambda m, x: m(x).square().sum())
-        )
-    assert twin[1].num_batches_tracked == 3
-
-
-@every_form
-def test_buffers_changed_in_place_or_replaced_are_changed_once(form):
-    class Counts(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-            self.register_buffer("replaced", torch.zeros(()))
-            self.register_buffer("changed", torch.zeros(()))
-            self.register_buffer("absent", None)
-
-        def forward(self, x):
-            self.replaced = self.replaced + 1
-            self.changed += 1
-            return super().forward(x).tanh()
-
-    twin = checkpoint_wrapper(Counts(), **form)
-    changed = twin.changed
-    h = twin(twin(torch.randn(2, 4)))
-    h.sum().backward()
-    assert (twin.replaced.item(), twin.changed.item(), twin.absent) == (2, 2, None)
-    assert twin.changed is changed
-
-
-@every_form
-def test_statistics_that_kernels_change_without_a_trace_are_changed_once(form):
-    plain, twin = pair(nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()), **form)
-    plain[0].num_batches_tracked = twin[0].num_batches_tracked = None
-    x = torch.randn(5, 4, requires_grad=True)
-    assert_equal(step(twin, x), step(plain, x))
 
 
 def test_untouched_buffers_are_not_copied():
@@ -389,12 +346,13 @@ def test_offloaded_input_is_freed_before_backward():
 
 
 @every_form
-def test_gradients_disabled_is_the_plain_forward(form):
+def test_without_gradients_it_is_the_plain_forward(form):
     twin = checkpoint_wrapper(nn.Linear(4, 4), **form)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context, saved_bytes() as kept:
             assert not twin(torch.randn(2, 4)).requires_grad
         assert kept == [0]
+    assert not twin.requires_grad_(False)(torch.randn(2, 4)).requires_grad
 
 
 # --- lifetime and copies
@@ -460,12 +418,6 @@ def test_what_people_see_of_the_module_stays():
     assert inspect.signature(twin.forward) == inspect.signature(plain.forward)
 
 
-def test_wrapping_twice_is_refused():
-    twin = checkpoint_wrapper(nn.Linear(4, 4))
-    with pytest.raises(ArgumentError, match="a Linear that it has wrapped already"):
-        checkpoint_wrapper(twin, offload_to_cpu=True)
-
-
 def test_a_forward_that_the_instance_already_had_is_kept():
     module = nn.Linear(4, 4)
     module.forward = lambda x: x.exp()
@@ -480,23 +432,6 @@ def counters(module: nn.Module) -> list[int]:
     return [inner._checkpoint_fwd_counter for inner in module.modules()]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_counters_rise_in_forward_and_fall_in_the_recompute(reentrant):
-    # The modules at the end save nothing, so that a recompute which stops early would never reach them.
-    twin = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Identity(), nn.Identity())
-    checkpoint_wrapper(twin, maintain_forward_counter=True, reentrant=reentrant)
-    assert counters(twin) == [0] * 5
-    h = twin(torch.randn(2, 4))
-    assert counters(twin) == [1] * 5
-    h = twin(h)
-    assert counters(twin) == [2] * 5
-    h.sum().backward()
-    assert counters(twin) == [0] * 5
-    with torch.no_grad():
-        twin(torch.randn(2, 4))
-    assert counters(twin) == [0] * 5
-
-
 @pytest.mark.parametrize(
     ("reentrant", "inner_first", "inner_counts"),
     [
@@ -507,7 +442,8 @@ def test_counters_rise_in_forward_and_fall_in_the_recompute(reentrant):
         ((False, False), False, True),
     ],
 )
-def test_counters_of_nested_checkpoints_return_to_zero(reentrant, inner_first, inner_counts):
+def test_counters_rise_in_forward_and_fall_in_the_recompute(reentrant, inner_first, inner_counts):
+    # The modules at the ends save nothing, so that a recompute which stops early would never reach them.
     twin = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Identity()), nn.Identity())
     wraps = [
         lambda: checkpoint_wrapper(twin[1], maintain_forward_counter=inner_counts, reentrant=reentrant[0]),
@@ -515,9 +451,15 @@ def test_counters_of_nested_checkpoints_return_to_zero(reentrant, inner_first, i
     ]
     for wrap in wraps if inner_first else reversed(wraps):
         wrap()
+    assert counters(twin) == [0] * 7
     h = twin(torch.randn(2, 4))
     assert counters(twin) == [1] * 7
+    h = twin(h)
+    assert counters(twin) == [2] * 7
     h.sum().backward()
+    assert counters(twin) == [0] * 7
+    with torch.no_grad():
+        twin(torch.randn(2, 4))
     assert counters(twin) == [0] * 7
 
 
@@ -659,14 +601,11 @@ def check_sharded(rank: int, size: int, form: dict[str, Any]) -> float:
     return float(distance / length)
 
 
-def check_all_sharded(rank: int, size: int) -> dict[str, float]:
-    return {name: check_sharded(rank, size, form) for name, form in FORMS.items()}
-
-
 @pytest.mark.slow
-def test_sharded_after_wrapping(pool):
-    for found in pool.run(check_all_sharded):
-        assert max(found.values()) < 1e-5, found
+@on_ranks()
+def test_sharded_after_wrapping(rank: int, size: int) -> None:
+    found = {name: check_sharded(rank, size, form) for name, form in FORMS.items()}
+    assert max(found.values()) < 1e-5, found
 
 
 # --- checkpoint_sequential
@@ -694,15 +633,13 @@ def test_sequential_takes_any_callables():
     assert layer.weight.grad is not None
 
 
-@pytest.mark.parametrize("segments", [0, -1, 3])
-def test_sequential_refuses_segments_without_functions(segments):
-    with pytest.raises(ArgumentError, match=f"{segments} segments of 2 functions"):
-        checkpoint_sequential(nn.Sequential(nn.Tanh(), nn.Tanh()), segments, torch.randn(2))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: checkpoint_wrapper(Block(outputs=Stats), reentrant=True)(torch.randn(6, 8)), "returned a Stats"),
+        (lambda: checkpoint_wrapper(checkpoint_wrapper(nn.Linear(4, 4))), "a Linear that it has wrapped already"),
+        (lambda: checkpoint_sequential(2 * [nn.Tanh()], 0, torch.randn(2)), "0 segments of 2 functions"),
+        (lambda: checkpoint_sequential(2 * [nn.Tanh()], 3, torch.randn(2)), "3 segments of 2 functions"),
         (lambda: checkpoint_wrapper(nn.Linear), "the class Linear; give an instance"),
         (lambda: checkpoint_wrapper(len), "built-in function len>; it takes a torch.nn.Module"),
         (lambda: checkpoint_wrapper([nn.Linear(2, 2)]), "call it for each of them"),

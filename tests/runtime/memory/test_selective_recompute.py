@@ -90,28 +90,22 @@ def test_gradients_are_those_of_the_plain_module(knobs: dict[str, Any], autocast
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
-def test_products_and_attention_run_once_and_the_rest_again() -> None:
-    plain, twin = pair()
+def again(**knobs: Any) -> Counter[str]:
+    """The operations that a recomputation adds."""
     counts = []
-    for module in (plain, twin):
+    for module in pair(**knobs):
         with Calls() as calls:
             gradients(module)
         counts.append(calls.count)
-    again = counts[1] - counts[0]
-    attention = "_scaled_dot_product_flash_attention_for_cpu"
-    assert counts[0][attention] == 1
-    assert not any(again[name] for name in (attention, "mm", "addmm"))
-    assert (again["tanh"], again["native_layer_norm"]) == (1, 1)
+    assert counts[0]["_scaled_dot_product_flash_attention_for_cpu"] == (0 if knobs else 1)
+    return counts[1] - counts[0]
 
 
-def test_scores_of_attention_that_is_written_out_run_again() -> None:
-    plain, twin = pair(written_out=True)
-    counts = []
-    for module in (plain, twin):
-        with Calls() as calls:
-            gradients(module)
-        counts.append(calls.count)
-    assert (counts[1] - counts[0])["bmm"] == 2
+def test_products_and_attention_run_once_and_the_rest_and_scores_that_are_written_out_again() -> None:
+    added = again()
+    assert not any(added[name] for name in ("_scaled_dot_product_flash_attention_for_cpu", "mm", "addmm"))
+    assert (added["tanh"], added["native_layer_norm"]) == (1, 1)
+    assert again(written_out=True)["bmm"] == 2
 
 
 def test_results_of_products_and_attention_are_what_is_kept() -> None:
@@ -150,25 +144,18 @@ def test_attention_that_draws_random_numbers_runs_again(op: Any, args: Any, kwar
     assert (policy(None, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE) == kept
 
 
-def test_backward_runs_once() -> None:
+def test_what_it_cannot_do_is_an_error() -> None:
     _, twin = pair()
     loss = twin(inputs()).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError):  # torch 2.11 does not say why
+    with pytest.raises(RuntimeError):  # backward runs once; torch 2.11 does not say why
         loss.backward()
-
-
-def test_what_is_kept_must_not_be_changed_in_place() -> None:
     module = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), selective=True)
-    loss = module(torch.randn(2, 4, requires_grad=True)).sum()
     with pytest.raises(RuntimeError, match="mutated"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("other", ["reentrant", "offload_to_cpu"])
-def test_it_does_not_go_with_what_keeps_nothing_on_the_device(other: str) -> None:
-    with pytest.raises(ArgumentError, match=f"selective and {other}"):
-        checkpoint_wrapper(nn.Linear(2, 2), selective=True, **{other: True})
+        module(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    for other in ("reentrant", "offload_to_cpu"):
+        with pytest.raises(ArgumentError, match=f"selective and {other}"):
+            checkpoint_wrapper(nn.Linear(2, 2), selective=True, **{other: True})
 
 
 # Dynamo asks a non-leaf for its gradient, and hides the warning in a way that an error filter does not see.

@@ -143,30 +143,24 @@ def test_sparse_gradients_are_stepped_as_before(make: object, caplog: pytest.Log
     assert fused_by_default(optimizer) is None
 
 
-def test_a_gradient_that_comes_later_gets_its_momentum() -> None:
-    ends = []
-    for make in (KINDS["momentum"], lambda groups: made(KINDS["momentum"], groups)):
+def test_a_closure_is_called_and_a_gradient_that_comes_later_gets_its_momentum_as_before() -> None:
+    ends, closed = [], []
+    for choose in (lambda make: make, lambda make: partial(made, make)):
         mine = parameters()
-        optimizer = make(mine)
+        optimizer = choose(KINDS["momentum"])(mine)
         for each in (mine[:1], mine, mine):
             train(optimizer, each)
         ends.append(mine)
-    assert error(*reversed(ends), parameters()) < 2e-6
+        only = nn.Parameter(torch.arange(12.0).view(3, 4))
 
-
-def test_a_closure_is_called_as_before() -> None:
-    ends = []
-    for make in (KINDS["adamw"], lambda groups: made(KINDS["adamw"], groups)):
-        mine = nn.Parameter(torch.arange(12.0).view(3, 4))
-        optimizer = make([mine])
-
-        def closure(mine: nn.Parameter = mine) -> float:
-            mine.grad = (torch.arange(12.0).view(4, 3) - 5).t()
+        def closure(only: nn.Parameter = only) -> float:
+            only.grad = (torch.arange(12.0).view(4, 3) - 5).t()
             return 0.0
 
-        optimizer.step(closure)
-        ends.append(mine.detach())
-    torch.testing.assert_close(*ends)
+        choose(KINDS["adamw"])([only]).step(closure)
+        closed.append(only.detach())
+    assert error(*reversed(ends), parameters()) < 2e-6
+    torch.testing.assert_close(*closed)
 
 
 def test_a_grad_scaler_works_as_before() -> None:

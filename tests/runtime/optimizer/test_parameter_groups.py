@@ -36,11 +36,17 @@ def test_parameters_of_the_model_are_taken(group):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_other_parameters_are_refused(group):
+def test_other_parameters_are_refused_but_by_a_copy(group):
     _, optim = kept()
     with pytest.raises(ArgumentError, match="optim.add_param_group was given a parameter of shape .* submodule of it"):
         optim.add_param_group({"params": group(nn.Linear(2, 3))})
+    for what_torch_refuses in ({"params": [3]}, [3]):
+        with pytest.raises(TypeError):
+            optim.add_param_group(what_torch_refuses)
     assert len(optim.param_groups) == 1
+    twin = copy.deepcopy(optim)
+    twin.add_param_group({"params": nn.Linear(2, 3).parameters()})
+    assert len(twin.param_groups) == 2
 
 
 def test_later_ones_are_refused_where_nothing_reduces_them():
@@ -49,17 +55,3 @@ def test_later_ones_are_refused_where_nothing_reduces_them():
     optim.add_param_group({"params": model[1].parameters()})
     with pytest.raises(ArgumentError, match="did not have when it was accelerated"):
         optim.add_param_group({"params": model[2].parameters()})
-
-
-def test_what_torch_refuses_it_refuses():
-    _, optim = kept()
-    for group in ({"params": [3]}, [3]):
-        with pytest.raises(TypeError):
-            optim.add_param_group(group)
-
-
-def test_a_copy_of_the_optimizer_is_anybodys():
-    _, optim = kept()
-    twin = copy.deepcopy(optim)
-    twin.add_param_group({"params": nn.Linear(2, 3).parameters()})
-    assert len(twin.param_groups) == 2

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from atorch import auto_accelerate, clip_grad_norm
-from atorch.runtime.tensor_parallel import whole_state
+from tests.contract.job import first_names, snapshot
 from tests.runtime.pipeline.unmodular import UNMODULAR
 
 VOCAB, WIDTH, SEQ, ROWS = 64, 16, 12, 8
@@ -172,18 +172,6 @@ def loss_func(batch: Any, output: Any) -> torch.Tensor:
     if "loss" in output:
         return output["loss"]
     return nn.functional.cross_entropy(output["logits"].flatten(0, 1), batch["labels"].flatten())
-
-
-def first_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter the first that it has."""
-    seen: dict[int, str] = {}
-    return {name: seen.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}
-
-
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by name, whole, whatever they are split or sharded over."""
-    state = whole_state(model)
-    return {name: state[name].detach().clone() for name, _ in model.named_parameters()}
 
 
 def loop(model: Any, loss_of: Any, optim: Any, batches: list[Any], accumulate: int = 1) -> tuple[list[float], float]:

@@ -10,7 +10,8 @@ from torch import nn
 
 from atorch import auto_accelerate
 from atorch.errors import StrategyError
-from tests.pool import Pool
+from tests.auto.training import run_each
+from tests.pool import Pool, on_ranks
 from tests.runtime.pipeline.job import ROWS, WIDTH, Samples, TwiceUsed, loss_func, make_model, train
 from tests.runtime.pipeline.test_pipeline import stages
 
@@ -53,43 +54,30 @@ def refused(rank: int, size: int, name: str, strategy: list[Any], loss: bool) ->
     return "", "nothing was refused"
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy", "message"),
-    [
-        ("gpt2", stages(schedule="interleaved", interleave=4), "of 8 stages needs as many repeated blocks"),
-        ("gpt2", stages(micro_batches=3), "3 micro-batches do not divide the 8 rows"),
-        ("gpt2", [*stages(), ("micro_batch", {"size": 3})], "micro-batches of 3 rows do not divide the 8 rows"),
-        ("gpt2", stages(split_points=["transformer.h.9"]), "'transformer.h.9', where no stage can begin"),
-        ("gpt2", stages(split_points=["transformer.h.1.attn"]), "lies inside of transformer.h.1"),
-        ("gpt2", stages(split_points=["transformer.h.1", "transformer.h.2"]), "2 modules, and 2 stages begin at 1"),
-        ("gpt2", stages(split_points=["transformer.wte"]), "nothing before the first"),
-        ("gpt2", [*stages(), ("micro_batch", {"size": 2, "reduce": "each"})], "reduce"),
-        ("gpt2", [*stages(schedule="zero_bubble"), ("checkpoint", {"selective": True})], "leave selective"),
-        ("returning", stages(), "layers.0 returns a Module"),
-    ],
-    ids=lambda value: value[:24] if isinstance(value, str) else "",
-)
-def test_is_refused_before_anything_is_changed(pool: Pool, name: str, strategy: list[Any], message: str) -> None:
-    for kind, told in pool.run(refused, name, strategy, True, ranks=2):
-        assert kind == StrategyError.__name__
-        assert message in told
+REFUSED = [  # a model, a strategy, and what is told; the last has no loss function
+    ("gpt2", stages(schedule="interleaved", interleave=4), "of 8 stages needs as many repeated blocks"),
+    ("gpt2", stages(micro_batches=3), "3 micro-batches do not divide the 8 rows"),
+    ("gpt2", [*stages(), ("micro_batch", {"size": 3})], "micro-batches of 3 rows do not divide the 8 rows"),
+    ("gpt2", stages(split_points=["transformer.h.9"]), "'transformer.h.9', where no stage can begin"),
+    ("gpt2", stages(split_points=["transformer.h.1.attn"]), "lies inside of transformer.h.1"),
+    ("gpt2", stages(split_points=["transformer.h.1", "transformer.h.2"]), "2 modules, and 2 stages begin at 1"),
+    ("gpt2", stages(split_points=["transformer.wte"]), "nothing before the first"),
+    ("gpt2", [*stages(), ("micro_batch", {"size": 2, "reduce": "each"})], "reduce"),
+    ("gpt2", [*stages(schedule="zero_bubble"), ("checkpoint", {"selective": True})], "leave selective"),
+    ("returning", stages(), "layers.0 returns a Module"),
+    ("gpt2", stages(), "give auto_accelerate one"),
+]
 
 
-def reads_the_model(rank: int, size: int) -> str:
-    try:
+def test_is_refused_before_anything_is_changed(pool: Pool) -> None:
+    cases = [(name, strategy, (name, strategy, told) != REFUSED[-1]) for name, strategy, told in REFUSED]
+    for of_ranks, (*_, message) in zip(run_each(pool, refused, cases), REFUSED, strict=True):
+        for kind, told in of_ranks:
+            assert kind == StrategyError.__name__, told
+            assert message in told
+
+
+@on_ranks()
+def test_a_loss_that_reads_parameters_where_it_sees_one_piece_is_refused(rank: int, size: int) -> None:
+    with pytest.raises(StrategyError, match=r"(?s)the loss function reads transformer\..*weight_decay"):
         train("gpt2", stages(schedule="interleaved", micro_batches=4), penalty=0.02, verify=False)
-    except StrategyError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-def test_a_loss_that_reads_parameters_where_it_sees_one_piece_is_refused(pool: Pool) -> None:
-    for told in pool.run(reads_the_model, ranks=2):
-        assert "the loss function reads transformer." in told
-        assert "weight_decay" in told
-
-
-def test_a_pipeline_needs_a_loss(pool: Pool) -> None:
-    for kind, told in pool.run(refused, "gpt2", stages(), False, ranks=2):
-        assert kind == StrategyError.__name__
-        assert "give auto_accelerate one" in told

@@ -26,11 +26,8 @@ def test_it_is_described_as_where_the_stage_computes() -> None:
     assert torch.ones(3).expand_as(away()).sum() == 12
 
 
-def test_what_a_stage_computes_and_does_not_need_may_be_computed_of_it() -> None:
+def test_what_a_stage_does_not_need_may_be_computed_of_it_and_who_asks_for_values_is_told_whose() -> None:
     assert (away().norm() * 2).square().shape == ()
-
-
-def test_who_asks_for_values_is_told_whose() -> None:
     for ask in (lambda: torch.ones(2, 3) @ away().t(), lambda: float(1.0 + 0.1 * away().norm())):
         with pytest.raises(ArgumentError, match="blocks.0.fc.weight is of another stage of the pipeline"):
             ask()

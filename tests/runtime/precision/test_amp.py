@@ -12,6 +12,7 @@ from torch import nn
 
 from atorch.errors import ArgumentError
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, autocast_forward, autocast_loss, scale_loss
+from tests.pool import on_ranks
 
 
 class Net(nn.Module):
@@ -49,7 +50,7 @@ def test_forward_runs_under_autocast_and_the_model_stays_itself(dtype):
     assert isinstance(model, Net)
 
 
-def test_a_copy_autocasts_its_own_forward():
+def test_a_copy_autocasts_its_own_forward_and_nothing_refers_back_to_the_model():
     model = Net()
     autocast_forward(model, "cpu", torch.bfloat16)
     twin = copy.deepcopy(model)
@@ -60,11 +61,6 @@ def test_a_copy_autocasts_its_own_forward():
     assert twin(x).dtype == torch.bfloat16
     assert (twin(x) == 2).all()
     assert not (model(x) == 2).any()
-
-
-def test_nothing_refers_back_to_the_model():
-    model = Net()
-    autocast_forward(model, "cpu", torch.bfloat16)
     gone = weakref.ref(model)
     gc.disable()
     try:
@@ -237,25 +233,14 @@ def test_a_closure_is_refused():
         optim.step(lambda: 1.0)
 
 
-def one_rank_overflows(rank, size):
-    weight = nn.Parameter(torch.ones(2))
-    optim = ScaledOptimizer(torch.optim.SGD([weight], lr=0.1), LossScale(8.0))
-    weight.grad = torch.tensor([8.0, math.inf if rank == 1 else 8.0])
-    optim.step()
-    skipped = [optim.step_was_skipped]
-    weight.grad = torch.full((2,), optim.scale())
-    optim.step()
-    return [*skipped, optim.step_was_skipped], weight.tolist(), optim.scale()
+def copy_of(model):
+    plain = Net()
+    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    return plain
 
 
-def test_all_ranks_skip_together(pool):
-    first, second = pool.run(one_rank_overflows)
-    assert first == second
-    assert first[0] == [True, False]
-    assert first[2] == 4.0
-
-
-def sharded_overflow(rank, size):
+@on_ranks()
+def test_gradients_that_are_sharded(rank, size):
     from torch.distributed.fsdp import fully_shard
 
     model = Net()
@@ -275,20 +260,9 @@ def sharded_overflow(rank, size):
     mse(torch.ones(4, 2), plain(both)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return same, optim.scale(), max(float((p.full_tensor() - q).abs().max()) for p, q in pairs)
-
-
-def copy_of(model):
-    plain = Net()
-    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
-    return plain
-
-
-def test_gradients_that_are_sharded(pool):
-    for same, scale, error in pool.run(sharded_overflow):
-        assert same
-        assert scale == 4.0
-        assert error < 1e-5
+    assert same
+    assert optim.scale() == 4.0
+    assert max(float((p.full_tensor() - q).abs().max()) for p, q in pairs) < 1e-5
 
 
 def with_penalty(model, x, loss_func, scale, within):

@@ -45,14 +45,9 @@ class TestTorchao:
         assert type(model["layers"][0][0]).__name__ == "Float8Linear"
         assert type(model["lm_head"]) is nn.Linear
 
-    def test_include_takes_substrings(self) -> None:
-        model = small()
-        report = convert_linears(model, include=["layers.1", "head"], emulate=True)
+    def test_include_takes_substrings_and_tells_which_matches_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        report = convert_linears(small(), include=["layers.1", "head", "layrs"], emulate=True)
         assert report.converted == ("layers.1.0", "layers.1.2", "lm_head")
-
-    def test_one_of_several_that_matches_nothing_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
-        report = convert_linears(small(), include=["layers.1", "layrs"], emulate=True)
-        assert report.converted
         assert "fp8 include has 'layrs', but no nn.Linear" in caplog.text
 
     def test_quantizes_and_gives_gradients(self) -> None:
@@ -60,6 +55,8 @@ class TestTorchao:
         model = copy.deepcopy(plain)
         convert_linears(model, emulate=True)
         x = torch.randn(16, 32)
+        with without_fp8(model):
+            assert torch.equal(model(x), plain(x)), "exact on request"
         wanted, found = plain(x), model(x)
         error = ((found - wanted).norm() / wanted.norm()).item()
         assert 1e-3 < error < 0.1  # e4m3 has 3 bits of mantissa: something was rounded, and by no more than that
@@ -68,21 +65,15 @@ class TestTorchao:
         grads = model[0].weight.grad, plain[0].weight.grad
         assert (grads[0] - grads[1]).norm() < 0.15 * grads[1].norm()
 
-    def test_the_real_matmul_agrees_with_emulation(self) -> None:
-        real = nn.Sequential(nn.Linear(32, 32))
-        emulated = copy.deepcopy(real)
-        assert not convert_linears(real, emulate=False).emulated
-        convert_linears(emulated, emulate=True)
-        x = torch.randn(16, 32)
-        assert torch.allclose(real(x), emulated(x), rtol=1e-3, atol=1e-3)
-
-    def test_formats_differ_in_the_gradient_alone(self) -> None:
+    def test_the_real_matmul_agrees_with_emulation_and_formats_differ_in_the_gradient_alone(self) -> None:
         hybrid = nn.Sequential(nn.Linear(32, 32))
-        e4m3 = copy.deepcopy(hybrid)
+        e4m3, real = copy.deepcopy(hybrid), copy.deepcopy(hybrid)
+        assert not convert_linears(real, emulate=False).emulated
         convert_linears(hybrid, emulate=True)
         convert_linears(e4m3, emulate=True, recipe=Fp8Recipe(fp8_format="E4M3"))
         x = torch.randn(16, 32)
         outputs = hybrid(x), e4m3(x)
+        assert torch.allclose(real(x), outputs[0], rtol=1e-3, atol=1e-3)
         assert torch.equal(*outputs)
         for output in outputs:
             output.sin().sum().backward()
@@ -108,15 +99,6 @@ class TestTorchao:
         for layers in (plain, model):
             layers(x).backward(gradient)
         assert torch.allclose(model[0].weight.grad, plain[0].weight.grad, rtol=1e-5, atol=1e-5)
-
-    def test_layers_multiply_exactly_on_request(self) -> None:
-        plain = nn.Sequential(nn.Linear(32, 32))
-        model = copy.deepcopy(plain)
-        convert_linears(model, emulate=True)
-        x = torch.randn(16, 32)
-        with without_fp8(model):
-            assert torch.equal(model(x), plain(x))
-        assert not torch.equal(model(x), plain(x))
 
     def test_layers_inside_peft_adapters_stay(self) -> None:
         peft = pytest.importorskip("peft")
@@ -146,28 +128,33 @@ def _torchao() -> None:
 
 
 class TestArguments:
-    @pytest.mark.parametrize("knob", ["include", "exclude"])
-    def test_a_substring_that_no_layer_has_is_refused(self, knob: str) -> None:
-        with pytest.raises(StrategyError, match=f"fp8 {knob} has 'lm_haed', but no nn.Linear .*did you mean 'lm_head'"):
-            convert_linears(small(), emulate=True, **{knob: ("lm_haed",)})
+    @pytest.mark.parametrize(
+        ("knobs", "told"),
+        [
+            ({"include": ("lm_haed",)}, "fp8 include has 'lm_haed', but no nn.Linear .*did you mean 'lm_head'"),
+            ({"exclude": ("lm_haed",)}, "fp8 exclude has 'lm_haed', but no nn.Linear .*did you mean 'lm_head'"),
+            ({"exclude": "lm_head"}, r"give a list of them: \['lm_head'\]"),
+        ],
+    )
+    def test_layers_that_there_are_not_are_refused(self, knobs: dict[str, Any], told: str) -> None:
+        with pytest.raises(StrategyError, match=told):
+            convert_linears(small(), emulate=True, **knobs)
 
-    def test_a_string_is_not_taken_for_a_list_of_letters(self) -> None:
-        with pytest.raises(StrategyError, match=r"give a list of them: \['lm_head'\]"):
-            convert_linears(small(), emulate=True, exclude="lm_head")
-
-    def test_torchao_has_no_delayed_scaling(self) -> None:
-        with pytest.raises(StrategyError, match="margin, amax_history_len, but torchao scales by the tensor at hand"):
-            choose_backend("torchao", Fp8Recipe(margin=1, amax_history_len=16), None, "cuda")
-
-    def test_te_has_no_scales_of_rows(self) -> None:
-        with pytest.raises(StrategyError, match="scaling 'rowwise' with backend \"te\", which scales by past steps"):
-            choose_backend("te", Fp8Recipe(scaling="rowwise"), None, "cuda")
-
-    def test_te_neither_emulates_nor_runs_elsewhere(self) -> None:
-        with pytest.raises(StrategyError, match="only torchao emulates"):
-            choose_backend("te", Fp8Recipe(), True, "cuda")
-        with pytest.raises(StrategyError, match="runs on CUDA; this is cpu"):
-            choose_backend("te", Fp8Recipe(), None, "cpu")
+    @pytest.mark.parametrize(
+        ("backend", "recipe", "emulate", "device", "told"),
+        [
+            ("torchao", {"margin": 1, "amax_history_len": 16}, None, "cuda",
+             "margin, amax_history_len, but torchao scales by the tensor at hand"),
+            ("te", {"scaling": "rowwise"}, None, "cuda", "'rowwise' with backend \"te\", which scales by past steps"),
+            ("te", {}, True, "cuda", "only torchao emulates"),
+            ("te", {}, None, "cpu", "runs on CUDA; this is cpu"),
+        ],
+    )  # fmt: skip
+    def test_what_a_backend_does_not_do_is_refused(
+        self, backend: str, recipe: dict[str, Any], emulate: bool | None, device: str, told: str
+    ) -> None:
+        with pytest.raises(StrategyError, match=told):
+            choose_backend(backend, Fp8Recipe(**recipe), emulate, device)
 
     def test_a_missing_package_is_named_with_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: None)
@@ -276,7 +263,11 @@ class TestTransformerEngine:
         assert made["recipe"].knobs == (1, "e4m3", 16, "most_recent", True)
         assert te.log[1:] == ["enter", "linear", "linear", "exit"]
 
-    def test_the_region_is_left_when_the_forward_raises(self, te: FakeTe) -> None:
+    def test_the_region_is_left_when_the_forward_raises_and_none_is_entered_without_layers(self, te: FakeTe) -> None:
+        nothing = nn.Sequential(nn.Linear(8, 8))
+        assert convert_linears(nothing, backend="te", device=CUDA).converted == ()
+        nothing(torch.randn(2, 8))
+        assert te.log == []
         model = nn.Sequential(nn.Linear(16, 16))
         convert_linears(model, backend="te", device=CUDA)
         with pytest.raises(RuntimeError, match="shape"):
@@ -291,10 +282,6 @@ class TestTransformerEngine:
         assert te.log[0]["fp8_recipe"].interval == 4
         assert te.log[0]["fp8_group"] is None
 
-    def test_an_interval_that_the_release_does_not_know_is_refused(self, te: FakeTe) -> None:
-        with pytest.raises(CapabilityError, match="interval=4"):
-            convert_linears(nn.Sequential(nn.Linear(16, 16)), backend="te", recipe=Fp8Recipe(interval=4), device=CUDA)
-
     def test_a_layer_in_two_places_has_no_scale_to_share(self, te: FakeTe) -> None:
         layer = nn.Linear(16, 16)
         model = nn.Sequential(layer, nn.Linear(16, 16), layer)
@@ -306,13 +293,9 @@ class TestTransformerEngine:
         )
         assert alone.converted == ("0",)
 
-    def test_nothing_converted_leaves_the_forward_alone(self, te: FakeTe) -> None:
-        model = nn.Sequential(nn.Linear(8, 8))
-        assert convert_linears(model, backend="te", device=CUDA).converted == ()
-        model(torch.randn(2, 8))
-        assert te.log == []
-
-    def test_a_package_without_its_torch_part_is_named(self, te: FakeTe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_the_package_lacks_is_named(self, te: FakeTe, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(CapabilityError, match="interval=4"):
+            convert_linears(nn.Sequential(nn.Linear(16, 16)), backend="te", recipe=Fp8Recipe(interval=4), device=CUDA)
         monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
         with pytest.raises(CapabilityError, match=r"built for torch.*pip install transformer-engine"):
             convert_linears(small(), backend="te", device=CUDA)

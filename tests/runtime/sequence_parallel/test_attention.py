@@ -41,19 +41,15 @@ def test_the_last_added_is_called_first_and_nobody_outside_of_the_block_is() -> 
     assert len(notes) == 2
 
 
-def test_recomputations_and_copies_do_it_too() -> None:
-    block, notes = Block(), []
-    exchange_attention(block, partial(noting, notes, "one"))
-    checkpoint_wrapper(block)
-    block(torch.randn(1, 2, 3, 4, requires_grad=True)).sum().backward()
-    assert len(notes) == 2
-    copy.deepcopy(block)(torch.randn(1, 2, 3, 4))
-
-
-def test_watching_leaves_the_block_as_it_was() -> None:
+def test_recomputations_and_copies_do_it_too_and_watching_leaves_the_block_as_it_was() -> None:
     block, notes = Block(), []
     with watching(block, partial(noting, notes, "watch")):
         block(torch.randn(1, 2, 3, 4))
     assert len(notes) == 1
     assert type(block) is Block
     assert vars(block).keys() == vars(Block()).keys()
+    exchange_attention(block, partial(noting, notes, "one"))
+    checkpoint_wrapper(block)
+    block(torch.randn(1, 2, 3, 4, requires_grad=True)).sum().backward()
+    assert len(notes) == 3
+    copy.deepcopy(block)(torch.randn(1, 2, 3, 4))

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from atorch.errors import StrategyError
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.sequence_parallel.megatron import gather_tokens, scatter_sum, split_between
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel import tensor_parallel
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sequence_parallel.training import batch, made
+from tests.runtime.sharing import whole
 from tests.runtime.tensor_parallel.models import Collectives, loss_of
 
 BLOCKS = 2
@@ -30,11 +29,6 @@ def split(model: Any, name: str, size: int) -> Any:
 
     layout = tensor_parallel(model, run, init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",)))
     return layout, split_between(model, layout.blocks, run, dist.group.WORLD)
-
-
-def whole(value: Any) -> Tensor:
-    full: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return full
 
 
 def gradients(rank: int, size: int, name: str, recomputes: bool) -> dict[str, Any]:
@@ -69,40 +63,39 @@ FORWARD = {"allgather_": 2 * BLOCKS + 2, "reduce_scatter_": 2 * BLOCKS, "allredu
 BACKWARD = {"allgather_": 2 * BLOCKS + 1, "reduce_scatter_": 2 * BLOCKS, "allreduce_": 2 * BLOCKS + 1}
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "mixtral", "vit")]
-
-
-@pytest.mark.parametrize("name", ["llama", "bert", "t5", *OTHERS])
-def test_gradients_are_the_whole_models(pool: Pool, name: str) -> None:
-    for seen in pool.run(gradients, name, False):
+@pytest.mark.parametrize(
+    ("name", "recomputes"),
+    [
+        ("llama", False),
+        ("llama", True),
+        ("bert", False),
+        ("t5", False),
+        *(pytest.param(name, False, marks=pytest.mark.nightly) for name in ("gpt2", "mixtral", "vit")),
+    ],
+)
+def test_gradients_are_the_whole_models(pool: Pool, name: str, recomputes: bool) -> None:
+    for seen in pool.run(gradients, name, recomputes):
         assert seen["compared"] > 10
         assert seen["loss"] <= 2e-5  # rounding: T5's is 1.1e-5 with some processors' kernels
         assert seen["gradients"] <= 1e-4
-        if name == "llama":
+        if recomputes:
+            assert seen["forward"] == FORWARD
+            assert seen["backward"]["reduce_scatter_"] > BACKWARD["reduce_scatter_"]
+        elif name == "llama":
             assert (seen["forward"], seen["backward"]) == (FORWARD, BACKWARD)
 
 
-def test_recomputes_its_gathers(pool: Pool) -> None:
-    for seen in pool.run(gradients, "llama", True):
-        assert seen["gradients"] <= 1e-4
-        assert seen["forward"] == FORWARD
-        assert seen["backward"]["reduce_scatter_"] > BACKWARD["reduce_scatter_"]
-
-
-def refused(rank: int, size: int) -> str:
+@on_ranks()
+def test_tokens_that_cannot_be_cut_are_refused(rank: int, size: int) -> None:
     with pytest.raises(StrategyError) as caught:
         split(made("vit", image=16), "wide vit", size)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "vit.layers.0" in message
+    assert "multiple of 2 tokens" in message
 
 
-def test_tokens_that_cannot_be_cut_are_refused(pool: Pool) -> None:
-    for message in pool.run(refused):
-        assert "vit.layers.0" in message
-        assert "multiple of 2 tokens" in message
-
-
-def inside(rank: int, size: int) -> dict[str, bool]:
-    """A weight that each rank uses on its tokens, one on all of them, and an input, as a block has them."""
+@on_ranks()
+def test_a_sum_is_scattered_and_gathered(rank: int, size: int) -> None:
     share = TokenPartition(dist.group.WORLD, averaged=False)
     x = torch.arange(2 * 8 * 3, dtype=torch.float64).reshape(2, 8, 3).cos().requires_grad_()
     parts = [torch.full((), 0.5 + rank, dtype=torch.float64, requires_grad=True) for rank in range(size)]
@@ -113,13 +106,6 @@ def inside(rank: int, size: int) -> dict[str, bool]:
     plain = x.detach().clone().requires_grad_()
     expected = torch.stack([(plain * part.detach()).tanh() for part in parts]).sum(0)
     expected.sin().sum().backward()
-    return {
-        "value": torch.allclose(got, expected),
-        "gradient": torch.allclose(x.grad, plain.grad),
-        "counts": forward.counts == {"allgather_": 2, "reduce_scatter_": 1},
-    }
-
-
-def test_a_sum_is_scattered_and_gathered(pool: Pool) -> None:
-    for seen in pool.run(inside):
-        assert all(seen.values()), seen
+    assert torch.allclose(got, expected)
+    assert torch.allclose(x.grad, plain.grad)
+    assert forward.counts == {"allgather_": 2, "reduce_scatter_": 1}

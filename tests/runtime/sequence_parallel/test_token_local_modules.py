@@ -15,7 +15,7 @@ from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.context_parallel import RingExchange
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, split_stream
 from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sequence_parallel.training import Block, average
 from tests.runtime.tensor_parallel.models import VOCAB, make, side_by_side
 
@@ -129,19 +129,15 @@ def test_logits_and_losses_are_of_a_ranks_own_tokens(pool: Pool, name: str, ring
         assert seen["gathered"] == [4 * 3 * TOKENS]
 
 
-def all_kinds(rank: int, size: int) -> dict[str, dict[str, Any]]:
-    return {kind: parity(rank, size, kind, False) for kind in KINDS[1:]}
+@on_ranks()
+def test_what_looks_at_several_tokens_gets_them_all(rank: int, size: int) -> None:
+    for kind, seen in {kind: parity(rank, size, kind, False) for kind in KINDS[1:]}.items():
+        assert seen["loss"] <= 1e-5, kind
+        assert seen["update"] <= 1e-4, kind
 
 
-def test_what_looks_at_several_tokens_gets_them_all(pool: Pool) -> None:
-    for found in pool.run(all_kinds):
-        for kind, seen in found.items():
-            assert seen["loss"] <= 1e-5, kind
-            assert seen["update"] <= 1e-4, kind
-
-
-def used(rank: int, size: int) -> dict[str, Any]:
-    """What a loop may do with a model beside training it."""
+@on_ranks()
+def test_evaluation_reads_logits_as_ever(rank: int, size: int) -> None:
     model, plain = model_of("llama"), model_of("llama")
     split(model, "llama", ring=False)
     ids = torch.arange(2 * TOKENS).view(2, TOKENS) % VOCAB
@@ -149,19 +145,9 @@ def used(rank: int, size: int) -> dict[str, Any]:
         each.eval()
     with torch.no_grad():
         got, expected = model(input_ids=ids).logits, plain(input_ids=ids).logits
-        is_split = isinstance(got, ShardedActivation)
-        same_loss = torch.allclose(
-            model(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss, atol=1e-6
-        )
-    return {
-        "split": is_split,
-        "loss": same_loss,
-        "last": torch.allclose(got[:, -1], expected[:, -1], atol=1e-5),
-        "best": torch.equal(got.argmax(-1), expected.argmax(-1)),
-        "list": torch.allclose(torch.tensor(got.tolist()), expected, atol=1e-5),
-    }
-
-
-def test_evaluation_reads_logits_as_ever(pool: Pool) -> None:
-    for seen in pool.run(used):
-        assert all(seen.values()), seen
+        losses = [each(input_ids=ids, labels=ids).loss for each in (model, plain)]
+    assert isinstance(got, ShardedActivation)
+    assert torch.allclose(*losses, atol=1e-6)
+    assert torch.allclose(got[:, -1], expected[:, -1], atol=1e-5)
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+    assert torch.allclose(torch.tensor(got.tolist()), expected, atol=1e-5)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from atorch.errors import ArgumentError
 from atorch.runtime.sequence_parallel import TokenPartition
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
-def round_trip(rank: int, size: int, balanced: bool, averaged: bool) -> dict[str, bool]:
+def check_round_trip(rank: int, size: int, balanced: bool, averaged: bool) -> None:
     """A weight outside and one inside of what is split, against the same computed whole."""
     share = TokenPartition(dist.group.WORLD, balanced=balanced, averaged=averaged)
     x = torch.arange(2 * 8 * 3, dtype=torch.float64).reshape(2, 8, 3).sin()
@@ -28,24 +28,22 @@ def round_trip(rank: int, size: int, balanced: bool, averaged: bool) -> dict[str
     for each in (outer, inner):
         dist.all_reduce(each.grad)
         each.grad /= size
-    return {
-        "tokens": own.shape[1] == 8 // size and torch.equal(own, share.part(x * outer, 1)),
-        "whole": torch.allclose(whole, expected),
-        "outer": torch.allclose(outer.grad, plain_outer.grad),
-        "inner": torch.allclose(inner.grad * (1 if averaged else size), plain_inner.grad),
-    }
+    assert own.shape[1] == 8 // size
+    assert torch.equal(own, share.part(x * outer, 1))
+    assert torch.allclose(whole, expected)
+    assert torch.allclose(outer.grad, plain_outer.grad)
+    assert torch.allclose(inner.grad * (1 if averaged else size), plain_inner.grad)
 
 
-def pieces(rank: int, size: int) -> list[list[int]]:
+@on_ranks()
+def test_pieces_are_in_order_or_from_front_and_back_and_one_average_is_right(rank: int, size: int) -> None:
     for balanced, averaged in product([True, False], repeat=2):
-        seen = round_trip(rank, size, balanced, averaged)
-        assert all(seen.values()), (balanced, averaged, seen)
+        check_round_trip(rank, size, balanced, averaged)
     tokens = torch.arange(8)
     shares = TokenPartition(dist.group.WORLD), copy.deepcopy(TokenPartition(dist.group.WORLD, balanced=True))
     with pytest.raises(ArgumentError, match="4 equal pieces, but were given with 6 tokens"):
         shares[1].part(tokens[:6], 0)
-    return [share.part(tokens, 0).tolist() for share in shares]
-
-
-def test_pieces_are_in_order_or_from_front_and_back_and_one_average_is_right(pool: Pool) -> None:
-    assert pool.run(pieces) == [[[0, 1, 2, 3], [0, 1, 6, 7]], [[4, 5, 6, 7], [2, 3, 4, 5]]]
+    assert [share.part(tokens, 0).tolist() for share in shares] == [
+        [[0, 1, 2, 3], [0, 1, 6, 7]],
+        [[4, 5, 6, 7], [2, 3, 4, 5]],
+    ][rank]

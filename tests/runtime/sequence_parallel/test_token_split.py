@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError, AtorchError
 from atorch.runtime.memory.recompute import checkpoint_wrapper
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sequence_parallel.training import TOKENS, Stack, average, batch, made, parity, ulysses
 from tests.runtime.tensor_parallel.models import side_by_side
 
@@ -49,27 +49,22 @@ def test_ranks_may_outnumber_the_heads_of_keys(pool: Pool) -> None:
         assert seen["update"] <= 1e-4
 
 
-def recomputing(model: Any) -> None:
+def prepare(model: Any, how: str) -> None:
     for block in model.model.layers:
-        checkpoint_wrapper(block)
+        if how == "recomputed":
+            checkpoint_wrapper(block)
+        else:
+            block.compile(backend="aot_eager")
 
 
-def compiled(model: Any) -> None:
-    for block in model.model.layers:
-        block.compile(backend="aot_eager")
-
-
-def test_recomputes_its_exchanges(pool: Pool) -> None:
-    for seen in pool.run(parity, "llama", {}, recomputing):
-        assert seen["update"] <= 1e-4
-        again = {"alltoall_base_": 2 * FORWARD["alltoall_base_"]}
-        assert (seen["forward"], seen["backward"]) == (FORWARD, again)
-
-
-def test_compiles(pool: Pool) -> None:
-    for seen in pool.run(parity, "llama", {}, compiled):
+@pytest.mark.parametrize("how", ["recomputed", "compiled"])
+def test_blocks_are_recomputed_with_their_exchanges_or_compiled(pool: Pool, how: str) -> None:
+    for seen in pool.run(parity, "llama", {}, partial(prepare, how=how)):
         assert seen["loss"] <= 1e-5
         assert seen["update"] <= 1e-4
+        if how == "recomputed":
+            again = {"alltoall_base_": 2 * FORWARD["alltoall_base_"]}
+            assert (seen["forward"], seen["backward"]) == (FORWARD, again)
 
 
 def inputs(tokens: int = 8) -> Tensor:
@@ -90,7 +85,12 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-def refusals(rank: int, size: int) -> list[str]:
+def call(name: str, model: nn.Module) -> Any:
+    return model(**batch(name, image=16))
+
+
+@on_ranks()
+def test_what_cannot_be_split_is_named(rank: int, size: int) -> None:
     messages = []
     for name, settings, _ in REFUSED:
         torch.manual_seed(0)
@@ -101,20 +101,12 @@ def refusals(rank: int, size: int) -> list[str]:
             ulysses(model, run, dist.group.WORLD)
         assert type(caught.value) is AtorchError or structure(model) == before
         messages.append(f"{type(caught.value).__name__}: {caught.value}")
-    return messages
+    for message, (_, _, signs) in zip(messages, REFUSED, strict=True):
+        assert all(sign in message for sign in signs), message
 
 
-def call(name: str, model: nn.Module) -> Any:
-    return model(**batch(name, image=16))
-
-
-def test_what_cannot_be_split_is_named(pool: Pool) -> None:
-    for messages in pool.run(refusals):
-        for message, (_, _, signs) in zip(messages, REFUSED, strict=True):
-            assert all(sign in message for sign in signs), message
-
-
-def of_another_length(rank: int, size: int) -> float:
+@on_ranks()
+def test_a_block_may_be_used_twice_and_sequences_be_of_another_length(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Stack("twice")
     plain = copy.deepcopy(model)
@@ -122,14 +114,11 @@ def of_another_length(rank: int, size: int) -> float:
     with pytest.raises(ArgumentError, match="with 7 tokens; pad them to a multiple of 2"):
         model(inputs(7))
     found = side_by_side(model, plain, lambda model, _: model(inputs(16)).square().mean(), reduce=average)
-    return max(found.values())
+    assert max(found.values()) <= 1e-5
 
 
-def test_a_block_may_be_used_twice_and_sequences_be_of_another_length(pool: Pool) -> None:
-    assert max(pool.run(of_another_length)) <= 1e-5
-
-
-def dropped(rank: int, size: int) -> dict[str, bool]:
+@on_ranks()
+def test_dropout_falls_on_other_elements_on_every_rank(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Stack("dropout")
     ulysses(model, lambda model: model(inputs()), dist.group.WORLD)
@@ -141,13 +130,6 @@ def dropped(rank: int, size: int) -> dict[str, bool]:
     again = model(same)
     states = [torch.empty_like(state) for _ in range(size)]
     dist.all_gather(states, state)
-    return {
-        "other on the other rank": not torch.allclose(output[:, :4], output[:, 4:]),
-        "repeats": torch.equal(output, again),
-        "agree outside": all(torch.equal(other, state) for other in states),
-    }
-
-
-def test_dropout_falls_on_other_elements_on_every_rank(pool: Pool) -> None:
-    for seen in pool.run(dropped):
-        assert all(seen.values()), seen
+    assert not torch.allclose(output[:, :4], output[:, 4:])
+    assert torch.equal(output, again)
+    assert all(torch.equal(other, state) for other in states)

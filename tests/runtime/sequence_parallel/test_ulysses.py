@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition, Ulysses
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runtime.tensor_parallel.models import Collectives
 
 HEADS, TOKENS, WIDTH = 4, 8, 6
@@ -53,23 +53,15 @@ def compared(rank: int, size: int, kv_heads: int, kind: str) -> dict[str, Any]:
 KINDS = ((4, "plain"), (4, "hidden"), (2, "causal"), (2, "biases"), (1, "biases"))  # heads of keys, mask
 
 
-def all_kinds(rank: int, size: int) -> list[dict[str, Any]]:
-    return [compared(rank, size, *kind) for kind in KINDS]
+@on_ranks()
+def test_every_rank_has_its_tokens_of_the_whole_result(rank: int, size: int) -> None:
+    for kind, seen in zip(KINDS, [compared(rank, size, *kind) for kind in KINDS], strict=True):
+        assert seen["value"] <= 1e-6, kind
+        assert seen["gradients"] <= 1e-5, kind
+        assert seen["counts"] == ({"alltoall_base_": 4}, {"alltoall_base_": 4}), kind
 
 
-def test_every_rank_has_its_tokens_of_the_whole_result(pool: Pool) -> None:
-    for found in pool.run(all_kinds):
-        for kind, seen in zip(KINDS, found, strict=True):
-            assert seen["value"] <= 1e-6, kind
-            assert seen["gradients"] <= 1e-5, kind
-            assert seen["counts"] == ({"alltoall_base_": 4}, {"alltoall_base_": 4}), kind
-
-
-def test_heads_are_shared_out_whole(pool: Pool) -> None:
-    assert pool.run(unfit, 3) == ["2 ranks do not divide its 3 heads; give the axis a size of 3"] * 2
-    assert pool.run(unfit, 4) == [None, None]
-
-
-def unfit(rank: int, size: int, heads: int) -> str | None:
-    x = torch.empty(1, heads, 2, 2)
-    return Ulysses(dist.group.WORLD).unfit(AttentionCall(x, x, x))
+@on_ranks()
+def test_heads_are_shared_out_whole(rank: int, size: int) -> None:
+    unfit = [Ulysses(dist.group.WORLD).unfit(AttentionCall(*3 * [torch.empty(1, heads, 2, 2)])) for heads in (3, 4)]
+    assert unfit == ["2 ranks do not divide its 3 heads; give the axis a size of 3", None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ IDS: Mapping[str, int] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 
 def llama(heads: int = 4, kv_heads: int = 2) -> nn.Module:
     """Grouped keys and values, tied embeddings."""
     sizes = {**SIZES, "num_attention_heads": heads, "hidden_size": 8 * heads}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=kv_heads, tie_word_embeddings=True)
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=kv_heads, tie_word_embeddings=True, use_cache=False)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -41,6 +41,7 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         tie_word_embeddings=False,
+        use_cache=False,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -56,8 +57,9 @@ def bert() -> nn.Module:
 def t5() -> nn.Module:
     """Tables of relative positions in first blocks that later ones are given, and attention across."""
     config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False
-    )
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -72,7 +74,9 @@ def vit() -> nn.Module:
 
 def mixtral() -> nn.Module:
     """Experts in one parameter, with fused gates."""
-    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    config = transformers.MixtralConfig(
+        **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False
+    )
     return transformers.MixtralForCausalLM(config)
 
 
@@ -146,12 +150,12 @@ def loss_of(output: Any) -> Tensor:
 class Collectives(TorchDispatchMode):
     """Counts collectives by name. (CommDebugMode's own hooks break models that change results in place.)"""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Collection[str] = ("c10d",)) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
+        self.namespaces, self.counts = namespaces, dict[str, int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in self.namespaces:
             self.counts[func._opname] = self.counts.get(func._opname, 0) + 1
         return func(*args, **(kwargs or {}))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_pa
 from atorch.runtime.tensor_parallel.derive.block_sandbox import apart, fresh, map_by_place, tensors_of
 from atorch.runtime.tensor_parallel.derive.reference_forward import Watched
 from atorch.runtime.tensor_parallel.layout.layout_selection import Option, choose, counted, most_spared
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runtime.tensor_parallel.models import batch, make
 from tests.runtime.tensor_parallel.test_split import mesh_of
 
@@ -142,42 +141,33 @@ def test_a_bound_on_memory_says_what_is_worth_sending_for(needed: float | None, 
     assert sorted({name.split(".")[0] for name in layout.rows}) == cut
 
 
-def held(rank: int, size: int) -> dict[str, Any]:
-    """A mixture of experts under a bound that its experts alone can meet, and under one that nothing can."""
+@on_ranks()
+def test_experts_alone_where_that_is_enough(rank: int, size: int) -> None:
+    """Under a bound that a mixture's experts alone can meet, and under one that nothing can."""
     model, x = make("mixtral"), batch("mixtral")
     whole = num_bytes(model)
-    with pytest.raises(StrategyError) as caught:
+    told = "(?s)parameter_bytes was given.*of MixtralForCausalLM; give at least so many"
+    with pytest.raises(StrategyError, match=told):
         tensor_parallel(model, lambda model: model(**x), mesh_of(size), parameter_bytes=whole / 3)
-    untouched = num_bytes(model) == whole
+    assert num_bytes(model) == whole
     layout = tensor_parallel(
         model, lambda model: model(**x), mesh_of(size), parameter_bytes=0.8 * whole, as_dtensors=False
     )
-    return {
-        "told": str(caught.value),
-        "untouched": untouched,
-        "share": num_bytes(model) / whole,
-        "cut": sorted({name.rpartition(".")[2] for name in layout.rows}),
-        "reasons": {each.reason for each in layout.kept if "self_attn" in each.name},
+    assert num_bytes(model) / whole <= 0.8
+    assert sorted({name.rpartition(".")[2] for name in layout.rows}) == ["down_proj", "gate_up_proj"]
+    assert {each.reason for each in layout.kept if "self_attn" in each.name} == {
+        "a process holds no more than parameter_bytes without that"
     }
 
 
-def test_experts_alone_where_that_is_enough(pool: Pool) -> None:
-    for seen in pool.run(held):
-        assert "parameter_bytes was given" in seen["told"]
-        assert "of MixtralForCausalLM; give at least so many" in seen["told"]
-        assert seen["untouched"]
-        assert seen["share"] <= 0.8
-        assert seen["cut"] == ["down_proj", "gate_up_proj"]
-        assert seen["reasons"] == {"a process holds no more than parameter_bytes without that"}
-
-
-def sent(rank: int, size: int, name: str) -> list[tuple[float, float]]:
+@pytest.mark.parametrize("name", ["bert", "mixtral", pytest.param("gpt2", marks=pytest.mark.nightly)])
+@on_ranks()
+def test_what_was_counted_is_sent(rank: int, size: int, name: str) -> None:
     """What the groups of each kind of block were counted to send, and what the split block did."""
     model = make(name)
     watched = Watched(model, lambda model: model(**batch(name)))
     whole = {path: apart(watched.blocks[path]) for path in watched.calls}
     layout = tensor_parallel(model, lambda model: model(**batch(name)), mesh_of(size), as_dtensors=False)
-    found = []
     for path, call in watched.calls.items():
         expected = sum(each.sent for each in counted(whole[path], layout.blocks[path], call).values())
         (args, kwargs), asked = fresh(call)
@@ -186,12 +176,4 @@ def sent(rank: int, size: int, name: str) -> list[tuple[float, float]]:
         with CommCounter() as messages:
             outputs = tensors_of(model.get_submodule(path)(*args, **kwargs))
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        found.append((expected, sum(size for _, size in messages.counts.values()) / 4))
-    return found
-
-
-@pytest.mark.parametrize("name", ["bert", "mixtral", pytest.param("gpt2", marks=pytest.mark.nightly)])
-def test_what_was_counted_is_sent(pool: Pool, name: str) -> None:
-    for seen in pool.run(sent, name):
-        for expected, happened in seen:
-            assert expected == happened > 0
+        assert expected == sum(size for _, size in messages.counts.values()) / 4 > 0

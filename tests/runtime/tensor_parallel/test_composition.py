@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from atorch.runtime.gradients.clip import clip_grads
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
-from tests.pool import Pool
-from tests.runtime.sharing import Block
+from tests.pool import on_ranks
+from tests.runtime.sharing import Block, whole
 from tests.runtime.tensor_parallel.models import Collectives, batch, distance, loss_of, make, side_by_side
+from tests.runtime.tensor_parallel.test_split import mesh_of
 
 STEPS = 2
 
@@ -39,7 +40,9 @@ def step(model: nn.Module, loss: Tensor, optim: torch.optim.Optimizer) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def trained(rank: int, size: int, name: str) -> dict[str, Any]:
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
+@on_ranks(4)
+def test_recomputed_and_sharded_over_data(rank: int, size: int, name: str) -> None:
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
     data = mesh["data"]
     model, plain = make(name), make(name)
@@ -60,65 +63,44 @@ def trained(rank: int, size: int, name: str) -> dict[str, Any]:
     weight: Any = blocks_of(model, name)[0].get_parameter(
         "mlp.down_proj.weight" if name == "llama" else "mlp.c_proj.weight"
     )
-    return {
-        "update": distance(got, plain.state_dict(), before),
-        "norms": max(abs(a - b) / b for a, b in zip(norms, expected, strict=True)),
-        "clips": min(expected) > 0.05,
-        "placements": [placement.dim for placement in weight.placements],
-    }
+    assert distance(got, plain.state_dict(), before) <= 1e-4
+    assert max(abs(a - b) / b for a, b in zip(norms, expected, strict=True)) <= 1e-4
+    assert min(expected) > 0.05
+    assert [placement.dim for placement in weight.placements] == ([0, 1] if name == "llama" else [0, 0])  # data, tensor
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
-def test_recomputed_and_sharded_over_data(pool: Pool, name: str) -> None:
-    for seen in pool.run(trained, name, ranks=4):
-        assert seen["update"] <= 1e-4
-        assert seen["norms"] <= 1e-4
-        assert seen["clips"]
-        assert seen["placements"] == ([0, 1] if name == "llama" else [0, 0])  # over data, over tensor
-
-
-def recomputed(rank: int, size: int) -> float:
-    """How far gradients through recomputed dropout are from those through dropout that is kept."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+@pytest.mark.parametrize(
+    ("name", "as_dtensors"),
+    [("gpt2", True), ("bert", True), pytest.param("bert", False, marks=pytest.mark.nightly)],
+)
+@on_ranks()
+def test_gradients_are_those_of_what_is_kept(rank: int, size: int, name: str, as_dtensors: bool) -> None:
+    """Of blocks with dropout that are recomputed, or attention alone in blocks with a residual and biases inside it."""
+    mesh = mesh_of(size)
     grads = []
     for recomputes in (False, True):
-        model = make("gpt2", dropout=0.5)
-        tensor_parallel(model, lambda model: model(**batch("gpt2")), mesh)
-        for block in blocks_of(model, "gpt2") if recomputes else ():
-            checkpoint_wrapper(block)
-        torch.manual_seed(9)
-        loss_of(model(**batch("gpt2"))).backward()
-        grads.append([whole(parameter.grad) for parameter in model.parameters()])
-    assert all(bool(grad.norm() > 0) for grad in grads[0] if grad.dim() > 1)
-    return max(float((a - b).norm()) for a, b in zip(*grads, strict=True))
-
-
-def recomputed_inside(rank: int, size: int, as_dtensors: bool) -> float:
-    """The same of attention alone, in blocks with a residual and biases inside of it."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
-    grads = []
-    for recomputes in (False, True):
-        model = make("bert")
+        model = make(name, **({"dropout": 0.5} if name == "gpt2" else {}))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
-        tensor_parallel(model, lambda model: model(**batch("bert")), mesh, as_dtensors=as_dtensors)
-        for layer in model.bert.encoder.layer if recomputes else ():
-            checkpoint_wrapper(layer.attention)
-        loss_of(model(**batch("bert"))).backward()
+        tensor_parallel(model, lambda model: model(**batch(name)), mesh, as_dtensors=as_dtensors)
+        if recomputes:
+            layers = blocks_of(model, name) if name == "gpt2" else model.bert.encoder.layer
+            for layer in layers:
+                checkpoint_wrapper(layer if name == "gpt2" else layer.attention)
+        torch.manual_seed(9)
+        loss_of(model(**batch(name))).backward()
         grads.append([whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None])
-    return max(float((a - b).norm()) for a, b in zip(*grads, strict=True))
+    assert all(bool(grad.norm() > 0) for grad in grads[0] if grad.dim() > 1)
+    assert max(float((a - b).norm()) for a, b in zip(*grads, strict=True)) <= 1e-6
 
 
-@pytest.mark.parametrize("as_dtensors", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_part_of_a_block_can_be_recomputed(pool: Pool, as_dtensors: bool) -> None:
-    assert max(pool.run(recomputed_inside, as_dtensors)) <= 1e-6
-
-
-def counted(rank: int, size: int) -> dict[str, dict[str, int]]:
-    """Collectives of a step of two blocks and a tied vocabulary, by what is recomputed."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+@on_ranks()
+def test_what_recomputation_adds_to_the_collectives(rank: int, size: int) -> None:
+    """Two sums a block in forward and two in backward, one each for table and logits, which are gathered once; a block
+    that is recomputed sums again after attention, and stops before the sum that ends it."""
+    mesh = mesh_of(size)
     seen = {}
     for kept in ("products", "inputs"):
         model = make("llama")
@@ -128,15 +110,8 @@ def counted(rank: int, size: int) -> dict[str, dict[str, int]]:
         with Collectives() as step:
             loss_of(model(**batch("llama"))).backward()
         seen[kept] = step.counts
-    return seen
-
-
-def test_what_recomputation_adds_to_the_collectives(pool: Pool) -> None:
-    """Two sums a block in forward and two in backward, one each for table and logits, which are gathered once; a block
-    that is recomputed sums again after attention, and stops before the sum that ends it."""
     plain, again = 2 * (2 + 2) + 1 + 1, 2 * 1
-    for seen in pool.run(counted):
-        assert seen["products"] == seen["inputs"] == {"allreduce_": plain + again, "allgather_": 1}
+    assert seen["products"] == seen["inputs"] == {"allreduce_": plain + again, "allgather_": 1}
 
 
 class Shared(nn.Module):
@@ -157,24 +132,13 @@ class Shared(nn.Module):
         return logits
 
 
-def twice(rank: int, size: int) -> float:
+@on_ranks()
+def test_blocks_that_are_used_twice(rank: int, size: int) -> None:
     model, plain, tokens = Shared(), Shared(), torch.arange(10)[None].repeat(3, 1)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    mesh = mesh_of(size)
     layout = tensor_parallel(model, lambda model: model(tokens), mesh, as_dtensors=False)
     assert len(layout.rows) == 2 * 3 + 2
     weights = torch.sin(torch.arange(100.0)).view(1, 10, 10)
     state = partial(whole_state, layout=layout, group=mesh.get_group())
-    return side_by_side(model, plain, lambda model, _: (model(tokens) * weights).mean(), state=state, lr=0.5)["update"]
-
-
-def test_blocks_that_are_used_twice(pool: Pool) -> None:
-    assert max(pool.run(twice)) <= 1e-4
-
-
-def whole(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full
-
-
-def test_recomputed_dropout_falls_on_the_same_elements(pool: Pool) -> None:
-    assert max(pool.run(recomputed)) <= 1e-6
+    found = side_by_side(model, plain, lambda model, _: (model(tokens) * weights).mean(), state=state, lr=0.5)
+    assert found["update"] <= 1e-4

@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
 from tests.pool import Pool
 from tests.runtime.tensor_parallel.models import SIZES, batch, make, side_by_side
+from tests.runtime.tensor_parallel.test_split import mesh_of
 
 ROWS, SEQ, FLOAT = 3, 7, 4
 
@@ -49,7 +49,7 @@ def run(model: nn.Module) -> Any:
 
 def trained(rank: int, size: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
     model, plain = untied(name), untied(name)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    mesh = mesh_of(size)
     layout = tensor_parallel(model, run, mesh, as_dtensors=False, **options)
     with torch.no_grad():
         evaluated, expected = float(loss_of(model, name, 0)), float(loss_of(plain, name, 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging.handlers
 import pickle
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,14 +18,15 @@ from torch.nn import functional as F
 
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
-from atorch.logs import logger, speaking
+from atorch.logs import speaking
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.sequence_parallel import TokenPartition
 from atorch.runtime.sequence_parallel.sharded_tokens import split_tokens
 from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation
 from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 from atorch.runtime.tensor_parallel.vocabulary import split_logits
-from tests.pool import Pool
+from tests.auto.training import messages
+from tests.pool import Pool, on_ranks
 
 ROWS, TOKENS, WIDTH, CLASSES = 2, 8, 6, 11
 Loss = Callable[[Tensor], Tensor]
@@ -214,43 +214,38 @@ def distance(got: Tensor, expected: Tensor) -> float:
     return float((got.detach() - expected.detach()).norm() / expected.detach().norm().clamp(min=1e-6))
 
 
-def compared(rank: int, size: int, kind: str) -> dict[str, dict[str, Any]]:
-    split, found = Split(rank, size, kind), {}
-    for loss, numbers in GATHERED.items():
+def compared(rank: int, size: int, kind: str) -> None:
+    split = Split(rank, size, kind)
+    whole = ROWS * (TOKENS - 3) * (2 * (CLASSES // 2) if kind == "columns" else CLASSES)
+    for loss, of_kinds in GATHERED.items():
+        numbers = of_kinds[kind != "columns"]
         expected = loss(split.head(split.x))
         grads = torch.autograd.grad(expected, list(split.head.parameters()))
         with CommCounter() as sent:
             got = loss(split.logits())
             got_grads = torch.autograd.grad(got, list(split.own.parameters()))
-        gathered = sum(each for (operation, _), (_, each) in sent.counts.items() if operation == "all_gather")
+        gathered = sum(each for (operation, _), (_, each) in sent.counts.items() if operation == "all_gather") / 4
         with torch.no_grad():
-            again = loss(split.logits()) if numbers[kind != "columns"] is not None else got
-        found[loss.__name__] = {
-            "loss": max(distance(got, expected), distance(again, expected)),
-            "gradient": max(split.error(own, whole) for own, whole in zip(got_grads, grads, strict=True)),
-            "gathered": gathered / 4,
-            "plain": type(got) is Tensor,
-        }
-    return found
+            again = loss(split.logits()) if numbers is not None else got
+        assert type(got) is Tensor, loss
+        assert max(distance(got, expected), distance(again, expected)) <= 3e-6, (
+            loss
+        )  # large terms cancel in some losses
+        assert max(split.error(own, of_all) for own, of_all in zip(got_grads, grads, strict=True)) <= 1e-6, loss
+        if numbers is None:
+            assert gathered >= whole, loss
+        else:
+            assert gathered == 2 * numbers if kind == "columns" else 0 < gathered <= numbers, loss
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("columns", 2), ("in order", 2), ("balanced", 4)])
 def test_losses_and_gradients_are_those_of_whole_logits(pool: Pool, kind: str, ranks: int) -> None:
-    for seen in pool.run(compared, kind, ranks=ranks):
-        for loss, (of_columns, of_tokens) in GATHERED.items():
-            each = seen[loss.__name__]
-            assert each["loss"] <= 3e-6, loss  # large terms cancel in some losses
-            assert each["gradient"] <= 1e-6, loss
-            assert each["plain"], loss
-            if kind == "columns":
-                whole = 2 * ROWS * (TOKENS - 3) * (CLASSES // 2)
-                assert each["gathered"] == 2 * of_columns if of_columns else each["gathered"] >= whole, loss
-            else:
-                whole = ROWS * (TOKENS - 3) * CLASSES
-                assert 0 < each["gathered"] <= of_tokens if of_tokens else each["gathered"] >= whole, loss
+    pool.run(compared, kind, ranks=ranks)
 
 
-def used(rank: int, size: int, kind: str) -> dict[str, bool]:
+@pytest.mark.parametrize("kind", ["columns", "balanced"])
+@on_ranks(4)
+def test_they_are_a_tensor_to_everyone(rank: int, size: int, kind: str) -> None:
     split = Split(rank, size, kind)
     whole, logits = split.head(split.x), split.logits()
     values, detached = whole.detach(), logits.detach()
@@ -288,13 +283,7 @@ def used(rank: int, size: int, kind: str) -> dict[str, bool]:
     labels[0, 0] = CLASSES  # a token of the first rank, and a class of none
     with pytest.raises(RuntimeError, match="out of bounds: logits have 11 classes"):
         F.cross_entropy(split.logits().transpose(1, 2), labels)
-    return found
-
-
-@pytest.mark.parametrize("kind", ["columns", "balanced"])
-def test_they_are_a_tensor_to_everyone(pool: Pool, kind: str) -> None:
-    for seen in pool.run(used, kind, ranks=4):
-        assert all(seen.values()), seen
+    assert all(found.values()), found
 
 
 def tokens_of(rank: int, size: int, value: float = 1.0) -> Tensor:
@@ -302,51 +291,39 @@ def tokens_of(rank: int, size: int, value: float = 1.0) -> Tensor:
     return split_tokens(torch.full((ROWS, TOKENS // size, CLASSES), value + rank), TokenPartition(group), 1)
 
 
-def told(rank: int, size: int) -> list[str]:
+@on_ranks()
+def test_who_asks_for_whole_logits_is_told_once(rank: int, size: int) -> None:
     logits = tokens_of(rank, size)
-    handler = logging.handlers.BufferingHandler(10)
-    logger.addHandler(handler)
-    with speaking(True):
+    with messages() as said, speaking(True):
         mean(logits)
         for _ in range(2):
             (logits[:, 1:] * FACTORS[:, 1:]).sum()
         (logits[:, 2:] * FACTORS[:, 2:]).sum()
-    logger.removeHandler(handler)
-    return [record.getMessage() for record in handler.buffer]
+    if rank == 0:
+        (message,) = said
+        assert "mul asks for all tokens of (2, 7, 11)" in message
 
 
-def test_who_asks_for_whole_logits_is_told_once(pool: Pool) -> None:
-    (message,), _ = pool.run(told)
-    assert "mul asks for all tokens of (2, 7, 11)" in message
-
-
-def read_alone(rank: int, size: int, nested: bool) -> tuple[str, float]:
-    """The error of the rank that reads alone, and the sum that all compute afterwards."""
-    logits, told = tokens_of(rank, size), ""
+@pytest.mark.parametrize("nested", [False, True])
+@on_ranks(4)
+def test_who_does_not_read_with_the_others_is_named(rank: int, size: int, nested: bool) -> None:
+    logits = tokens_of(rank, size)
     if nested:
         logits = logits.transpose(1, 2)[:, :, 1:]
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(collectives, "MEETING", timedelta(seconds=0.01))
             patch.setattr(collectives, "TIMEOUT", timedelta(seconds=0.1))
-            with pytest.raises(ArgumentError) as caught:
+            with pytest.raises(ArgumentError, match="is called on rank 0 but not on 1, 2, 3; call it on all") as caught:
                 logits.amax()
-        told = str(caught.value)
+        assert nested or "amax of a tensor of (2, 8, 11)" in str(caught.value)
     numbers = torch.ones(3) * rank
     dist.all_reduce(numbers)
-    return told, float(numbers.sum())
+    assert float(numbers.sum()) == 18.0  # nothing was left under way
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_who_does_not_read_with_the_others_is_named(pool: Pool, nested: bool) -> None:
-    (told, numbers), *others = pool.run(read_alone, nested, ranks=4)
-    assert "amax of a tensor of (2, 8, 11)" in told or nested
-    assert "is called on rank 0 but not on 1, 2, 3; call it on all together" in told
-    assert [numbers, *(number for _, number in others)] == [18.0] * 4  # nothing was left under way
-
-
-def read_by_all(rank: int, size: int) -> tuple[float, float, list[bool]]:
-    """Each with a function of its own, again and again; and which of the meetings the store still remembers."""
+@on_ranks()
+def test_what_readers_tell_each_other_does_not_grow(rank: int, size: int) -> None:
     group: Any = dist.group.WORLD
     for step in range(4):
         logits = tokens_of(rank, size, 1.0 + step)
@@ -354,10 +331,5 @@ def read_by_all(rank: int, size: int) -> tuple[float, float, list[bool]]:
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     keys = [f"atorch/split/{group.group_name}/{kind}/{each}" for each in range(1, 5) for kind in ("here", "all")]
-    return float(largest), float(logits.sum() / logits.numel()), [store.check([key]) for key in keys]
-
-
-def test_what_readers_tell_each_other_does_not_grow(pool: Pool) -> None:
-    for largest, mean, kept in pool.run(read_by_all):
-        assert (largest, mean) == (5.0, 4.5)
-        assert kept == [False] * 6 + [True] * 2
+    assert (float(largest), float(logits.sum() / logits.numel())) == (5.0, 4.5)
+    assert [store.check([key]) for key in keys] == [False] * 6 + [True] * 2

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel, whole_state
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
+from tests.runtime.sharing import whole
 from tests.runtime.tensor_parallel.models import Collectives, batch, loss_of, make, side_by_side
 
 
@@ -127,37 +128,31 @@ def test_a_plan_says_what_is_split() -> None:
     assert {each.reason for each in layout.kept} == {"the plan does not name it"}
 
 
-def unequal(rank: int, size: int) -> bool:
+@on_ranks()
+def test_ranks_with_other_weights_are_refused(rank: int, size: int) -> None:
     model = make("llama")
     with torch.no_grad():
         next(model.parameters()).add_(rank)
     before = next(model.parameters()).clone()
     with pytest.raises(ArgumentError, match="same weights"):
         split(model, "llama", size)
-    return next(model.parameters()).equal(before)
+    assert next(model.parameters()).equal(before)
 
 
-def test_ranks_with_other_weights_are_refused(pool: Pool) -> None:
-    assert pool.run(unequal) == [True, True]
-
-
-def frozen(rank: int, size: int) -> dict[str, Any]:
+@on_ranks()
+def test_frozen_parameters_are_split_and_stay_frozen(rank: int, size: int) -> None:
     model, plain = (make("llama").requires_grad_(False) for _ in range(2))
     for block in (*model.model.layers, *plain.model.layers):
         block.input_layernorm.requires_grad_(True)
     layout = split(model, "llama", size)
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    state = partial(whole_state, layout=layout)
-    return {"trainable": trainable, **side_by_side(model, plain, loss_at("llama"), state=state)}
+    assert trainable == [f"model.layers.{index}.input_layernorm.weight" for index in range(2)]
+    found = side_by_side(model, plain, loss_at("llama"), state=partial(whole_state, layout=layout))
+    assert found["update"] <= 1e-4
 
 
-def test_frozen_parameters_are_split_and_stay_frozen(pool: Pool) -> None:
-    for seen in pool.run(frozen):
-        assert seen["trainable"] == [f"model.layers.{index}.input_layernorm.weight" for index in range(2)]
-        assert seen["update"] <= 1e-4
-
-
-def dropped(rank: int, size: int) -> dict[str, Any]:
+@on_ranks()
+def test_dropout_of_what_is_split_repeats_and_leaves_the_ranks_together(rank: int, size: int) -> None:
     model = make("gpt2", dropout=0.5)
     layout = split(model, "gpt2", size)
     torch.manual_seed(5)
@@ -171,22 +166,10 @@ def dropped(rank: int, size: int) -> dict[str, Any]:
     states, outputs = [torch.empty_like(state) for _ in range(size)], [torch.empty_like(first) for _ in range(size)]
     dist.all_gather(states, state)
     dist.all_gather(outputs, first.detach())
-    return {
-        "draws": [[group.draws for group in block.groups] for block in layout.blocks.values()],
-        "repeats": torch.equal(first, again),
-        "agree outside": all(torch.equal(other, state) for other in states),
-        "same output": all(torch.equal(other, outputs[0]) for other in outputs),
-    }
-
-
-def test_dropout_of_what_is_split_repeats_and_leaves_the_ranks_together(pool: Pool) -> None:
-    for seen in pool.run(dropped):
-        assert seen == {
-            "draws": [[True, False], [True, False]],
-            "repeats": True,
-            "agree outside": True,
-            "same output": True,
-        }
+    assert [[group.draws for group in block.groups] for block in layout.blocks.values()] == [[True, False]] * 2
+    assert torch.equal(first, again)
+    assert all(torch.equal(other, state) for other in states)
+    assert all(torch.equal(other, outputs[0]) for other in outputs)
 
 
 class Lone(nn.Module):
@@ -201,7 +184,8 @@ class Lone(nn.Module):
         return out
 
 
-def alone(rank: int, size: int) -> dict[str, Any]:
+@on_ranks()
+def test_a_model_without_blocks_is_one_and_can_be_copied(rank: int, size: int) -> None:
     torch.manual_seed(2)
     model, x = Lone(), torch.randn(4, 6)
     plain = copy.deepcopy(model)
@@ -209,30 +193,13 @@ def alone(rank: int, size: int) -> dict[str, Any]:
     twin = copy.deepcopy(model)
     for each in (model, plain, twin):
         each(x).square().mean().backward()
-    return {
-        "cut": sorted(layout.rows),
-        "kept": [each.name for each in layout.kept],
-        "equal": torch.allclose(model(x), plain(x), atol=1e-6) and torch.equal(model(x), twin(x)),
-        "gradients": torch.allclose(whole(model.down.weight.grad), plain.down.weight.grad, atol=1e-6)
-        and torch.allclose(whole(twin.down.weight.grad), plain.down.weight.grad, atol=1e-6),
-        "bias": torch.allclose(model.down.bias.grad, plain.down.bias.grad, atol=1e-6),
-    }
-
-
-def whole(tensor: Any) -> Tensor:
-    full: Tensor = tensor.full_tensor()
-    return full
-
-
-def test_a_model_without_blocks_is_one_and_can_be_copied(pool: Pool) -> None:
-    for seen in pool.run(alone):
-        assert seen == {
-            "cut": ["down.weight", "up.bias", "up.weight"],
-            "kept": ["head.weight"],
-            "equal": True,
-            "gradients": True,
-            "bias": True,
-        }
+    assert sorted(layout.rows) == ["down.weight", "up.bias", "up.weight"]
+    assert [each.name for each in layout.kept] == ["head.weight"]
+    assert torch.allclose(model(x), plain(x), atol=1e-6)
+    assert torch.equal(model(x), twin(x))
+    for each in (model, twin):
+        assert torch.allclose(whole(each.down.weight.grad), plain.down.weight.grad, atol=1e-6)
+    assert torch.allclose(model.down.bias.grad, plain.down.bias.grad, atol=1e-6)
 
 
 class Latent(nn.Module):
@@ -249,23 +216,17 @@ class Latent(nn.Module):
         return x + out
 
 
-def refused(rank: int, size: int) -> dict[str, Any]:
+@on_ranks()
+def test_what_computes_something_else_stays_whole_and_is_reported(rank: int, size: int) -> None:
     torch.manual_seed(2)
     model, x = nn.Sequential(Latent(), Latent()), torch.randn(4, 6)
     before = list(model.parameters())
     layout = tensor_parallel(model, lambda model: model(x), mesh_of(size))
-    return {
-        "untouched": all(a is b for a, b in zip(before, model.parameters(), strict=True)),
-        "kept": {each.name: each.reason for each in layout.kept},
-    }
-
-
-def test_what_computes_something_else_stays_whole_and_is_reported(pool: Pool) -> None:
-    for seen in pool.run(refused):
-        assert seen["untouched"]
-        assert "differs from the whole block's" in seen["kept"]["0.wide.weight"]
-        assert "differs from the whole block's" in seen["kept"]["1.wide.weight"]
-        assert "unflatten" in seen["kept"]["0.out.weight"], "tried when the other, which shares a layer, had failed"
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    kept = {each.name: each.reason for each in layout.kept}
+    assert "differs from the whole block's" in kept["0.wide.weight"]
+    assert "differs from the whole block's" in kept["1.wide.weight"]
+    assert "unflatten" in kept["0.out.weight"], "tried when the other, which shares a layer, had failed"
 
 
 @pytest.mark.parametrize("given", [nn.Linear, nn.Linear(2, 2).state_dict(), None])

@@ -6,12 +6,13 @@ import copy
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from atorch.runtime.tensor_parallel import whole_state
 from atorch.runtime.tensor_parallel.split import tensor_parallel
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runtime.sharing import Block
 from tests.runtime.tensor_parallel.models import side_by_side
 from tests.runtime.tensor_parallel.test_split import mesh_of
@@ -41,29 +42,25 @@ def run(model: nn.Module) -> Any:
     return model(torch.arange(ROWS)[None].repeat(2, 1))
 
 
-def seen(rank: int, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+RENORMED = [("tokens.weight", "max_norm and scale_grad_by_freq need the whole table")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "held", "cut", "kept"),
+    [({}, (4, 3), ["logits.weight", "tokens.weight"], []), ({"max_norm": 100.0}, (ROWS, ROWS), [], RENORMED)],
+)
+@on_ranks()
+def test_a_tied_table_is_cut_once_and_one_that_is_renormed_stays_whole(
+    rank: int, size: int, settings: dict[str, Any], held: tuple[int, int], cut: list[str], kept: list[tuple[str, str]]
+) -> None:
     model = Tied(**settings)
     plain = copy.deepcopy(model)
     layout = tensor_parallel(model, run, mesh_of(size))
     weights = torch.arange(2.0 * ROWS * ROWS).view(2, ROWS, ROWS).sin()
     state = partial(whole_state, layout=layout)
+    assert model.logits.weight is model.tokens.weight
+    assert getattr(model.tokens.weight, "to_local", lambda: model.tokens.weight)().shape[0] == held[rank]
+    assert sorted(name for name in layout.rows if "blocks" not in name) == cut
+    assert [(each.name, each.reason) for each in layout.kept] == kept
     found = side_by_side(model, plain, lambda model, _: (run(model) * weights).mean(), state=state)
-    return {
-        "equal": found["update"] < 1e-4,
-        "tied": model.logits.weight is model.tokens.weight,
-        "held": getattr(model.tokens.weight, "to_local", lambda: model.tokens.weight)().shape[0],
-        "cut": sorted(name for name in layout.rows if "blocks" not in name),
-        "kept": [(each.name, each.reason) for each in layout.kept],
-    }
-
-
-def test_a_tied_table_is_cut_once(pool: Pool) -> None:
-    for rank, each in enumerate(pool.run(seen, {})):
-        cut = ["logits.weight", "tokens.weight"]
-        assert each == {"equal": True, "tied": True, "held": [4, 3][rank], "cut": cut, "kept": []}
-
-
-def test_a_table_that_is_renormed_stays_whole(pool: Pool) -> None:
-    reason = "max_norm and scale_grad_by_freq need the whole table"
-    for each in pool.run(seen, {"max_norm": 100.0}):
-        assert each == {"equal": True, "tied": True, "held": ROWS, "cut": [], "kept": [("tokens.weight", reason)]}
+    assert found["update"] < 1e-4

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from benchmarks.paced_link import Paced
-from tests.runtime.chunk.test_training import CPU, FAMILIES, fresh, needed, train
+from tests.runtime.chunk.test_training import FAMILIES, assert_same_bits, in_chunks, train
 
 HALF = torch.bfloat16
 
@@ -24,16 +22,9 @@ def adam(groups: Any) -> torch.optim.Optimizer:
 
 
 def prepared(family: str, early: bool, dtype: Any = None, in_place: bool = False, transfer: Any = None) -> Any:
-    make, data, loss = FAMILIES[family]
-    model = fresh(make)
-    passed = foreseen(model, data(0), loss, device_type="cpu", dtype=dtype, lingering=transfer is not None)
-    others, parameters = needed(passed, model)
-    operations = chunk(
-        model, passed, others + parameters // 4, device=CPU, dtype=dtype, in_place=in_place,
-        transfer=transfer,
-    )  # fmt: skip
-    optim = ChunkOptimizer(adam, model.parameters(), operations.chunks, early=operations.gradients if early else None)
-    return model, optim, data, loss, operations
+    how = {"dtype": dtype, "in_place": in_place, "transfer": transfer}
+    model, optim, operations, _ = in_chunks(family, 0.25, optimizer=adam, early=early, **how)
+    return model, optim, *FAMILIES[family][1:], operations
 
 
 @pytest.mark.parametrize(("family", "way"), [("gpt2", (None, False)), ("llama", (HALF, False)), ("gpt2", (HALF, True))])
@@ -42,8 +33,7 @@ def test_same_bits_as_in_the_step(family: str, way: tuple[Any, bool]) -> None:
     expected = train(model, optim, data, loss)
     mine, optim, data, loss, operations = prepared(family, True, *way)
     assert train(mine, optim, data, loss) == expected
-    theirs = model.state_dict()
-    assert all(torch.equal(theirs[name], value) for name, value in mine.state_dict().items())
+    assert_same_bits(mine, model)
     loss(mine, data(0)).backward()
     stepped = [memory for memory in operations.chunks.chunks if memory.is_stepped]
     assert len(stepped) > 0.6 * len(operations.chunks.chunks)

@@ -3,7 +3,6 @@
 import copy
 import errno
 import os
-from collections import defaultdict
 
 import pytest
 import torch
@@ -31,7 +30,9 @@ from atorch.runtime.chunk.optimizer import optimizer_slices
 from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
+from tests.pool import on_ranks
 from tests.runtime.chunk.stand_in import chunks_of, give_gradients, random_gradients, values
+from tests.runtime.sharing import clear, replace
 
 STEPS = 4
 
@@ -138,16 +139,6 @@ def grouped(net, named=False):
     return [{"params": others, "lr": 3e-3, "weight_decay": 0.0}, {"params": decayed}]
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_groups_keep_their_settings(named):
-    plain, reference, net, chunks, optim = train(adam, lambda net: grouped(net, named))
-    assert_alike(plain, net, chunks)
-    for theirs, mine in zip(reference.param_groups, optim.param_groups, strict=True):
-        assert {**theirs, "params": 0} == {**mine, "params": 0}
-    own = set(net.parameters())
-    assert all(parameter in own for group in optim.param_groups for parameter in group["params"])
-
-
 def test_what_has_no_gradient_is_not_stepped():
     missing = [(), ("0.bias", "2.weight"), ("2.weight",), ()]
     plain, reference, net, chunks, optim = train(adam, missing=missing)
@@ -170,13 +161,17 @@ def test_schedulers_and_settings_reach_it():
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_group_more(named):
+def test_groups_keep_their_settings_and_one_more_is_taken(named):
     plain, reference, net, chunks, optim = train(adam, lambda net: grouped(net, named)[:1])
     for each, model in ((reference, plain), (optim, net)):
         each.add_param_group(grouped(model, named)[1])
     for number in range(STEPS):
         step_both(plain, reference, net, chunks, optim, number)
     assert_alike(plain, net, chunks)
+    for theirs, mine in zip(reference.param_groups, optim.param_groups, strict=True):
+        assert {**theirs, "params": 0} == {**mine, "params": 0}
+    own = set(net.parameters())
+    assert all(parameter in own for group in optim.param_groups for parameter in group["params"])
     with pytest.raises(ValueError, match="more than one parameter group"):
         optim.add_param_group(grouped(net, named)[1])
 
@@ -212,14 +207,6 @@ def assert_same_state(theirs, mine):
                 assert torch.equal(value, mine[number][key])
 
 
-def clear(optim):
-    optim.state.clear()
-
-
-def replace(optim):
-    optim.state = defaultdict(dict)
-
-
 def put(optim):
     for state in optim.state.values():
         state["exp_avg"] = torch.zeros_like(state["exp_avg"])
@@ -240,10 +227,16 @@ def test_states_that_are_taken_away_are_gone(wipe):
     assert all(torch.equal(got[number]["exp_avg"], expected[number]["exp_avg"]) for number in expected)
 
 
-def test_the_state_of_other_groups_is_refused():
+def test_what_does_not_hold_is_refused():
     optim, other = train(adam, grouped)[4], train(adam)[4]
     with pytest.raises(CheckpointError, match=r"groups of \[4, 3\] parameters, and the optimizer has groups of \[7\]"):
         other.load_state_dict(optim.state_dict())
+    with pytest.raises(ArgumentError, match="LBFGS may call in the middle of its step"):
+        train(LBFGS, steps=0)[4].step(lambda: 1.0)
+    net = make_net()
+    chunks = chunks_of(net, group=Share(0))
+    with pytest.raises(ArgumentError, match=r"Adafactor .* 2 processes.*use one of ASGD, Adadelta"):
+        ChunkOptimizer(Adafactor, net.parameters(), chunks)
 
 
 def test_a_closure_is_called_before_the_step():
@@ -264,12 +257,6 @@ def test_a_closure_is_called_before_the_step():
 
     assert reference.step(of_plain) == optim.step(of_chunks) == 1.0
     assert_alike(plain, net, chunks)
-
-
-def test_a_closure_that_an_optimizer_calls_as_it_likes_is_refused():
-    optim = train(LBFGS, steps=0)[4]
-    with pytest.raises(ArgumentError, match="LBFGS may call in the middle of its step"):
-        optim.step(lambda: 1.0)
 
 
 def test_zeroed_gradients_are_still_gradients():
@@ -367,30 +354,19 @@ def test_shares_of_chunks_are_stepped_as_the_whole():
     assert_same_state(states[1], optims[1].state_dict()["state"])
 
 
-def test_what_needs_whole_parameters_is_refused_on_shares():
+@on_ranks()
+def test_the_whole_state_is_gathered(rank, size):
     net = make_net()
-    chunks = chunks_of(net, group=Share(0))
-    with pytest.raises(ArgumentError, match=r"Adafactor .* 2 processes.*use one of ASGD, Adadelta"):
-        ChunkOptimizer(Adafactor, net.parameters(), chunks)
-
-
-def gathered(rank, size):
-    net = make_net()
-    group = torch.distributed.group.WORLD
-    chunks = chunks_of(net, 150, group=group)
+    chunks = chunks_of(net, 150, group=torch.distributed.group.WORLD)
     optim = ChunkOptimizer(adam, net.parameters(), chunks)
     give_gradients(net, chunks, random_gradients(make_net(), 0))
     optim.step()
     saved = optim.full_state_dict(to_rank=1)
     optim.load_state_dict(optim.state_dict())
-    return saved
-
-
-def test_the_whole_state_is_gathered(pool):
-    first, second = pool.run(gathered)
-    reference = train(adam, steps=1)[1]
-    assert first is None
-    assert_same_state(reference.state_dict()["state"], second["state"])
+    if rank == 0:
+        assert saved is None
+    else:
+        assert_same_state(train(adam, steps=1)[1].state_dict()["state"], saved["state"])
 
 
 def test_states_in_files(tmp_path):

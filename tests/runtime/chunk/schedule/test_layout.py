@@ -93,11 +93,6 @@ def test_a_chunk_is_what_its_parameters_need():
     )
 
 
-def test_chunks_are_padded_to_what_their_shards_share_out():
-    assert sum(chunk.numel for chunk in pack(trained(3, 4, 5), 8, shards=4).chunks) == 16
-    assert not pack([], 8).chunks
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=10), st.integers(0, 30))
 def test_the_search_finds_the_best_of_all_capacities(sizes, overhead):
     """Where cost grows with the largest chunk and with their number: all counts of so few are tried.
@@ -126,33 +121,32 @@ def test_of_many_counts_the_best_is_found_between_those_that_are_tried_first():
     assert len(tried) < 40
 
 
-def test_chunks_are_even():
-    assert names(search(trained(*[2] * 9), lambda filling: abs(len(filling.numels) - 3))) == [
-        ["p0", "p1", "p2"], ["p3", "p4", "p5"], ["p6", "p7", "p8"],
-    ]  # fmt: skip
+def count(filling: Filling) -> float:
+    return len(filling.numels)
 
 
-def test_no_chunk_is_larger_than_the_most():
-    layout = search(trained(2, 2, 9, 2, 2), lambda filling: len(filling.numels), most=4)
-    assert names(layout) == [["p0", "p1"], ["p2"], ["p3", "p4"]]
+def at_most_8(filling: Filling) -> float | None:
+    return None if max(filling.numels) > 8 else len(filling.numels)
 
 
-def test_where_nothing_fits_chunks_are_smallest():
-    assert names(search(trained(1, 2, 3), lambda filling: None, shards=2)) == [["p0"], ["p1"], ["p2"]]
+def off_three(filling: Filling) -> float:
+    return abs(len(filling.numels) - 3)
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-def test_layouts_that_do_not_fit_are_left_out(shards):
-    layout = search(
-        trained(4, 4, 4, 4),
-        lambda filling: None if max(filling.numels) > 8 else len(filling.numels),
-        shards=shards,
-    )
-    assert names(layout) == [["p0", "p1"], ["p2", "p3"]]
-
-
-def test_a_model_without_parameters_has_no_chunks():
-    assert search([], lambda filling: 0.0) == ChunkLayout(())
+@pytest.mark.parametrize(
+    ("sizes", "cost", "options", "found"),
+    [
+        ([2] * 9, off_three, {}, [["p0", "p1", "p2"], ["p3", "p4", "p5"], ["p6", "p7", "p8"]]),
+        ([2, 2, 9, 2, 2], count, {"most": 4}, [["p0", "p1"], ["p2"], ["p3", "p4"]]),
+        ([1, 2, 3], lambda filling: None, {"shards": 2}, [["p0"], ["p1"], ["p2"]]),
+        ([4, 4, 4, 4], at_most_8, {"shards": 1}, [["p0", "p1"], ["p2", "p3"]]),
+        ([4, 4, 4, 4], at_most_8, {"shards": 4}, [["p0", "p1"], ["p2", "p3"]]),
+        ([], count, {}, []),
+    ],
+    ids=["even", "no larger than the most", "smallest where nothing fits", "fitting", "fitting shares", "nothing"],
+)
+def test_the_search_makes_chunks(sizes, cost, options, found):
+    assert names(search(trained(*sizes), cost, **options)) == found
 
 
 def test_parameters_begin_at_multiples():

@@ -13,7 +13,8 @@ from atorch import auto_accelerate
 from atorch.errors import StrategyError
 from atorch.model.copy import copy_structure
 from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
-from tests.pool import Pool
+from tests.auto.training import run_each
+from tests.pool import Pool, on_ranks
 from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model
 from tests.runtime.pipeline.test_pipeline import check, stages
 from tests.runtime.pipeline.test_refusals import refused
@@ -40,8 +41,8 @@ def test_beside_others(pool: Pool, name: str, strategy: list[Any], ranks: int, b
     check(pool, name, strategy, ranks=ranks, band=band, steps=2, even=True)
 
 
-def evaluated(rank: int, size: int) -> float:
-    """How far outputs for batches of other shapes, in eval mode, are from the plain model's."""
+@on_ranks()
+def test_batches_of_other_shapes_are_evaluated(rank: int, size: int) -> None:
     model = make_model("functional")
     _, result, _ = auto_accelerate(
         model, torch.optim.SGD, Samples("functional", ROWS), loss_func, model_input_format="unpack_dict",
@@ -55,25 +56,20 @@ def evaluated(rank: int, size: int) -> float:
         with torch.no_grad():
             given, expected = result.model(**batch), make_model("functional").eval()(**batch)
         worst = max(worst, *(float((given[name] - expected[name]).abs().max()) for name in expected))
-    return worst
+    assert worst <= 1e-5
 
 
-def test_batches_of_other_shapes_are_evaluated(pool: Pool) -> None:
-    assert max(pool.run(evaluated, ranks=2)) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "beside", "messages"),
-    [
-        ("functional", ["checkpoint"], ["Functional has 0", "checkpoint acts where modules are called"]),
-        ("choosing", [], ["layers.0 makes a tensor that", "torch.export does not take Choosing"]),
-        ("counting", [], ["Counting has 0", "changes its buffers"]),
-    ],
-)
-def test_both_reasons_are_told(pool: Pool, name: str, beside: list[Any], messages: list[str]) -> None:
-    for kind, told in pool.run(refused, name, [*stages(), *beside], True, ranks=2):
-        assert kind == StrategyError.__name__
-        assert all(message in told for message in messages), told
+def test_both_reasons_are_told(pool: Pool) -> None:
+    cases = {
+        ("functional", "checkpoint"): ["Functional has 0", "checkpoint acts where modules are called"],
+        ("choosing",): ["layers.0 makes a tensor that", "torch.export does not take Choosing"],
+        ("counting",): ["Counting has 0", "changes its buffers"],
+    }
+    found = run_each(pool, refused, [(name, [*stages(), *beside], True) for name, *beside in cases])
+    for of_ranks, messages in zip(found, cases.values(), strict=True):
+        for kind, told in of_ranks:
+            assert kind == StrategyError.__name__
+            assert all(message in told for message in messages), told
 
 
 def exported(model: nn.Module, segments: int) -> Exported:
@@ -143,22 +139,15 @@ def test_each_module_trains_or_not() -> None:
     assert model.eval()(x).equal(x)
 
 
-def test_other_operations_on_another_shape_are_told() -> None:
+def test_what_a_graph_cannot_do_is_told() -> None:
+    """Other operations on another shape, more segments than operations, and a parameter reached by a name."""
     model = Products("lengthy")
+    with pytest.raises(StrategyError, match="too few operations"):
+        exported(model, 9).program(model, (torch.ones(2, 4),), {})
     install(model, exported(model, 2), 2)
     model(torch.ones(2, 4))
     with pytest.raises(StrategyError, match="other operations on this batch"):
         model(torch.ones(3, 4))
-
-
-def test_more_segments_than_operations_are_refused() -> None:
-    model = Products("lengthy")
-    with pytest.raises(StrategyError, match="too few operations"):
-        exported(model, 9).program(model, (torch.ones(2, 4),), {})
-
-
-def test_a_parameter_that_is_reached_by_a_name_is_no_constant() -> None:
-    model = Products("by name")
-    HELD[:] = [model]
+    HELD[:] = [Products("by name")]
     with pytest.raises(StrategyError, match=r"the model reaches weights.0 by a global variable"):
-        exported(model, 2).program(model, (torch.ones(2, 4),), {})
+        exported(HELD[0], 2).program(HELD[0], (torch.ones(2, 4),), {})

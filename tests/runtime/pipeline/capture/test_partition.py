@@ -108,17 +108,18 @@ def test_tied_units_are_together_only_where_it_costs_nothing() -> None:
     assert partition([2, 2, 0, 2, 2], 2, tied=[(1, 2)]) == (0, 3)
 
 
-@pytest.mark.parametrize("stages", [0, 3, 9])
-def test_more_stages_than_units_are_refused(stages: int) -> None:
-    with pytest.raises(StrategyError, match=rf"{stages} stages is asked of 2 units; give at most 2"):
-        partition([1.0, 1.0], stages)
-
-
-def test_units_that_one_stage_must_have_are_not_counted_apart() -> None:
-    with pytest.raises(
-        StrategyError, match="3 stages is asked of 3 units, 2 of which can begin a stage; give at most 2"
-    ):
-        partition([1, 1, 1], 3, joined=[(2, 1)])
+@pytest.mark.parametrize(
+    ("costs", "stages", "joined", "told"),
+    [
+        *[([1.0, 1.0], stages, [], f"{stages} stages is asked of 2 units; give at most 2") for stages in (0, 3, 9)],
+        ([1, 1, 1], 3, [(2, 1)], "3 units, 2 of which can begin a stage; give at most 2"),
+        *[([1.0, cost], 1, [], "unit 1 costs .*; a pipeline is cut by costs that are finite, at least 0")
+          for cost in (-1.0, math.nan, math.inf)],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(costs: list[float], stages: int, joined: Pairs, told: str) -> None:
+    with pytest.raises(StrategyError, match=told):
+        partition(costs, stages, joined=joined)
 
 
 def test_what_fits_nowhere_is_told_with_the_bytes_and_the_units() -> None:
@@ -134,9 +135,3 @@ def test_early_stages_hold_the_activations_of_more_micro_batches() -> None:
     costs, kept = [1] * 8, [1] * 8
     assert partition(costs, 2, activations=kept, in_flight=[2, 1]) == (0, 4)
     assert partition(costs, 2, limit=6, activations=kept, in_flight=[2, 1]) == (0, 3)
-
-
-@pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])
-def test_costs_are_numbers(cost: float) -> None:
-    with pytest.raises(StrategyError, match="unit 1 costs .*; a pipeline is cut by costs that are finite, at least 0"):
-        partition([1.0, cost], 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atorch.runtime.tensor_parallel import apply_layout, tensor_parallel, whole_state
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.runtime.sharing import Block
 from tests.runtime.tensor_parallel.models import batch, llama, side_by_side
 from tests.runtime.tensor_parallel.test_split import mesh_of
@@ -42,33 +42,26 @@ def split(rank: int, size: int, among: list[str] | None) -> dict[str, Any]:
     }
 
 
-def selections(rank: int, size: int) -> list[dict[str, Any]]:
-    return [split(rank, size, among) for among in (names(stack()), ["1.up.weight", "1.up.bias"], None)]
+@on_ranks()
+def test_what_is_named_is_split_and_single_layers_only_then(rank: int, size: int) -> None:
+    every, half, free = [split(rank, size, among) for among in (names(stack()), ["1.up.weight", "1.up.bias"], None)]
+    assert not every["kept"]
+    assert every["alone"] == {"0.weight", "3.weight"}
+    assert {"1.up.weight", "1.up.bias", "1.down.weight", "2.down.weight"} < every["rows"]
+    assert not half["kept"]
+    assert half["rows"] == half["alone"] == {"1.up.weight"}
+    assert not free["alone"]
+    assert "3.weight" in free["kept"]
+    assert all(each["update"] <= 1e-5 and each["same"] for each in (every, half, free))
 
 
-def test_what_is_named_is_split_and_single_layers_only_then(pool: Pool) -> None:
-    for every, half, free in pool.run(selections):
-        assert not every["kept"]
-        assert every["alone"] == {"0.weight", "3.weight"}
-        assert {"1.up.weight", "1.up.bias", "1.down.weight", "2.down.weight"} < every["rows"]
-        assert not half["kept"]
-        assert half["rows"] == half["alone"] == {"1.up.weight"}
-        assert not free["alone"]
-        assert "3.weight" in free["kept"]
-        assert all(each["update"] <= 1e-5 and each["same"] for each in (every, half, free))
-
-
-def heads(rank: int, size: int) -> tuple[set[str], float]:
+@on_ranks()
+def test_heads_that_the_ranks_do_not_divide_are_no_error(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = llama(heads=3, kv_heads=3)
     plain = copy.deepcopy(model)
     among = [name for name, _ in model.named_parameters()]
     layout = tensor_parallel(model, lambda model: model(**batch("llama")), mesh_of(size), among=among)
     error = model(**batch("llama")).logits - plain(**batch("llama")).logits
-    return {name.split(".")[-2] for name in layout.alone.logits}, float(error.norm())
-
-
-def test_heads_that_the_ranks_do_not_divide_are_no_error(pool: Pool) -> None:
-    for alone, error in pool.run(heads):
-        assert alone == {"q_proj", "k_proj", "v_proj", "o_proj"}
-        assert error <= 1e-4
+    assert {name.split(".")[-2] for name in layout.alone.logits} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert float(error.norm()) <= 1e-4
