@@ -38,6 +38,7 @@ IN_PARTS = ("micro_batch", "one micro-batch", "micro_batch of fsdp")
 MICRO = ("micro_batch", {"size": 2})
 
 
+@pytest.mark.slow
 def test_every_way_to_share_out_samples(pool):
     cases = [("labels", strategy) for strategy in SPLIT_BY_DATA.values()]
     cases += [(name, SPLIT_BY_DATA[way]) for way in IN_PARTS for name in ("sum", "causal")]

@@ -95,6 +95,7 @@ def over_two(rank: int, size: int, block: type[nn.Module]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [nn.Linear, Codes], ids=["in the loss", "in forward, too"])
 def test_what_communicates_trains_as_on_one_process(pool: Pool, block: type[nn.Module]) -> None:
     expected = trained(block, load_strategy=[])[0]

@@ -104,6 +104,7 @@ def plainly(case: str) -> list[float]:
     return steps(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batches)[0]
 
 
+@pytest.mark.slow
 def test_what_lies_in_memory_in_unusual_ways_trains_as_plainly(pool: Pool) -> None:
     for case, (first, _) in zip(CASES, run_each(pool, all_losses, [(case,) for case in CASES]), strict=True):
         expected = plainly(case)

@@ -174,6 +174,7 @@ print(digest(described("x", [choose, {"one", "two", "three"}, lambda y: (y, obje
 """
 
 
+@pytest.mark.slow
 def test_a_description_does_not_depend_on_hash_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another than here
     environment = {**os.environ, "PYTHONHASHSEED": seed}

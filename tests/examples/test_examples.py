@@ -35,6 +35,7 @@ def run(script: str, *arguments: str, processes: int = 1, path: Path | None = No
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_readmes_diff_is_that_of_a_script_that_runs(tmp_path: Path) -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = diff.splitlines(keepends=True)
@@ -156,6 +157,7 @@ def test_lora_saves_an_adapter_that_peft_loads(tmp_path: Path) -> None:
     assert all(weight.abs().sum() > 0 for name, weight in weights.items() if "lora_B" in name)
 
 
+@pytest.mark.slow
 def test_own_method_is_used_once_its_package_is_installed(tmp_path: Path) -> None:
     package, site = tmp_path / "own_method", tmp_path / "site"
     shutil.copytree(EXAMPLES / "own_method", package)

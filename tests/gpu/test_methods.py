@@ -10,12 +10,15 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError
 from tests.contract.job import distance, reference, train
-from tests.contract.test_parity import APPLIED, BANDS, EXACT, MANY, SETTINGS
+from tests.contract.test_parity import APPLIED, BANDS, EXACT, SETTINGS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 # On a GPU a gradient lives until the next one comes, and kernels keep more than on a CPU.
 ON_GPU = {**SETTINGS, "compile": None, "fp8": {"exclude": ["lm_head"]}, "chunk": {"budget_bytes": 800_000}}
+MANY = [
+    (sharing, "amp_native", "checkpoint", "compile", "micro_batch", "module_replace") for sharing in ("fsdp", "chunk")
+]
 
 
 def unmet(names: tuple[str, ...]) -> str | None:

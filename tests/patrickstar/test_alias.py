@@ -6,6 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.pool import Pool
 
 SCRIPT = """
@@ -57,6 +59,7 @@ def run(rank: int, size: int, script: str) -> None:
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_it_is(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     pool.run(run, str(tmp_path / "script.py"), ranks=1)

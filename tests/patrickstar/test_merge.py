@@ -36,6 +36,7 @@ def test_the_parts_become_one(tmp_path: Path) -> None:
     model.load_state_dict(merged)
 
 
+@pytest.mark.slow
 def test_the_guides_command_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, *({f"weight.{rank}": torch.full((2,), float(rank))} for rank in range(4)))
     monkeypatch.chdir(tmp_path)

@@ -176,6 +176,7 @@ CASES = [  # what one process is slow at, and whether it is named: not where the
 ]
 
 
+@pytest.mark.slow
 @on_ranks()
 def test_who_waits_for_a_slow_process_is_not_slow(rank: int, size: int) -> None:
     for method, part, is_named in CASES:

@@ -157,6 +157,7 @@ def tokens(rows: int = 8, length: int = 12) -> Tensor:
     return torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_time_and_memory_are_weighed(pool: Pool) -> None:
     ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"memory_weight": 0.0}, {}),

@@ -85,6 +85,7 @@ def blocks(**how: Any) -> list[nn.Module]:
     return [Block(index, **how) for index in range(DEEP)]
 
 
+@pytest.mark.slow
 def test_alike_blocks_are_run_a_few_times_however_many_there_are() -> None:
     _, runs = both(Net(*blocks()), ids())
     assert runs == FEW

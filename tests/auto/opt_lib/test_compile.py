@@ -59,6 +59,7 @@ def test_what_is_compiled_is_found_or_refused() -> None:
     assert Compile.of(method.model_dump(mode="json")) == method
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(pool: Pool) -> None:
     for update_error, loss_error in pool.run(deviation, ["fsdp", ("compile", {"backend": "aot_eager"})]):
         assert update_error < 1e-4

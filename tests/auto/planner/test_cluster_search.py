@@ -34,6 +34,7 @@ def plan():
     return answer(llama(), CLUSTER, global_batch=16)
 
 
+@pytest.mark.slow
 def test_slower_links_between_leaves_make_no_plan_faster():
     plain = ClusterSpec.load("4x2xA100-40GB")
     alone = before = answer(llama(2), plain, global_batch=16, advise=False).estimate.step_s

@@ -216,6 +216,7 @@ def test_a_strangers_late_method_is_not_pruned_away():
         METHODS.remove("stranger")
 
 
+@pytest.mark.slow
 def test_pareto_and_order():
     profile, spec = small()
     found = best_first(plannable(profile, spec), plain_cost(profile, 64), spec, device_bytes=5e8, breadth=500).columns
