@@ -207,29 +207,27 @@ def modelled(model: Any) -> Tensor:
 
 
 def in_our_layers(rank: int, size: int) -> tuple[float, float]:
-    """How far logits and a step's parameters are from Hugging Face's, of a state that was translated, on four ranks."""
+    """How far logits and a step's parameters are from Hugging Face's own, of a translated state, on tensor ranks."""
     torch.manual_seed(0)
     theirs = gpt2_model()
-    with begun({"ddp": True, "tensor_parallel_degree": 2, "partitions": 2, "prescaled_batch": True}):
+    with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}):
         model: Any = smp.DistributedModel(head(attention_dropout_prob=0, hidden_dropout_prob=0))
         model.load_state_dict(gpt2.translate_hf_state_dict_to_smdistributed(theirs.state_dict()))
-        for layer in model.module.transformer.seq_layers:
-            smp.set_activation_checkpointing(layer)
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         logits = modelled(model).concat()
         expected = theirs(input_ids=IDS, attention_mask=MASK, labels=IDS)
         expected.loss.backward()
         torch.optim.SGD(theirs.parameters(), lr=0.1).step()
         optimizer.step()
-        assert any(name.endswith("output.dense2.weight") for name in model.split.cuts)
+        assert "transformer.seq_layers.1.output.dense2.weight" in model.split.cuts
         after = gpt2.translate_state_dict_to_hf_gpt2(model.state_dict())
         far = max(float((after[key] - value).abs().max()) for key, value in theirs.state_dict().items())
         return float((logits - expected.logits).detach().abs().max()), far
 
 
-@pytest.mark.slow
-def test_gpt2_in_our_layers_is_split_and_partitioned(pool: Pool) -> None:
-    for differences in pool.run(in_our_layers, ranks=4):
+@pytest.mark.nightly
+def test_gpt2_in_our_layers_is_split(pool: Pool) -> None:
+    for differences in pool.run(in_our_layers):
         assert max(differences) < 1e-4
 
 

@@ -46,6 +46,7 @@ def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch
     return masters, {parameter.dtype for parameter in model.local_parameters()}
 
 
+@torch.no_grad()
 def deviation(kind: str, got: Mapping[str, Tensor], plain: Plain) -> float:
     """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of all updates together."""
     before, expected = (dict(model.named_parameters()) for model in (made(kind), plain.model))
