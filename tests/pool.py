@@ -28,6 +28,7 @@ import gc
 import inspect
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
 import warnings
@@ -58,10 +59,8 @@ class Pool:
     """Worker processes that wait for functions to run as ranks of a group."""
 
     def __init__(self) -> None:
-        from torch.distributed import TCPStore
-
         self._workers: list[_Worker] = []
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stores = tempfile.TemporaryDirectory()
         self._calls = 0
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
@@ -70,7 +69,7 @@ class Pool:
         while len(self._workers) < ranks:
             self._workers.append(_Worker())
         workers, self._calls = self._workers[:ranks], self._calls + 1
-        store = self._store.port, f"call{self._calls}"
+        store = os.path.join(self._stores.name, f"store{self._calls}")
         for rank, worker in enumerate(workers):
             worker.pipe.send((function, args, rank, ranks, store))
         results, failures = self._collect(workers, timeout)
@@ -109,6 +108,7 @@ class Pool:
         """End the processes."""
         for worker in self._workers:
             worker.end()
+        self._stores.cleanup()
 
 
 class _Worker:
@@ -181,7 +181,6 @@ def _serve(pipe: Connection) -> None:
             function, args, rank, size, store = pipe.recv()
         except EOFError:
             return
-        gc.freeze()  # nor is what it has imported since
         try:
             answer = True, _as_rank(function, args, rank, size, store)
         except Exception:  # the traceback is the answer
@@ -189,17 +188,14 @@ def _serve(pipe: Connection) -> None:
         pipe.send(answer)
 
 
-def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, store: tuple[int, str]) -> Any:
+def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, store: str) -> Any:
     import torch
     import torch.distributed as dist
 
     from atorch.distributed import mesh
 
     torch.manual_seed(0)
-    port, prefix = store
-    # Of its own for each call; a file in its place would be looked at every few milliseconds by who waits.
-    own = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     before = modes()
     dist.barrier()  # a rank that has nothing to say must not close its connections before its peers have made theirs
     try:
