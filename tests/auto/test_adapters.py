@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils import data as loading
 
 from atorch import auto_accelerate
 from atorch.auto.adapters import adapted
@@ -24,7 +15,7 @@ from atorch.errors import ArgumentError
 from tests.auto.training import accelerate, accelerated_steps, steps
 from tests.pool import Pool
 
-PAIRS = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16.0))
+PAIRS = loading.TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16.0))
 DATA2 = [("parallel_mode", ([("data", 2)], None))]
 STAGES2 = [("parallel_mode", ([("pipeline", 2)], None)), ("pipeline_parallel", {"micro_batches": 2})]
 
@@ -58,7 +49,7 @@ def two_groups(model: nn.Module, kind: Any = torch.optim.AdamW, **settings: Any)
 def trained(strategy: list[Any]) -> list[float]:
     """The losses of four global batches by an accelerated model."""
     model = model_of()
-    groups, loader = two_groups(model, weight_decay=0.5), DataLoader(PAIRS, batch_size=8)
+    groups, loader = two_groups(model, weight_decay=0.5), loading.DataLoader(PAIRS, batch_size=8)
     given = {"optim_func": groups, "optim_args": None, "model_input_format": "unpack_sequence"}
     result = accelerate(model, strategy, loader, loss_func, **given)
     return [loss for _ in range(2) for loss in accelerated_steps(result)[0]]
@@ -66,7 +57,9 @@ def trained(strategy: list[Any]) -> list[float]:
 
 def plain() -> list[float]:
     model = model_of()
-    return steps(model, two_groups(model, weight_decay=0.5), loss_func, [*DataLoader(PAIRS, batch_size=8)] * 2)[0]
+    return steps(model, two_groups(model, weight_decay=0.5), loss_func, [*loading.DataLoader(PAIRS, batch_size=8)] * 2)[
+        0
+    ]
 
 
 def on_rank(rank: int, size: int, strategies: list[list[Any]]) -> list[list[float]]:
@@ -175,7 +168,7 @@ def test_settings_are_given_once() -> None:
     ):
         auto_accelerate(model, optim, optim_args={"lr": 1.0}, load_strategy=[])
     with pytest.raises(ArgumentError, match="dataset is a DataLoader .* leave dataloader_args out"):
-        auto_accelerate(model, None, DataLoader(PAIRS), dataloader_args={"batch_size": 2}, load_strategy=[])
+        auto_accelerate(model, None, loading.DataLoader(PAIRS), dataloader_args={"batch_size": 2}, load_strategy=[])
 
 
 def seeded(worker: int) -> None:
@@ -186,35 +179,38 @@ def pairs(samples: list[Any]) -> list[Any]:
     return samples
 
 
-class Stream(IterableDataset[int]):
+class Stream(loading.IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(5))
 
 
-def arguments(loader: DataLoader[Any]) -> dict[str, Any]:
+def arguments(loader: loading.DataLoader[Any]) -> dict[str, Any]:
     return adapted({"dataset": loader})["dataloader_args"]
 
 
 def test_a_loader_is_its_settings_and_samplers() -> None:
-    made = DataLoader(
+    made = loading.DataLoader(
         PAIRS, batch_size=4, shuffle=True, num_workers=2, collate_fn=pairs, drop_last=True, timeout=3,
         worker_init_fn=seeded, prefetch_factor=3, persistent_workers=True, multiprocessing_context="spawn",
     )  # fmt: skip
     found = arguments(made)
     assert found["shuffle"] is True
     assert "pin_memory" not in found
-    again = DataLoader(PAIRS, **found)
+    again = loading.DataLoader(PAIRS, **found)
     kept = ("batch_size", "num_workers", "collate_fn", "drop_last", "timeout", "worker_init_fn", "prefetch_factor")
     for name in (*kept, "persistent_workers", "multiprocessing_context"):
         assert getattr(again, name) == getattr(made, name), name
 
-    subset, chunks = SubsetRandomSampler(range(4)), BatchSampler(SequentialSampler(PAIRS), 3, drop_last=False)
-    assert arguments(DataLoader(PAIRS, sampler=subset))["sampler"] is subset
-    found = arguments(DataLoader(PAIRS, batch_sampler=chunks))
+    subset, chunks = (
+        loading.SubsetRandomSampler(range(4)),
+        loading.BatchSampler(loading.SequentialSampler(PAIRS), 3, drop_last=False),
+    )
+    assert arguments(loading.DataLoader(PAIRS, sampler=subset))["sampler"] is subset
+    found = arguments(loading.DataLoader(PAIRS, batch_sampler=chunks))
     assert found["batch_sampler"] is chunks
     assert not {"batch_size", "shuffle", "sampler", "drop_last"} & found.keys()
-    part = RandomSampler(PAIRS, num_samples=4)
-    assert arguments(DataLoader(PAIRS, sampler=part))["sampler"] is part
+    part = loading.RandomSampler(PAIRS, num_samples=4)
+    assert arguments(loading.DataLoader(PAIRS, sampler=part))["sampler"] is part
 
 
 @pytest.mark.parametrize(
@@ -222,24 +218,24 @@ def test_a_loader_is_its_settings_and_samplers() -> None:
 )
 @pytest.mark.parametrize("data", [range(13), Stream()])
 def test_batches_are_the_same(settings: dict[str, Any], data: Any) -> None:
-    loader: DataLoader[Any] = DataLoader(data, **settings)
+    loader: loading.DataLoader[Any] = loading.DataLoader(data, **settings)
     result = auto_accelerate(model_of(), None, loader, load_strategy=[])[1]
     assert [batch.tolist() for batch in map(torch.as_tensor, result.dataloader)] == [
         batch.tolist() for batch in map(torch.as_tensor, loader)
     ]
 
 
-class MyLoader(DataLoader[Any]):
+class MyLoader(loading.DataLoader[Any]):
     pass
 
 
-def iterated() -> DataLoader[Any]:
-    loader: DataLoader[Any] = DataLoader(PAIRS)
+def iterated() -> loading.DataLoader[Any]:
+    loader: loading.DataLoader[Any] = loading.DataLoader(PAIRS)
     loader._iterator = iter(loader)  # as with workers that stay
     return loader
 
 
-SHARED = DistributedSampler(PAIRS, num_replicas=2, rank=0)
+SHARED = loading.DistributedSampler(PAIRS, num_replicas=2, rank=0)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +243,15 @@ SHARED = DistributedSampler(PAIRS, num_replicas=2, rank=0)
     [
         (lambda: MyLoader(PAIRS), "dataset is a MyLoader, which may do more"),
         (iterated, "that was iterated and whose workers still run"),
-        (lambda: DataLoader(PAIRS, sampler=SHARED), "a sampler that shares samples out already"),
-        (lambda: DataLoader(PAIRS, batch_sampler=BatchSampler(SHARED, 2, False)), "shares samples out already"),
-        (lambda: DataLoader(PAIRS, shuffle=True, generator=torch.Generator()), "shuffles by a generator of its own"),
+        (lambda: loading.DataLoader(PAIRS, sampler=SHARED), "a sampler that shares samples out already"),
+        (
+            lambda: loading.DataLoader(PAIRS, batch_sampler=loading.BatchSampler(SHARED, 2, False)),
+            "shares samples out already",
+        ),
+        (
+            lambda: loading.DataLoader(PAIRS, shuffle=True, generator=torch.Generator()),
+            "shuffles by a generator of its own",
+        ),
     ],
 )
 def test_a_loader_that_would_differ_is_refused(make: Any, told: str) -> None:

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from atorch import auto_accelerate, clip_grad_norm
+from tests.auto.training import run_each
 from tests.pool import Pool
 
 LOOKS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
@@ -114,20 +114,13 @@ def need_no_more(found: dict[str, int], told: dict[str, int]) -> None:
     assert found.keys() == told.keys(), "what is told is so no more"
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_step_looks_at_no_more_than_is_told(pool: Pool, name: str) -> None:
-    load_strategy, told = EXPECTED[name]
-    for found in pool.run(looks, load_strategy, False):
-        need_no_more(found, told)
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_mean_over_labels_is_counted_once(pool: Pool, name: str) -> None:
-    load_strategy, told = EXPECTED[name]
-    for found in pool.run(looks, load_strategy, True):
-        need_no_more(found, {**told, **LABELS})
-
-
-@pytest.mark.parametrize("layers", [2, 12])
-def test_more_layers_are_not_compared_more_often(pool: Pool, layers: int) -> None:
-    assert pool.run(looks, ["fsdp"], False, layers)[0].get("runtime.data_parallel.collective_order._compare", 0) <= 5
+def test_a_step_looks_at_no_more_than_is_told(pool: Pool) -> None:
+    cases = [(strategy, False, 2, told) for strategy, told in EXPECTED.values()]
+    for name in ("ddp", "fsdp"):  # a mean over labels is counted once
+        strategy, told = EXPECTED[name]
+        cases.append((strategy, True, 2, {**told, **LABELS}))
+    for (*_, told), by_rank in zip(cases, run_each(pool, looks, [case[:3] for case in cases]), strict=True):
+        for found in by_rank:
+            need_no_more(found, told)
+    found, _ = pool.run(looks, ["fsdp"], False, 12)
+    assert found["runtime.data_parallel.collective_order._compare"] <= 5, "more layers are not compared more often"

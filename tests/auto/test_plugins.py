@@ -58,10 +58,8 @@ def test_a_method_is_a_name_like_any_other_once_it_is_loaded(install: Install) -
     assert loaded.name == "gradient_noise"
     assert Strategy.of([("gradient_noise", {"eta": 0.1})])[0] == loaded(eta=0.1)
 
-    install("noisy", NOISE, gradient_noise="GradientNoise")
     assert atorch.load_methods("gradient_noise") == atorch.load_methods(["gradient_noise"])
 
-    install("noisy", NOISE, gradient_noise="GradientNoise")
     with pytest.raises(StrategyError, match="'gradient_noice'; did you mean 'gradient_noise'"):
         atorch.load_methods("gradient_noice")
 
@@ -71,7 +69,6 @@ def test_what_is_offered_is_loaded_where_it_is_named_or_none_is(install: Install
     install("calm", NOISE.replace("gradient_noise", "calm").replace("GradientNoise", "Calm"), calm="Calm")
     assert {"calm", "gradient_noise"} <= {each.name for each in atorch.load_methods()}
 
-    install("noisy", NOISE, gradient_noise="GradientNoise")
     install("broken", "raise RuntimeError", broken="Broken")
     atorch.load_methods(["gradient_noise"])
     assert "broken" not in sys.modules

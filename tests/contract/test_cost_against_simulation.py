@@ -119,15 +119,9 @@ def gpt2(layers: int) -> nn.Module:
 def bert(layers: int) -> nn.Module:
     """Its embeddings add positions to what they look up, which a rank's own tokens do not tell."""
     config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=2816,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        max_position_embeddings=SEQ,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=16,
+        max_position_embeddings=SEQ, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
     return transformers.BertForMaskedLM(config)
 
 
@@ -168,13 +162,9 @@ def job(make: Callable[[int], nn.Module], layers: int) -> tuple[Context, ModelPr
     with torch.device("meta"):
         model = make(layers)
     ctx = make_context(
-        model,
-        optim_func=torch.optim.AdamW,
-        loss_func=cross_entropy,
-        model_input_format="unpack_dict",
-        world=world,
+        model, optim_func=torch.optim.AdamW, loss_func=cross_entropy, model_input_format="unpack_dict", world=world,
         cluster=ClusterSpec.detect(world, measure=False),
-    )
+    )  # fmt: skip
     counts = ctx.num_counts(batch())
     return ctx, trace(model, batch(), ctx.call_model, ctx.loss_func, ctx.make_optimizer, num_counts=counts)
 

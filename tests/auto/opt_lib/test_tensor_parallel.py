@@ -288,13 +288,9 @@ def test_each_of_64_ranks_holds_its_part(name: str, method: str) -> None:
     with torch.device("meta"):
         model = make()
     ctx = make_context(
-        model,
-        optim_func=torch.optim.AdamW,
-        loss_func=lambda batch, output: output["logits"].square().mean(),
-        model_input_format="unpack_dict",
-        world=world,
-        cluster=ClusterSpec.detect(world, measure=False),
-    )
+        model, optim_func=torch.optim.AdamW, loss_func=lambda batch, output: output["logits"].square().mean(),
+        model_input_format="unpack_dict", world=world, cluster=ClusterSpec.detect(world, measure=False),
+    )  # fmt: skip
     strategy = Strategy.of([("parallel_mode", ([("tensor", 8), ("data", 8)], None)), "tensor_parallel", method])
     batch = {"input_ids": torch.zeros(64, 16, dtype=torch.long)}
     held = simulate(ctx, strategy, batch, world_size=64).memory

@@ -80,22 +80,13 @@ def _of_transformer(chance: random.Random) -> ModelProfile:
             query_rank=chance.choice((0, 512)), kv_rank=256, nope_dim=64, rope_dim=32, value_dim=64
         )
     shape = TransformerShape(
-        layers=chance.choice((1, 2, 3, 4, 8, 12, 32, 80, 126)),
-        hidden=hidden,
-        heads=heads,
+        layers=chance.choice((1, 2, 3, 4, 8, 12, 32, 80, 126)), hidden=hidden, heads=heads,
         kv_heads=heads // chance.choice([each for each in (1, 2, 4, 8) if heads % each == 0]),
-        ffn=hidden * chance.choice((1, 3, 4)),
-        vocab=chance.choice((100, 32_000, 128_256)),
-        seq_len=chance.choice((64, 512, 2048, 8192, 131_072)),
-        head_dim=head_dim,
-        gated=chance.random() < 0.7,
-        tied=chance.random() < 0.3,
-        norm=chance.choice(("rmsnorm", "layernorm")),
-        learned_positions=chance.random() < 0.3,
-        bias=chance.random() < 0.3,
-        experts=experts,
-        latent=latent,
-    )
+        ffn=hidden * chance.choice((1, 3, 4)), vocab=chance.choice((100, 32_000, 128_256)),
+        seq_len=chance.choice((64, 512, 2048, 8192, 131_072)), head_dim=head_dim, gated=chance.random() < 0.7,
+        tied=chance.random() < 0.3, norm=chance.choice(("rmsnorm", "layernorm")),
+        learned_positions=chance.random() < 0.3, bias=chance.random() < 0.3, experts=experts, latent=latent,
+    )  # fmt: skip
     built = Implementation(
         itemsize=chance.choice((4.0, 4.0, 4.0, 2.0)),
         fused_norm=chance.random() < 0.5,
@@ -142,36 +133,23 @@ def _of_segments(chance: random.Random) -> ModelProfile:
         saved = size(1e10)
         heads = chance.choice((0, 8)) if is_block else 0
         return Segment(
-            name=f"part{index}.blocks",
-            count=chance.randint(1, 40) if is_block else 1,
-            is_block=is_block,
-            num_params=params,
-            num_trainable=params,
-            split_params=params * chance.choice((0.0, 0.5, 1.0)),
+            name=f"part{index}.blocks", count=chance.randint(1, 40) if is_block else 1, is_block=is_block,
+            num_params=params, num_trainable=params, split_params=params * chance.choice((0.0, 0.5, 1.0)),
             matmuls=tuple(Matmul(rows=rows, inner=inner, columns=columns, split=kind) for kind in kinds),
             attention_flops=size(1e13) if heads else 0.0,
             outside=Region(saved_bytes=saved, selective_bytes=saved * chance.random(), traffic_bytes=size(1e11)),
-            inside=Region(saved_bytes=size(1e10), traffic_bytes=size(1e11)),
-            input_bytes=size(1e9),
-            working_bytes=size(1e10),
-            split_working=chance.random() < 0.5,
-            num_ops=size(1e3),
-            num_heads=heads,
-            num_kv_heads=heads,
-            sequence_length=chance.choice((0, 64, 8192)) if heads else 0,
-        )
+            inside=Region(saved_bytes=size(1e10), traffic_bytes=size(1e11)), input_bytes=size(1e9),
+            working_bytes=size(1e10), split_working=chance.random() < 0.5, num_ops=size(1e3), num_heads=heads,
+            num_kv_heads=heads, sequence_length=chance.choice((0, 64, 8192)) if heads else 0,
+        )  # fmt: skip
 
     segments = tuple(segment(index) for index in range(chance.randint(1, 5)))
     params = int(sum(each.count * each.num_params for each in segments))
     itemsize = chance.choice((2, 4))
     return ModelProfile(
-        segments=segments,
-        batch_size=chance.choice((1, 4)),
-        num_params=params,
-        num_trainable=params,
-        param_bytes=itemsize * params,
-        trainable_bytes=itemsize * params,
-    )
+        segments=segments, batch_size=chance.choice((1, 4)), num_params=params, num_trainable=params,
+        param_bytes=itemsize * params, trainable_bytes=itemsize * params,
+    )  # fmt: skip
 
 
 def _cluster(chance: random.Random) -> ClusterSpec:

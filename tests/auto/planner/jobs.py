@@ -58,14 +58,10 @@ def context(model: nn.Module | None = None, **changes):
     data = TensorDataset(torch.randn(64, 16), torch.randn(64, 4))
     size = dist.get_world_size() if dist.is_initialized() else 1
     ctx = make_context(
-        net() if model is None else model,
-        torch.optim.AdamW,
-        data,
+        net() if model is None else model, torch.optim.AdamW, data,
         lambda batch, output: nn.functional.mse_loss(output, batch[1]),
-        dataloader_args={"batch_size": 8, "shuffle": True},
-        world=worlds.init("cpu"),
-        cluster=cluster(size),
-    )
+        dataloader_args={"batch_size": 8, "shuffle": True}, world=worlds.init("cpu"), cluster=cluster(size),
+    )  # fmt: skip
     return replace(ctx, call_model=lambda module, batch: module(batch[0]), **changes)
 
 

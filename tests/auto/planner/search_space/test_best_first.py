@@ -30,16 +30,11 @@ def jobs(pick):
     """A model, a cluster, a batch, and the methods that are left out."""
     heads = pick(draw.sampled_from([4, 8]))
     shape = TransformerShape(
-        layers=pick(draw.integers(1, 9)),
-        hidden=pick(draw.sampled_from([64, 512, 4096])),
-        heads=heads,
-        kv_heads=pick(draw.sampled_from([2, heads])),
-        ffn=pick(draw.sampled_from([128, 2048, 8192])),
-        vocab=pick(draw.sampled_from([100, 32000])),
-        seq_len=pick(draw.sampled_from([16, 2048, 4096])),
-        head_dim=64,
+        layers=pick(draw.integers(1, 9)), hidden=pick(draw.sampled_from([64, 512, 4096])), heads=heads,
+        kv_heads=pick(draw.sampled_from([2, heads])), ffn=pick(draw.sampled_from([128, 2048, 8192])),
+        vocab=pick(draw.sampled_from([100, 32000])), seq_len=pick(draw.sampled_from([16, 2048, 4096])), head_dim=64,
         tied=pick(draw.booleans()),
-    )
+    )  # fmt: skip
     keep = Implementation(itemsize=4.0, flash_attention=pick(draw.booleans()))
     profile = transformer_profile(shape, 1, keep)
     known = pick(draw.sampled_from(["H100-80GB", "V100-16GB", "RTX4090"]))
