@@ -256,5 +256,5 @@ def test_batches_of_replicas_may_differ(rank: int, size: int, schedule: str, bes
             loss.backward()
             errors.append(abs(loss.item() - float(make_model("gpt2")(**batch).loss)))
     assert max(errors) <= 1e-5
-    if sizes is LENGTHS:
+    if sizes == LENGTHS:
         assert len(made) == 1, "the order of passes does not depend on shapes"
