@@ -28,9 +28,6 @@ from tests.runtime.chunk.test_training import (
 )
 from tests.runtime.sharing import Awkward
 
-# torch's compiler asks for gradients of tensors that can have none.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-
 
 def sgd(groups: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)  # type: ignore[arg-type]
@@ -41,6 +38,7 @@ def compiled(
 ) -> tuple[nn.Module, ChunkOptimizer, Operations, int]:
     """A model whose blocks are compiled, with room for a share of its parameters."""
     make, data, loss = FAMILIES[family]
+    torch._dynamo.reset()  # else it knows other tests' shapes of the same code, and recomputes with another graph
 
     def made() -> nn.Module:
         model = make()
