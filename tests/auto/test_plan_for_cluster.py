@@ -39,6 +39,7 @@ def outcome(subject, strategy, allowance):
     return found
 
 
+@pytest.mark.slow
 def test_what_is_allowed_is_simulated(subject):
     assert outcome(subject, DDP, Allowance())["peak_bytes"] > 0
     assert outcome(subject, DDP, Allowance(until=math.inf, real_bytes=0.0))["peak_bytes"] > 0, "of fakes alone"
@@ -100,6 +101,7 @@ def test_what_does_not_fit_by_its_simulation_is_not_chosen():
     assert "what is chosen in its place is estimated to need less" in plan.notes[0]
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_by_simulation_the_choice_stays_and_that_is_told():
     plan = plan_for(keeping(2**12), small(2**20), global_batch=8, host_memory=False, verify=1)
     assert not plan.simulated[0]["fits"]

@@ -136,8 +136,8 @@ KNOBS: dict[int, list[tuple[list[Any], str, float]]] = {
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, KNOBS[2]), (4, KNOBS[4][1:]), pytest.param(4, KNOBS[4][:1], marks=pytest.mark.slow)],
-    ids=["two", "megatron", "zero2"],
+    [(2, KNOBS[2]), pytest.param(4, KNOBS[4], marks=pytest.mark.slow)],
+    ids=["two", "four"],
 )
 def test_other_knobs(pool: Pool, ranks: int, cases: list[tuple[list[Any], str, float]]) -> None:
     given = [(strategy, attention) for strategy, attention, _ in cases]

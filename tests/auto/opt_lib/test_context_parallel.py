@@ -98,7 +98,7 @@ MATRIX: list[tuple[str, list[Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("jobs", [TRAINED, pytest.param(MATRIX, marks=pytest.mark.nightly)], ids=["few", "all"])
 def test_it_trains_as_one_process_does(pool: Pool, jobs: list[tuple[str, list[Any], int]], ranks: int) -> None:
     cases = [(name, strategy) for name, strategy, size in jobs if size == ranks]

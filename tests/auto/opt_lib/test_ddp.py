@@ -85,6 +85,7 @@ def test_documented_configurations_of_zero2(config: Any, backend: str) -> None:
 FAIRSCALE = {"backend": "fairscale"}
 
 
+@pytest.mark.slow
 def test_trains_and_clips_as_one_process_does(pool: Pool) -> None:
     cases = [([method], name, True) for method in ("ddp", "zero1", "zero2") for name in ("awkward", "llama", "lora")]
     cases += [([(method, FAIRSCALE)], "awkward", True) for method in ("zero1", "zero2")]

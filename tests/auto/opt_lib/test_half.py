@@ -103,6 +103,7 @@ def test_a_learning_rate_too_small_for_bf16_still_learns() -> None:
     assert torch.equal(plain.body[0].weight, before)  # which is what masters are for
 
 
+@pytest.mark.slow
 def test_ranks_train_together(pool: Pool) -> None:
     bands: list[tuple[Any, float]] = [("amp_native", 1e-2), (("half", "fp16"), 1e-2), (("half", "bf16"), 5e-2)]
     cases = [([precision, *sharding],) for precision, _ in bands for sharding in ([], ["zero1"])]

@@ -197,6 +197,7 @@ def dry_run_all(rank, size, strategies):
             assert_same(before, snapshot(model))
 
 
+@pytest.mark.slow
 def test_dry_runs_write_to_no_memory_of_the_model(pool):
     dry_run_all(0, 1, [[], ["half"], ["chunk"], ["fsdp"]])
 

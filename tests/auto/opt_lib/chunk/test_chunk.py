@@ -130,6 +130,7 @@ def test_a_batch_of_another_shape_is_foreseen_when_it_comes():
 TWO_BY_TWO = [("parallel_mode", ([("zero", 2), ("data", 2)], None)), ("chunk", {"budget_bytes": 10**6})]
 
 
+@pytest.mark.slow
 def test_it_shares_over_zero_and_replicates_over_data(pool: Pool) -> None:
     assert_trains_like_plain(pool, deviation, [(TWO_BY_TWO, name, True) for name in ("llama", "awkward")], ranks=4)
     for shares, mine, whole in pool.run(kept, ranks=4):

@@ -164,6 +164,7 @@ def test_a_second_search_runs_less_and_all_ranks_agree(pool, tmp_path):
     assert len({each["job"] for each in data["observations"]}) == 1
 
 
+@pytest.mark.slow
 def test_without_a_calibration_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fixed = Strategy.of(["checkpoint"])

@@ -78,6 +78,7 @@ def test_few_micro_batches_tell_what_all_do(monkeypatch: pytest.MonkeyPatch, ran
     assert told.peak_bytes == pytest.approx(happened.peak_bytes, rel=0.005)
 
 
+@pytest.mark.slow
 def test_the_fullest_stage_is_what_a_plan_tells() -> None:
     ctx = job(llama(2))
     subject = Subject(trace(ctx.root, batch(), ctx.call_model, ctx.loss_func, ctx.make_optimizer), ctx, batch())
@@ -147,12 +148,15 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Any]] = {
 
 
 SAMPLE = ("fsdp",)
-"""`make test` runs these, `make test-nightly` every case."""
+"""`make test-all` runs these, `make test-nightly` every case."""
 
 
 @pytest.mark.parametrize(
     ("make", "strategy"),
-    [pytest.param(*case, id=name, marks=[] if name in SAMPLE else pytest.mark.nightly) for name, case in CASES.items()],
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in SAMPLE else pytest.mark.nightly)
+        for name, case in CASES.items()
+    ],
 )
 def test_few_blocks_tell_what_all_do(monkeypatch: pytest.MonkeyPatch, make: Any, strategy: Any) -> None:
     """Five blocks, carried there from few and simulated whole: every moment, byte and message."""

@@ -41,6 +41,7 @@ def test_beside_others(pool: Pool, name: str, strategy: list[Any], ranks: int, b
     check(pool, name, strategy, ranks=ranks, band=band, steps=2, even=True)
 
 
+@pytest.mark.slow
 @on_ranks()
 def test_batches_of_other_shapes_are_evaluated(rank: int, size: int) -> None:
     model = make_model("functional")
