@@ -236,7 +236,7 @@ def test_what_is_a_processs_own_may_differ(pool: Pool, tmp_path: Path) -> None:
 
 
 def doors(rank: int, size: int) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """What is told where other functions are called differently, and the call of a rank."""
+    """The errors where other functions are called differently, and the call of a rank."""
 
     def plan(dataset: Any = PAIRS, **more: Any) -> None:
         atorch.plan(Net(), torch.optim.SGD, dataset, loss_func, **more)

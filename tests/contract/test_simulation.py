@@ -46,7 +46,7 @@ def rows_of(name: str, rows: int) -> dict[str, torch.Tensor]:
 
 
 def real_stage(rank: int, size: int, name: str, strategy: list[Any], rows: int) -> Observed:
-    """What a rank of a real pipeline holds and sends."""
+    """The bytes that a rank of a real pipeline holds and sends."""
     batch = rows_of(name, rows)
     return observe(replace(staged(name, init()), sample_batch=batch), complete(Strategy.of(strategy), size), batch)
 
@@ -99,7 +99,7 @@ FEWER_MICRO_BATCHES = "more micro-batches do as the last"  # the note of a simul
 
 
 def assert_as_simulated(expected: Sequence[Simulated], run: Callable[[], list[Observed]]) -> None:
-    """That the first ranks of `run` do what was expected of each, and hold as much within 3 %."""
+    """Assert that the first ranks of `run` do what was expected of each, and hold as much within 3 %."""
     least = [float("inf") for _ in expected]
     for _ in range(RUNS):
         for rank, (simulated, happened) in enumerate(zip(expected, run(), strict=False)):

@@ -101,7 +101,7 @@ SAVED_AT, LAST = 2, 4
 
 
 def resumed(rank: int, size: int, config: Mapping[str, Any], is_partial: bool, path: str = "") -> float:
-    """How far a model that was trained on from a saved state is from the one that was trained on by itself.
+    """Distance of a model that was trained on from a saved state from the one that was trained on by itself.
 
     path: of the optimizer's file, as Hugging Face's Trainer saves and loads it; or it has none.
     """

@@ -38,7 +38,7 @@ from atorch.logs import logger
 from atorch.model.copy import copy_structure, lazy_copy
 from atorch.model.meta_device import has_meta
 from atorch.model.structure import num_repeats, repeated_blocks, shorten, told_of_all
-from atorch.runtime.precision.fp8 import log_odd_parts, without_fp8
+from atorch.runtime.precision.fp8 import log_indivisible_parts, without_fp8
 from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout, why_not_of
 from atorch.runtime.tensor_parallel.random_numbers import share_random_state
@@ -130,7 +130,7 @@ class TensorParallel(Method):
             for other in strategy:
                 if isinstance(other, SequenceParallel):
                     other.complete(ctx, layout)
-        log_odd_parts(model)
+        log_indivisible_parts(model)
         share_random_state(mesh.group("tensor"), ctx.device)
         return replace(
             ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, LAYOUT_KEY: written(layout, self._plan_knobs)}

@@ -221,7 +221,7 @@ def _why_not(
     if excluding is not None:
         return f"exclude names it ({excluding!r})"
     rows, columns = module.weight.shape
-    if _is_odd(module.weight.shape):
+    if _is_indivisible(module.weight.shape):
         return f"its weight is {rows} × {columns}; both must be multiples of {MULTIPLE}"
     return None
 
@@ -263,7 +263,7 @@ def _torchao_linear(recipe: Fp8Recipe, emulate: bool) -> Callable[[nn.Linear], n
 def _in_fp8_or_not(in_fp8: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input: Tensor) -> Tensor:
         weight = self.weight  # under tensor_parallel this rank's part
-        if self.multiplies_in_fp8 and not _is_odd(weight.shape):
+        if self.multiplies_in_fp8 and not _is_indivisible(weight.shape):
             product: Tensor = in_fp8(self, input)
             return product
         return F.linear(input, weight, self.bias)
@@ -271,7 +271,7 @@ def _in_fp8_or_not(in_fp8: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _is_odd(shape: Sequence[int]) -> bool:
+def _is_indivisible(shape: Sequence[int]) -> bool:
     return any(size % MULTIPLE for size in shape)
 
 
@@ -288,10 +288,12 @@ def without_fp8(model: nn.Module) -> Iterator[None]:
             layer.multiplies_in_fp8 = True
 
 
-def log_odd_parts(model: nn.Module) -> None:
+def log_indivisible_parts(model: nn.Module) -> None:
     """Log the layers that keep the old dtype, as this rank's part of their weight is no multiple of 16."""
-    if odd := [name for name, layer in _layers(model).items() if _is_odd(_local_shape(layer._parameters["weight"]))]:
-        logger.info("fp8 leaves %s, whose parts are not multiples of %d", ", ".join(odd), MULTIPLE)
+    if left := [
+        name for name, layer in _layers(model).items() if _is_indivisible(_local_shape(layer._parameters["weight"]))
+    ]:
+        logger.info("fp8 leaves %s, whose parts are not multiples of %d", ", ".join(left), MULTIPLE)
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_selective_recomputation_keeps_what_its_cost_says() -> None:
 
 
 def kept_bytes(num_layers: int) -> int:
-    """What lives of forward through selectively checkpointed Llama blocks, parameters apart."""
+    """Bytes that live after forward through selectively checkpointed Llama blocks, without parameters."""
     model = llama(64, 64, 128, num_layers, attn_implementation="sdpa").model
     for layer in model.layers:
         checkpoint_wrapper(layer, selective=True)

@@ -89,7 +89,7 @@ def around(rank: int, size: int, case: Case, dropout_p: float = 0.0) -> list[Ten
 
 
 def distances(rank: int, size: int, case: Case) -> list[float]:
-    """How far this rank's result and gradients are from its rows of the plain ones."""
+    """Distances of this rank's result and gradients from its rows of the plain ones."""
     deal = Deal(size, case.balanced)
     wanted = [each[:, :, deal.tokens(rank, each.shape[2])] for each in plain(replace(case, dtype=torch.float64))]
     got = around(rank, size, case)

@@ -243,7 +243,7 @@ MAKERS |= {
 
 
 def same(expected: Any, got: Any, rounding: float) -> bool:
-    """Whether nested values have the same numbers, and tensors of the same kinds, at the same places."""
+    """True if nested values have the same numbers, and tensors of the same kinds, at the same places."""
     flat = [{keystr(path): leaf for path, leaf in tree_flatten_with_path(each)[0]} for each in (expected, got)]
     return flat[0].keys() == flat[1].keys() and all(
         alike(value, flat[1][place], rounding) if isinstance(value, torch.Tensor) else value == flat[1][place]

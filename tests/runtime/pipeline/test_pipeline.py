@@ -158,7 +158,7 @@ def test_a_loss_that_reads_all_parameters_beside(pool: Pool, name: str, beside: 
 
 @on_ranks()
 def test_weights_of_losses_are_found_out_on_the_sample_or_else_in_the_first_step(rank: int, size: int) -> None:
-    """How often the last stage takes the loss while all is built, and in each of two steps."""
+    """Counts of losses that the last stage takes while all is built, and in each of two steps."""
     for rows, expected in (
         (ROWS, [1 + 3, 4, 4]),  # watched; two micro-batches, and both together
         (1, [1, 3 + 4, 4]),  # one row makes no two micro-batches
