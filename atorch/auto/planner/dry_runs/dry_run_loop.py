@@ -42,6 +42,7 @@ PATIENCE, FAILURE_CHARGE = 12, 1.0  # after so many failures without success, a 
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
+AHEAD = 0.5  # standard deviations by which an unmeasured choice is ahead of the baseline
 ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
 
 
@@ -152,7 +153,7 @@ class DryRunLoop:
             margin = np.full(len(taken), TIE)
             # The baseline is the fallback, unless a candidate that ran is faster than the baseline's expected time.
             if all(expected[self.baseline] < expected[index] for index in self.measured):
-                margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
+                margin[self.baseline] = max(TIE, AHEAD * math.sqrt(self._guide.apart(best)[self.baseline]))
             ties = np.flatnonzero(expected <= expected[best] + margin).tolist()
         else:
             ties = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]

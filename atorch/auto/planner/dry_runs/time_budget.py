@@ -20,7 +20,7 @@ from atorch.auto.strategy import Strategy
 
 KEPT = 0.05  # share of a limit for cleaning up at its end
 DEFAULT_S = 90.0  # default limit
-DEFAULT_STEPS, DEFAULT_STARTS = 60, 16  # steps of the choice, and starts without compiler, if these take longer
+DEFAULT_STEPS, DEFAULT_STARTS = 30, 16  # steps of the choice, and starts without compiler, if these take longer
 
 
 @dataclass
