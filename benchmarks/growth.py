@@ -265,7 +265,7 @@ def _start(name: str, size: int) -> dict[str, float]:
 
 def _ranking(shape: str, devices: str) -> dict[str, float]:
     import atorch.auto.opt_lib  # noqa: F401  registers the methods
-    from atorch.auto.planner.estimate.ranking import Told, Wanted, best_level, methods_of
+    from atorch.auto.planner.ranking import Told, Wanted, best_level, methods_of
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import plain_cost
     from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile

@@ -85,7 +85,7 @@ def _bool(given: object) -> object:
 
 
 def _names(given: Any, info: ValidationInfo) -> tuple[str, ...] | None:
-    from atorch.auto.planner.search_space.method_names import names_in
+    from atorch.auto.planner.request import names_in
 
     return None if given is None else names_in(given, str(info.field_name))
 

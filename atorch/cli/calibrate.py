@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atorch.auto.sources.source import NEEDED, OPTIONAL, JobSource, source_of
+from atorch.auto.sources import NEEDED, OPTIONAL, JobSource, source_of
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.files.access import check_target
 from atorch.files.strict_json import Format, read_json

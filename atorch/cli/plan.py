@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from atorch.auto.sources.source import JobSource, source_of
+from atorch.auto.sources import JobSource, source_of
 from atorch.cli.answers import NamedAnswer, Outputs, give
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError

@@ -16,8 +16,7 @@ from typing import ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.shared.divisibility import indivisible, uncuttable, unmet_tokens
-from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss
+from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible, uncuttable, unmet_tokens
 from atorch.auto.opt_lib.shared.sample_batch import on_samples
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method

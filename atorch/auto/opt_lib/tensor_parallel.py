@@ -21,8 +21,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.shared.defaults import has_fsdp
-from atorch.auto.opt_lib.shared.divisibility import indivisible
-from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss
+from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.auto.opt_lib.shared.sample_batch import on_few_tokens
 from atorch.auto.opt_lib.shared.zero_backends import in_pipeline

@@ -7,9 +7,8 @@ warning.
 from __future__ import annotations
 
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.opt_lib.shared.defaults import SLOT, complete
-from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
-from atorch.auto.planner.estimate.score import estimate_of, usable_bytes
+from atorch.auto.opt_lib.shared.defaults import SLOT, complete, disagreement
+from atorch.auto.planner.estimate import estimate_of, usable_bytes
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
+from atorch.auto.planner.candidate_table import CandidateTable
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost.memory import CATEGORIES

@@ -25,11 +25,11 @@ from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compi
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
 from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Feed, aside
-from atorch.auto.planner.estimate.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
-from atorch.auto.planner.estimate.score import usable_bytes
+from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
-from atorch.auto.planner.search_space.method_names import names_in
-from atorch.auto.planner.search_space.space import MESH
+from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
+from atorch.auto.planner.request import names_in
+from atorch.auto.planner.space import MESH
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
-from atorch.auto.planner.search_space.best_first import best_first
-from atorch.auto.planner.search_space.space import SearchNode, compositions
+from atorch.auto.planner.best_first import best_first
+from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.space import SearchNode, compositions
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import Cost, StepTimes, peak_memory

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from atorch.compat.fairscale_zero import shard_gradients, shard_states
+from atorch.compat.zero import shard_gradients, shard_states
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.elementwise_optimizers import ELEMENTWISE
 from atorch.runtime.data_parallel import buckets

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, deepspeed, uneven
-from atorch.auto.opt_lib.pipeline_parallel.cut import even_cut
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, deepspeed, even_cut, uneven
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy import Phase, Strategy
 from atorch.cost.kernels.gemm import peak_flops

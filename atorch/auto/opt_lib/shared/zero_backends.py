@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.strategy.method import Method
-from atorch.compat.deepspeed_zero import with_deepspeed
-from atorch.compat.fairscale_zero import shard_gradients, shard_states
+from atorch.compat.zero import shard_gradients, shard_states, with_deepspeed
 from atorch.distributed import world
 from atorch.distributed.mesh import AXES
 from atorch.errors import StrategyError

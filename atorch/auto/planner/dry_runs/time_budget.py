@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from atorch.auto.planner.dry_runs.calibration import Past
-from atorch.auto.planner.estimate.ranking import compiles
+from atorch.auto.planner.ranking import compiles
 from atorch.auto.strategy import Strategy
 
 KEPT = 0.05  # share of a limit for cleaning up at its end

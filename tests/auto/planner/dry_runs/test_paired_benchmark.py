@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from atorch.auto.planner.dry_runs.paired_benchmark import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
+from atorch.auto.planner.dry_runs.step_timing import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
 from atorch.auto.planner.dry_runs.time_budget import DEFAULT_S, DEFAULT_STARTS, DEFAULT_STEPS, KEPT, TimeBudget
-from atorch.auto.planner.estimate.ranking import simplest
 from atorch.auto.planner.plan import Estimate, Scored
+from atorch.auto.planner.ranking import simplest
 from atorch.auto.strategy import Strategy
 
 

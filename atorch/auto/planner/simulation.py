@@ -27,9 +27,17 @@ from torch import nn
 
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.opt_lib.shared.defaults import batch_place, complete
-from atorch.auto.planner.simulate.depth_extrapolation import LONG, SHORT, Observed, Sent, UnlikeError, extend
-from atorch.auto.planner.simulate.metadata_tracing import foreseen
-from atorch.auto.planner.simulate.simulated_pipeline import num_stages, with_fewer_micro_batches
+from atorch.auto.planner.small_simulation import (
+    LONG,
+    SHORT,
+    Observed,
+    Sent,
+    UnlikeError,
+    extend,
+    foreseen,
+    num_stages,
+    with_fewer_micro_batches,
+)
 from atorch.auto.strategy import Strategy
 from atorch.distributed.fake_world import Pretending, fake_world
 from atorch.distributed.mesh import Mesh

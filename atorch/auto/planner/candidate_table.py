@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
-from atorch.auto.planner.search_space.space import MESH, Only, SearchNode
+from atorch.auto.planner.space import MESH, Only, SearchNode
 from atorch.auto.strategy import Method
 from atorch.cost import Memory
 from atorch.cost.memory import CATEGORIES

@@ -38,7 +38,7 @@ from atorch.auto.opt_lib.micro_batch import MicroBatch, is_ample
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.opt_lib.zero2 import Zero2
-from atorch.auto.planner.search_space.space import Choice, Level, Only, SearchNode, Space
+from atorch.auto.planner.space import Choice, Level, Only, SearchNode, Space
 from atorch.auto.strategy import Method, Phase
 from atorch.cost import Cost, StepTimes, peak_bytes
 from atorch.cost.memory import least_on_host, uses_host

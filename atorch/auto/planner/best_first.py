@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from atorch.auto.planner.estimate.candidate_table import TIE, CandidateTable, Intricacy, intricacy, least_intricacy
-from atorch.auto.planner.search_space.bounds import Bounds, LowerBound
-from atorch.auto.planner.search_space.space import Only, SearchNode, Space
+from atorch.auto.planner.bounds import Bounds, LowerBound
+from atorch.auto.planner.candidate_table import TIE, CandidateTable, Intricacy, intricacy, least_intricacy
+from atorch.auto.planner.space import Only, SearchNode, Space
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTimes, peak_memory
 

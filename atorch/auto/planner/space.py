@@ -16,8 +16,8 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
-from atorch.auto.opt_lib.shared.mesh_constraints import disagreement, incomplete
-from atorch.auto.planner.search_space.method_names import check_fixed, check_names_in, less_exact, names_in, others
+from atorch.auto.opt_lib.shared.defaults import disagreement, incomplete
+from atorch.auto.planner.request import check_fixed, check_names_in, less_exact, names_in, others
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile

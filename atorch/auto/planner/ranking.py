@@ -15,11 +15,11 @@ from itertools import islice
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.estimate.candidate_table import TIE
-from atorch.auto.planner.estimate.score import estimate_of, needs, usable_bytes, usable_host_bytes
+from atorch.auto.planner.best_first import best_first
+from atorch.auto.planner.candidate_table import TIE
+from atorch.auto.planner.estimate import estimate_of, needs, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Rejected, Scored
-from atorch.auto.planner.search_space.best_first import best_first
-from atorch.auto.planner.search_space.space import Space, compositions
+from atorch.auto.planner.space import Space, compositions
 from atorch.auto.strategy import EXACTNESS, Exactness, Method, Phase, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile

@@ -1,19 +1,26 @@
-"""DeepSpeed's ZeRO stages 1 and 2. DeepSpeed runs the backward pass, and reduces, partitions and gathers around it.
+"""ZeRO by other packages: DeepSpeed's stages 1 and 2, and FairScale's OSS and ShardedDataParallel.
 
-Needs the package deepspeed. It shards over all processes of the job, and keeps fp32 copies itself. The optimizer gets
-flat pieces of parameters, which suits only element-wise ones (SGD, Adam).
+DeepSpeed runs the backward pass, and reduces, partitions and gathers around it. It shards over all processes of the
+job, and keeps fp32 copies itself. The optimizer gets flat pieces of parameters, which suits only element-wise ones
+(SGD, Adam).
+
+FairScale's OSS shards optimizer states over ranks (ZeRO-1), and ShardedDataParallel gradients too (ZeRO-2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.model.wrapper import Wrapper
-from atorch.runtime.gradients.clip import ClipsItself
+from atorch.runtime.gradients.backward_targets import expects_none
+from atorch.runtime.gradients.clip import ClipsItself, Spread, clip_grads
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 
@@ -103,3 +110,37 @@ def with_deepspeed(module: nn.Module, optimizer: Optimizer, stage: Literal[1, 2]
     }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     return DeepSpeedModel(module, engine), DeepSpeedOptimizer(optimizer, engine)
+
+
+def shard_states(groups: Any, make_optimizer: Callable[[Any], Optimizer], group: dist.ProcessGroup) -> Optimizer:
+    """An OSS around the optimizers that `make_optimizer` makes, with states sharded over `group`."""
+    from fairscale.optim import OSS
+
+    oss: Optimizer = OSS(groups, optim=make_optimizer, group=group)
+    return oss
+
+
+def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup) -> nn.Module:
+    """`module` with each gradient reduced to the rank of `group` that steps it, and None on the others."""
+    from fairscale.nn.data_parallel import ShardedDataParallel
+
+    class Sharded(ClipsItself, Wrapper, ShardedDataParallel):  # type: ignore[misc]
+        """ShardedDataParallel that keeps the user's parameter names and clips by the norm over all ranks."""
+
+        def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
+            return clip_grads(self.parameters(), max_norm, norm_type, Spread(over=(group,)))
+
+    # No reduction buffers: since torch 2.0, `zero_grad` drops gradients, which detaches FairScale's buffers silently,
+    # and parameters of the ranks drift apart.
+    sharded: nn.Module = Sharded(module, oss, process_group=group, reduce_buffer_size=0)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(expects_none(partial(_keep_average, sharded, parameter, [False])))
+    return sharded
+
+
+def _keep_average(sharded: Any, parameter: nn.Parameter, is_averaged: list[bool], _: Tensor | None) -> None:
+    """Multiply an earlier pass's average by the ranks, before the next pass adds to it and averages the sum."""
+    if parameter.grad is not None and is_averaged[0]:
+        parameter.grad.mul_(dist.get_world_size(sharded._process_group))
+    is_averaged[0] = not sharded._should_accumulate_grads
