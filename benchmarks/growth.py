@@ -227,7 +227,7 @@ def counting(size: int) -> Iterator[Counted]:
 
 
 def _start(name: str, size: int) -> dict[str, float]:
-    from atorch.distributed.fake_world import fake_world
+    from atorch.distributed.local_collectives import fake_world
 
     model = a_model()
     data = torch.utils.data.TensorDataset(torch.zeros(4 * size * NODE, WIDTH))

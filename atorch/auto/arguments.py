@@ -28,7 +28,7 @@ from atorch.distributed import world as worlds
 from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import Fact, Facts, described, described_dataset, described_model, structure
 from atorch.errors import ArgumentError, near_miss
-from atorch.files.access import FileKind, check_target
+from atorch.files import FileKind, check_target
 
 MAX_SIMULATED = 32
 INSTEAD: Mapping[str, str] = {

@@ -153,7 +153,7 @@ def _answers(
 
 def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: int | None) -> NamedAnswer:
     from atorch.auto.plan_for_cluster import plan_for
-    from atorch.report.progress import telling
+    from atorch.report.text import telling
 
     return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
 
@@ -213,7 +213,7 @@ def _reader(source: JobSource, seq: int | None, *, once: bool) -> Read:
 
 def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     """Read the model, and write its size and the time that it took to standard error."""
-    from atorch.report.progress import telling
+    from atorch.report.text import telling
 
     began = time.monotonic()
     with telling(f"reading {source.title}"):

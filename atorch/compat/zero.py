@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.model.wrapper import Wrapper
-from atorch.runtime.gradients.backward_targets import expects_none
+from atorch.runtime.gradients.backward import expects_none
 from atorch.runtime.gradients.clip import ClipsItself, Spread, clip_grads
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 

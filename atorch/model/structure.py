@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from atorch.errors import StrategyError, near_miss, shown
-from atorch.model.method_override import is_override
+from atorch.model.wrapper import is_override
 
 _NAMES_OF_DEPTH = ("layer", "depth", "block")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

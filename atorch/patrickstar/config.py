@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from atorch.files.config_dict import NoEffect, Section
+from atorch.files.strict_json import NoEffect, Section
 from atorch.logs import logger
 
 MemoryFraction = Annotated[float, Field(gt=0, le=1)]

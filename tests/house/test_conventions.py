@@ -53,7 +53,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/runtime/loss/reduction_probe.py:Look._losses": (
         "a loss may fail on a part of a batch in any way; the warning says so"
     ),
-    "atorch/runtime/optimizer/split_support.py:made_small": ("a user's optimizer may refuse small parameters"),
+    "atorch/runtime/optimizer/user_optimizer.py:made_small": ("a user's optimizer may refuse small parameters"),
     "atorch/runtime/pipeline/capture/graph_split.py:_export": (
         "a model may resist export in any way; the error says both reasons"
     ),
@@ -73,7 +73,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/smp/steps/first_step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
     "atorch/smp/steps/runner.py:Runner.run": "raised on all processes at the end of the step",
     "atorch/smp/steps/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
-    "atorch/smp/training/sharding.py:ShardedPasses.step": "raised again, once the others know that they have to stop",
+    "atorch/smp/steps/averaging.py:ShardedPasses.step": "raised again, once the others know that they have to stop",
 }
 
 # Module-level objects that change while the program runs.
@@ -97,7 +97,7 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/logs.py:say_once": "what was said once a process; a model has many equal modules",
     "atorch/smp/model_creation.py:_delaying": "the context of delay_param_initialization; each thread has its own",
     "atorch/smp/session.py:_sessions": "smp.rank() and its kin take no argument; what smp.init made, in every thread",
-    "atorch/smp/tensor/marks.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",
+    "atorch/smp/tensor/__init__.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",
     "atorch/runtime/memory/recompute.py:_disabled": "disable_checkpointing() takes no argument; a ContextVar, as above",
     "atorch/runtime/memory/recompute.py:_pass": (
         "is_recomputing() takes no argument; a ContextVar, so each thread has its own"

@@ -15,7 +15,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost.memory import CATEGORIES
 from atorch.errors import ArgumentError, StrategyError
-from atorch.files.access import FileKind, write
+from atorch.files import FileKind, write
 from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import batch_size
 from atorch.profiler.trace import trace
-from atorch.report.progress import Progress, search_progress
+from atorch.report.text import Progress, search_progress
 from atorch.units import format_bytes, format_seconds
 
 Show = Callable[[Progress], None]

@@ -1,7 +1,7 @@
 """Simulates a strategy on fake tensors in a fake world, to count the bytes that a rank holds and sends in a step.
 
 A simulation is more exact than an estimate and cheaper than a dry run. The methods' own `apply` and the context's own
-`build` run on fake tensors and a fake process group of the target's size (distributed/fake_world.py). Then whole
+`build` run on fake tensors and a fake process group of the target's size (distributed/local_collectives.py). Then whole
 training steps run: forward, loss, backward, optimizer, zero_grad. Every storage and collective is counted
 (profiler/memory_tracker.py), as in a real run. The user's model is not changed.
 
@@ -39,13 +39,13 @@ from atorch.auto.planner.small_simulation import (
     with_fewer_micro_batches,
 )
 from atorch.auto.strategy import Strategy
-from atorch.distributed.fake_world import Pretending, fake_world
+from atorch.distributed.local_collectives import Pretending, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, CapabilityError
 from atorch.logs import logger
-from atorch.model.alias_guard import Originals
 from atorch.model.copy import copy_structure
+from atorch.model.copy_isolation import Originals
 from atorch.model.pytree import batch_size, map_tensors, tensors_in
 from atorch.model.structure import num_repeats, repeated_blocks, shorten
 from atorch.profiler.memory_tracker import (

@@ -33,8 +33,8 @@ from atorch.auto.strategy import Method, Phase, Strategy
 from atorch.distributed.mesh import groups_along
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.world import World
-from atorch.model.alias_guard import Originals
 from atorch.model.copy import copy_structure, lazy_copy
+from atorch.model.copy_isolation import Originals
 from atorch.model.pytree import map_tensors
 from atorch.model.structure import block_names, shorten, told_of_all
 from atorch.profiler.memory_tracker import ACTIVATIONS, MemorySample

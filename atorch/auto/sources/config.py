@@ -283,7 +283,7 @@ class SampleForm:
         """
         from atorch.model.copy import copy_with
         from atorch.model.pytree import tensors_in
-        from atorch.profiler.capture.fakes import Fakes
+        from atorch.profiler.fakes import Fakes
 
         fakes = Fakes()
         fake_images = {name: fakes.fake_unless_known(image) for name, image in images.items()}

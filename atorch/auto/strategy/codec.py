@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from atorch.auto.strategy.method import METHODS, RECIPES, Method, Recipe
 from atorch.auto.strategy.strategy import Strategy
 from atorch.errors import StrategyError, near_miss, shown
-from atorch.files.access import read_bytes, write
+from atorch.files import read_bytes, write
 from atorch.files.strict_json import Format, Json, check, parse, step
 from atorch.logs import logger
 

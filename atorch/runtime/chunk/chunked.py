@@ -22,7 +22,7 @@ from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
-from atorch.model.method_override import override
+from atorch.model.wrapper import override
 from atorch.runtime.chunk.compiled import CompiledModules, outermost
 from atorch.runtime.chunk.gradients import GradientSink, Rounds, SharedGradients
 from atorch.runtime.chunk.memory import ChunkSet

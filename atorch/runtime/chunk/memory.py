@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.memory_ledger import MemoryLedger
-from atorch.runtime.chunk.transfer import locked, put
+from atorch.runtime.chunk.transfer import MemoryLedger, locked, put
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSlot, ChunkSpec

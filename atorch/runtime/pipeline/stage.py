@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
-from atorch.model.method_override import override, override_forward
 from atorch.model.pytree import map_leaves, tensors_in
 from atorch.model.state import preserved_state
+from atorch.model.wrapper import override, override_forward
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputIndex, Route
-from atorch.runtime.pipeline.remote_parameter import Away, need_values
+from atorch.runtime.pipeline.stand_ins import Away, TensorSpec, need_values, shape_of
 
 STAGE = "_atorch_stage"
 """The attribute of units with their stage and their name; on a stage's model the name is empty."""

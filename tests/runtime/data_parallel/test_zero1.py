@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from atorch.compat.zero import shard_gradients, shard_states
 from atorch.errors import ArgumentError, CheckpointError
-from atorch.model.elementwise_optimizers import ELEMENTWISE
+from atorch.model.user_functions import ELEMENTWISE
 from atorch.runtime.data_parallel import buckets
 from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.data_parallel.replicate import replicate

@@ -26,12 +26,12 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.compat import need_backend
 from atorch.cost import Cost, ModelProfile
-from atorch.cost.comm.communication import boundary_bytes
+from atorch.cost.comm import boundary_bytes
 from atorch.cost.parallelism import accumulate, split_pipeline
 from atorch.cost.pipeline_stages import in_flight
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.profiler.capture.unit_costs import UnitCost, unit_costs
+from atorch.profiler.unit_costs import UnitCost, unit_costs
 from atorch.runtime.pipeline.capture.partition import partition
 
 PER_STAGE = 4

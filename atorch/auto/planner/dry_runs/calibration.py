@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost
 from atorch.errors import ArgumentError
-from atorch.files.access import read_bytes, write
+from atorch.files import read_bytes, write
 from atorch.files.strict_json import Format, parse
 from atorch.logs import logger
 

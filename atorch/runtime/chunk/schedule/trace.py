@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.runtime.chunk.compiled import CompiledModules
-from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Managed
-from atorch.runtime.chunk.saved_tensors import Owner, saved_as_handles
+from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Managed, Owner, saved_as_handles
 from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
 
 

@@ -12,7 +12,7 @@ from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel, even_cut, tied_calls
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.distributed.fake_world import fake_world
+from atorch.distributed.local_collectives import fake_world
 
 WIDTH = 64
 
