@@ -292,7 +292,7 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
 
 def _chunks(name: str, num: int) -> dict[str, float]:
     from atorch.runtime.chunk.chunked import course, lay_out, pinned_in
-    from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
+    from atorch.runtime.chunk.pass_schedule import Access, AccessTrace
 
     widths, share = CHUNKED[name]
     parameters: dict[str, torch.nn.Parameter] = {}

@@ -87,8 +87,7 @@ def _prepare(call: Request) -> tuple[Context, Strategy | None]:
 
 def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float) -> Plan:
     from atorch.auto.planner import search
-    from atorch.auto.planner.dry_runs.calibration import Calibration
-    from atorch.auto.planner.dry_runs.time_budget import TimeBudget
+    from atorch.auto.planner.dry_runs.time_budget import Calibration, TimeBudget
 
     options = call.options
     excluded = options.excluded

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.patrickstar.config import Fp16Section
+from atorch.patrickstar.core import Fp16Section
 from atorch.patrickstar.outputs import ScaledBackward
 from atorch.patrickstar.profiler import profiler
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.logs import muted
-from atorch.model.position_dependence import made_alone
 from atorch.model.pytree import map_tensors, tensors_in
-from atorch.model.structure import outside_of
+from atorch.model.structure import made_alone, outside_of
 from atorch.profiler.recording import Recorder
 
 TIMES = (1, 2, 3)

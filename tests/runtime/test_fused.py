@@ -17,8 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
-from atorch.runtime.fused.kernels import (
+from atorch.runtime.fused import (
     FusedRMSNorm,
     Variant,
     fuse_cross_entropy,
@@ -26,6 +25,7 @@ from atorch.runtime.fused.kernels import (
     fuse_rms_norms,
     recognise,
 )
+from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
 
 transformers = pytest.importorskip("transformers")
 

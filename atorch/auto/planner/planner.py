@@ -19,11 +19,10 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
-from atorch.auto.planner.dry_runs.calibration import Calibration, Past, job_of
 from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compiled, quick_collections
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
-from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Starts, TimeBudget
+from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Calibration, Past, Starts, TimeBudget, job_of
 from atorch.auto.planner.dry_runs.trial import Feed, aside
 from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data

@@ -16,8 +16,7 @@ from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import described
 from atorch.distributed.world import init
 from atorch.errors import ArgumentError, shown
-from atorch.patrickstar.config import EngineConfig
-from atorch.patrickstar.core import PatrickStarClient
+from atorch.patrickstar.core import EngineConfig, PatrickStarClient
 from atorch.patrickstar.ops import FP16Adam
 from atorch.patrickstar.runtime.engine import PatrickStarEngine
 

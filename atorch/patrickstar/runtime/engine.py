@@ -24,8 +24,7 @@ from atorch.distributed.fingerprints import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
 from atorch.model.pytree import leaves_of, map_tensors, tensors_in
 from atorch.model.wrapper import Wrapper, override
-from atorch.patrickstar.config import EngineConfig
-from atorch.patrickstar.core import PatrickStarClient
+from atorch.patrickstar.core import EngineConfig, PatrickStarClient
 from atorch.patrickstar.merge import load_parts, own_part
 from atorch.patrickstar.ops import FP16Adam, LossScaler, loss_scale_of
 from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of, plain, scaled_backward
@@ -33,9 +32,9 @@ from atorch.patrickstar.profiler import MemoryTier, profiler
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.pass_schedule import AccessTrace
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
-from atorch.runtime.chunk.schedule.schedule_cache import Courses
+from atorch.runtime.chunk.schedule_cache import Courses
 from atorch.runtime.gradients.clip import ClipsItself
 from atorch.units import format_bytes
 

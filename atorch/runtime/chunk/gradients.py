@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 
 from atorch.distributed.collectives import all_gather_single, host_comm_device, reduce_scatter_single
 from atorch.errors import ArgumentError
+from atorch.runtime.chunk.layout import ChunkLayout
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet, Keep
-from atorch.runtime.chunk.schedule.layout import ChunkLayout
 from atorch.runtime.chunk.transfer import Transfer, Wait, put
 from atorch.runtime.data_parallel.collective_order import (
     BACKWARD_ENDS,

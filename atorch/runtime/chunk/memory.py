@@ -26,7 +26,7 @@ from atorch.errors import ArgumentError
 from atorch.runtime.chunk.transfer import MemoryLedger, locked, put
 
 if TYPE_CHECKING:
-    from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSlot, ChunkSpec
+    from atorch.runtime.chunk.layout import ChunkLayout, ChunkSlot, ChunkSpec
 
 Keep = Callable[[Tensor, Tensor, bool], object]
 """Copies the second tensor into the first, or adds it."""

@@ -25,8 +25,8 @@ from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.gradients import GradientSink, Rounds
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Owner, manage, saved_as_handles
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, CollectiveEvent
 from atorch.runtime.gradients.backward import has_users_hooks, weakly
 from atorch.runtime.gradients.norm_guard import NormGuard, guarded

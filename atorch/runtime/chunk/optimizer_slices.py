@@ -37,8 +37,8 @@ from atorch.runtime.precision.master_weights import MASTER
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
+    from atorch.runtime.chunk.layout import ChunkSlot
     from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
-    from atorch.runtime.chunk.schedule.layout import ChunkSlot
     from atorch.runtime.chunk.transfer import MemoryLedger
 
 

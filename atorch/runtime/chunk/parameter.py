@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.compiled import CompiledModules
-from atorch.runtime.chunk.schedule.pass_schedule import Nodes
+from atorch.runtime.chunk.pass_schedule import Nodes
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.operations import Operations

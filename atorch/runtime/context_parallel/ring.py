@@ -25,8 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError
-from atorch.runtime.context_parallel.kernels import Attended, PartialAttention, accumulated, attend, gradients
-from atorch.runtime.context_parallel.load_balancing import Deal, QueryKeyBlock, RingOrder, schedule
+from atorch.runtime.context_parallel.load_balancing import (
+    Attended,
+    Deal,
+    PartialAttention,
+    QueryKeyBlock,
+    RingOrder,
+    accumulated,
+    attend,
+    gradients,
+    schedule,
+)
 from atorch.runtime.gradients.backward import first_order
 from atorch.runtime.sequence_parallel import Ulysses
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall

@@ -1,4 +1,4 @@
-"""The attention calls of any block, intercepted while its forward runs, and an exchange of tokens for heads around them.
+"""The attention calls of any block, intercepted while its forward runs, and exchanges of tokens for heads around them.
 
 `scaled_dot_product_attention` is the one operation that mixes tokens in blocks that can be split by tokens. A mode is
 active while the block's forward runs. It passes these calls to a chain of steps, the last added first. Each step calls

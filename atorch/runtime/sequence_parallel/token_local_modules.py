@@ -21,9 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from atorch.distributed.collectives import gather_objects
 from atorch.distributed.rng import RankStream
-from atorch.model.position_dependence import made_alone
 from atorch.model.state import evaluating
-from atorch.model.structure import outside_of
+from atorch.model.structure import made_alone, outside_of
 from atorch.model.wrapper import override
 from atorch.runtime.sequence_parallel.split_validation import (
     RunModel,

@@ -46,8 +46,8 @@ from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.memory import ChunkSet, stand_in
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
-from atorch.runtime.chunk.schedule.schedule_cache import Courses, Foresee
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
+from atorch.runtime.chunk.schedule_cache import Courses, Foresee
 from atorch.runtime.data.batches import take
 
 DEFAULT_FRACTION = 0.9

@@ -20,7 +20,7 @@ from atorch.model.copy import Convert, copy_with
 from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.structure import repeated_blocks, tell_depth
 from atorch.profiler.repeated_blocks import are_alike, described, groups_of_alike, like
-from atorch.runtime.chunk.schedule.pass_schedule import ENDS, FEWEST
+from atorch.runtime.chunk.pass_schedule import ENDS, FEWEST
 
 _PERIODS = 8  # blocks of the longest period
 _LOOKED_AT = 4 * _PERIODS  # blocks in which a period is searched

@@ -24,8 +24,8 @@ from atorch.profiler.fakes import Fakes, as_on
 from atorch.profiler.memory_tracker import BUFFERS, HOST, PARAMETERS, LiveBytes
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import host_values
-from atorch.runtime.chunk.schedule.pass_schedule import FEWEST, AccessTrace, deeper, stretches
-from atorch.runtime.chunk.schedule.trace import trace
+from atorch.runtime.chunk.pass_schedule import FEWEST, AccessTrace, deeper, stretches
+from atorch.runtime.chunk.trace import trace
 
 
 def foreseen(

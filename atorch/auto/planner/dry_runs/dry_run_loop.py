@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from atorch.auto.planner.dry_runs.calibration import Observation, Past
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.step_timing import (
     MIN_TURNS,
@@ -26,7 +25,7 @@ from atorch.auto.planner.dry_runs.step_timing import (
     seconds_needed,
 )
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate, tokens_of
-from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
+from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Observation, Past, Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Trial
 from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Measurement, Rejected, Scored

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from atorch.runtime.chunk.schedule.transfer_schedule import ScheduleStep, StepRuns, StepTransfers, TransferSchedule
+from atorch.runtime.chunk.transfer_schedule import ScheduleStep, StepRuns, StepTransfers, TransferSchedule
 
 
 class Access(NamedTuple):

@@ -25,7 +25,7 @@ from atorch.distributed.collectives import all_reduce_max, first_not_none, host_
 from atorch.distributed.fingerprints import both_ways
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.operations import Operations

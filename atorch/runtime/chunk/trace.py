@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Managed, Owner, saved_as_handles
-from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
+from atorch.runtime.chunk.pass_schedule import Access, AccessTrace
 
 
 class LiveCount(Protocol):
