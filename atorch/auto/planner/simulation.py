@@ -5,7 +5,7 @@ A simulation is more exact than an estimate and cheaper than a dry run. The meth
 training steps run: forward, loss, backward, optimizer, zero_grad. Every storage and collective is counted
 (profiler/memory_tracker.py), as in a real run. The user's model is not changed.
 
-Equal blocks are simulated at two small depths and extrapolated (depth_extrapolation.py). A rank of a pipeline has all
+Equal blocks are simulated at two small depths and extrapolated (small_simulation.py). A rank of a pipeline has all
 blocks of its stage; a copy of the model replaces the other stages (runtime/pipeline/stage.py). Operations are
 the CPU's even if the target is a GPU, whose kernels may save other tensors; the allocator's waste is not counted.
 
