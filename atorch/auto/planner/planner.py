@@ -2,8 +2,8 @@
 
 Rank 0 decides on trials and the choice, and broadcasts its decisions. The trial with the largest expected gain is next
 (`dry_run_loop`), and every measurement corrects all estimates (`surrogate_model`). Compositions that are then close to
-the best are measured again in turns (`paired_benchmark`). Measurements are kept for the next search on the machine
-(`calibration`). Nothing is interrupted: the clock is checked between trials and their phases.
+the best are measured again in turns (`step_timing`). Measurements are kept for the next search on the machine
+(`time_budget`). Nothing is interrupted: the clock is checked between trials and their phases.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every method has a level, in the order in which methods apply: a composition has one of its choices or none. A path from
 the root is a strategy and accumulates its cost, so the common beginning of strategies is computed once. A branch ends
-when nothing legal is left; the methods and `mesh_constraints` decide on that.
+when nothing legal is left; the methods and `defaults` decide on that.
 """
 
 from __future__ import annotations

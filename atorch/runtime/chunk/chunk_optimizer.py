@@ -59,7 +59,7 @@ class ChunkOptimizer(ShadowOptimizer):
         chunks: the memory of managed parameters.
         loss_scale: the divisor of gradients, applied in the masters' precision.
         disk: a folder for the states of chunks on the host; None for memory.
-        early: the sink of gradients whose unshared chunks are stepped in backward (`early_steps`); None for no such.
+        early: the sink of gradients whose unshared chunks are stepped in backward (`gradients`); None for no such.
 
     Raises:
         ArgumentError: chunks are shared or stepped early, and the optimizer is not known to work on parts of

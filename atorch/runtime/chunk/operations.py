@@ -1,6 +1,6 @@
 """Operations on managed parameters: in a pass on the device, elsewhere on the host's copy.
 
-Every operation that takes a managed parameter comes here, forward and backward (`parameter`, `saved_tensors`). In a
+Every operation that takes a managed parameter comes here, forward and backward (`parameter`). In a
 pass, or while gradients are recorded, it runs on the device, with its chunks there. Elsewhere (`p.norm()`,
 `state_dict`, `p.copy_`) it runs on the host's copy. `p.grad` is the host's gradient.
 

@@ -6,7 +6,7 @@ returns the tensors that an earlier stage sent, or stand-ins of the right shape 
 need. The forward ends at the first call of a later stage, and the stage sends the tensors that are needed there.
 
 Each stage that calls a unit holds it, as it does a parameter outside of units that it needs. The gradients of those
-that several stages hold are summed (`shared_parameters`).
+that several stages hold are summed (`stage_placement`).
 """
 
 from __future__ import annotations
