@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from atorch.distributed.world import init, local_world_size
 from atorch.errors import ArgumentError
-from atorch.files.strict_json import NoEffect, Section
+from atorch.files.config_dict import NoEffect, Section
 from atorch.logs import logger
 
 

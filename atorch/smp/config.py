@@ -16,7 +16,8 @@ from pydantic import Field, model_validator
 
 from atorch.distributed import world
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
-from atorch.files.strict_json import Format, NoEffect, Section, parse, read_json
+from atorch.files.config_dict import NoEffect, Section
+from atorch.files.strict_json import Format, parse, read_json
 from atorch.logs import logger, speaking
 
 if TYPE_CHECKING:

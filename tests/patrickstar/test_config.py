@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from atorch.errors import ArgumentError
-from atorch.files.strict_json import NoEffect, Section
+from atorch.files.config_dict import NoEffect, Section
 from atorch.patrickstar.core import EngineConfig
 from tests.house.source import ROOT
 from tests.house.test_docs import table

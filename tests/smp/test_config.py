@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atorch.errors import ArgumentError
-from atorch.files.strict_json import NoEffect
+from atorch.files.config_dict import NoEffect
 from atorch.smp.config import Config
 from tests.house.source import ROOT
 from tests.house.test_docs import table
