@@ -1,4 +1,4 @@
-"""Batches of ranks: split along dimension 0, merged, compared between ranks that share one, and dealt out from streams."""
+"""Batches of ranks: split along dimension 0, merged, compared between ranks that share one, dealt out from streams."""
 
 from __future__ import annotations
 
