@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atorch.auto.accelerate import auto_accelerate, plan
     from atorch.auto.planner.plan import Plan
-    from atorch.auto.plugins import load_methods
     from atorch.auto.strategy import Strategy
+    from atorch.auto.strategy.method import load_methods
     from atorch.cluster.spec import ClusterSpec
-    from atorch.runtime.fsdp.load_whole_state import load_whole_state
     from atorch.runtime.gradients.clip import clip_grad_norm
     from atorch.runtime.memory.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
     from atorch.runtime.straggler_detector import StragglerDetector
-    from atorch.runtime.tensor_parallel.state import whole_state
+    from atorch.runtime.tensor_parallel.state import load_whole_state, whole_state
 
 __version__ = "0.1.0"
 
@@ -35,8 +34,8 @@ _HOMES: Mapping[str, str] = {
     "checkpoint_wrapper": "atorch.runtime.memory.recompute",
     "clip_grad_norm": "atorch.runtime.gradients.clip",
     "is_recomputing": "atorch.runtime.memory.recompute",
-    "load_methods": "atorch.auto.plugins",
-    "load_whole_state": "atorch.runtime.fsdp.load_whole_state",
+    "load_methods": "atorch.auto.strategy.method",
+    "load_whole_state": "atorch.runtime.tensor_parallel.state",
     "plan": "atorch.auto.accelerate",
     "whole_state": "atorch.runtime.tensor_parallel.state",
 }

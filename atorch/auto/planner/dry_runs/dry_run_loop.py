@@ -10,27 +10,29 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from atorch.auto.planner.dry_runs.calibration import Observation, Past
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
-from atorch.auto.planner.dry_runs.paired_benchmark import (
+from atorch.auto.planner.dry_runs.step_timing import (
     MIN_TURNS,
     SURE,
     TIE,
+    DryRuns,
+    Failure,
     Verdict,
+    failure_of,
     in_turns,
+    measure,
     num_turns,
     seconds_needed,
 )
-from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, failure_of, measure
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate, tokens_of
-from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
+from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Observation, Past, Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Trial
-from atorch.auto.planner.estimate.ranking import simplest
-from atorch.auto.planner.estimate.score import usable_bytes
+from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Measurement, Rejected, Scored
+from atorch.auto.planner.ranking import simplest
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.report.progress import Progress
+from atorch.report.text import Progress
 from atorch.units import format_seconds
 
 MAX_RUNS = 16
