@@ -147,15 +147,15 @@ def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: f
     """`device` with its measured efficiency, and notes on the measurements."""
     each_s = 0.8 * budget_s / len(MATMUL_DTYPES)
     measured = {name: _slowest(products(getattr(torch, name), place, each_s)) for name in MATMUL_DTYPES}
-    products = Products.through(measured)
+    curves = Products.through(measured)
     per_operation = _slowest({"launch": launch_seconds(place), "byte": 1 / copy_bandwidth(place)})
     bandwidth = 1 / per_operation["byte"]
     if is_known:
         peaks = device.peak_flops
-        shares = [products.rates[dtype] / peaks[dtype] for dtype in products.rates if dtype in peaks]
+        shares = [curves.rates[dtype] / peaks[dtype] for dtype in curves.rates if dtype in peaks]
         matmul, traffic = min(1.0, statistics.median(shares)), min(1.0, bandwidth / device.memory_bandwidth)
     else:
-        device = replace(device, peak_flops=products.rates, memory_bandwidth=bandwidth)
+        device = replace(device, peak_flops=curves.rates, memory_bandwidth=bandwidth)
         matmul, traffic = REACHED.matmul, REACHED.traffic
     device = replace(
         device,
@@ -163,13 +163,13 @@ def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: f
         attention={},
         efficiency=Efficiency(
             matmul=matmul,
-            matmul_half_flops=products.half_flops,
+            matmul_half_flops=curves.half_flops,
             attention=_attention_share(device, place, 0.2 * budget_s),
             traffic=traffic,
         ),
     )
     num_products = sum(len(timed) for timed in measured.values())
-    curve = f"{num_products} products in {', '.join(measured)}; median error of the curve {products.error:.0%}"
+    curve = f"{num_products} products in {', '.join(measured)}; median error of the curve {curves.error:.0%}"
     notes = {
         "device.launch_s": "",
         "device.efficiency.attention": "forward and backward, without a mask",

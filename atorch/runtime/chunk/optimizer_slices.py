@@ -38,7 +38,6 @@ from atorch.units import format_bytes
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSlot
-    from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
     from atorch.runtime.chunk.transfer import MemoryLedger
 
 

@@ -31,7 +31,7 @@ from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout, rows_of
 
 if TYPE_CHECKING:
-    from atorch.runtime.tensor_parallel.layout import Rows
+    pass
 
 
 @torch.no_grad()

@@ -41,10 +41,11 @@ STEPS, LEAST = 5, 2  # steps of a dry run after its start, typically and at leas
 TRAINING_S = 1200.0  # assumed length of training, at least an epoch; trials must pay off within it
 TRAINING_LIMITS = 30.0  # and at least this many times the user's time limit of the search
 PATIENCE, FAILURE_CHARGE = 12, 1.0  # after so many failures without success, a start is charged so many trainings
+LONG, QUICK = 1 / 3, 0.1  # a start of a third of the time that is left waits for a run that takes a tenth of it
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
-AHEAD = 0.5  # standard deviations by which an unmeasured choice is ahead of the baseline
+AHEAD = 0.25  # standard deviations by which an unmeasured choice is ahead of the baseline
 ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
 
 
@@ -107,7 +108,11 @@ class DryRunLoop:
         self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
         in_time = starts_s + LEAST * steps_s <= self._clock.left
         if choice not in self.measured and in_time[choice]:
-            return choice  # others are compared with it, and its start is needed anyway
+            # Others are compared with it, and its start is needed anyway. But it may leave no time, and fail.
+            quick = self._taken() & (starts_s + STEPS * steps_s < QUICK * starts_s[choice])
+            if self.measured or starts_s[choice] < LONG * self._clock.left or not quick.any():
+                return choice
+            return int(np.where(quick, self._guide.expected(starts_s / training_s), np.inf).argmin())
         again = self._starts_s(["warm" if kind == "compile" else kind for kind in self._kinds])
         gains = self._guide.gains(choice, again / training_s)
         saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - starts_s - STEPS * steps_s, 0.0)
