@@ -16,35 +16,15 @@ from tests.house.source import ROOT
 from tests.house.test_docs import table
 
 DOCUMENTED: dict[str, Any] = {
-    "pipeline_parallel_degree": 1,
-    "microbatches": 1,
-    "pipeline": "interleaved",
-    "optimize": "memory",
-    "placement_strategy": "cluster",
-    "auto_partition": True,
-    "default_partition": 0,
-    "memory_weight": 0.8,
-    "ddp": False,
-    "active_microbatches": 3,
-    "deterministic_server": False,
-    "offload_activations": False,
-    "activation_loading_horizon": 4,
-    "tensor_parallel_degree": 1,
-    "fp16": False,
-    "bf16": False,
-    "shard_optimizer_state": False,
-    "prescaled_batch": False,
-    "skip_tracing": False,
-    "sharded_data_parallel_degree": 1,
-    "sdp_reduce_bucket_size": 5e8,
-    "sdp_param_persistence_threshold": 1e6,
-    "sdp_max_live_parameters": 1e9,
-    "sdp_hierarchical_allgather": True,
-    "sdp_gradient_clipping": 1.0,
-    "ddp_dist_backend": "auto",
-    "contiguous": True,
+    "pipeline_parallel_degree": 1, "microbatches": 1, "pipeline": "interleaved", "optimize": "memory",
+    "placement_strategy": "cluster", "auto_partition": True, "default_partition": 0, "memory_weight": 0.8, "ddp": False,
+    "active_microbatches": 3, "deterministic_server": False, "offload_activations": False,
+    "activation_loading_horizon": 4, "tensor_parallel_degree": 1, "fp16": False, "bf16": False,
+    "shard_optimizer_state": False, "prescaled_batch": False, "skip_tracing": False, "sharded_data_parallel_degree": 1,
+    "sdp_reduce_bucket_size": 5e8, "sdp_param_persistence_threshold": 1e6, "sdp_max_live_parameters": 1e9,
+    "sdp_hierarchical_allgather": True, "sdp_gradient_clipping": 1.0, "ddp_dist_backend": "auto", "contiguous": True,
     "horovod": False,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -122,24 +122,15 @@ def distance(got: list[nn.Parameter], want: list[Tensor], begin: list[Tensor]) -
 
 
 LAMB: list[dict[str, Any]] = [
-    {},
-    {"max_grad_norm": 0.3},
-    {"max_grad_norm": math.inf, "lr": 0.1},
-    {"adam_w_mode": False, "weight_decay": 0.1},
-    {"weight_decay": 0.0},
-    {"weight_decay": 0.0, "use_nvlamb": True},
-    {"bias_correction": False, "betas": (0.7, 0.9)},
+    {}, {"max_grad_norm": 0.3}, {"max_grad_norm": math.inf, "lr": 0.1}, {"adam_w_mode": False, "weight_decay": 0.1},
+    {"weight_decay": 0.0}, {"weight_decay": 0.0, "use_nvlamb": True}, {"bias_correction": False, "betas": (0.7, 0.9)},
     {"grad_averaging": False, "eps": 1e-2},
-]
+]  # fmt: skip
 NOVOGRAD: list[dict[str, Any]] = [
-    {},
-    {"weight_decay": 0.1},
-    {"weight_decay": 0.1, "reg_inside_moment": True},
-    {"init_zero": True, "betas": (0.95, 0.98)},
-    {"norm_type": 0},
-    {"norm_type": 0, "init_zero": True, "grad_averaging": False},
-    {"bias_correction": False, "lr": 0.1, "eps": 1e-2},
-]
+    {}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "reg_inside_moment": True},
+    {"init_zero": True, "betas": (0.95, 0.98)}, {"norm_type": 0},
+    {"norm_type": 0, "init_zero": True, "grad_averaging": False}, {"bias_correction": False, "lr": 0.1, "eps": 1e-2},
+]  # fmt: skip
 # NovoGrad starts from a norm that bias correction makes larger: its first updates are small beside the parameters.
 LARGE = {FusedLamb: 0.05, FusedNovoGrad: 1.0}
 CASES = [(FusedLamb, each) for each in LAMB] + [(FusedNovoGrad, each) for each in NOVOGRAD]

@@ -12,10 +12,8 @@ import torch.distributed as dist
 import atorch.smp as smp
 from atorch.distributed.mesh import groups_along, own_group
 from atorch.smp.config import Config
-from atorch.smp.ranks import process_group, ranks_of
 from atorch.smp.session import AXES_OF, slices
 from tests.pool import Pool
-from tests.smp.job import begun
 
 KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 PERMUTATIONS = ["".join(letters) for letters in itertools.permutations("DPT")]
@@ -123,16 +121,3 @@ def test_sharded_replicas_are_replicas() -> None:
     for rank in range(8):
         assert own_group(rank, slices(config, 8), range(8), AXES_OF["rdp"]) == expected(config, rank)["rdp"]
         assert own_group(rank, slices(config, 8), range(8), ("zero",)) == [rank // 4 * 4 + rank % 2 + i for i in (0, 2)]
-
-
-def test_one_process_is_in_every_group_alone() -> None:
-    with begun({}):
-        for kind in KINDS:
-            assert getattr(smp, f"get_{kind}_group")() == [0]
-            assert dist.get_world_size(getattr(smp, f"get_{kind}_process_group")()) == 1
-        for kind in KINDS[1:]:
-            assert getattr(smp, f"{kind}_rank")() == 0
-            assert getattr(smp, f"{kind}_size")() == 1
-        assert [smp.rank(), smp.size(), smp.local_rank(), smp.local_size()] == [0, 1, 0, 1]
-        assert ranks_of(smp.RankType.PP_RANK) == [0]
-        assert process_group(smp.WORLD) is smp.get_world_process_group()

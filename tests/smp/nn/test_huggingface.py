@@ -190,15 +190,6 @@ def loaded_and_trained(rank: int, size: int, name: str) -> tuple[float, float, b
         return float((logits - expected).detach().abs().max()), far, came_back == [True], len(model.split.cuts)
 
 
-def test_models_that_keep_their_names_are_split_with_a_loaded_state(pool: Pool) -> None:
-    for results in pool.run(several, [(loaded_and_trained, name) for name in SPLIT]):
-        for logits, step, came_back, num_cut in results:
-            assert logits < 1e-4
-            assert step < 1e-4
-            assert came_back
-            assert num_cut > 5 * LAYERS
-
-
 @smp.step
 def modelled(model: Any) -> Tensor:
     loss, logits = model((IDS, 1 - MASK, None, None, IDS))
@@ -225,10 +216,13 @@ def in_our_layers(rank: int, size: int) -> tuple[float, float]:
         return float((logits - expected.logits).detach().abs().max()), far
 
 
-@pytest.mark.nightly
-def test_gpt2_in_our_layers_is_split(pool: Pool) -> None:
-    for differences in pool.run(in_our_layers):
-        assert max(differences) < 1e-4
+def test_models_are_split_with_a_loaded_state_under_their_names_and_in_our_layers(pool: Pool) -> None:
+    for *results, in_ours in pool.run(several, [*((loaded_and_trained, name) for name in SPLIT), (in_our_layers,)]):
+        assert max(in_ours) < 1e-4
+        for logits, step, came_back, num_cut in results:
+            assert max(logits, step) < 1e-4
+            assert came_back
+            assert num_cut > 5 * LAYERS
 
 
 def test_what_has_no_counterpart_is_named() -> None:
