@@ -200,30 +200,6 @@ def test_a_device_mesh_shards_in_the_order_of_the_mesh(pool: Pool) -> None:
         assert [value for place in sorted(shards) for value in shards[place]] == list(range(8))
 
 
-def train_on_two_axes(rank: int, size: int) -> bool:
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = Mesh((("tensor", 2), ("data", 2)), None, "cpu")
-    torch.manual_seed(0)
-    model, plain = nn.Linear(4, 8), nn.Linear(4, 8)
-    plain.load_state_dict(model.state_dict())
-    parallelize_module(model, mesh.device_mesh("tensor"), ColwiseParallel(output_layouts=None))
-    fully_shard(model, mesh=mesh.device_mesh("data"))
-    batch = torch.randn(2, 3, 4)
-    model(batch[mesh.rank("data")]).sum().backward()
-    (plain(batch[0]).sum() / 2 + plain(batch[1]).sum() / 2).backward()
-    assert plain.weight.grad is not None
-    grad: Any = model.weight.grad
-    torch.testing.assert_close(grad.full_tensor(), plain.weight.grad)
-    return True
-
-
-def test_methods_that_shard_over_different_axes_compose(pool: Pool) -> None:
-    assert all(pool.run(train_on_two_axes, ranks=4))
-
-
 def parameter_on_a_second_mesh(rank: int, size: int) -> list[float]:
     from torch.distributed.tensor import DTensor, Shard
 
