@@ -17,7 +17,6 @@ LINK = LinkSpec(bandwidth=1e9, latency_s=1e-5)
 
 
 def leaves(data, above=""):
-    """The place of every figure."""
     for key, value in data.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{above}{key}.")

@@ -109,7 +109,6 @@ def test_a_difference_is_an_error_on_every_rank(pool: Pool) -> None:
 
 
 def called_apart(rank: int, size: int) -> tuple[str, int]:
-    """What is told of 1,000 values of which three are rank 1's own and one is rank 2's; the most that travelled."""
     values = list(range(1000))
     for place in {0: (), 1: (5, 500, 700), 2: (600,)}[rank]:
         values[place] = -1
@@ -224,7 +223,6 @@ def test_who_does_not_come_to_a_meeting_is_named(pool: Pool) -> None:
 
 
 def waited_in_vain(rank: int, size: int, call: str, ends: bool) -> str:
-    """What rank 1 brings about that does not come, and, unless it ends, is there while the others wait."""
     group = dist.new_group(timeout=timedelta(seconds=0.3))
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:

@@ -51,7 +51,6 @@ def job(width: int = 724, blocks: int = 2) -> dict[str, Any]:
 
 
 def free(num_bytes: int) -> Any:
-    """Inside, so much host memory is free."""
     return mock.patch.object(psutil, "virtual_memory", return_value=SimpleNamespace(available=num_bytes, total=2**40))
 
 

@@ -77,7 +77,6 @@ def finite(made: Any) -> bool:
 
 
 def alone_and_together(rank: int, size: int) -> list[Any]:
-    """Whether each call gives alone, on rank 0 alone, what has the sizes of what all get together."""
     made = []
     if rank == 0:
         with local_collectives():
@@ -91,7 +90,6 @@ def test_a_process_alone_gets_what_has_the_sizes_that_all_get(pool: Pool) -> Non
 
 
 def of_parts(rank: int, size: int) -> tuple[list[tuple[int, ...]], list[bool]]:
-    """What DTensors do to their parts, and where backward believes to be."""
     mesh, told = init_device_mesh("cpu", (size,)), []
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     found = []

@@ -41,7 +41,6 @@ def test_the_product_of_axes() -> None:
 
 @st.composite
 def arrangements(draw: st.DrawFn) -> tuple[list[tuple[str, int]], int, list[int]]:
-    """Slices, the number of ranks, and an order of them."""
     names = draw(st.lists(st.sampled_from(AXES), unique=True, max_size=4))
     slices = [(name, draw(st.integers(1, 4))) for name in names]
     world_size = math.prod(size for _, size in slices)

@@ -20,7 +20,6 @@ BOTH = "cpu:gloo,cuda:nccl"
 
 
 def told(rank: int, size: int, config: str, devices: list[str]) -> str:
-    """What a process is told whose one visible device is that of its rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(size))
         patch.setattr(dist, "get_backend_config", lambda: config)
@@ -59,7 +58,6 @@ def test_the_end_of_a_job_ends_what_it_did_to_logging(caplog: pytest.LogCaptureF
 
 
 def sockets_of_a_group(rank: int, size: int, lazy: str) -> tuple[int, int]:
-    """How many sockets this process has more for a group of all: once it is made, once it was used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
         dist.barrier()  # which connects what the next one needs
@@ -79,7 +77,6 @@ def num_sockets() -> int:
 
 
 def last_recorded(rank: int, size: int) -> tuple[str, list[int]]:
-    """What torch's flight recorder has of a process's last collective."""
     dist.all_reduce(torch.ones(rank + 3, 2)[:3])
     entry = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"][-1]
     return entry["profiling_name"], entry["input_sizes"][0]

@@ -79,7 +79,6 @@ def small(num_bytes: int = BUDGET, **keys: Any) -> dict[str, Any]:
 
 
 def train(model: PatrickStarEngine, optimizer: FP16Adam, data: Batches) -> list[float]:
-    """The guide's loop."""
     losses = []
     for tokens, labels in data:
         optimizer.zero_grad()
@@ -199,7 +198,6 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_been() -> None:
 
 
 def overflow(model: PatrickStarEngine, optimizer: FP16Adam) -> None:
-    """A step whose gradients are not finite."""
     tokens, labels = batches(1)[0]
     optimizer.zero_grad()
     model.backward(model(tokens, labels=labels) * 1e30)

@@ -76,7 +76,6 @@ def sgd(model: nn.Module, reduction: str = "mean") -> torch.optim.Optimizer:
 
 @contextmanager
 def begun(config: Mapping[str, Any]) -> Iterator[None]:
-    """A session with this configuration."""
     smp.init(dict(config))
     try:
         yield
@@ -85,7 +84,6 @@ def begun(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def several(rank: int, size: int, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The results of several functions, each with its arguments, in one group of processes."""
     return [function(rank, size, *arguments) for function, *arguments in calls]
 
 
@@ -153,8 +151,6 @@ def trained(
 
 
 class Plain(NamedTuple):
-    """The results of plain training on whole batches."""
-
     losses: list[list[float]]  # of each replica's batches
     norms: list[float]  # before clipping
     model: nn.Module
@@ -199,7 +195,6 @@ def plainly_trained(
 
 
 def distance(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """How far what training changed is from what it should be: the contract's measure, on states of the model."""
     before = made(kind).state_dict()
     assert list(got) == list(expected)
     return relative_distance(updates(before, dict(got)), updates(before, dict(expected)))

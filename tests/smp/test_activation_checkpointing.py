@@ -57,7 +57,6 @@ def data() -> Tensor:
 
 
 def passed(net: nn.Module, call: Callable[[Tensor], Any]) -> tuple[Tensor, list[Tensor], int]:
-    """Output, gradients, and the bytes of activations that wait for backward."""
     held: dict[int, int] = {}
     known = {each.untyped_storage().data_ptr() for each in net.parameters()}
     keep: list[Any] = []

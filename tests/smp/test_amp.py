@@ -27,7 +27,6 @@ def one(value: float = 1.0, **options: Any) -> tuple[nn.Parameter, Optimizer]:
 
 
 def course(scaler: torch.amp.GradScaler, kind: str) -> list[tuple[float, float, float]]:
-    """Scale, parameter and gradient after each of some steps, of which two are skipped."""
     parameter, optimizer = one(0.0) if kind == "sgd" else one(0.0, lr=0.1)
     seen = []
     for number in range(8):
@@ -77,7 +76,6 @@ def test_arguments_are_torchs() -> None:
 
 
 def stepped(rank: int, size: int, bad: int, config: dict[str, Any] | None, options: dict[str, Any]) -> Any:
-    """What a process with gradients of its own has after a step in which process `bad` has one that is not finite."""
     with nullcontext() if config is None else begun(config):
         return in_session(rank, size, bad, config is None, options)
 
@@ -115,7 +113,6 @@ def refused(rank: int, size: int) -> str:
 
 
 def sharded(rank: int, size: int) -> tuple[bool, float]:
-    """Gradients that are shards, beside one that is whole."""
     with begun({"sharded_data_parallel_degree": 2, "ddp": True}):
         model = nn.Linear(2, 2)
         whole = nn.Parameter(torch.ones(()))

@@ -21,7 +21,6 @@ OBJECT = {"a": [1, "two"], "b": None}
 
 
 def exchanged(rank: int, size: int) -> dict[str, Any]:
-    """What this rank gets by every documented way, of four with 2 stages and 2 replicas."""
     smp.init({"partitions": 2, "ddp": True})
     got: dict[str, Any] = {}
     if smp.pp_rank() == 0:
@@ -61,7 +60,6 @@ def test_objects_arrive(pool: Pool) -> None:
 
 
 def tensors(rank: int, size: int) -> tuple[int, torch.Tensor, bool]:
-    """The bytes that a row of a large tensor takes on its way, and the row."""
     smp.init({"partitions": 2})
     if rank == 0:
         large = torch.arange(100_000.0).reshape(1000, 100).requires_grad_()
@@ -77,7 +75,6 @@ def tensors(rank: int, size: int) -> tuple[int, torch.Tensor, bool]:
 
 
 def in_order(rank: int, size: int) -> int:
-    """Whether a process had come to take what another broadcast, once that had returned there."""
     smp.init({"partitions": 2})
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -93,7 +90,6 @@ def in_order(rank: int, size: int) -> int:
 
 
 def lonely(rank: int, size: int, way: str, path: str) -> list[str]:
-    """What rank 0 is told that waits for rank 1 in vain, once the group's time-out has passed."""
     dist.destroy_process_group()
     patience = timedelta(seconds=1)
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2, timeout=patience)
@@ -130,7 +126,6 @@ def test_who_is_waited_for_in_vain_is_named(pool: Pool, tmp_path: Any, way: str,
 
 
 def untaken(rank: int, size: int) -> tuple[list[str], int]:
-    """What a rank is told at the end that sent two objects, of which one was taken; how many it kept before."""
     smp.init({"partitions": 2})
     kept, told = 0, []
     if rank == 0:
@@ -159,7 +154,6 @@ def test_what_nobody_took_is_told_at_the_end(pool: Pool) -> None:
 
 
 def again(rank: int, size: int) -> list[str]:
-    """What travels after a second `init`."""
     got = []
     for text in ("first", "second"):
         with begun({"partitions": 2}):

@@ -30,7 +30,6 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def plain_gradients(*batches: Tensor) -> dict[str, Tensor]:
-    """The mean over batches of plain gradients."""
     torch.manual_seed(0)
     model = Blocks()
     for batch in batches:
@@ -159,8 +158,6 @@ def test_options_of_averaging(pool: Pool, partitions: int) -> None:
 
 
 class Branching(Blocks):
-    """Leaves a layer unused where it is told to."""
-
     def forward(self, x: Tensor, unused: bool) -> Tensor:
         for number, layer in enumerate(self.layers):
             if not (unused and number == 2):

@@ -179,7 +179,6 @@ def test_model_creation_marks_for_tensor_parallelism(enabled: bool) -> None:
 
 
 def part_filled(rank: int, size: int) -> tuple[list[str], dict[str, Any]]:
-    """What a process has that keeps one half of a model, after a seed of its own."""
     torch.manual_seed(100)
     with smp.delay_param_initialization():
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))

@@ -114,7 +114,6 @@ def expected(kind: type[Fused], optimizer: Fused, begin: list[nn.Parameter], **m
 
 
 def distance(got: list[nn.Parameter], want: list[Tensor], begin: list[Tensor]) -> float:
-    """Of the updates, all together."""
     off = sum(float(((g.detach().double() - w) ** 2).sum()) for g, w in zip(got, want, strict=True))
     moved = sum(float(((w - b.double()) ** 2).sum()) for w, b in zip(want, begin, strict=True))
     assert moved > 0

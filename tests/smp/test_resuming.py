@@ -22,7 +22,6 @@ STEPS = 4
 
 
 def split_and_wrapped() -> tuple[Any, Any]:
-    """A script's model and optimizer."""
     torch.manual_seed(0)
     whole = Blocks()
     smp.set_tensor_parallelism(whole)
@@ -31,7 +30,6 @@ def split_and_wrapped() -> tuple[Any, Any]:
 
 
 def losses_of(model: Any, optimizer: Any, steps: range) -> list[float]:
-    """The loss of each step, of batches that follow from its number."""
     losses = []
     for step in steps:
         batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -42,7 +40,6 @@ def losses_of(model: Any, optimizer: Any, steps: range) -> list[float]:
 
 
 def first_half(rank: int, size: int, path: str, config: dict[str, Any]) -> list[float]:
-    """Train, save after the second step both ways, and train on."""
     with begun(config):
         model, optimizer = split_and_wrapped()
         losses = losses_of(model, optimizer, range(2))
@@ -56,7 +53,6 @@ def first_half(rank: int, size: int, path: str, config: dict[str, Any]) -> list[
 
 
 def second_half(rank: int, size: int, path: str, config: dict[str, Any], way: str) -> list[float]:
-    """Go on from there."""
     with begun(config):
         model, optimizer = split_and_wrapped()
         if way == "late":  # once the model is partitioned

@@ -29,7 +29,7 @@ Parameters = dict[str, Any]
 
 
 def printed(rank: int, size: int, script: str, arguments: tuple[str, ...], parameters: Parameters | None) -> str:
-    """What a script prints on this process; `parameters` are the launcher's; None runs it plainly."""
+    """The output of a script on this process; `parameters` are the launcher's; None runs it plainly."""
     before, told = list(sys.argv), io.StringIO()
     packages = {name: held for name, held in sys.modules.items() if name.startswith("smdistributed")}
     try:
@@ -59,7 +59,6 @@ def printed(rank: int, size: int, script: str, arguments: tuple[str, ...], param
 
 
 def numbers(text: str, before: str) -> list[float]:
-    """Those that stand behind some words."""
     found = [float(each) for each in re.findall(re.escape(before) + r":? ([-\d.e]+)", text)]
     assert found, text
     return found
@@ -71,7 +70,6 @@ DEGREES = {"pipeline 2": (2, PIPELINE_2), "data 2": (2, DATA_2), "pipeline 2 dat
 
 
 def sampled(names: Collection[str], sample: str) -> list[Any]:
-    """All names, of which one is not nightly."""
     return [pytest.param(name, marks=[] if name == sample else pytest.mark.nightly) for name in names]
 
 

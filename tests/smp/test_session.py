@@ -20,7 +20,6 @@ from tests.smp.test_step import Blocks, rows, said, train
 
 @pytest.fixture
 def ended() -> Iterator[None]:
-    """Whatever a test begins is ended."""
     yield
     if smp.is_initialized():
         smp.shutdown()
@@ -69,7 +68,6 @@ def test_a_fault_leaves_nothing_begun() -> None:
 
 
 def begin(rank: int, size: int, given: list[dict[str, Any]]) -> str:
-    """What `init` with this rank's configuration raised, or the axes."""
     try:
         smp.init(given[rank])
     except ArgumentError as error:

@@ -21,8 +21,6 @@ WIDTH = 8
 
 
 class Blocks(nn.Module):
-    """A few layers, one behind the other."""
-
     def __init__(self, count: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
@@ -43,7 +41,6 @@ def rows(count: int = 8) -> Tensor:
 
 
 def said(work: Callable[[], Any]) -> str:
-    """What a call raises."""
     try:
         work()
     except (AtorchError, KeyError) as error:
@@ -280,7 +277,6 @@ def test_faults_are_told_on_all_processes_soon(pool: Pool, ranks: int) -> None:
 
 
 def one_alone(rank: int, size: int, how: str, folder: str) -> str:
-    """What is raised where one process alone makes a call that the others go on without."""
     by_hand = how == "another partition"
     with begun({"microbatches": 2, "partitions": size, "auto_partition": not by_hand}):
         torch.manual_seed(0)

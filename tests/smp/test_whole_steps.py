@@ -53,7 +53,6 @@ def reset(module: nn.Module) -> None:
 
 
 def stepped(rank: int, size: int, strategy: str, delays: bool, auto: bool) -> Any:
-    """The state after a step of a model that is filled anew, and how often layers ran again."""
     config = {"microbatches": 2, "partitions": 2, "auto_partition": auto, "delayed_parameter_initialization": delays}
     with begun(config):
         torch.manual_seed(9)

@@ -45,8 +45,6 @@ class Stage(torch.nn.Module):
 
 
 class Optimizer:
-    """The same of an optimizer."""
-
     def __init__(self, model: Stage) -> None:
         self.model = model
         self.loaded: Any = None
@@ -60,7 +58,6 @@ class Optimizer:
 
 
 def begin(config: dict[str, Any], value: float = 1.0) -> tuple[Stage, Optimizer]:
-    """A script's model and optimizer."""
     smp.init(config)
     session().model = model = Stage(value)
     session().optimizer = optimizer = Optimizer(model)
@@ -83,7 +80,6 @@ def saved(
 
 
 def resumed(rank: int, size: int, path: str, config: dict[str, Any], given: dict[str, Any]) -> Any:
-    """User content, and what model and optimizer were loaded with; or the error."""
     model, optimizer = begin(config)
     try:
         content = smp.resume_from_checkpoint(path, **given)
@@ -129,7 +125,6 @@ def test_what_was_saved_comes_back(pool: Pool, tmp_path: Path) -> None:
 
 
 def written(rank: int, size: int, path: str) -> bool:
-    """Whether this process writes a file, in a folder of its own."""
     model, optimizer = begin({**PIPELINE, "ddp": True})
     own = Staged(Path(path, str(rank)), "one_partial", "a" * 16)
     own.begin()
@@ -170,7 +165,6 @@ def test_a_full_checkpoint_is_a_plain_file(pool: Pool, tmp_path: Path) -> None:
 
 
 def saved_over(rank: int, size: int, path: str) -> Any:
-    """What a checkpoint has that replaced one of the model and its optimizer, beside a file of the script's own."""
     model, optimizer = begin(PIPELINE)
     smp.save_checkpoint(path, "one", model=model, optimizer=optimizer, user_content={"step": 1})
     if rank == 0:
@@ -214,7 +208,6 @@ def test_what_is_missing_is_told_on_all_processes(pool: Pool, tmp_path: Path) ->
 
 @pytest.fixture
 def parts() -> Iterator[tuple[Stage, Optimizer]]:
-    """A model and its optimizer on one process."""
     yield begin({})
     smp.shutdown()
 
@@ -246,7 +239,6 @@ FOUND: list[tuple[Callable[[Path, Any], Any], str]] = [
 
 
 def newest(path: Path, text: str) -> None:
-    """Write a list of checkpoints from elsewhere."""
     (path / "newest").write_text(text)
 
 

@@ -168,7 +168,6 @@ def squared(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def loaded_and_trained(rank: int, size: int, name: str) -> tuple[float, float, bool, int]:
-    """How far logits and a step's parameters are from plain PyTorch's, whether the state came back, what was split."""
     with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}):
         theirs, whole, batch = split_model(name, 1), split_model(name, 2), {"input_ids": IDS, "attention_mask": MASK}
         state = {key: value.clone() for key, value in theirs.state_dict().items()}
@@ -198,7 +197,6 @@ def modelled(model: Any) -> Tensor:
 
 
 def in_our_layers(rank: int, size: int) -> tuple[float, float]:
-    """How far logits and a step's parameters are from Hugging Face's own, of a translated state, on tensor ranks."""
     torch.manual_seed(0)
     theirs = gpt2_model()
     with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}):

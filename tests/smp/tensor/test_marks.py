@@ -15,7 +15,6 @@ from atorch.smp.tensor.marks import marked_parameters
 
 
 def marked(model: nn.Module) -> set[str]:
-    """The modules whose parameters are to be split."""
     return {name.rpartition(".")[0] for name in marked_parameters(model)}
 
 

@@ -104,8 +104,6 @@ class Own(nn.Linear):
 
 
 class Wrapping(nn.Module):
-    """The same under another name."""
-
     def __init__(self, features: int) -> None:
         super().__init__()
         self.inner = nn.Linear(features, features)
@@ -116,7 +114,6 @@ class Wrapping(nn.Module):
 
 
 def own_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A class that only one test registers."""
     return type(base.__name__, (base,), {})
 
 

@@ -112,7 +112,7 @@ def batch(step: int, rank: int = 0) -> Tensor:
 
 
 def batch_of_all(step: int, size: int) -> Tensor:
-    """What a step's tensors are once they are gathered over the tensor ranks, of which each has rows of its own."""
+    """A step's tensors once they are gathered over the tensor ranks, of which each has rows of its own."""
     return torch.cat([batch(step, rank) for rank in range(size)])
 
 
@@ -190,7 +190,6 @@ def test_rows_that_several_ranks_need_are_whole_on_each(pool: Pool) -> None:
 
 
 def moved_on(rank: int, size: int) -> dict[str, Any]:
-    """State that was saved whole and is loaded at another degree, with an optimizer's."""
     model = make("gpt2")
     saved = {key: value + 1 for key, value in model.state_dict().items()}
     done = split(model, size)

@@ -40,7 +40,6 @@ def clip(model: Any, optimizer: Any) -> Tensor:
 
 
 def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch.dtype]]:
-    """The masters by name, and the types of parameters."""
     state, own = optimizer.state_dict()["state"], itertools.chain(*optimizer._names)
     masters = {name: state[number]["master"].clone() for number, name in enumerate(own)}
     return masters, {parameter.dtype for parameter in model.local_parameters()}
@@ -48,7 +47,6 @@ def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch
 
 @torch.no_grad()
 def deviation(kind: str, got: Mapping[str, Tensor], plain: Plain) -> float:
-    """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of all updates together."""
     before, expected = (dict(model.named_parameters()) for model in (made(kind), plain.model))
     assert got.keys() == expected.keys()
     return relative_distance(updates(before, dict(got)), updates(before, expected))
@@ -99,7 +97,6 @@ def test_lamb_takes_the_norms_of_the_whole_masters(pool: Pool, degrees: str) -> 
 
 
 def unrounded(rank: int, size: int) -> float:
-    """How far masters are from what the model was, after a step that changes nothing."""
     with begun({"fp16": True, "ddp": True}):
         whole = made("cnn")
         before = {name: each.detach().clone() for name, each in whole.named_parameters()}
@@ -118,7 +115,6 @@ def test_masters_begin_where_the_model_was(pool: Pool) -> None:
 
 
 def skipping(rank: int, size: int, partitions: int) -> list[tuple[bool, float, bool]]:
-    """Whether steps were skipped, the scale, and whether the parameters of this process changed."""
     seen = []
     with begun({"fp16": True, "partitions": partitions, "ddp": True}):
         model = smp.DistributedModel(made("cnn"))

@@ -33,7 +33,6 @@ SHARDED = {"sharded_data_parallel_degree": 2, "ddp": True}
 
 
 def share_of(model: Any, optimizer: Any) -> float:
-    """The share of the model's elements that are kept here."""
     held: list[Any] = list(model.local_parameters())
     return sum(each.to_local().numel() for each in held) / sum(each.numel() for each in held)
 
@@ -108,7 +107,6 @@ def test_where_one_fails_all_do(pool: Pool) -> None:
 
 
 def failing_inside(rank: int, size: int, place: str, bad: Collection[int]) -> tuple[list[str], dict[str, Tensor]]:
-    """What was raised, and the model after the other steps."""
     with begun({"microbatches": 2, **SHARDED, "sdp_gradient_clipping": 0.0}):
         whole, fails = made("cnn"), False
 
