@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -57,25 +56,6 @@ def test_the_end_of_a_job_ends_what_it_did_to_logging(caplog: pytest.LogCaptureF
     assert caplog.messages == ["after the job"]
 
 
-def sockets_of_a_group(rank: int, size: int, lazy: str) -> tuple[int, int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
-        dist.barrier()  # which connects what the next one needs
-        before = num_sockets()
-        group = dist.new_group(list(range(size)))
-        made = num_sockets()
-        dist.barrier()  # a quick process's broadcast would connect to one that still counts
-        dist.broadcast(torch.zeros(1), 0, group=group)
-        used = num_sockets()
-    dist.barrier()  # who is done early keeps its sockets until the others have counted theirs
-    return made - before, used - before
-
-
-def num_sockets() -> int:
-    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
-
-
 def last_recorded(rank: int, size: int) -> tuple[str, list[int]]:
     dist.all_reduce(torch.ones(rank + 3, 2)[:3])
     entry = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"][-1]
@@ -85,15 +65,6 @@ def last_recorded(rank: int, size: int) -> tuple[str, list[int]]:
 def test_torch_records_the_last_collectives_without_a_setting(pool: Pool) -> None:
     """The page on large jobs reads a hang from them; over NCCL torch also writes them to a file."""
     assert pool.run(last_recorded) == [("gloo:all_reduce", [3, 2])] * 2
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the descriptors that Linux shows")
-def test_gloo_connects_all_with_all_unless_it_is_told_to_wait(pool: Pool) -> None:
-    eager = pool.run(sockets_of_a_group, "0", ranks=4)
-    lazy = pool.run(sockets_of_a_group, "1", ranks=4)
-    assert all(made >= 3 for made, _ in eager), eager  # each with each other one
-    assert all(made <= 1 for made, _ in lazy), lazy  # it listens at most
-    assert sum(used for _, used in lazy) < sum(used for _, used in eager), (lazy, eager)  # what a broadcast needs
 
 
 def left(rank: int, size: int) -> tuple[set[str], set[str]]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.model_creation import delayed_values, fill
+from tests.language_models import gpt2
 from tests.pool import Pool
 from tests.smp.job import begun
 
@@ -81,11 +81,10 @@ def test_filled_values_are_those_of_apply() -> None:
 
 
 def test_transformers_initialize_as_they_do() -> None:
-    config = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=16, n_positions=8)
     with smp.delay_param_initialization():
-        model = transformers.GPT2LMHeadModel(config)
+        model: Any = gpt2(16, 8, heads=2, positions=8)
     assert storage_bytes(model) == 0
-    plain = transformers.GPT2LMHeadModel(config)
+    plain: Any = gpt2(16, 8, heads=2, positions=8)
     torch.manual_seed(5)
     plain.apply(plain._init_weights)
     torch.manual_seed(5)
@@ -117,22 +116,15 @@ def test_what_replaces_a_parameter_keeps_its_values() -> None:
     assert not model.bias.is_meta
 
 
-def test_one_parameter_in_two_modules_stays_one() -> None:
-    with smp.delay_param_initialization():
-        shared = nn.Parameter(torch.ones(2))
-        first, second = nn.Module(), nn.Module()
-        first.a, second.b = shared, shared
-    assert first.a is second.b
-    assert first.a.is_meta
-
-
-def test_marks_and_kinds_stay() -> None:
+def test_marks_kinds_and_ties_stay() -> None:
     with smp.delay_param_initialization():
         marked = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
         marked.marked = True  # type: ignore[attr-defined]
-        module = nn.Module()
-        module.a = marked
+        module, other = nn.Module(), nn.Module()
+        module.a, other.b = marked, marked
         lazy = nn.LazyLinear(3)
+    assert module.a is other.b
+    assert module.a.is_meta
     assert (module.a.marked, module.a.dtype, module.a.requires_grad) == (True, torch.bfloat16, False)
     assert not lazy.weight.is_meta
 

@@ -16,6 +16,7 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.checkpointing.states import PARTIAL
 from atorch.smp.nn.huggingface import bert, gpt2, gptj, gptneo, roberta
+from tests import language_models
 from tests.pool import Pool
 from tests.smp.job import begun, several
 
@@ -38,11 +39,7 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 def gpt2_model(**more: Any) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQ, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, bos_token_id=0, eos_token_id=0,
-        **more,
-    )  # fmt: skip
-    return drawn(transformers.GPT2LMHeadModel(config))
+    return drawn(language_models.gpt2(VOCAB, WIDTH, LAYERS, HEADS, SEQ, **more))
 
 
 def head(**more: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ import atorch.smp as smp
 from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError
 from atorch.smp.tensor.split import TensorSplit, split_marked
+from tests import language_models
 from tests.auto.training import messages
 from tests.contract.job import distance, updates
 from tests.pool import Pool
@@ -78,21 +78,13 @@ def language_model() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=1,
-        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
+    model = language_models.gpt2(VOCAB, 16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     smp.set_tensor_parallelism(model)
     return Logits(model, lambda model, ids: model(ids).logits)
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = language_models.llama(VOCAB, 16, 24, tie_word_embeddings=True)
     smp.set_tensor_parallelism(model)
     return Logits(model, lambda model, ids: model(ids).logits)
 
