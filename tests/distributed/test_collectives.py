@@ -28,7 +28,7 @@ from atorch.distributed.collectives import (
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
 from tests.auto.training import run_each
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 def test_one_process_decides_alone() -> None:
@@ -55,18 +55,12 @@ class OwnError(CapabilityError):
 ERRORS = {"strategy": StrategyError("bad"), "own": OwnError("te", 2), "foreign": KeyError("x")}
 
 
-def exchange(rank: int, size: int) -> Any:
-    return (
-        is_distributed(),
-        gather_objects({"rank": rank}),
-        from_rank_zero(f"from {rank}"),
-        all_or_none(lambda: rank * 10),
-    )
-
-
-def test_values_travel(pool: Pool) -> None:
-    told = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-    assert pool.run(exchange, ranks=3) == [(True, told, "from 0", rank * 10) for rank in range(3)]
+@on_ranks(3)
+def test_values_travel(rank: int, size: int) -> None:
+    assert is_distributed()
+    assert gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert from_rank_zero(f"from {rank}") == "from 0"
+    assert all_or_none(lambda: rank * 10) == rank * 10
 
 
 def fail_on(rank: int, size: int, failing: list[int], name: str) -> tuple[str, str]:
@@ -108,7 +102,9 @@ def test_a_difference_is_an_error_on_every_rank(pool: Pool) -> None:
     assert found == [[expected] * 3 for _, expected in cases]
 
 
-def called_apart(rank: int, size: int) -> tuple[str, int]:
+@on_ranks(3)
+def test_what_differs_is_named_without_sending_all_to_all(rank: int, size: int) -> None:
+    """Of 1,000 values three are rank 1's own, and one is rank 2's."""
     values = list(range(1000))
     for place in {0: (), 1: (5, 500, 700), 2: (600,)}[rank]:
         values[place] = -1
@@ -121,18 +117,14 @@ def called_apart(rank: int, size: int) -> tuple[str, int]:
 
     with mock.patch.object(dist, "all_gather_object", measured), pytest.raises(ArgumentError) as caught:
         call_on_all_ranks("call", lambda: {"given": described("given", values)}, lambda: rank)
-    return str(caught.value), max(sent)
+    told = str(caught.value)
+    assert "given[5] is 5 on ranks 0, 2 and -1 on rank 1; given[500] is 500 on ranks 0, 2 and -1 on rank 1" in told
+    assert "given[600] is 600 on ranks 0, 1 and -1 on rank 2" in told
+    assert max(sent) < 1000
 
 
-def test_what_differs_is_named_without_sending_all_to_all(pool: Pool) -> None:
-    for told, sent in pool.run(called_apart, ranks=3):
-        assert "given[5] is 5 on ranks 0, 2 and -1 on rank 1; given[500] is 500 on ranks 0, 2 and -1 on rank 1" in told
-        assert "given[600] is 600 on ranks 0, 1 and -1 on rank 2" in told
-        assert sent < 1000
-
-
-def all_is_well(rank: int, size: int) -> list[str]:
-    """The collectives of decisions in which nothing goes wrong."""
+@on_ranks(2)
+def test_where_all_is_well_a_few_numbers_are_exchanged(rank: int, size: int) -> None:
     called: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -144,19 +136,14 @@ def all_is_well(rank: int, size: int) -> list[str]:
 
         return call
 
-    names = ("all_reduce", "all_gather_object", "broadcast_object_list", "broadcast")
     with ExitStack() as stack:
-        for name in names:
+        for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "broadcast"):
             stack.enter_context(mock.patch.object(dist, name, noted(name)))
         all_or_none(lambda: rank)
         require_equal(["a"] * 1000, "the strategy", StrategyError)
         call_on_all_ranks("call", lambda: {"given": described("given", list(range(1000)))}, lambda: rank)
         synchronise([torch.ones(3), torch.zeros(2, 2)])
-    return called
-
-
-def test_where_all_is_well_a_few_numbers_are_exchanged(pool: Pool) -> None:
-    assert pool.run(all_is_well) == [["all_reduce"] * 4] * 2
+    assert called == ["all_reduce"] * 4
 
 
 def align(rank: int, size: int, case: str) -> Any:
@@ -184,23 +171,19 @@ def test_every_rank_gets_the_values_of_rank_0_of_models_that_are_alike(pool: Poo
     assert all(text.startswith("the model differs between processes") for text in told)
 
 
-def align_one_bit(rank: int, size: int) -> list[list[float]]:
-    """Tensors that differ in one bit at their start, middle or end, and one whose elements lie apart."""
-    found = []
+@on_ranks(2)
+def test_one_bit_is_seen_wherever_it_lies(rank: int, size: int) -> None:
+    """At the start, middle or end of a tensor; and in one whose elements lie apart."""
     for place in (0, 7, 10):
         whole = torch.ones(14, dtype=torch.bfloat16)
         tensors = [whole[3:], torch.ones(2, 3).t(), torch.empty(0), torch.tensor(1.0), torch.tensor([True, False])]
         if rank == 1:
             tensors[0][place] = 1.0078125
         synchronise(tensors)
-        found.append(tensors[0].tolist())
+        assert tensors[0].tolist() == [1.0] * 11
     apart = (torch.arange(8.0) + rank)[::2]
     synchronise([apart])
-    return [*found, apart.tolist()]
-
-
-def test_one_bit_is_seen_wherever_it_lies(pool: Pool) -> None:
-    assert pool.run(align_one_bit) == [[*[[1.0] * 11] * 3, [0.0, 2.0, 4.0, 6.0]]] * 2
+    assert apart.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 def meet_twice(rank: int, size: int, absent: int) -> str:
@@ -252,14 +235,8 @@ def test_who_does_not_come_to_an_exchange_is_named_when_time_is_up(pool: Pool, c
         assert told.startswith("plan got no answer from the other processes") == (call == "agreed")
 
 
-def lost(rank: int, size: int) -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    with pytest.raises(ArgumentError) as caught:
-        answered(lambda: fail(RuntimeError("Connection reset by peer")), group)
-    return str(caught.value)
-
-
-def test_where_all_came_it_is_the_connection(pool: Pool) -> None:
-    told = "all processes came to an exchange, and lost their connection in it (Connection reset by peer)"
-    assert pool.run(lost) == [told, told]
+@on_ranks(2)
+def test_where_all_came_it_is_the_connection(rank: int, size: int) -> None:
+    told = r"all processes came to an exchange, and lost their connection in it \(Connection reset by peer\)"
+    with pytest.raises(ArgumentError, match=told):
+        answered(lambda: fail(RuntimeError("Connection reset by peer")), dist.group.WORLD)

@@ -13,7 +13,7 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.config import Config
 from atorch.smp.session import AXES_OF, session, slices
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.smp.job import begun, several
 from tests.smp.test_step import Blocks, rows, said, train
 
@@ -105,26 +105,19 @@ def test_the_session_is_read_by_name() -> None:
             smp.state.cfgs  # noqa: B018
 
 
-def placed_late(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_modules_that_exist_are_put_on_partitions(rank: int, size: int) -> None:
     with begun({"partitions": 2, "microbatches": 2, "auto_partition": False}):
         model = smp.DistributedModel(Blocks())
         layers = model.get_module().layers
-        refused = said(lambda: smp.set_partition(layers[0], 2)), said(lambda: smp.set_partition("layers", 0))
+        assert "2 partitions, 0 to 1" in said(lambda: smp.set_partition(layers[0], 2))
+        assert "give a torch.nn.Module" in said(lambda: smp.set_partition("layers", 0))
         for number, layer in enumerate(layers.children()):
             smp.set_partition(layer, int(number > 0))
         train(model, rows())
-        late = said(lambda: smp.set_partition(model.get_module(), 0))
-        return sorted(name for name, _ in model.local_named_parameters()), refused, late
-
-
-def test_modules_that_exist_are_put_on_partitions(pool: Pool) -> None:
-    first, second = pool.run(placed_late)
-    assert first[0] == ["layers.0.bias", "layers.0.weight"]
-    assert len(second[0]) == 6
-    for _, refused, late in (first, second):
-        assert "2 partitions, 0 to 1" in refused[0]
-        assert "give a torch.nn.Module" in refused[1]
-        assert "after the first smp.step" in late
+        assert "after the first smp.step" in said(lambda: smp.set_partition(model.get_module(), 0))
+        mine = {name.rpartition(".")[0] for name, _ in model.local_named_parameters()}
+        assert mine == ({"layers.1", "layers.2", "layers.3"} if rank else {"layers.0"})
 
 
 def test_outputs_lose_their_graphs_and_are_a_sequence() -> None:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.errors import AtorchError
-from tests.auto.training import run_each
 from tests.contract.test_steps import num_tensors, num_tensors_soon
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.smp.job import batch_of, begun, made, several, sgd, train_step
 
 WIDTH = 8
@@ -55,9 +54,11 @@ def train(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def nested_outputs(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_results_are_put_together_in_every_nesting_and_on_every_process(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    right = pytest.approx(float(Blocks()(rows()).mean().detach()), rel=1e-5)
     with begun({"microbatches": 4, "partitions": size}):
-        model = model_of()
 
         @smp.step
         def look(model: Any, batch: dict[str, Any]) -> Any:
@@ -65,28 +66,13 @@ def nested_outputs(rank: int, size: int) -> Any:
             model.backward(out.sum())
             return {"mean": out.mean(), "rows": [out, batch["x"]], "count": len(out), "nothing": None, "name": "a"}
 
-        given = rows()
-        found = look(model, {"x": given, "other": "text"})
-        return {
-            "mean": found["mean"].reduce_mean().item(),
-            "whole": found["rows"][0].concat().mean().item(),
-            "x": torch.equal(found["rows"][1].concat(), given),
-            "stack": tuple(found["rows"][0].stack().shape),
-            "count": found["count"].reduce_sum(),
-            "nothing": found["nothing"],
-            "name": found["name"].outputs,
-            "graph": found["mean"].outputs[0].requires_grad,
-        }
-
-
-def test_results_are_put_together_in_every_nesting_and_on_every_process(pool: Pool) -> None:
-    torch.manual_seed(0)
-    right = float(Blocks()(rows()).mean().detach())
-    for found in pool.run(nested_outputs):
-        assert found["mean"] == pytest.approx(right, rel=1e-5)
-        assert found["whole"] == pytest.approx(right, rel=1e-5)
-        assert (found["x"], found["stack"], found["count"]) == (True, (4, 2, WIDTH), 8)
-        assert (found["nothing"], found["name"], found["graph"]) == (None, ["a"] * 4, False)
+        found = look(model_of(), {"x": rows(), "other": "text"})
+        whole, given = found["rows"]
+        assert found["mean"].reduce_mean().item() == whole.concat().mean().item() == right
+        assert torch.equal(given.concat(), rows())
+        assert (tuple(whole.stack().shape), found["count"].reduce_sum()) == ((4, 2, WIDTH), 8)
+        assert (found["nothing"], found["name"].outputs) == (None, ["a"] * 4)
+        assert not found["mean"].outputs[0].requires_grad
 
 
 class Sliced:
@@ -99,10 +85,10 @@ class Sliced:
         return self.values[number::count]
 
 
-def ways_of_cutting(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_arguments_are_cut_as_they_are_told(rank: int, size: int) -> None:
     seen: list[Any] = []
     with begun({"microbatches": 2, "partitions": size}):
-        model = model_of()
 
         @smp.step(non_split_inputs=["whole"], input_split_axes={"turned": 1})
         def look(model: Any, x: Tensor, whole: Tensor, turned: Tensor, own: Any, *, both: Any) -> Tensor:
@@ -111,46 +97,30 @@ def ways_of_cutting(rank: int, size: int) -> Any:
 
         with torch.no_grad():
             both = {"a": (rows(4),), "b": torch.tensor(1.0)}
-            look(model, rows(4), rows(3), rows(4).T, Sliced([0.0, 1.0]), both=both)
-    return seen[-2:]
+            look(model_of(), rows(4), rows(3), rows(4).T, Sliced([0.0, 1.0]), both=both)
+    assert seen[-2:] == [(2, 3, (WIDTH, 2), [0.0], 2, 0), (2, 3, (WIDTH, 2), [1.0], 2, 0)]
 
 
-def test_arguments_are_cut_as_they_are_told(pool: Pool) -> None:
-    for found in pool.run(ways_of_cutting):
-        assert found == [(2, 3, (WIDTH, 2), [0.0], 2, 0), (2, 3, (WIDTH, 2), [1.0], 2, 0)]
-
-
-def of_other_lengths(rank: int, size: int) -> str:
+@on_ranks(2)
+def test_batches_of_tensor_ranks_that_do_not_fit_are_told(rank: int, size: int) -> None:
     with begun({"microbatches": 2, "tensor_parallel_degree": size, "ddp": True}):
         model = model_of()
-        return said(lambda: smp.step(lambda x: model(x).sum())(rows(8 - 2 * rank)))
+        told = said(lambda: smp.step(lambda x: model(x).sum())(rows(8 - 2 * rank)))
+    assert "x is (8, 8) and (6, 8) on processes of one tensor group" in told
 
 
-def test_batches_of_tensor_ranks_that_do_not_fit_are_told(pool: Pool) -> None:
-    for message in pool.run(of_other_lengths):
-        assert "x is (8, 8) and (6, 8) on processes of one tensor group" in message
-
-
-def evaluated(rank: int, size: int) -> tuple[float, bool, bool]:
-    with begun({"microbatches": 2, "partitions": size}):
-        model = model_of().eval()
-
-        @smp.step
-        def look(model: Any, x: Tensor) -> Tensor:
-            return model(x).mean()
-
-        with torch.no_grad():
-            value = look(model, rows()).reduce_mean().item()
-        look(model, rows())  # with gradients enabled, and none wanted
-        return value, model.training, any(each.grad is not None for each in model.parameters())
-
-
-def test_steps_without_backward_leave_no_gradients(pool: Pool) -> None:
+@on_ranks(2)
+def test_steps_without_backward_leave_no_gradients(rank: int, size: int) -> None:
     torch.manual_seed(0)
     right = float(Blocks()(rows()).mean().detach())
-    for value, training, has_gradients in pool.run(evaluated):
-        assert value == pytest.approx(right, rel=1e-5)
-        assert (training, has_gradients) == (False, False)
+    with begun({"microbatches": 2, "partitions": size}):
+        model = model_of().eval()
+        look = smp.step(lambda model, x: model(x).mean())
+        with torch.no_grad():
+            assert look(model, rows()).reduce_mean().item() == pytest.approx(right, rel=1e-5)
+        look(model, rows())  # with gradients enabled, and none wanted
+        assert not model.training
+        assert all(each.grad is None for each in model.parameters())
 
 
 def several_losses(rank: int, size: int, how: str) -> Any:
@@ -313,31 +283,26 @@ def test_what_one_process_does_alone_is_told_on_all(pool: Pool, tmp_path: Path) 
             assert ALONE[how] in message
 
 
-def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int, int]:
-    """The tensors that are alive after a few steps, and after as many again."""
-    with begun({"microbatches": 2, "ddp": True, **config}):
-        model = smp.DistributedModel(made("cnn"))
-        optimizer = smp.DistributedOptimizer(sgd(model))
-        early = 0
-        for step in range(6):
-            optimizer.zero_grad()
-            train_step(model, "cnn", *batch_of("cnn", step % 3, 0), "mean")
-            optimizer.step()
-            if step == 2:
-                early = num_tensors()
-        return early, num_tensors_soon(early)
+@on_ranks(2)
+def test_steps_leave_nothing_behind(rank: int, size: int) -> None:
+    for partitions in (1, 2):
+        with begun({"microbatches": 2, "ddp": True, "partitions": partitions}):
+            model = smp.DistributedModel(made("cnn"))
+            optimizer = smp.DistributedOptimizer(sgd(model))
+            early = 0
+            for step in range(6):
+                optimizer.zero_grad()
+                train_step(model, "cnn", *batch_of("cnn", step % 3, 0), "mean")
+                optimizer.step()
+                early = num_tensors() if step == 2 else early
+            assert num_tensors_soon(early) <= early
 
 
-def test_steps_leave_nothing_behind(pool: Pool) -> None:
-    for found in run_each(pool, held_after_steps, [({},), ({"partitions": 2},)]):
-        assert all(late <= early for early, late in found), found
-
-
-def reading_on_the_first(rank: int, size: int) -> tuple[float, float]:
-    """The losses of a step for which the first stage alone has data, and of one for which all have."""
+@on_ranks(2)
+def test_stages_without_data_work_on_the_firsts(rank: int, size: int) -> None:
+    """As the original's scripts for GPT read it."""
     with begun({"partitions": 2, "microbatches": 2}):
-        torch.manual_seed(0)
-        model = smp.DistributedModel(Blocks())
+        model = model_of()
 
         @smp.step
         def train(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
@@ -347,10 +312,4 @@ def reading_on_the_first(rank: int, size: int) -> tuple[float, float]:
 
         empty = torch.zeros(len(rows()), 0)
         first = train(model, {"x": empty if smp.pp_rank() else rows()}, 2.0).reduce_mean()
-        return float(first), float(train(model, {"x": rows()}, 2.0).reduce_mean())
-
-
-def test_stages_without_data_work_on_the_firsts(pool: Pool) -> None:
-    """As the original's scripts for GPT read it."""
-    for first, second in pool.run(reading_on_the_first):
-        assert first == second > 0
+        assert float(first) == float(train(model, {"x": rows()}, 2.0).reduce_mean()) > 0
