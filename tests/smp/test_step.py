@@ -68,7 +68,7 @@ def test_results_are_put_together_in_every_nesting_and_on_every_process(rank: in
 
         found = look(model_of(), {"x": rows(), "other": "text"})
         whole, given = found["rows"]
-        assert found["mean"].reduce_mean().item() == whole.concat().mean().item() == right
+        assert [found["mean"].reduce_mean().item(), whole.concat().mean().item()] == [right, right]
         assert torch.equal(given.concat(), rows())
         assert (tuple(whole.stack().shape), found["count"].reduce_sum()) == ((4, 2, WIDTH), 8)
         assert (found["nothing"], found["name"].outputs) == (None, ["a"] * 4)
