@@ -186,53 +186,42 @@ def test_one_bit_is_seen_wherever_it_lies(rank: int, size: int) -> None:
     assert apart.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def meet_twice(rank: int, size: int, absent: int) -> str:
+@on_ranks(2)
+def test_who_does_not_come_to_a_meeting_is_named(rank: int, size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     checked_barrier("store()", group)
-    if rank == absent:
-        return "absent"
+    if rank == 1:
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MEETING", timedelta(seconds=0.01))
         patch.setattr(collectives, "TIMEOUT", timedelta(seconds=0.1))
-        with pytest.raises(ArgumentError) as caught:
+        with pytest.raises(ArgumentError, match=r"store\(\) is called on rank 0 but not on 1"):
             checked_barrier("store()", group)
-    return str(caught.value)
-
-
-def test_who_does_not_come_to_a_meeting_is_named(pool: Pool) -> None:
-    told = pool.run(meet_twice, 1)
-    assert told == ["store() is called on rank 0 but not on 1; call it on all together", "absent"]
-
-
-def waited_in_vain(rank: int, size: int, call: str, ends: bool) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=0.3))
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        if not ends:
-            store.wait(["told"])
-        return "absent"
-    calls = {
-        "together": lambda: all_or_none(lambda: rank, group),
-        "gather_objects": lambda: gather_objects(rank, group),
-        "agreed": lambda: call_on_all_ranks("plan", lambda: {}, lambda: rank, group=group),
-    }
-    with pytest.raises(ArgumentError) as caught:
-        calls[call]()
-    if store.add("caught", 1) == size - 1:
-        store.set("told", "")
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("call", "ends"), [("together", False), ("together", True), ("gather_objects", False), ("agreed", False)]
 )
-def test_who_does_not_come_to_an_exchange_is_named_when_time_is_up(pool: Pool, call: str, ends: bool) -> None:
-    first, absent, last = pool.run(waited_in_vain, call, ends, ranks=3)
-    assert absent == "absent"
-    for told in (first, last):
-        assert "rank 1 did not come to an exchange in which ranks 0, 2 waited" in told
-        assert told.startswith("plan got no answer from the other processes") == (call == "agreed")
+@on_ranks(3)
+def test_who_does_not_come_to_an_exchange_is_named_when_time_is_up(rank: int, size: int, call: str, ends: bool) -> None:
+    """Rank 1, which unless it ends is there while the others wait."""
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        if not ends:
+            store.wait(["told"])
+        return
+    calls = {
+        "together": lambda: all_or_none(lambda: rank, group),
+        "gather_objects": lambda: gather_objects(rank, group),
+        "agreed": lambda: call_on_all_ranks("plan", lambda: {}, lambda: rank, group=group),
+    }
+    with pytest.raises(ArgumentError, match="rank 1 did not come to an exchange in which ranks 0, 2 waited") as caught:
+        calls[call]()
+    assert str(caught.value).startswith("plan got no answer from the other processes") == (call == "agreed")
+    if store.add("caught", 1) == size - 1:
+        store.set("told", "")
 
 
 @on_ranks(2)

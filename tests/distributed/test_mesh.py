@@ -21,8 +21,7 @@ from atorch.distributed.collectives import use_world_group
 from atorch.distributed.fake_world import fake_world
 from atorch.distributed.mesh import AXES, groups_along, own_group
 from atorch.errors import StrategyError
-from tests.auto.training import run_each
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
 
 def test_the_table_of_the_document() -> None:
@@ -168,25 +167,21 @@ def test_groups_reduce_over_the_ranks_of_the_table(rank: int, size: int) -> None
             assert (parallel_rank("tensor"), parallel_group_size("tensor")) == (mesh.rank("tensor"), 2)
 
 
-def shard_over_device_mesh(rank: int, size: int, slices: Any, order: Any) -> Any:
-    mesh = Mesh(slices, order, "cpu")
-    inner, outer = mesh.device_mesh("tensor"), mesh.device_mesh("data")
-    both = mesh.device_mesh("tensor", "data")
-    assert both.mesh_dim_names == ("data", "tensor")
-    assert mesh.device_mesh("zero", "data").shape == (2, 1)
-    assert inner.get_group() is mesh.group("tensor")
-    assert outer.get_local_rank() == mesh.rank("data")
+@on_ranks(4)
+def test_a_device_mesh_shards_in_the_order_of_the_mesh(rank: int, size: int) -> None:
     whole = torch.arange(8.0)
-    for device_mesh, placements in [(inner, [Shard(0)]), (outer, [Shard(0)])]:
-        torch.testing.assert_close(distribute_tensor(whole, device_mesh, placements).full_tensor(), whole)
-    local = distribute_tensor(whole, both, [Shard(0), Shard(0)]).to_local()
-    return (mesh.rank("data"), mesh.rank("tensor")), local.tolist()
-
-
-def test_a_device_mesh_shards_in_the_order_of_the_mesh(pool: Pool) -> None:
-    for found in run_each(pool, shard_over_device_mesh, ARRANGED, ranks=4):
-        shards = dict(found)
-        assert [value for place in sorted(shards) for value in shards[place]] == list(range(8))
+    for slices, order in ARRANGED:
+        mesh = Mesh(slices, order, "cpu")
+        inner, outer = mesh.device_mesh("tensor"), mesh.device_mesh("data")
+        both = mesh.device_mesh("tensor", "data")
+        assert both.mesh_dim_names == ("data", "tensor")
+        assert mesh.device_mesh("zero", "data").shape == (2, 1)
+        assert inner.get_group() is mesh.group("tensor")
+        assert outer.get_local_rank() == mesh.rank("data")
+        for device_mesh in (inner, outer):
+            assert torch.equal(distribute_tensor(whole, device_mesh, [Shard(0)]).full_tensor(), whole)
+        local = distribute_tensor(whole, both, [Shard(0), Shard(0)]).to_local()
+        assert torch.equal(local, whole.view(2, 2, 2)[mesh.rank("data"), mesh.rank("tensor")])
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.model_creation import delayed_values, fill
 from tests.language_models import gpt2
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.smp.job import begun
 
 CPU = torch.device("cpu")
@@ -170,8 +170,12 @@ def test_model_creation_marks_for_tensor_parallelism(enabled: bool) -> None:
     assert all(mark.enabled and mark.config == {"fused_softmax": True} for mark in marks.values())
 
 
-def part_filled(rank: int, size: int) -> tuple[list[str], dict[str, Any]]:
-    torch.manual_seed(100)
+@on_ranks(2)
+def test_each_process_fills_what_it_holds(rank: int, size: int) -> None:
+    """One half of a model, after a seed of its own."""
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    torch.manual_seed(7)
+    plain.apply(reset)
     with smp.delay_param_initialization():
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     values = delayed_values(model)
@@ -179,14 +183,6 @@ def part_filled(rank: int, size: int) -> tuple[list[str], dict[str, Any]]:
         delattr(model[1 - rank], name)
     torch.manual_seed(7 + rank)
     fill([model], CPU, values)
-    return list(model.state_dict()), {name: value.tolist() for name, value in model.state_dict().items()}
-
-
-def test_each_process_fills_what_it_holds(pool: Pool) -> None:
-    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    torch.manual_seed(7)
-    plain.apply(reset)
-    expected = {name: value.tolist() for name, value in plain.state_dict().items()}
-    for rank, (names, values) in enumerate(pool.run(part_filled)):
-        assert names == [f"{rank}.weight", f"{rank}.bias"]
-        assert values == {name: expected[name] for name in names}
+    state = model.state_dict()
+    assert list(state) == [f"{rank}.weight", f"{rank}.bias"]
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in state.items())

@@ -123,42 +123,39 @@ def test_steps_without_backward_leave_no_gradients(rank: int, size: int) -> None
         assert all(each.grad is None for each in model.parameters())
 
 
-def several_losses(rank: int, size: int, how: str) -> Any:
-    with begun({"microbatches": 2, "partitions": size}):
-        model = model_of()
-
-        @smp.step
-        def train(model: Any, x: Tensor) -> Tensor:
-            out = model(x)
-            if how == "two calls":
-                model.backward(out.mean())
-                model.backward(out.square().mean())
-            elif how == "a list":
-                model.backward([out.mean(), out.square().mean()])
-            elif how == "gradients":
-                model.backward(out, torch.full_like(out, 1 / out.numel()) + 2 * out.detach() / out.numel())
-            else:
-                penalty = sum(each.square().sum() for each in model.module.layers[-1].parameters())
-                model.backward(out.mean() + out.square().mean() + penalty)
-            return out.mean()
-
-        train(model, rows())
-        return {name: each.grad for name, each in model.named_parameters()}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_of_every_kind_give_plain_gradients(pool: Pool, ranks: int) -> None:
-    ways = ("two calls", "a list", "gradients", "a penalty")
-    results = pool.run(several, [(several_losses, how) for how in ways], ranks=ranks)
-    for how, parts in zip(ways, zip(*results, strict=True), strict=True):
+def losses_of_every_kind(rank: int, size: int) -> None:
+    for how in ("two calls", "a list", "gradients", "a penalty"):
         torch.manual_seed(0)
         plain = Blocks()
         out = plain(rows())
         penalty = sum(each.square().sum() for each in plain.layers[-1].parameters()) if how == "a penalty" else 0.0
         (out.mean() + out.square().mean() + penalty).backward()
-        found = {name: gradient for part in parts for name, gradient in part.items()}
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        with begun({"microbatches": 2, "partitions": size}):
+            model = model_of()
+
+            @smp.step
+            def train(model: Any, x: Tensor, how: str) -> Tensor:
+                out = model(x)
+                if how == "two calls":
+                    model.backward(out.mean())
+                    model.backward(out.square().mean())
+                elif how == "a list":
+                    model.backward([out.mean(), out.square().mean()])
+                elif how == "gradients":
+                    model.backward(out, torch.full_like(out, 1 / out.numel()) + 2 * out.detach() / out.numel())
+                else:
+                    penalty = sum(each.square().sum() for each in model.module.layers[-1].parameters())
+                    model.backward(out.mean() + out.square().mean() + penalty)
+                return out.mean()
+
+            train(model, rows(), how)
+            for name, parameter in model.local_named_parameters():
+                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_of_every_kind_give_plain_gradients(pool: Pool, ranks: int) -> None:
+    pool.run(losses_of_every_kind, ranks=ranks)
 
 
 def drawn_before(rank: int, size: int) -> list[float]:
@@ -246,29 +243,6 @@ def test_faults_are_told_on_all_processes_soon(pool: Pool, ranks: int) -> None:
             assert goes_on
 
 
-def one_alone(rank: int, size: int, how: str, folder: str) -> str:
-    by_hand = how == "another partition"
-    with begun({"microbatches": 2, "partitions": size, "auto_partition": not by_hand}):
-        torch.manual_seed(0)
-        blocks = Blocks()
-        for number, layer in enumerate(blocks.layers if by_hand else ()):
-            smp.set_partition(layer, int(number > rank))
-        model: Any = smp.DistributedModel(blocks)
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-        def go_on() -> None:
-            train(model, rows())
-            if rank == 0 and how == "saves":
-                smp.save_checkpoint(folder, "tag", model=model)
-            if rank == 1 and how == "clips":
-                optimizer.clip_master_grads(1.0)
-            if rank == 1 and how == "evaluates":
-                model.eval()
-            train(model, rows())
-
-        return said(go_on)
-
-
 ALONE = {
     "saves": "the call is smp.save_checkpoint on rank 0 and a function with @smp.step on rank 1",
     "clips": "the call is a function with @smp.step on rank 0 and clip_master_grads on rank 1",
@@ -277,10 +251,29 @@ ALONE = {
 }
 
 
-def test_what_one_process_does_alone_is_told_on_all(pool: Pool, tmp_path: Path) -> None:
-    for messages in pool.run(several, [(one_alone, how, str(tmp_path)) for how in ALONE], timeout=60):
-        for how, message in zip(ALONE, messages, strict=True):
-            assert ALONE[how] in message
+@on_ranks(2, timeout=60)
+def test_what_one_process_does_alone_is_told_on_all(rank: int, size: int, tmp_path: Path) -> None:
+    for how, told in ALONE.items():
+        by_hand = how == "another partition"
+        with begun({"microbatches": 2, "partitions": size, "auto_partition": not by_hand}):
+            torch.manual_seed(0)
+            blocks = Blocks()
+            for number, layer in enumerate(blocks.layers if by_hand else ()):
+                smp.set_partition(layer, int(number > rank))
+            model: Any = smp.DistributedModel(blocks)
+            optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+            def go_on(how: str = how, model: Any = model, optimizer: Any = optimizer) -> None:
+                train(model, rows())
+                if rank == 0 and how == "saves":
+                    smp.save_checkpoint(str(tmp_path), "tag", model=model)
+                if rank == 1 and how == "clips":
+                    optimizer.clip_master_grads(1.0)
+                if rank == 1 and how == "evaluates":
+                    model.eval()
+                train(model, rows())
+
+            assert told in said(go_on)
 
 
 @on_ranks(2)

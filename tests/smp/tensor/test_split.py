@@ -17,7 +17,7 @@ from atorch.smp.tensor.split import TensorSplit, split_marked
 from tests import language_models
 from tests.auto.training import messages
 from tests.contract.job import distance, updates
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.smp.job import several
 
 VOCAB, STEPS = 63, 3  # a vocabulary that no number of ranks divides
@@ -181,31 +181,6 @@ def test_rows_that_several_ranks_need_are_whole_on_each(pool: Pool) -> None:
         assert {name.split(".")[-2] for name in seen["kept"]} == {"k_proj", "v_proj"}
 
 
-def moved_on(rank: int, size: int) -> dict[str, Any]:
-    model = make("gpt2")
-    saved = {key: value + 1 for key, value in model.state_dict().items()}
-    done = split(model, size)
-    model.load_state_dict(done.own_state(saved))
-    back = done.whole_state(model.state_dict())
-    same = all(torch.equal(back[key], saved[key]) for key in saved)
-    optim = torch.optim.Adam(model.parameters())
-    loss_of(model(batch(0)), batch(0)).backward()
-    optim.step()
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        state = optim.state[parameter]
-        whole = done.whole(name, state["exp_avg"])
-        shapes[name] = tuple(whole.shape) == tuple(saved[name].shape)
-        assert torch.equal(done.own(name, whole), state["exp_avg"])
-        assert done.whole(name, state["step"]).dim() == 0
-    told = ""
-    try:
-        done.own("inner.transformer.wte.weight", torch.zeros(3, 16))
-    except AtorchError as error:
-        told = str(error)
-    return {"same": same, "shapes": shapes, "told": told}
-
-
 def delayed(rank: int, size: int) -> tuple[dict[str, Tensor], int, list[float]]:
     with smp.delay_param_initialization():
         model = make("hand-written")
@@ -246,13 +221,10 @@ class Odd(nn.Module):
         return self.few(x)
 
 
-def kept_of_odd(rank: int, size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_what_stays_whole_is_told_by_name(rank: int, size: int) -> None:
     torch.manual_seed(0)
-    return dict(split(Odd(), size).kept)
-
-
-def test_state_goes_and_comes_whole_and_what_stays_whole_is_told_by_name(pool: Pool) -> None:
-    kept = {
+    assert split(Odd(), size).kept == {
         "read.weight": "it is used outside of the modules that hold it",
         "tied.weight": "it is tied to other.weight, which is not to be split",
         "idle.weight": "the batch did not reach it",
@@ -260,11 +232,28 @@ def test_state_goes_and_comes_whole_and_what_stays_whole_is_told_by_name(pool: P
         "conv.weight": "nothing splits it, and by themselves only linear layers and tables are split",
         "norms.weight": "max_norm and scale_grad_by_freq need the whole table",
     }
-    for seen, odd in pool.run(several, [(moved_on,), (kept_of_odd,)]):
-        assert odd == kept
-        assert seen["same"]
-        assert all(seen["shapes"].values())
-        assert "was given with shape (3, 16), and the whole model's is (63, 16)" in seen["told"]
+
+
+@on_ranks(2)
+def test_state_goes_and_comes_whole(rank: int, size: int) -> None:
+    """Saved whole, and loaded at another degree, with an optimizer's."""
+    model = make("gpt2")
+    saved = {key: value + 1 for key, value in model.state_dict().items()}
+    done = split(model, size)
+    model.load_state_dict(done.own_state(saved))
+    back = done.whole_state(model.state_dict())
+    assert all(torch.equal(back[key], saved[key]) for key in saved)
+    optim = torch.optim.Adam(model.parameters())
+    loss_of(model(batch(0)), batch(0)).backward()
+    optim.step()
+    for name, parameter in model.named_parameters():
+        state = optim.state[parameter]
+        whole = done.whole(name, state["exp_avg"])
+        assert whole.shape == saved[name].shape
+        assert torch.equal(done.own(name, whole), state["exp_avg"])
+        assert done.whole(name, state["step"]).dim() == 0
+    with pytest.raises(AtorchError, match=r"shape \(3, 16\), and the whole model's is \(63, 16\)"):
+        done.own("inner.transformer.wte.weight", torch.zeros(3, 16))
 
 
 def refused(rank: int, size: int, what: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import atorch.smp as smp
 from atorch.errors import ArgumentError, AtorchError, StrategyError
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.smp.job import (
     STEPS,
     Way,
@@ -180,39 +180,28 @@ def test_training_and_states_are_those_of_plain_training(pool: Pool) -> None:
         plain.optimizer.load_state_dict(saved)
 
 
-def with_masters(rank: int, size: int) -> tuple[bool, float]:
+@on_ranks(2)
+def test_masters_are_shared_out_too(rank: int, size: int) -> None:
     with begun({"ddp": True, "shard_optimizer_state": True, "fp16": True}):
         model = smp.DistributedModel(made("cnn"))
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=256.0)
         train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
         optimizer.step()
         inner: Any = optimizer.inner
+        assert isinstance(inner.inner, ShardedOptimizer)
         masters = sum(each.numel() for each in inner.inner.inner.stand_ins.values())
-        return isinstance(inner.inner, ShardedOptimizer), masters / sum(each.numel() for each in model.parameters())
+        assert 0.4 < masters / sum(each.numel() for each in model.parameters()) < 0.6
 
 
-def test_masters_are_shared_out_too(pool: Pool) -> None:
-    for is_shared, share in pool.run(with_masters):
-        assert is_shared
-        assert 0.4 < share < 0.6
-
-
-def refused(rank: int, size: int, config: dict[str, Any], kind: Any) -> str:
-    with begun({"ddp": True, **config}):
-        model = smp.DistributedModel(made("cnn"))
-        smp.DistributedOptimizer(kind(model.parameters(), lr=1e-3))
-        with pytest.raises(StrategyError) as error:
-            train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
-    return str(error.value)
-
-
-def test_a_pipeline_and_an_optimizer_that_needs_all_parameters_are_refused(pool: Pool) -> None:
-    ways = [
-        ({**SHARDED, "partitions": 2}, torch.optim.SGD),
-        ({"shard_optimizer_state": True}, smp.optimizers.FusedLamb),
-    ]
-    for pipeline, lamb in pool.run(several, [(refused, *way) for way in ways], ranks=4):
-        assert "sharded_data_parallel_degree is 2" in pipeline
-        assert "pipeline_parallel_degree is 2" in pipeline
-        assert "shard_optimizer_state" in lamb
-        assert "FusedLamb" in lamb
+@on_ranks(4)
+def test_a_pipeline_and_an_optimizer_that_needs_all_parameters_are_refused(rank: int, size: int) -> None:
+    lamb = smp.optimizers.FusedLamb
+    for config, kind, told in (
+        ({**SHARDED, "partitions": 2}, torch.optim.SGD, "degree is 2 .*pipeline_parallel_degree is 2"),
+        ({"ddp": True, "shard_optimizer_state": True}, lamb, "shard_optimizer_state.*FusedLamb|FusedLamb.*_state"),
+    ):
+        with begun(config):
+            model = smp.DistributedModel(made("cnn"))
+            smp.DistributedOptimizer(kind(model.parameters(), lr=1e-3))
+            with pytest.raises(StrategyError, match=told):
+                train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
