@@ -146,29 +146,24 @@ def test_where_all_is_well_a_few_numbers_are_exchanged(rank: int, size: int) -> 
     assert called == ["all_reduce"] * 4
 
 
-def align(rank: int, size: int, case: str) -> Any:
-    torch.manual_seed(0 if case == "same" else rank)
+def convolutions(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-    if case == "shapes" and rank == 1:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model.register_buffer("phases", torch.polar(torch.ones(3), torch.randn(3)))
-    tensors = [*model.parameters(), *model.buffers()]
-    try:
-        synchronise([*tensors, torch.empty(3, device="meta")])
-    except ArgumentError as error:
-        return str(error)
-    return [tensor.tolist() for tensor in tensors], [tensor.requires_grad for tensor in tensors]
+    return model
 
 
-def test_every_rank_gets_the_values_of_rank_0_of_models_that_are_alike(pool: Pool) -> None:
-    *found, told = run_each(pool, align, [("same",), ("different",), ("shapes",)])
-    torch.manual_seed(0)
-    expected = torch.nn.Conv2d(3, 4, 3).weight.tolist()
-    for zero, one in found:
-        assert zero == one
-        assert zero[0][0] == expected
-        assert zero[1][:4] == [True] * 4
-    assert all(text.startswith("the model differs between processes") for text in told)
+@on_ranks(2)
+def test_every_rank_gets_the_values_of_rank_0_of_models_that_are_alike(rank: int, size: int) -> None:
+    expected = convolutions(0).state_dict()
+    for seed in (0, rank):
+        model = convolutions(seed)
+        synchronise([*model.parameters(), *model.buffers(), torch.empty(3, device="meta")])
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    other = torch.nn.Linear(2, 2) if rank else convolutions(0)
+    with pytest.raises(ArgumentError, match="^the model differs between processes"):
+        synchronise([*other.parameters(), *other.buffers()])
 
 
 @on_ranks(2)
