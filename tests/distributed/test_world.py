@@ -1,4 +1,4 @@
-"""What processes are told and what they keep: devices that NCCL or hosts cannot reach, connections, collectives."""
+"""Devices that NCCL or hosts cannot reach, the end of a job, and what torch keeps of collectives."""
 
 from __future__ import annotations
 

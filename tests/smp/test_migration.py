@@ -1,4 +1,4 @@
-"""A configuration of smp as a strategy trains as smp does, and what has no counterpart is named."""
+"""A configuration of smp as a strategy, in which what has no counterpart is named."""
 
 from __future__ import annotations
 

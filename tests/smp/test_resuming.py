@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint, at the degree that saved it and at another, in every precision."""
+"""Training that goes on from a checkpoint, at the degree that saved it and at another, also in 16 bits."""
 
 from __future__ import annotations
 
