@@ -1,4 +1,4 @@
-"""Clusters are values: equal, hashable and written as they are read. Detection measures what no file describes, links by two."""
+"""Clusters are values: equal, hashable and written as they are read. Detection measures what no file describes."""
 
 import json
 from dataclasses import replace
