@@ -175,6 +175,8 @@ CLIPPED: dict[int, list[tuple[list[Any], str]]] = {
         ([FP16, "ddp"], "loss scale"),
         ([("half", "fp16"), "fsdp"], "loss scale"),
         ([over(("tensor", 2)), "tensor_parallel"], "the axis tensor"),
+        ([over(("sequence", 2)), "sequence_parallel"], ""),
+        ([over(("context", 2)), ("context_parallel", {"load_balance": False})], ""),
         ([over(("pipeline", 2)), PIPELINE], "of one stage"),
         ([over(("pipeline", 2)), ZERO_BUBBLE], "of one stage"),
     ],
