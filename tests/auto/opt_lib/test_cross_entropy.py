@@ -82,8 +82,8 @@ def of_output(loss: Callable[[Tensor], Tensor]) -> Call:
     return lambda model: loss(model(input_ids=BATCH))
 
 
-def shifted(logits: Tensor, **how: Any) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCAB), LABELS[:, 1:].reshape(-1), **how)
+def shifted(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCAB), LABELS[:, 1:].reshape(-1))
 
 
 JOBS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
@@ -93,8 +93,6 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "gemma2": (gemma2, own_loss()),
     "bert": (bert, own_loss()),
     "plain": (Plain, of_output(shifted)),
-    "smoothed": (Plain, of_output(lambda logits: shifted(logits, label_smoothing=0.2))),
-    "weighted": (Plain, of_output(lambda logits: shifted(logits, weight=torch.linspace(0, 1, VOCAB)))),
 }
 
 
@@ -125,17 +123,6 @@ def test_losses_by_chunks_train_as_plain_ones(name: str, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="atorch"):
         assert_same(*JOBS[name])
     assert "asks for the logits" not in caplog.text
-
-
-def test_a_loss_of_another_kind_gets_logits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    def distilled(logits: Tensor) -> Tensor:
-        teacher = torch.full_like(logits, 1.0 / VOCAB)
-        return shifted(logits) + F.kl_div(logits.log_softmax(-1), teacher, reduction="batchmean")
-
-    say_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="atorch"):
-        assert_same(Plain, of_output(distilled))
-    assert sum("asks for the logits" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_the_head_is_found_by_itself_or_by_its_name() -> None:

@@ -101,8 +101,6 @@ def test_what_is_gathered_and_what_stays_whole(pool: Pool) -> None:
 
     assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
 
-    assert pool.run(trainable_in_root)[0] == [False, True]
-
 
 def dtypes(rank: int, size: int, config: Any, strategy: list[Any]) -> tuple[str, str, str]:
     result = accelerated([*strategy, ("fsdp", config)], "llama")
@@ -137,17 +135,6 @@ def buffers(rank: int, size: int) -> str:
 def seeded_apart(rank: int, size: int, config: Any) -> float:
     model = accelerated([("fsdp", config)], "awkward", seed=rank).model
     return float((model.mixer.weight.full_tensor() - make("awkward").mixer.weight).abs().max())
-
-
-def trainable_in_root(rank: int, size: int) -> list[bool]:
-    seen = []
-    for outmost in (False, True):
-        model = accelerated([("fsdp", {"wrap_trainable_outmost": outmost})], "lora").model
-        groups = {id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, fsdp.FSDPModule)}
-        root = model._get_fsdp_state()._fsdp_param_group
-        trainable = {p for p in model.parameters() if p.requires_grad}
-        seen.append({fsdp_param.sharded_param for fsdp_param in root.fsdp_params} >= trainable and len(groups) > 2)
-    return seen
 
 
 POLICIES: list[tuple[Any, set[Any]]] = [

@@ -1,4 +1,4 @@
-"""tensor_parallel: what it divides, worked by hand; what it does in a job, and what a file keeps of it."""
+"""tensor_parallel and sequence_parallel: what they divide, worked by hand; what the first does in a job and a file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 import tests.contract.job as contract
 from atorch import auto_accelerate, clip_grad_norm
+from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel, _check_neighbours
 from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory
@@ -43,6 +44,31 @@ def test_what_is_divided():
     assert not list(TensorParallel.choices(PROFILE, cluster(devices=1)))
     headless = replace(PROFILE, segments=(replace(BLOCK, num_heads=0),))
     assert not list(TensorParallel.choices(headless, cluster()))
+
+
+MEGATRON = SequenceParallel(mode="megatron")
+
+
+def test_what_sequence_parallel_divides():
+    cost = cost_of({"sequence": 4}, "sequence_parallel", "ddp")
+    assert (cost.sequence, cost.tensor) == (4, 1)
+    assert cost.num_params == 13_600
+    assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * 5000 / 4)  # the embedding is whole
+    assert cost.comm[0].num_bytes == 54_400, "gradients are of a part of the tokens"
+
+    assert cost_of({"sequence": 4, "data": 2}, "sequence_parallel", "fsdp").param_shards == 8
+
+    cost = cost_of({"tensor": 4}, "tensor_parallel", MEGATRON)
+    assert (cost.tensor, cost.splits_norms, cost.sequence) == (4, True, 1)
+    gathered = 2 * 600 * (1 - 1 / 4)  # what each block's products are given stays gathered for backward
+    assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * (5000 / 4 + gathered))
+    assert cost.num_params == cost_of({"tensor": 4}, "tensor_parallel").num_params
+
+    assert (SequenceParallel().splits, SequenceParallel().needs) == (("sequence",), ())
+    assert (MEGATRON.splits, MEGATRON.needs) == ((), ("tensor_parallel",))
+
+    assert list(SequenceParallel.choices(PROFILE, cluster())) == [SequenceParallel(), MEGATRON]
+    assert not list(SequenceParallel.choices(PROFILE, cluster(devices=1)))
 
 
 def test_an_engine_that_takes_parts_for_wholes_is_refused() -> None:
