@@ -229,8 +229,6 @@ def test_a_job_that_steps_in_backward_is_the_same_job():
     assert all(torch.equal(ends[0][1][name], value) for name, value in ends[1][1].items())
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-
 WORDS, PAD = 20, 0
 BUDGET = 130_000
 MASKS = (
@@ -298,6 +296,7 @@ def losses(rank: int, size: int, masks: str, strategy: Any) -> list[float]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("masks", MASKS)
 def test_masks_that_torch_looks_at(pool: Pool, masks: str) -> None:
     chunked = ("chunk", {"budget_bytes": BUDGET, "hybrid": False})
