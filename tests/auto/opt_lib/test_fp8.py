@@ -58,10 +58,6 @@ def test_converts_and_tells(caplog: pytest.LogCaptureFixture) -> None:
     assert "14 Linear layers of LlamaForCausalLM by torchao, emulated" in caplog.text
     assert "fp8: model.layers.1.mlp.down_proj" in caplog.text
     assert "fp8 leaves lm_head: kept, exclude names it" in caplog.text
-    with pytest.raises(StrategyError, match="fp8 converts nothing in LlamaForCausalLM"):
-        apply({"exclude": ("layers", "lm_head"), "emulate": True})
-    with pytest.raises(StrategyError, match="did you mean 'lm_head'"):
-        apply({"exclude": ("lm_heads",), "emulate": True})
 
 
 def split_deviation(rank: int, size: int, axes: Any, name: str) -> tuple[float, list[str]]:
