@@ -191,7 +191,7 @@ def test_50_000_files(data: bytes, by_file: bool) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@settings(ordinary, max_examples=30)
+@settings(ordinary, max_examples=10)
 @given(st.data())
 def test_configurations_that_a_method_takes_are_read(name: str, data: st.DataObject) -> None:
     config = data.draw(configs(name))
