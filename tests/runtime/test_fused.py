@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
 from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
 from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant, fuse_rms_norms, recognise
+from tests import language_models
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,21 +53,15 @@ def operations(run: Callable[[], object]) -> Operations:
 
 
 def bert() -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(vocab_size=64, attn_implementation="eager", **SIZES))
+    return language_models.bert(attn_implementation="eager").bert
 
 
 def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0,
-            attn_implementation="eager",
-        )
-    )  # fmt: skip
+    return language_models.gpt2(attn_implementation="eager")
 
 
 def llama(**knobs: Any) -> nn.Module:
-    knobs = {"vocab_size": 64, "num_key_value_heads": 2, "attn_implementation": "eager", **SIZES, **knobs}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**knobs))
+    return language_models.llama(**{"attn_implementation": "eager", **knobs})
 
 
 def clip() -> nn.Module:

@@ -310,14 +310,11 @@ def test_times_that_vary_name_nobody_and_one_far_outside_is_named():
         assert (77,) in slow(own)
 
 
-def test_who_waits_in_the_midst_of_its_work_is_not_slow():
+def test_who_waits_or_has_other_work_is_not_slow():
     """Rank 0 came late, and rank 1 waited for it: the time of the one that did not wait is that of both."""
     assert slow([20, 50, 20, 20], units=[0, 0, 2, 2]) == {}
     assert slow([50, 50, 20, 20], units=[0, 0, 2, 2]) == {(0, 1): (50, 20)}
     assert slow([50, 90], units=[0, 0]) == {}
-
-
-def test_those_with_other_work_are_no_peers():
     assert slow([20, 20, 50, 50], peers=[0, 0, 1, 1]) == {}
     assert slow([20, 20, 50, 70], peers=[0, 0, 1, 1]) == {(3,): (70, 50)}
 

@@ -236,7 +236,7 @@ def pinned(monkeypatch, runtime):
     return [ChunkMemory(spec, forms, torch.bfloat16, CPU, wide=True, pinned=True) for _ in range(3)]
 
 
-def test_what_travels_is_locked_page_by_page(monkeypatch):
+def test_memory_that_travels_is_locked_page_by_page_or_an_error(monkeypatch):
     runtime = Runtime()
     memories = pinned(monkeypatch, runtime)
     for memory in memories:
@@ -250,22 +250,16 @@ def test_what_travels_is_locked_page_by_page(monkeypatch):
     del memory, memories
     gc.collect()
     assert not runtime.locked
-
-
-def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
     with pytest.raises(CapabilityError, match=r"refused to lock 4 KiB of host memory \(error 2\); raise the limit"):
         pinned(monkeypatch, Runtime(most=mmap.PAGESIZE))
 
 
-def test_the_ledgers_know_where_chunks_lie():
+def test_the_ledgers_know_where_chunks_lie_and_others_are_not_managed():
     net = make_net()
     chunks = chunks_of(net, 60, dtype=torch.bfloat16, on_device=[1])
     host, device = chunks.host, chunks.device_tier
     assert device.used_bytes == chunks.chunks[1].num_bytes == 8 * len(chunks.chunks[1].master)
     assert host.used_bytes == sum(chunk.num_bytes for chunk in chunks.chunks) - device.used_bytes
-
-
-def test_others_are_not_managed():
     net = make_net()
     chunks = chunks_of(net, but=["1.bias"])
     assert chunks.place(net[1].bias) is None

@@ -39,7 +39,7 @@ def model() -> nn.Module:
     return in_chunks()[0]
 
 
-def test_values_can_be_looked_at_outside_of_a_pass(model: nn.Module) -> None:
+def test_values_can_be_looked_at_and_copied_outside_of_a_pass(model: nn.Module) -> None:
     plain = fresh(Awkward)
     weight, expected = model.tokens.weight, plain.tokens.weight
     assert torch.equal(weight.norm(), expected.norm()), "with gradients recorded"
@@ -50,6 +50,11 @@ def test_values_can_be_looked_at_outside_of_a_pass(model: nn.Module) -> None:
     assert (weight.shape, weight.dtype, weight.device) == (expected.shape, expected.dtype, expected.device)
     assert repr(weight.detach()) == repr(expected.detach())
     assert "nan" not in repr(weight)
+    with torch.no_grad():
+        model.blocks[1].up.weight.copy_(model.blocks[0].up.weight)
+    model.blocks[1].up.bias.data = model.blocks[0].up.bias
+    assert torch.equal(model.blocks[1].up.weight.detach(), model.blocks[0].up.weight.detach())
+    assert torch.equal(model.blocks[1].up.bias.detach(), model.blocks[0].up.bias.detach())
 
 
 def test_what_is_said_without_values_brings_nothing() -> None:
@@ -90,14 +95,6 @@ def test_data_that_was_kept_is_put_back(dtype: torch.dtype | None) -> None:
             parameter.data = parameter.data
     assert torch.equal(model.halved, plain.halved)
     assert torch.equal(model(tokens(0)), plain(tokens(0)))
-
-
-def test_one_parameter_is_copied_to_another(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.blocks[1].up.weight.copy_(model.blocks[0].up.weight)
-    model.blocks[1].up.bias.data = model.blocks[0].up.bias
-    assert torch.equal(model.blocks[1].up.weight.detach(), model.blocks[0].up.weight.detach())
-    assert torch.equal(model.blocks[1].up.bias.detach(), model.blocks[0].up.bias.detach())
 
 
 def test_a_view_of_data_that_is_replaced_is_refused(model: nn.Module) -> None:

@@ -119,32 +119,12 @@ def test_it_is_attention(pool: Pool, ranks: int) -> None:
 
 
 @on_ranks()
-def test_a_query_that_sees_nothing_gets_nothing(rank: int, size: int) -> None:
+def test_nothing_to_see_dropout_and_what_is_refused(rank: int, size: int) -> None:
     """Padding before the first token under a causal mask, as torch has it: zeros, and no NaN in any gradient."""
     out, *gradients = around(rank, size, Case("padded causal", balanced=False))
     assert not out[1, :, : 24 if rank == 0 else 5].any()
     assert not any(each.isnan().any() for each in gradients)
-
-
-def counted(rank: int, size: int, groups: int) -> dict[str, tuple[int, float]]:
-    with CommCounter() as sent:
-        around(rank, size, Case("causal", groups))
-    return {kind: counts for (kind, _), counts in sent.counts.items()}
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_it_sends_what_the_cost_says(pool: Pool, ranks: int) -> None:
-    num_bytes = BATCH * HEADS * LENGTH * DIM * 4.0
-    for groups, found in zip((4, 2), run_each(pool, counted, [(4,), (2,)], ranks=ranks), strict=True):
-        block = replace(BLOCK, input_bytes=num_bytes, matmuls=(), num_heads=HEADS, num_kv_heads=groups)
-        cost = replace(split_context(on_mesh({"context": ranks}, batch_size=2)), segments=(block,), dtype="float32")
-        (expected,) = of_copy(cost, block)
-        assert found == [dict.fromkeys(("send", "receive"), (expected.count, expected.num_bytes))] * ranks
-
-
-@on_ranks()
-def test_dropout_differs_between_ranks_and_is_drawn_from_torchs_generator(rank: int, size: int) -> None:
-    """The same seed on every rank; gradients are those of what was drawn: see test_kernels."""
+    # The same seed on every rank; gradients are those of what was drawn: see test_kernels
     found = []
     for dropout in (0.5, 0.5, 0.0):
         torch.manual_seed(0)
@@ -152,10 +132,6 @@ def test_dropout_differs_between_ranks_and_is_drawn_from_torchs_generator(rank: 
     first, second, whole = found
     assert all(one.equal(other) for one, other in zip(first, second, strict=True))
     assert not any(one.allclose(other) for one, other in zip(first, whole, strict=True))
-
-
-@on_ranks()
-def test_what_it_cannot_honour_is_refused(rank: int, size: int) -> None:
     query, key, value, _ = (each[:, :, :24] for each in Case().tensors())
     said = []
     for more in (
@@ -175,3 +151,19 @@ def test_what_it_cannot_honour_is_refused(rank: int, size: int) -> None:
         "48 queries and 24 keys",
     )
     assert all(words in message for words, message in zip(wanted, said, strict=True)), said
+
+
+def counted(rank: int, size: int, groups: int) -> dict[str, tuple[int, float]]:
+    with CommCounter() as sent:
+        around(rank, size, Case("causal", groups))
+    return {kind: counts for (kind, _), counts in sent.counts.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_sends_what_the_cost_says(pool: Pool, ranks: int) -> None:
+    num_bytes = BATCH * HEADS * LENGTH * DIM * 4.0
+    for groups, found in zip((4, 2), run_each(pool, counted, [(4,), (2,)], ranks=ranks), strict=True):
+        block = replace(BLOCK, input_bytes=num_bytes, matmuls=(), num_heads=HEADS, num_kv_heads=groups)
+        cost = replace(split_context(on_mesh({"context": ranks}, batch_size=2)), segments=(block,), dtype="float32")
+        (expected,) = of_copy(cost, block)
+        assert found == [dict.fromkeys(("send", "receive"), (expected.count, expected.num_bytes))] * ranks

@@ -34,7 +34,7 @@ def own(call: AttentionCall, share: TokenPartition) -> AttentionCall:
 
 
 @on_ranks()
-def test_it_answers_as_the_operation_does(rank: int, size: int) -> None:
+def test_it_answers_as_the_operation_does_and_says_what_does_not_fit(rank: int, size: int) -> None:
     for balanced in (False, True):  # the stream deals tokens out as the ring has them
         dealt = TokenPartition(dist.group.WORLD, balanced=balanced).part(torch.arange(24), 0)
         assert dealt.equal(Deal(size, balanced).tokens(rank, 24))
@@ -58,6 +58,26 @@ def test_it_answers_as_the_operation_does(rank: int, size: int) -> None:
     assert all(alike for _, alike in found)
     assert max(error for error, _ in found[:3]) <= 1e-5
     assert max(error for error, _ in found[3:]) <= 1e-2
+    exchange = RingExchange(dist.group.WORLD, load_balance=True)
+    learnt = torch.zeros(LENGTH, LENGTH, requires_grad=True)
+    long = torch.randn(2, 2, 3 * LENGTH, 8)
+    said = [
+        exchange.unfit(call)
+        for call in (
+            whole_call(),
+            whole_call(is_causal=True),
+            whole_call(attn_mask=torch.zeros(1, 1, 1, LENGTH)),
+            whole_call(attn_mask=learnt),
+            whole_call(attn_mask=torch.zeros(LENGTH, 2)),
+            whole_call(is_causal=True, key=long, value=long),
+            whole_call(key=long[:, :, :6], value=long[:, :, :6]),
+            whole_call(key=torch.randn(2, 3, LENGTH, 8)),
+            whole_call(query=torch.randn(1, 2, 4, LENGTH, 8)),
+        )
+    ]
+    assert said[:3] == [None] * 3
+    wanted = ("gradient", "(16, 2)", "16 queries and 48 keys", "6 keys cannot be cut into 4", "shared out", "5 dims")
+    assert all(words in str(reason) for words, reason in zip(wanted, said[3:], strict=True)), said
 
 
 @on_ranks()
@@ -83,27 +103,3 @@ def test_a_mask_that_all_blocks_share_is_looked_at_once(rank: int, size: int) ->
                 exchange(own(whole_call(attn_mask=mask), share), no_more)
             counts.append(count)
     assert counts == [1, 1, 2]
-
-
-@on_ranks()
-def test_what_does_not_fit_is_said(rank: int, size: int) -> None:
-    exchange = RingExchange(dist.group.WORLD, load_balance=True)
-    learnt = torch.zeros(LENGTH, LENGTH, requires_grad=True)
-    long = torch.randn(2, 2, 3 * LENGTH, 8)
-    said = [
-        exchange.unfit(call)
-        for call in (
-            whole_call(),
-            whole_call(is_causal=True),
-            whole_call(attn_mask=torch.zeros(1, 1, 1, LENGTH)),
-            whole_call(attn_mask=learnt),
-            whole_call(attn_mask=torch.zeros(LENGTH, 2)),
-            whole_call(is_causal=True, key=long, value=long),
-            whole_call(key=long[:, :, :6], value=long[:, :, :6]),
-            whole_call(key=torch.randn(2, 3, LENGTH, 8)),
-            whole_call(query=torch.randn(1, 2, 4, LENGTH, 8)),
-        )
-    ]
-    assert said[:3] == [None] * 3
-    wanted = ("gradient", "(16, 2)", "16 queries and 48 keys", "6 keys cannot be cut into 4", "shared out", "5 dims")
-    assert all(words in str(reason) for words, reason in zip(wanted, said[3:], strict=True)), said

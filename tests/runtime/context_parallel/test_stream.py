@@ -105,7 +105,7 @@ REFUSED = {
 
 
 @on_ranks()
-def test_what_cannot_be_split_is_refused_by_name_with_the_model_as_it_was(rank: int, size: int) -> None:
+def test_what_cannot_be_split_is_refused_by_name_at_once_or_later(rank: int, size: int) -> None:
     for kind, told in REFUSED.items():
         torch.manual_seed(1)
         model = Stack(kind)
@@ -114,10 +114,6 @@ def test_what_cannot_be_split_is_refused_by_name_with_the_model_as_it_was(rank: 
             split(model, {"x": torch.randn(3, TOKENS - 2 if kind == "short" else TOKENS, 8)})
         assert [type(module) for module in model.modules()] == before[0]
         assert all(value.equal(before[1][name]) for name, value in model.state_dict().items())
-
-
-@on_ranks()
-def test_a_later_call_that_a_ring_cannot_honour_is_refused_by_name_on_every_rank(rank: int, size: int) -> None:
     torch.manual_seed(1)
     model, x = Stack("plain"), torch.randn(3, TOKENS, 8)
     split(model, {"x": x})

@@ -101,12 +101,9 @@ def test_a_users_sampler_is_shared_out(make: Any) -> None:
         assert sorted(sum(seen, [])) == DATA
 
 
-def test_a_users_batch_sampler_is_shared_out() -> None:
+def test_a_users_batch_sampler_is_shared_out_unless_a_batch_is_uneven() -> None:
     arguments = {"batch_sampler": BatchSampler(SequentialSampler(DATA), 6, drop_last=False)}
     assert batches(arguments, 2) == [DATA[i : i + 6] for i in range(0, 24, 6)]
-
-
-def test_an_uneven_batch_of_a_batch_sampler_is_refused_before_the_epoch() -> None:
     for data, size in ((DATA, 5), (DATA[:21], 8)):
         sampler = BatchSampler(SequentialSampler(data), size, drop_last=False)
         with pytest.raises(ArgumentError, match="5, the global batch"):
@@ -189,8 +186,10 @@ def test_a_sampler_without_an_end_is_drawn_from_as_it_is_used() -> None:
     assert [len(next(loader)) for _ in range(3)] == [2, 2, 2]
 
 
-def test_a_stream_is_shared_out_and_its_uneven_rest_left() -> None:
+def test_a_stream_is_shared_out_without_its_uneven_rest_and_a_sampler_class_is_used() -> None:
     assert batches({"batch_size": 4}, 2, data=Stream()) == [list(range(i, i + 4)) for i in range(0, 20, 4)]
+    seen = batches({"batch_size": 4}, 2, sampler_cls=EveryThird)
+    assert sorted(sum(seen, [])) == list(range(0, 24, 3))
 
 
 class EveryThird(torch.utils.data.distributed.DistributedSampler[int]):
@@ -198,11 +197,6 @@ class EveryThird(torch.utils.data.distributed.DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.rank * 3, 24, self.num_replicas * 3))
-
-
-def test_a_distributed_sampler_class_is_used() -> None:
-    seen = batches({"batch_size": 4}, 2, sampler_cls=EveryThird)
-    assert sorted(sum(seen, [])) == list(range(0, 24, 3))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +221,7 @@ def test_bad_arguments_are_refused(data: Any, arguments: dict[str, Any], message
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-def test_nested_data_and_packed_sequences_move_to_the_device() -> None:
+def test_nested_data_and_packed_sequences_move_to_the_device_and_copies_to_the_host_are_waited_for() -> None:
     tensor = torch.ones(2)
     data = {"a": [tensor, Pair(tensor, 3)], "b": "text", "c": pack_sequence([torch.ones(3), torch.ones(2)])}
     moved = to_device(data, "meta")
@@ -237,9 +231,6 @@ def test_nested_data_and_packed_sequences_move_to_the_device() -> None:
     assert moved["c"].data.is_meta
     assert not moved["c"].batch_sizes.is_meta
     assert not data["a"][0].is_meta
-
-
-def test_copies_to_the_host_are_waited_for() -> None:
     with FakeTensorMode(), CopiesToHost() as copies:
         to_device({"tokens": [torch.empty(4, device="cuda")]}, torch.device("cpu"))
     assert copies.waited == [True]

@@ -115,7 +115,7 @@ def numbers(loader: Loader) -> list[int]:
 
 
 @on_ranks()
-def test_all_ranks_have_as_many_batches_and_no_sample_twice(rank: int, size: int) -> None:
+def test_all_ranks_have_as_many_batches_and_one_that_cannot_read_or_has_none_stops_all(rank: int, size: int) -> None:
     loader = in_a_group(make_loader(Shards(uneven()), {"batch_size": 2 * size}, rank, size))
     for _ in range(2):
         found: list[list[int]] = [[]] * size
@@ -123,6 +123,13 @@ def test_all_ranks_have_as_many_batches_and_no_sample_twice(rank: int, size: int
         assert [len(each) for each in found] == [10, 10]
         assert len(set(sum(found, []))) == 20
         assert set(sum(found, [])) <= set(sum(uneven(), []))
+    loader = in_a_group(make_loader(Shards(uneven(), broken=12), {"batch_size": 2 * size}, rank, size))
+    told = ("another process failed to read its part of the stream; its own error says why", "this file is cut off")
+    with pytest.raises((ArgumentError, ValueError), match=f"^{told[rank]}$"):
+        train_on(loader)
+    loader = in_a_group(make_loader(Shards([[1, 2, 3], [4]]), {"batch_size": 2 * size}, rank, size))
+    with pytest.raises(ArgumentError, match="has no full batch in its part of the stream"):
+        list(loader)
 
 
 def test_workers_share_out_the_part_of_their_rank() -> None:
@@ -134,21 +141,6 @@ def test_workers_share_out_the_part_of_their_rank() -> None:
 def train_on(loader: Loader) -> None:
     for batch in loader:
         dist.all_reduce(batch, group=dist.group.WORLD)  # a step, in which all must be
-
-
-@on_ranks()
-def test_where_one_cannot_read_all_stop(rank: int, size: int) -> None:
-    loader = in_a_group(make_loader(Shards(uneven(), broken=12), {"batch_size": 2 * size}, rank, size))
-    told = ("another process failed to read its part of the stream; its own error says why", "this file is cut off")
-    with pytest.raises((ArgumentError, ValueError), match=f"^{told[rank]}$"):
-        train_on(loader)
-
-
-@on_ranks()
-def test_a_rank_without_a_batch_is_told_of_on_all(rank: int, size: int) -> None:
-    loader = in_a_group(make_loader(Shards([[1, 2, 3], [4]]), {"batch_size": 2 * size}, rank, size))
-    with pytest.raises(ArgumentError, match="has no full batch in its part of the stream"):
-        list(loader)
 
 
 class Net(nn.Module):

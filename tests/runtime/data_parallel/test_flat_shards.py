@@ -17,7 +17,7 @@ def pair() -> tuple[nn.Parameter, nn.Parameter]:
     return param, slice_of(param, WHERE)
 
 
-def test_what_is_written_to_one_is_written_to_both() -> None:
+def test_a_slice_is_of_its_parameters_memory_and_follows_it() -> None:
     param, piece = pair()
     with torch.no_grad():
         piece.fill_(-1.0)
@@ -26,9 +26,6 @@ def test_what_is_written_to_one_is_written_to_both() -> None:
     assert param._version == piece._version == 1
     assert origin(piece)[0] is param
     assert origin(param) == (param, None)
-
-
-def test_it_follows_its_parameter() -> None:
     param, piece = pair()
     param.data = torch.ones(6, 4)
     param.requires_grad_(False)
@@ -40,7 +37,7 @@ def test_it_follows_its_parameter() -> None:
         follow(piece)
 
 
-def test_its_gradient_is_the_parameters_own() -> None:
+def test_its_gradient_is_the_parameters_own_and_a_sparse_one_is_cut() -> None:
     param, piece = pair()
     lend_gradient(piece)
     assert piece.grad is None
@@ -53,9 +50,6 @@ def test_its_gradient_is_the_parameters_own() -> None:
     assert piece.grad is not None
     assert piece.grad.eq(2.0).all()
     assert param.grad.eq(2.0).sum() == len(piece)
-
-
-def test_a_sparse_gradient_is_cut() -> None:
     param, piece = pair()
     entries = torch.tensor([[3, 0, 3, 1]])
     param.grad = torch.sparse_coo_tensor(entries, torch.randn(4, 4), (6, 4), check_invariants=True)

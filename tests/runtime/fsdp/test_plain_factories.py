@@ -77,7 +77,7 @@ def test_a_parameter_that_cannot_be_read_is_named(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_hidden_states_may_be_made_of_a_parameter_outside_of_forward(rank: int, size: int) -> None:
+def test_hidden_states_are_made_of_a_parameter_and_what_waits_for_backward_stays_gathered(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = sharded(size)
     torch.manual_seed(0)
@@ -92,10 +92,6 @@ def test_hidden_states_may_be_made_of_a_parameter_outside_of_forward(rank: int, 
         for mine, theirs in zip(ways(model), ways(plain), strict=True)
     ]
     assert max(float((mine - theirs).abs().max()) for mine, theirs in pairs) < 1e-6
-
-
-@on_ranks()
-def test_what_waits_for_backward_stays_gathered_in_a_pass_without_gradients(rank: int, size: int) -> None:
     results = []
     for keeps in (True, False):
         torch.manual_seed(0)

@@ -147,26 +147,6 @@ def test_loops_that_touch_parameters_train_as_plain_ones(pool: Pool, reshard: in
     assert_trains_like_plain(pool, trained, [(loop, reshard) for loop in loops], ranks, band=1e-6)
 
 
-@on_ranks(1)
-def test_parameters_that_are_kept_in_16_bits_read_as_they_are(rank: int, size: int) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = made(size, False, mp_policy=policy)
-    plain, before = made(), list(model.parameters())
-    loss = model(torch.ones(2, WIDTH)).float().sum()
-    between = list(model.parameters())
-    for mine, held, theirs in zip(between, before, plain.parameters(), strict=True):
-        assert (mine.dtype, mine.shape, mine.is_leaf) == (torch.float32, theirs.shape, True)
-        assert float(mine.sum()) == pytest.approx(float(theirs.sum()), abs=1e-6)
-        assert torch.equal(whole(mine), theirs.detach())
-        assert type(copy.deepcopy(mine)) is type(copy.deepcopy(held)) is DTensor
-        mine.grad = torch.zeros_like(mine)
-        assert held.grad is mine.grad
-        stored = io.BytesIO()
-        torch.save([mine.detach(), held.detach()], stored)
-    loss.backward()
-    assert all(isinstance(each.grad, DTensor) and each.grad.abs().sum() for each in model.head.parameters())
-
-
 @on_ranks()
 def test_what_cannot_be_outside_of_forward_is_named(rank: int, size: int) -> None:
     model, x = made(size), torch.ones(2, WIDTH, requires_grad=True)
@@ -185,13 +165,29 @@ def test_what_cannot_be_outside_of_forward_is_named(rank: int, size: int) -> Non
 
 
 @on_ranks(1)
-def test_in_a_step_parameters_are_ordinary(rank: int, size: int) -> None:
+def test_in_a_step_parameters_are_ordinary_and_16_bits_that_are_kept_read_as_they_are(rank: int, size: int) -> None:
     model = made(size)
     optim, kinds = step_as_ordinary(torch.optim.SGD(model.parameters(), lr=0.1)), []
     optim.register_step_pre_hook(lambda *_: kinds.append({type(each) for each in model.parameters()}))
     model(torch.ones(2, WIDTH)).sum().backward()
     optim.step()
     assert [*kinds, {type(each) for each in model.parameters()}] == [{DTensor}, {ModelShard}]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = made(size, False, mp_policy=policy)
+    plain, before = made(), list(model.parameters())
+    loss = model(torch.ones(2, WIDTH)).float().sum()
+    between = list(model.parameters())
+    for mine, held, theirs in zip(between, before, plain.parameters(), strict=True):
+        assert (mine.dtype, mine.shape, mine.is_leaf) == (torch.float32, theirs.shape, True)
+        assert float(mine.sum()) == pytest.approx(float(theirs.sum()), abs=1e-6)
+        assert torch.equal(whole(mine), theirs.detach())
+        assert type(copy.deepcopy(mine)) is type(copy.deepcopy(held)) is DTensor
+        mine.grad = torch.zeros_like(mine)
+        assert held.grad is mine.grad
+        stored = io.BytesIO()
+        torch.save([mine.detach(), held.detach()], stored)
+    loss.backward()
+    assert all(isinstance(each.grad, DTensor) and each.grad.abs().sum() for each in model.head.parameters())
 
 
 def numbers(model: nn.Module) -> list[float]:

@@ -79,11 +79,16 @@ def test_the_norm_is_global_and_clips(pool: Pool, kind: str, norm_type: float) -
         assert distance <= 1e-6
 
 
-def test_gradients_in_fp64_are_clipped() -> None:
+def test_gradients_in_fp64_and_mixed_dtypes_are_clipped() -> None:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.float64))
     parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert float(clip_grads([parameter], 1.0)) == 5.0
     assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8], dtype=torch.float64), atol=1e-6)
+    half, full = nn.Parameter(torch.zeros(4, dtype=torch.float16)), nn.Parameter(torch.zeros(3))
+    half.grad, full.grad = torch.full((4,), 60000.0, dtype=torch.float16), torch.full((3,), 100.0)
+    norm = clip_grads([half, full, half], 1.0)
+    assert float(norm) == pytest.approx(math.sqrt(4 * 6e4**2 + 3e4))
+    assert full.grad.tolist() == pytest.approx([100.0 / float(norm)] * 3)
 
 
 @dataclass
@@ -103,13 +108,19 @@ def bind(model: nn.Module, mesh: Mesh | None, scale: float) -> nn.Module:
     return model
 
 
-def test_scaled_gradients_have_the_true_norm_and_stay_scaled() -> None:
+def test_scaled_gradients_have_the_true_norm_and_small_ones_are_left_alone() -> None:
     plain, scaled = make("awkward"), bind(make("awkward"), None, 1024.0)
     backward(plain)
     backward(scaled, scale=1024.0)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
     assert float(clip_grad_norm(scaled, MAX_NORM)) == pytest.approx(float(expected), rel=1e-5)
     torch.testing.assert_close(scaled.mixer.weight.grad, 1024.0 * plain.mixer.weight.grad)
+    model = make("awkward")
+    backward(model)
+    before = model.mixer.weight.grad.clone()
+    norm = clip_grad_norm(model, 1e6)
+    assert norm.dim() == 0
+    assert torch.equal(model.mixer.weight.grad, before)
 
 
 def test_gradients_in_host_memory_wait_for_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,23 +131,6 @@ def test_gradients_in_host_memory_wait_for_the_factor(monkeypatch: pytest.Monkey
             parameter.grad = torch.empty_like(parameter)
         clip_grads(parameters, 1.0)
     assert copies.waited == [True]
-
-
-def test_small_gradients_are_left_alone() -> None:
-    model = make("awkward")
-    backward(model)
-    before = model.mixer.weight.grad.clone()
-    norm = clip_grad_norm(model, 1e6)
-    assert norm.dim() == 0
-    assert torch.equal(model.mixer.weight.grad, before)
-
-
-def test_mixed_dtypes_do_not_overflow() -> None:
-    half, full = nn.Parameter(torch.zeros(4, dtype=torch.float16)), nn.Parameter(torch.zeros(3))
-    half.grad, full.grad = torch.full((4,), 60000.0, dtype=torch.float16), torch.full((3,), 100.0)
-    norm = clip_grads([half, full, half], 1.0)
-    assert float(norm) == pytest.approx(math.sqrt(4 * 6e4**2 + 3e4))
-    assert full.grad.tolist() == pytest.approx([100.0 / float(norm)] * 3)
 
 
 NET = nn.Linear(2, 2)
@@ -177,17 +171,13 @@ def test_pipeline_stages_add_up(rank: int, size: int, norm_type: float, expected
 
 
 @on_ranks()
-def test_gradients_still_to_be_summed_are_summed(rank: int, size: int) -> None:
+def test_partial_gradients_are_summed_and_a_rank_without_a_shard_takes_part(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     weight = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
     weight.grad = DTensor.from_local(torch.tensor([3.0, 4.0]) / size, mesh, [Partial()])
     norm = clip_grads([weight], 1.0)
     assert float(norm) == pytest.approx(5.0)
     assert weight.grad.to_local().tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
-
-
-@on_ranks()
-def test_a_rank_without_a_shard_takes_part(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     model = nn.Linear(1, 1)  # one row: one rank has nothing
     shard(model, mesh, [])

@@ -180,16 +180,13 @@ def test_small_memories_and_casts_of_weights_stay_and_nothing_moves_without_grad
     assert not copies.sizes
 
 
-def test_a_graph_can_be_used_twice():
+def test_a_graph_or_a_block_can_be_used_twice():
     net = moved(Net())
     loss = net(*inputs()).square().sum()
     loss.backward(retain_graph=True)
     once = [parameter.grad.clone() for parameter in net.parameters()]
     loss.backward()
     assert equal([parameter.grad for parameter in net.parameters()], [2 * each for each in once])
-
-
-def test_a_block_that_runs_several_times_and_a_second_batch_before_the_first_goes_back():
     net = Net()
     net.blocks[1] = net.blocks[0]
     twin = moved(net)

@@ -143,7 +143,7 @@ def test_sparse_gradients_are_stepped_as_before(make: object, caplog: pytest.Log
     assert fused_by_default(optimizer) is None
 
 
-def test_a_closure_is_called_and_a_gradient_that_comes_later_gets_its_momentum_as_before() -> None:
+def test_closures_late_gradients_and_grad_scalers_work_as_before() -> None:
     ends, closed = [], []
     for choose in (lambda make: make, lambda make: partial(made, make)):
         mine = parameters()
@@ -161,9 +161,6 @@ def test_a_closure_is_called_and_a_gradient_that_comes_later_gets_its_momentum_a
         closed.append(only.detach())
     assert error(*reversed(ends), parameters()) < 2e-6
     torch.testing.assert_close(*closed)
-
-
-def test_a_grad_scaler_works_as_before() -> None:
     plain, twin = parameters(), parameters()
     for mine, optimizer in ((plain, KINDS["adamw"](plain)), (twin, made(KINDS["adamw"], twin))):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

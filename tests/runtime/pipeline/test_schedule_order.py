@@ -26,10 +26,15 @@ def letters(passes: list[StagePass]) -> str:
     return " ".join(f"{each.kind[0]}{each.stage}.{each.micro_batch}" for each in passes)
 
 
-def test_1f1b_as_everybody_knows_it() -> None:
+def test_1f1b_one_process_and_what_torch_refuses() -> None:
     first, last = order("1f1b", 2, 3)
     assert letters(first) == "f0.0 f0.1 b0.0 f0.2 b0.1 b0.2"
     assert letters(last) == "f1.0 b1.0 f1.1 b1.1 f1.2 b1.2"
+    told = "7 micro-batches do not go with the schedule zero_bubble on 3 processes; give a multiple of 3"
+    with pytest.raises(StrategyError, match=told):
+        order("zero_bubble", 3, 7)
+    for schedule, pieces in SCHEDULES:
+        assert timeline(order(schedule, 1, 4, pieces)).bubble == 0.0
 
 
 @pytest.mark.parametrize(("schedule", "pieces"), SCHEDULES)
@@ -95,14 +100,3 @@ def trained(rank: int, size: int, schedule: str, pieces: int, micro_batches: int
 @pytest.mark.parametrize(("schedule", "pieces"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)])
 def test_what_is_told_is_done(pool: Pool, schedule: str, pieces: int) -> None:
     assert pool.run(trained, schedule, pieces, 4) == order(schedule, 2, 4, pieces)
-
-
-def test_what_torch_refuses_is_told_with_what_holds() -> None:
-    told = "7 micro-batches do not go with the schedule zero_bubble on 3 processes; give a multiple of 3"
-    with pytest.raises(StrategyError, match=told):
-        order("zero_bubble", 3, 7)
-
-
-def test_one_process_waits_for_nobody() -> None:
-    for schedule, pieces in SCHEDULES:
-        assert timeline(order(schedule, 1, 4, pieces)).bubble == 0.0

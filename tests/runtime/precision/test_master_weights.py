@@ -114,13 +114,15 @@ def test_training_is_the_fp32_one_on_rounded_weights():
     assert all(master.grad is None for master in masters(optim))
 
 
-def test_gradients_are_unscaled_in_fp32():
+def test_gradients_are_unscaled_in_fp32_and_a_closure_is_refused():
     net, optim = halved(torch.float16, scale=lambda: 2.0**16)
     before = masters(optim)[0].detach().clone()
     set_gradients(net, 2.0**-10)  # un-scaled it is 2⁻²⁶, which fp16 does not hold
     optim.step()
     moved = (before.double() - 0.1 * 2.0**-26).float()
     assert torch.equal(masters(optim)[0], moved)
+    with pytest.raises(ArgumentError, match="closure"):
+        halved()[1].step(lambda: 1.0)
 
 
 def test_groups_show_the_models_parameters_and_reach_the_inner_optimizer():
@@ -206,7 +208,7 @@ def test_a_state_before_the_first_step_goes_round():
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
-def test_loaded_weights_are_not_overwritten_by_old_masters():
+def test_written_weights_are_not_overwritten_by_old_masters():
     net, optim = halved()
     set_gradients(net)
     optim.step()
@@ -220,9 +222,6 @@ def test_loaded_weights_are_not_overwritten_by_old_masters():
     assert (net[0].weight == 0.25).all()
     assert (masters(optim)[0] == 0.25).all()
     assert torch.equal(masters(optim)[2], kept)
-
-
-def test_weights_written_through_data_are_not_overwritten_by_old_masters():
     net, optim = halved()
     for _ in range(2):  # as in loops that clip weights after each step, or put back those that they had
         set_gradients(net)
@@ -233,11 +232,6 @@ def test_weights_written_through_data_are_not_overwritten_by_old_masters():
     set_gradients(net, 0.0)
     optim.step()
     assert all(torch.equal(a, b.detach().float()) for a, b in zip(before, (net[0].weight, net[2].weight), strict=True))
-
-
-def test_a_closure_is_refused():
-    with pytest.raises(ArgumentError, match="closure"):
-        halved()[1].step(lambda: 1.0)
 
 
 @HALVES

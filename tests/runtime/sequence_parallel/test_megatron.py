@@ -86,16 +86,12 @@ def test_gradients_are_the_whole_models(pool: Pool, name: str, recomputes: bool)
 
 
 @on_ranks()
-def test_tokens_that_cannot_be_cut_are_refused(rank: int, size: int) -> None:
+def test_a_sum_is_scattered_and_gathered_unless_tokens_cannot_be_cut(rank: int, size: int) -> None:
     with pytest.raises(StrategyError) as caught:
         split(made("vit", image=16), "wide vit", size)
     message = str(caught.value)
     assert "vit.layers.0" in message
     assert "multiple of 2 tokens" in message
-
-
-@on_ranks()
-def test_a_sum_is_scattered_and_gathered(rank: int, size: int) -> None:
     share = TokenPartition(dist.group.WORLD, averaged=False)
     x = torch.arange(2 * 8 * 3, dtype=torch.float64).reshape(2, 8, 3).cos().requires_grad_()
     parts = [torch.full((), 0.5 + rank, dtype=torch.float64, requires_grad=True) for rank in range(size)]

@@ -106,7 +106,7 @@ def test_what_cannot_be_split_is_named(rank: int, size: int) -> None:
 
 
 @on_ranks()
-def test_a_block_may_be_used_twice_and_sequences_be_of_another_length(rank: int, size: int) -> None:
+def test_blocks_are_used_twice_with_other_lengths_and_dropout_of_their_own(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Stack("twice")
     plain = copy.deepcopy(model)
@@ -115,10 +115,6 @@ def test_a_block_may_be_used_twice_and_sequences_be_of_another_length(rank: int,
         model(inputs(7))
     found = side_by_side(model, plain, lambda model, _: model(inputs(16)).square().mean(), reduce=average)
     assert max(found.values()) <= 1e-5
-
-
-@on_ranks()
-def test_dropout_falls_on_other_elements_on_every_rank(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = Stack("dropout")
     ulysses(model, lambda model: model(inputs()), dist.group.WORLD)

@@ -54,14 +54,10 @@ KINDS = ((4, "plain"), (4, "hidden"), (2, "causal"), (2, "biases"), (1, "biases"
 
 
 @on_ranks()
-def test_every_rank_has_its_tokens_of_the_whole_result(rank: int, size: int) -> None:
+def test_heads_are_shared_out_whole_and_every_rank_has_its_tokens_of_the_result(rank: int, size: int) -> None:
+    unfit = [Ulysses(dist.group.WORLD).unfit(AttentionCall(*3 * [torch.empty(1, heads, 2, 2)])) for heads in (3, 4)]
+    assert unfit == ["2 ranks do not divide its 3 heads; give the axis a size of 3", None]
     for kind, seen in zip(KINDS, [compared(rank, size, *kind) for kind in KINDS], strict=True):
         assert seen["value"] <= 1e-6, kind
         assert seen["gradients"] <= 1e-5, kind
         assert seen["counts"] == ({"alltoall_base_": 4}, {"alltoall_base_": 4}), kind
-
-
-@on_ranks()
-def test_heads_are_shared_out_whole(rank: int, size: int) -> None:
-    unfit = [Ulysses(dist.group.WORLD).unfit(AttentionCall(*3 * [torch.empty(1, heads, 2, 2)])) for heads in (3, 4)]
-    assert unfit == ["2 ranks do not divide its 3 heads; give the axis a size of 3", None]

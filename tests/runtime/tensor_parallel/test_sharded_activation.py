@@ -292,7 +292,7 @@ def tokens_of(rank: int, size: int, value: float = 1.0) -> Tensor:
 
 
 @on_ranks()
-def test_who_asks_for_whole_logits_is_told_once(rank: int, size: int) -> None:
+def test_who_asks_for_whole_logits_is_told_once_and_what_readers_tell_does_not_grow(rank: int, size: int) -> None:
     logits = tokens_of(rank, size)
     with messages() as said, speaking(True):
         mean(logits)
@@ -302,6 +302,15 @@ def test_who_asks_for_whole_logits_is_told_once(rank: int, size: int) -> None:
     if rank == 0:
         (message,) = said
         assert "mul asks for all tokens of (2, 7, 11)" in message
+    group: Any = dist.group.WORLD
+    for step in range(4):
+        logits = tokens_of(rank, size, 1.0 + step)
+        largest = logits.amax() if rank else logits.flatten().max()
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"atorch/split/{group.group_name}/{kind}/{each}" for each in range(1, 5) for kind in ("here", "all")]
+    assert (float(largest), float(logits.sum() / logits.numel())) == (5.0, 4.5)
+    assert [store.check([key]) for key in keys] == [False] * 6 + [True] * 2
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -320,16 +329,3 @@ def test_who_does_not_read_with_the_others_is_named(rank: int, size: int, nested
     numbers = torch.ones(3) * rank
     dist.all_reduce(numbers)
     assert float(numbers.sum()) == 18.0  # nothing was left under way
-
-
-@on_ranks()
-def test_what_readers_tell_each_other_does_not_grow(rank: int, size: int) -> None:
-    group: Any = dist.group.WORLD
-    for step in range(4):
-        logits = tokens_of(rank, size, 1.0 + step)
-        largest = logits.amax() if rank else logits.flatten().max()
-    dist.barrier()
-    store = dist.distributed_c10d._get_default_store()
-    keys = [f"atorch/split/{group.group_name}/{kind}/{each}" for each in range(1, 5) for kind in ("here", "all")]
-    assert (float(largest), float(logits.sum() / logits.numel())) == (5.0, 4.5)
-    assert [store.check([key]) for key in keys] == [False] * 6 + [True] * 2

@@ -129,7 +129,7 @@ def test_a_plan_says_what_is_split() -> None:
 
 
 @on_ranks()
-def test_ranks_with_other_weights_are_refused(rank: int, size: int) -> None:
+def test_other_weights_are_refused_and_frozen_parameters_stay_frozen(rank: int, size: int) -> None:
     model = make("llama")
     with torch.no_grad():
         next(model.parameters()).add_(rank)
@@ -137,10 +137,6 @@ def test_ranks_with_other_weights_are_refused(rank: int, size: int) -> None:
     with pytest.raises(ArgumentError, match="same weights"):
         split(model, "llama", size)
     assert next(model.parameters()).equal(before)
-
-
-@on_ranks()
-def test_frozen_parameters_are_split_and_stay_frozen(rank: int, size: int) -> None:
     model, plain = (make("llama").requires_grad_(False) for _ in range(2))
     for block in (*model.model.layers, *plain.model.layers):
         block.input_layernorm.requires_grad_(True)

@@ -43,7 +43,7 @@ def split(rank: int, size: int, among: list[str] | None) -> dict[str, Any]:
 
 
 @on_ranks()
-def test_what_is_named_is_split_and_single_layers_only_then(rank: int, size: int) -> None:
+def test_what_is_named_is_split_alone_and_heads_need_not_be_divided(rank: int, size: int) -> None:
     every, half, free = [split(rank, size, among) for among in (names(stack()), ["1.up.weight", "1.up.bias"], None)]
     assert not every["kept"]
     assert every["alone"] == {"0.weight", "3.weight"}
@@ -53,10 +53,6 @@ def test_what_is_named_is_split_and_single_layers_only_then(rank: int, size: int
     assert not free["alone"]
     assert "3.weight" in free["kept"]
     assert all(each["update"] <= 1e-5 and each["same"] for each in (every, half, free))
-
-
-@on_ranks()
-def test_heads_that_the_ranks_do_not_divide_are_no_error(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = llama(heads=3, kv_heads=3)
     plain = copy.deepcopy(model)
