@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -196,45 +195,12 @@ def accumulated(model: Any, x: Tensor, *_: Any) -> None:
     model(x, heads=(1,))[0].square().mean().backward()
 
 
-def stepped(optim: torch.optim.Optimizer, _: Tensor) -> None:
-    optim.step()
-    optim.zero_grad()
-
-
-def a_step_in_backward(model: Any, x: Tensor, optim: torch.optim.Optimizer, step: int) -> None:
-    if not step:
-        for each in model.parameters():
-            each.register_post_accumulate_grad_hook(partial(stepped, torch.optim.AdamW([each], lr=0.1)))
-    all_heads(model, x)
-
-
-def signs(model: Any, x: Tensor, optim: torch.optim.Optimizer, step: int) -> None:
-    """Gradients of two passes, each of which a hook makes signs of."""
-    if not step:
-        for each in model.parameters():
-            each.register_hook(torch.sign)
-    a_head_each(model, x)
-    model(x, heads=(2,))[0].square().mean().backward()
-
-
-def a_sample(model: Any, x: Tensor, *_: Any) -> None:
-    """Gradients of each sample, clipped."""
-
-    def loss(values: Any, row: Tensor) -> Tensor:
-        return torch.func.functional_call(model, values, (row[None],)).square().mean()
-
-    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
-    for name, parameter in model.named_parameters():
-        parameter.grad = found[name].detach().clamp(-0.1, 0.1).mean(0)
-
-
 PASSES: Sequence[Loop] = (retained, two_forwards, a_method, a_submodule, a_penalty, unfrozen)
-HEADS: Sequence[Loop] = (all_heads, a_head_each, accumulated, a_step_in_backward, signs)
+
 LOOPS: list[tuple[Any, Sequence[Loop]]] = [
     (TwoHeads, (added,) * 3),
     (TwoHeads, (in_a_closure,) * 3),
-    *((Blocks, (loop,) * 4) for loop in HEADS),
-    (partial(nn.Linear, 3, 1), (a_sample,) * 4),
+    *((Blocks, (loop,) * 4) for loop in (all_heads, a_head_each, accumulated)),
 ]
 
 

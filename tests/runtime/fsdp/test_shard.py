@@ -49,8 +49,10 @@ def trained(rank: int, size: int, name: str, grouping: str, options: dict[str, A
     if size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "zero"))
     model = make(name, seed=rank)  # rank 0's weights count
-    shard(model, mesh, GROUPINGS[grouping](model), **options)
+    ignored = list(model.get_submodule(options["ignored"]).parameters()) if "ignored" in options else []
+    shard(model, mesh, GROUPINGS[grouping](model), **{**options, "ignored": ignored})
     train(model, sgd(param_groups(model)), rank, size, accumulate)
+    assert not any(isinstance(each, DTensor) for each in ignored)
     return deviation(model, name, accumulate)
 
 
@@ -59,6 +61,7 @@ CASES: dict[int, list[Case]] = {
     1: [("awkward", "blocks", {}, 1)],
     2: [
         ("awkward", "blocks", {}, 2),
+        ("awkward", "blocks", {"ignored": "mixer"}, 2),
         ("llama", "blocks", {"reshard_after_forward": False}, 1),
         ("awkward", "blocks", {"forward_prefetch": True}, 1),
         ("llama", "blocks", {"offload": True}, 1),
@@ -74,15 +77,6 @@ CASES: dict[int, list[Case]] = {
 @pytest.mark.parametrize("ranks", CASES)
 def test_trains_as_one_process_does(pool: Pool, ranks: int) -> None:
     assert_trains_like_plain(pool, trained, CASES[ranks], ranks)
-
-
-@on_ranks()
-def test_ignored_parameters_stay_whole_and_are_averaged(rank: int, size: int) -> None:
-    model = make("awkward", seed=rank)
-    shard(model, flat(size), blocks(model), ignored=model.mixer.parameters())
-    train(model, sgd(param_groups(model)), rank, size, accumulate=2)
-    assert deviation(model, "awkward", accumulate=2) <= 1e-4
-    assert not isinstance(model.mixer.weight, DTensor)
 
 
 @on_ranks()
@@ -229,9 +223,7 @@ def test_weights_that_lose_their_memory_format_are_told(caplog: pytest.LogCaptur
 
 
 @on_ranks()
-def test_passes_without_backward_leave_nothing_stale_and_memory_formats_may_differ(
-    rank: int, size: int
-) -> None:
+def test_passes_without_backward_leave_nothing_stale_and_memory_formats_may_differ(rank: int, size: int) -> None:
     """What forward gives before and after a step, in passes with gradients that no backward follows."""
     seen: list[list[float]] = []
     for reshard in ("plain", None, False):

@@ -84,14 +84,6 @@ def head_by_hand(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
     F.linear(model(x), model.head.weight).square().mean().backward()
 
 
-def cleared(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
-    model(x).sum().backward()
-    loss = model(x).square().mean()
-    for parameter in model.parameters():
-        parameter.grad = None
-    loss.backward()
-
-
 def written(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
     model(x)
     with torch.no_grad():
@@ -143,7 +135,7 @@ def trained(rank: int, size: int, loop: Callable[[Model, Any, Tensor], None], re
 
 @pytest.mark.parametrize(("reshard", "ranks"), [(None, 2), (False, 2), (2, 4)])  # 2: kept on fewer processes
 def test_loops_that_touch_parameters_train_as_plain_ones(pool: Pool, reshard: int | None, ranks: int) -> None:
-    loops = LOOPS if ranks == 2 else [cleared, written]
+    loops = LOOPS if ranks == 2 else [penalty_before, written]
     assert_trains_like_plain(pool, trained, [(loop, reshard) for loop in loops], ranks, band=1e-6)
 
 
@@ -237,68 +229,6 @@ def test_one_process_that_reads_alone_is_told_on_all(rank: int, size: int) -> No
     model(x).sum().backward()
     with pytest.raises(StrategyError, match="reads what is sharded"):
         model.head.weight.grad.norm().item() if rank == 0 else model(x)
-
-
-class Switching(nn.Module):
-    """A reference's pass with its adapters frozen one by one, as peft does it, before one with gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def switch(self, on: bool) -> None:
-        for each in self.layers.parameters():
-            each.requires_grad = on
-
-    def run(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.switch(False)
-        with torch.no_grad():
-            reference = self.run(x + 1)
-        self.switch(True)
-        return self.run(x) - reference
-
-
-@both
-@on_ranks()
-def test_what_forward_freezes_and_thaws_is_what_trains(rank: int, size: int, reshard: bool) -> None:
-    torch.manual_seed(0)
-    plain, x = Switching(), torch.randn(4, WIDTH)
-    model = copy.deepcopy(plain)
-    groups = [FsdpUnit((each,)) for each in model.layers]
-    shard(model, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), groups, reshard_after_forward=reshard)
-    for _ in range(2):
-        for each in (plain, model):
-            each(x).square().sum().backward()
-    for mine, held in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.grad), held.grad)
-
-
-class Forces(nn.Sequential):
-    """The gradient of what layers give, by the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
-        return gradient
-
-
-@on_ranks()
-def test_gradients_of_gradients_within_forward_are_refused(rank: int, size: int) -> None:
-    reshard = False
-    model = Forces(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    shard(
-        model,
-        init_device_mesh("cpu", (size,)),
-        [FsdpUnit((model[0],)), FsdpUnit((model[2],))],
-        reshard_after_forward=reshard,
-    )
-    with pytest.raises(ArgumentError, match="train with ddp or zero1"):
-        model(torch.randn(4, WIDTH))
 
 
 class Mixed(nn.Module):

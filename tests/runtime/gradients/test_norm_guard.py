@@ -182,21 +182,3 @@ def test_elements_are_edited_as_ever(
     if rank == 0:
         expected = plainly(optim, optim_args, own=strategy != "chunk")
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-
-
-@on_ranks()
-def test_stages_clip_each_gradient_by_its_own_norm(rank: int, size: int) -> None:
-    result = accelerated("pipeline", torch.optim.SGD)
-    for each in backward(result):
-        each.mul_((0.01 / (each.norm() + 1e-6)).clamp(max=1.0))
-    result.optim.step()
-    torch.manual_seed(1)
-    x, plain = torch.randn(8, 4), model()
-    loss_func(x, plain(x)).backward()
-    for each in plain.parameters():
-        assert each.grad is not None
-        each.grad.mul_((0.01 / (each.grad.norm() + 1e-6)).clamp(max=1.0))
-    torch.optim.SGD(plain.parameters(), lr=0.01).step()
-    found = list(atorch.whole_state(result.model).values())
-    if rank == 0:
-        torch.testing.assert_close(found, list(plain.state_dict().values()), rtol=1e-4, atol=1e-6)

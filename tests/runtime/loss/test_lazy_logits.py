@@ -194,10 +194,8 @@ def test_what_asks_for_logits_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, logger="atorch"):
         for _ in range(2):
             lazy()[1].softmax(-1)
-    assert [record.getMessage() for record in caplog.records] == [
-        "cross_entropy: softmax asks for the logits themselves, which are computed whole; cross entropies, "
-        "log-sum-exps and argmax are not in need of them"
-    ]
+    assert len(caplog.records) == 1
+    assert "cross_entropy: softmax asks for the logits" in caplog.text
 
 
 def test_a_head_within_a_transform_is_plain() -> None:
