@@ -1,9 +1,11 @@
-"""The norm is that of plain training on the whole batch, whatever the gradients are spread over, and clips by it."""
+"""Norms are those of plain training on the whole batch, and gradients of gradients of split parts are named."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -24,8 +26,58 @@ from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.fsdp.groups import arrange, by_block
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.gradients.clip import clip_grad_norm, clip_grads
+from atorch.runtime.gradients.gradient_check import farthest, sample_of
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition
+from atorch.runtime.tensor_parallel.collectives import fork, gather, reduce, share
 from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import BATCH, SEQ, VOCAB, CopiesToHost, make, sgd, whole
+
+
+def pair() -> nn.ModuleList:
+    """Two layers of one shape, with gradients."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+    for layer in layers:
+        layer.weight.grad = torch.randn(8, 8)
+    return layers
+
+
+def test_rounding_by_many_layers_counts_less_than_what_is_lost_or_taken_twice() -> None:
+    layers = pair()
+    sample = sample_of(layers)
+    plain = [layer.weight.grad.clone() for layer in layers]
+    for place, grad in enumerate(plain):  # across: nothing of it along the sample
+        noise, (name, elements) = torch.randn(8, 8), list(sample.items())[place]
+        across = noise.reshape(-1)[elements.places]
+        across -= (across @ elements.values) / elements.values.square().sum() * elements.values
+        across *= 0.8 * elements.values.norm() / across.norm()
+        layers[place].weight.grad = grad.reshape(-1).index_add(0, elements.places, across).reshape(8, 8)
+        assert name == f"{place}.weight"
+    assert farthest(layers, sample)[0] == pytest.approx(0.8, rel=1e-4)
+    assert farthest(layers, sample, noise=4.0)[0] == pytest.approx(0.2, rel=1e-4)
+    for damaged in ([0.5 * plain[0], plain[1]], [2 * plain[0], plain[1]], [-plain[0], plain[1]], plain[::-1]):
+        for layer, grad in zip(layers, damaged, strict=True):
+            layer.weight.grad = grad
+        assert farthest(layers, sample, noise=4.0)[0] > 0.4, "beyond the band of bf16"
+
+
+@on_ranks(1)
+def test_a_gradient_penalty_of_split_parts_is_named(rank: int, size: int) -> None:
+    """What lies between a parameter and the loss may be any of these alone."""
+    group = dist.group.WORLD
+    assert group is not None
+    ways: Mapping[str, Callable[[Tensor], Tensor]] = {
+        "fork": partial(fork, group=group),
+        "reduce": partial(reduce, group=group),
+        "share": partial(share, size=1),
+        "gather": partial(gather, counts=[3], group=group),
+        "tokens": partial(TokenPartition(group).gather, dim=0),
+    }
+    for way in ways.values():
+        x = torch.ones(3, requires_grad=True)
+        with pytest.raises(ArgumentError, match=r"create_graph=True.*split over processes.*train with ddp or zero1"):
+            torch.autograd.grad(way(x.square()).sum(), x, create_graph=True)
+
 
 MAX_NORM = 0.1
 
