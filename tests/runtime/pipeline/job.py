@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from atorch import auto_accelerate, clip_grad_norm
+from atorch import clip_grad_norm
+from tests.auto.training import accelerate
 from tests.contract.job import first_names, snapshot
 from tests.language_models import bert, gpt2, llama, mixtral, t5, vit
 from tests.runtime.pipeline.unmodular import UNMODULAR
@@ -190,6 +191,12 @@ def reference(
     return {key: after[key] - before[key] for key in after if model.get_parameter(key).requires_grad}, losses, norm
 
 
+def accelerated(model: nn.Module, strategy: list[Any], data: Any = None, loss: Any = loss_func, **more: Any) -> Any:
+    """The result of auto_accelerate with SGD on batches of ROWS samples."""
+    more = {"model_input_format": "unpack_dict", **more}
+    return accelerate(model, strategy, data, loss, None if data is None else ROWS, **more)
+
+
 def train(
     name: str,
     strategy: list[Any],
@@ -205,11 +212,7 @@ def train(
     data = Samples(name, steps * ROWS, even=even)
     model = make_model(name).train()
     names, before = first_names(model), snapshot(model)
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, data, penalised(model, loss_of, penalty), model_input_format="unpack_dict",
-        optim_args={"lr": 0.1}, dataloader_args={"batch_size": ROWS}, load_strategy=strategy, **more,
-    )  # fmt: skip
-    assert result is not None
+    result = accelerated(model, strategy, data, penalised(model, loss_of, penalty), **more)
     losses, norm = loop(result.model, result.loss_func, result.optim, list(result.dataloader), accumulate)
     whole = [{key: value[step * ROWS : (step + 1) * ROWS] for key, value in data.data.items()} for step in range(steps)]
     expected, expected_losses, expected_norm = reference(name, whole, accumulate, loss_of, penalty)

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from atorch import auto_accelerate
 from atorch.distributed.mesh import parallel_rank
 from atorch.errors import StrategyError
 from atorch.runtime.pipeline import engine
 from atorch.runtime.pipeline.schedules import make_schedule
 from tests.auto.training import refusal, run_each
 from tests.pool import Pool, RankFailure, on_ranks
-from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, TwiceUsed, loss_func, make_model, train
+from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, TwiceUsed, accelerated, loss_func, make_model, train
 
 KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen", "inplace", "rooted")
 
@@ -93,11 +92,7 @@ def test_evaluation_other_shapes_and_misuse(rank: int, size: int) -> None:
     model = make_model("t5").eval()
     with torch.no_grad():
         plain = {seq: model(**Samples("t5", ROWS, seq).data) for seq in (WIDTH, SEQ)}  # as long as it is wide
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, Samples("t5", 2 * ROWS), loss_func, model_input_format="unpack_dict",
-        dataloader_args={"batch_size": ROWS}, load_strategy=stages(micro_batches=4), optim_args={"lr": 0.1},
-    )  # fmt: skip
-    assert result is not None
+    result = accelerated(model, stages(micro_batches=4), Samples("t5", 2 * ROWS))
     for seq, expected in plain.items():
         with torch.no_grad():
             output = result.model(**Samples("t5", ROWS, seq).data)
@@ -170,12 +165,8 @@ def test_weights_of_losses_are_found_out_on_the_sample_or_else_in_the_first_step
             counts[-1] += 1
             return loss_func(batch, output)
 
-        _, result, _ = auto_accelerate(
-            make_model("gpt2"), torch.optim.SGD, loss_func=counted, model_input_format="unpack_dict",
-            optim_args={"lr": 0.1}, sample_batch=Samples("gpt2", rows).data,
-            load_strategy=stages(micro_batches=4, split_points=["transformer.h.2"]),
-        )  # fmt: skip
-        assert result is not None
+        strategy = stages(micro_batches=4, split_points=["transformer.h.2"])
+        result = accelerated(make_model("gpt2"), strategy, loss=counted, sample_batch=Samples("gpt2", rows).data)
         for _ in range(2):
             counts.append(0)
             batch = Samples("gpt2", ROWS).data
@@ -243,12 +234,8 @@ def test_batches_of_replicas_may_differ(rank: int, size: int, schedule: str, bes
         made.append(args[0])
         return make_schedule(*args, **kwargs)
 
-    _, result, _ = auto_accelerate(
-        make_model("gpt2"), torch.optim.SGD, loss_func=loss_func, model_input_format="unpack_dict",
-        optim_args={"lr": 0.0}, sample_batch=Samples("gpt2", 4, 8, even=True).data,
-        load_strategy=[*stages(data=2, micro_batches=2, schedule=schedule), beside],
-    )  # fmt: skip
-    assert result is not None
+    more = {"optim_args": {"lr": 0.0}, "sample_batch": Samples("gpt2", 4, 8, even=True).data}
+    result = accelerated(make_model("gpt2"), [*stages(data=2, micro_batches=2, schedule=schedule), beside], **more)
     errors = []
     with mock.patch.object(engine, "make_schedule", counted):
         for replicas in sizes:
@@ -286,10 +273,7 @@ def refused(rank: int, size: int, name: str, strategy: list[Any], loss: bool) ->
     before = {key: value.clone() for key, value in model.state_dict().items()}
     classes = [type(module) for module in model.modules()]
     try:
-        auto_accelerate(
-            model, torch.optim.SGD, Samples("twice", 2 * ROWS), loss_func if loss else None, optim_args={"lr": 0.1},
-            model_input_format="unpack_dict", dataloader_args={"batch_size": ROWS}, load_strategy=strategy,
-        )  # fmt: skip
+        accelerated(model, strategy, Samples("twice", 2 * ROWS), loss_func if loss else None)
     except Exception as error:
         assert [type(module) for module in model.modules()] == classes
         after = model.state_dict()
@@ -317,9 +301,7 @@ REFUSED = [  # a model, a strategy, and what is told; the last has no loss funct
 def test_is_refused_before_anything_is_changed(pool: Pool) -> None:
     cases = [(name, strategy, (name, strategy, told) != REFUSED[-1]) for name, strategy, told in REFUSED]
     for of_ranks, (*_, message) in zip(run_each(pool, refused, cases), REFUSED, strict=True):
-        for kind, told in of_ranks:
-            assert kind == StrategyError.__name__, told
-            assert message in told
+        assert all(kind == StrategyError.__name__ and message in told for kind, told in of_ranks), of_ranks
 
 
 @on_ranks()

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from atorch import auto_accelerate
 from atorch.errors import StrategyError
 from atorch.model.copy import copy_structure
 from atorch.model.structure import units
@@ -21,7 +20,7 @@ from atorch.runtime.precision.amp import autocast_forward
 from tests import roads
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
-from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model
+from tests.runtime.pipeline.job import ROWS, SEQ, Samples, accelerated, make_model
 from tests.runtime.pipeline.test_pipeline import check, refused, stages
 
 
@@ -116,12 +115,7 @@ def test_beside_others(pool: Pool, name: str, strategy: list[Any], ranks: int, b
 @pytest.mark.slow
 @on_ranks()
 def test_batches_of_other_shapes_are_evaluated(rank: int, size: int) -> None:
-    model = make_model("functional")
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, Samples("functional", ROWS), loss_func, model_input_format="unpack_dict",
-        optim_args={"lr": 0.1}, dataloader_args={"batch_size": ROWS}, load_strategy=stages(micro_batches=2),
-    )  # fmt: skip
-    assert result is not None
+    result = accelerated(make_model("functional"), stages(micro_batches=2), Samples("functional", ROWS))
     result.model.eval()
     worst = 0.0
     for rows, length in ((3, SEQ), (ROWS, SEQ + 4)):
