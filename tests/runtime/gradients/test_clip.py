@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 
+from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.compat.fairscale_zero import shard_gradients, shard_states
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError
+from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.fsdp.groups import arrange, by_block
 from atorch.runtime.fsdp.shard import shard
@@ -29,6 +32,7 @@ from atorch.runtime.gradients.clip import clip_grad_norm, clip_grads
 from atorch.runtime.gradients.gradient_check import farthest, sample_of
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.collectives import fork, gather, reduce, share
+from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import BATCH, SEQ, VOCAB, CopiesToHost, make, sgd, whole
 
@@ -82,11 +86,16 @@ def test_a_gradient_penalty_of_split_parts_is_named(rank: int, size: int) -> Non
 MAX_NORM = 0.1
 
 
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+
+
+def tokens_of(rank: int = 0, size: int = 1) -> Tensor:
+    return torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(5)).chunk(size)[rank]
+
+
 def backward(model: nn.Module, rank: int = 0, size: int = 1, scale: float = 1.0) -> None:
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(5))
-    mine = tokens.chunk(size)[rank]
-    loss = F.cross_entropy(model(mine)[:, :-1].reshape(-1, VOCAB), mine[:, 1:].reshape(-1))
-    (loss * scale).backward()
+    (loss_of(model, tokens_of(rank, size)) * scale).backward()
 
 
 def wrapped(kind: str, rank: int, size: int) -> nn.Module:
@@ -95,6 +104,10 @@ def wrapped(kind: str, rank: int, size: int) -> nn.Module:
     assert world is not None
     if kind == "ddp":
         return replicate(model, world, torch.device("cpu"))
+    if kind == "chunk":
+        passed = foreseen(model, tokens_of(rank, size), loss_of, device_type="cpu")
+        chunk(model, passed, 10**9, device=torch.device("cpu"), group=world if size > 1 else None)
+        return model
     if kind == "fairscale":
         return shard_gradients(model, shard_states(model.parameters(), sgd, world), world)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
@@ -112,6 +125,8 @@ def clipped(rank: int, size: int, kind: str, norm_type: float) -> tuple[float, f
     backward(plain)
     norm = clip_grad_norm(model, MAX_NORM, norm_type)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, norm_type)
+    if kind == "chunk" and size > 1:  # a share of a gradient is flat: of all together there is the norm
+        return float(norm), float(expected), abs(float(clip_grad_norm(model, 1e9, norm_type)) - MAX_NORM)
     distance = 0.0
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert (want.grad is None) or (got.grad is not None) or kind == "fairscale"
@@ -121,11 +136,16 @@ def clipped(rank: int, size: int, kind: str, norm_type: float) -> tuple[float, f
 
 
 @pytest.mark.parametrize(
-    ("kind", "norm_type"),
-    [("ddp", 1.0), ("fsdp", 2.0), ("fsdp", math.inf), ("mixed", 1.0), ("fairscale", 2.0), ("hybrid", 2.0)],
-)
-def test_the_norm_is_global_and_clips(pool: Pool, kind: str, norm_type: float) -> None:
-    for norm, expected, distance in pool.run(clipped, kind, norm_type, ranks=4 if kind == "hybrid" else 2):
+    ("ranks", "cases"),
+    [
+        (1, [("chunk", 2.0), ("chunk", math.inf), ("chunk", 1.0)]),
+        (2, [("ddp", 1.0), ("fsdp", 2.0), ("fsdp", math.inf), ("mixed", 1.0), ("fairscale", 2.0), ("chunk", 2.0),
+             ("chunk", math.inf)]),
+        (4, [("hybrid", 2.0)]),
+    ],
+)  # fmt: skip
+def test_the_norm_is_global_and_clips(pool: Pool, ranks: int, cases: list[tuple[str, float]]) -> None:
+    for norm, expected, distance in itertools.chain(*run_each(pool, clipped, cases, ranks=ranks)):
         assert expected > MAX_NORM
         assert norm == pytest.approx(expected, rel=1e-5)
         assert distance <= 1e-6
