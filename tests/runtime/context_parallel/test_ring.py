@@ -11,14 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from atorch.cost.comm.communication import of_copy
-from atorch.cost.parallelism import split_context
 from atorch.errors import ArgumentError
-from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.context_parallel import Deal, RingExchange, ring_attention
 from atorch.runtime.context_parallel import ring_dispatch as exchanges
 from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition
-from tests.auto.opt_lib.splitting import BLOCK, on_mesh
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
 
@@ -244,19 +240,3 @@ def test_nothing_to_see_dropout_and_what_is_refused(rank: int, size: int) -> Non
         "48 queries and 24 keys",
     )
     assert all(words in message for words, message in zip(wanted, said, strict=True)), said
-
-
-def counted(rank: int, size: int, groups: int) -> dict[str, tuple[int, float]]:
-    with CommCounter() as sent:
-        around(rank, size, Case("causal", groups))
-    return {kind: counts for (kind, _), counts in sent.counts.items()}
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_it_sends_what_the_cost_says(pool: Pool, ranks: int) -> None:
-    num_bytes = BATCH * HEADS * LENGTH * DIM * 4.0
-    for groups, found in zip((4, 2), run_each(pool, counted, [(4,), (2,)], ranks=ranks), strict=True):
-        block = replace(BLOCK, input_bytes=num_bytes, matmuls=(), num_heads=HEADS, num_kv_heads=groups)
-        cost = replace(split_context(on_mesh({"context": ranks}, batch_size=2)), segments=(block,), dtype="float32")
-        (expected,) = of_copy(cost, block)
-        assert found == [dict.fromkeys(("send", "receive"), (expected.count, expected.num_bytes))] * ranks

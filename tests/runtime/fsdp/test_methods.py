@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -133,33 +133,23 @@ def by_parts(model: Any, optim: torch.optim.Optimizer) -> None:
         model.scale.grad = None
 
 
-def none_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 def zeros_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
 
 
-def of_the_model(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    model.zero_grad()
+CLEARINGS: Mapping[str, Callable[[Any, torch.optim.Optimizer], None]] = {
+    "the model": lambda model, optim: model.zero_grad(),
+    "its parts": by_parts,
+    "to zeros": lambda model, optim: model.zero_grad(set_to_none=False),
+    "the optimizer": lambda model, optim: optim.zero_grad(),
+    "by hand": lambda model, optim: [setattr(each, "grad", None) for each in model.parameters()],
+    "zeros by hand": zeros_by_hand,
+}
 
 
-def zeros(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def of_the_optimizer(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    optim.zero_grad()
-
-
-CLEARINGS = (of_the_model, by_parts, zeros, of_the_optimizer, none_by_hand, zeros_by_hand)
-
-
-def cleared_between(rank: int, size: int, keep: bool, clear: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+def cleared_between(rank: int, size: int, keep: bool, way: str) -> None:
     """Stale gradients are cleared between forward and backward, which gives plain ones."""
     model, plain = make("awkward"), make("awkward")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
@@ -169,7 +159,7 @@ def cleared_between(rank: int, size: int, keep: bool, clear: Callable[[Any, torc
         optim = sgd(param_groups(each))
         each(given).square().mean().backward()
         loss = each(given).sin().mean()
-        clear(each, optim)
+        CLEARINGS[way](each, optim)
         loss.backward()
     pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
     assert [mine.grad is None for mine, _ in pairs] == [theirs.grad is None for _, theirs in pairs]
@@ -180,7 +170,7 @@ def cleared_between(rank: int, size: int, keep: bool, clear: Callable[[Any, torc
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_are_cleared_while_parameters_are_gathered(pool: Pool, ranks: int) -> None:
-    run_each(pool, cleared_between, [*((True, clear) for clear in CLEARINGS), (False, of_the_model)], ranks=ranks)
+    run_each(pool, cleared_between, [*((True, way) for way in CLEARINGS), (False, "the model")], ranks=ranks)
 
 
 @on_ranks()

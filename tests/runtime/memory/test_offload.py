@@ -238,15 +238,7 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
     ("device", "cores", "processes", "before", "inside"),
     [(CUDA, 64, 8, 1, 8), (CUDA, 4, 8, 1, 1), (CUDA, 64, 8, 3, 3), (CPU, 64, 8, 1, 1)],
 )
-def test_a_share_of_the_cores_while_the_host_steps(
-    device: torch.device,
-    cores: int,
-    processes: int,
-    before: int,
-    inside: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_share_of_the_cores_while_the_host_steps(device, cores, processes, before, inside, monkeypatch, caplog):
     had, seen = torch.get_num_threads(), []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
