@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.errors import ArgumentError
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.memory.offload_activations import offload_activations
 from atorch.runtime.memory.recompute import checkpoint_wrapper
@@ -126,7 +125,7 @@ def test_the_first_whole_blocks_leave_the_device_until_backward(share, num_moved
     assert not any(block.seen[0]() for block in net.blocks)
 
 
-def test_a_lone_block_goes_too_and_less_than_a_block_is_refused():
+def test_a_lone_block_goes_too():
     net = Net(1)
     twin = copy.deepcopy(net)
     offload_activations(twin.blocks)
@@ -135,9 +134,6 @@ def test_a_lone_block_goes_too_and_less_than_a_block_is_refused():
     loss = twin(*inputs()).sum()
     assert twin.blocks[0].seen[0]() is None
     del loss
-    for num_blocks, share, advice in ((4, 0.2, "at least 0.25"), (0, 1.0, "that repeats")):
-        with pytest.raises(ArgumentError, match=f"no whole block; give .*{advice}"):
-            offload_activations(Net(num_blocks).blocks, share)
 
 
 class Copies(TorchDispatchMode):

@@ -212,7 +212,6 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"heads": 3, "kv_heads": 3}, ["StrategyError", "model.layers.0", "3 heads", "size of 3"]),
     ("t5", {}, ["StrategyError", "encoder.block.0", "bias of relative positions"]),
     ("convolution", {}, ["StrategyError", "blocks.0", "mix", "token by token"]),
-    ("written out", {}, ["StrategyError", "blocks.0", "attn_implementation='sdpa'", "module_replace"]),
     ("inner outputs", {}, ["AtorchError", "other outputs", "[1]"]),
 ]
 

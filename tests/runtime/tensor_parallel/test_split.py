@@ -153,7 +153,6 @@ def test_ranks_share_heads_of_keys_and_values(pool: Pool) -> None:
     ("settings", "plan", "signs"),
     [
         ({"heads": 3, "kv_heads": 3}, None, ["tensor is 2", "3 heads", "model.layers.0.self_attn.o_proj", "size of 3"]),
-        ({}, {"layers.*.self_attn.qproj": "column"}, ["qproj", "did you mean", "q_proj"]),
         ({}, {"layers.*.mlp.down_proj": "column"}, ["down_proj", "by row", "by column"]),
         ({}, {"layers.*.mlp.down_proj": "row"}, ["gate_proj", "leaves it out"]),
         ({}, {"layers.*.mlp.down_proj": "diagonal"}, ["'diagonal'", "give 'column' or 'row'"]),

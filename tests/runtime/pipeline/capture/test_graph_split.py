@@ -132,7 +132,7 @@ def test_both_reasons_are_told(pool: Pool) -> None:
         ("choosing",): ["layers.0 makes a tensor that", "torch.export does not take Choosing"],
         ("counting",): ["Counting has 0", "changes its buffers"],
     }
-    found = run_each(pool, refused, [(name, [*stages(), *beside], True) for name, *beside in cases])
+    found = run_each(pool, refused, [(name, [*stages(), *beside]) for name, *beside in cases])
     for of_ranks, messages in zip(found, cases.values(), strict=True):
         for kind, told in of_ranks:
             assert kind == StrategyError.__name__
