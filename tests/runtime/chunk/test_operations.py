@@ -79,24 +79,6 @@ def test_what_is_written_outside_of_a_pass_is_computed_with() -> None:
     assert torch.equal(model(tokens(0)), plain(tokens(0)))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_data_that_was_kept_is_put_back(dtype: torch.dtype | None) -> None:
-    def made() -> nn.Module:
-        return Awkward().to(dtype or torch.float32)
-
-    (model, _, _), plain = in_chunks(made, dtype=dtype), fresh(made)
-    for each in (model, plain):  # as averages of weights are evaluated
-        kept = [parameter.data for parameter in each.parameters()]
-        for parameter in each.parameters():
-            parameter.data = parameter.data * 0.5
-        each.halved = each(tokens(0)).detach()
-        for parameter, value in zip(each.parameters(), kept, strict=True):
-            parameter.data = value
-            parameter.data = parameter.data
-    assert torch.equal(model.halved, plain.halved)
-    assert torch.equal(model(tokens(0)), plain(tokens(0)))
-
-
 def test_a_view_of_data_that_is_replaced_is_refused(model: nn.Module) -> None:
     row = model.mixer.weight.data[1]
     before = row.clone()
@@ -170,18 +152,6 @@ def test_gradients_are_seen_changed_and_cleared(model: nn.Module) -> None:
     assert model.mixer.weight.grad is None
     model.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_state_is_saved_whole_and_loaded_into_a_model_without_chunks_and_back() -> None:
-    model, _, optimizer = in_chunks()
-    train(model, optimizer, tokens, of_logits)
-    saved = copy.deepcopy(model.state_dict())
-    plain = Awkward()
-    plain.load_state_dict(saved)
-    assert torch.equal(plain(tokens(0)), model(tokens(0)))
-    other, _, _ = in_chunks()
-    other.load_state_dict(saved)
-    assert torch.equal(other(tokens(0)), model(tokens(0)))
 
 
 def test_a_copy_is_an_ordinary_model_of_its_own(model: nn.Module) -> None:
