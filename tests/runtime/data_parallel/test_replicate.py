@@ -106,7 +106,7 @@ class Blocks(nn.Module):
 
 
 Loop = Callable[[Any, Tensor, torch.optim.Optimizer, int], Any]
-"""What a loop does with a batch at a step, before the optimizer's step."""
+"""The work of a loop on a batch at a step, before the optimizer's step."""
 
 
 def ordinary(model: Any, x: Tensor, *_: Any) -> None:
@@ -239,7 +239,7 @@ def test_gradients_by_hand_are_averaged_before_a_step(rank: int, size: int) -> N
 
 
 def gradients_of_passes(rank: int, size: int, backward: Loop, find_unused: bool) -> float:
-    """How far the gradients of unusual backward passes, over three rounds, are from those of the whole batch."""
+    """The distance of gradients of unusual backward passes, over three rounds, from those of the whole batch."""
     torch.manual_seed(3)
     whole, model = TwoHeads(), TwoHeads()
     model.load_state_dict(whole.state_dict())

@@ -1,4 +1,4 @@
-"""What user code does with a sharded model's parameters: it means the same, or says of which it cannot."""
+"""User code on a sharded model's parameters: it means the same, or is told of which it cannot be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What schedules have processes do, how long they wait with it, and which backward passes come apart."""
+"""Schedules: the passes of each process, how long it waits, and which backward passes come apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which splits are taken, against trying everything; and the rows of ranks that they are."""
+"""The choice of splits, against trying everything; and the rows of ranks that they are."""
 
 from __future__ import annotations
 

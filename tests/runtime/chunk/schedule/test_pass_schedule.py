@@ -1,4 +1,4 @@
-"""What lives beside chunks at each operation of a pass, and how a deep model's pass follows from shallow ones."""
+"""Bytes beside chunks at each operation of a pass, and a deep model's pass as it follows from shallow ones."""
 
 from __future__ import annotations
 
