@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import atorch
 from atorch.errors import ArgumentError
+from tests.auto.training import accelerate
 from tests.pool import on_ranks
 
 Gradients = list[Tensor]
@@ -47,19 +48,9 @@ STRATEGIES: Mapping[str, list[Any]] = {
 
 def accelerated(strategy: str, optim: Any = torch.optim.AdamW, **optim_args: Any) -> Any:
     torch.manual_seed(1)
-    data = TensorDataset(torch.randn(8, 4))
-    status, result, _ = atorch.auto_accelerate(
-        model(),
-        optim,
-        data,
-        loss_func,
-        prepare_input=lambda batch, device: batch[0],
-        optim_args={"lr": 0.01, **optim_args},
-        dataloader_args={"batch_size": 8},
-        load_strategy=STRATEGIES[strategy],
-    )
-    assert status
-    return result
+    more: dict[str, Any] = {"optim_func": optim, "optim_args": {"lr": 0.01, **optim_args}}
+    more["prepare_input"] = lambda batch, device: batch[0]
+    return accelerate(model(), STRATEGIES[strategy], TensorDataset(torch.randn(8, 4)), loss_func, 8, **more)
 
 
 def backward(result: Any) -> Gradients:
