@@ -295,7 +295,7 @@ def test_what_a_rank_leaves_out_counts_as_zero_and_hooks_see_averages(rank: int,
         model(torch.full((1, 2), float(rank + 1)), which).sum().backward()
     assert float(model.layers[0].weight.grad[0, 0]) == 1.5
     linear, seen = nn.Linear(1, 1, bias=False), list[float]()
-    model: Any = replicate(linear, world(), CPU)
+    model = replicate(linear, world(), CPU)
     linear.weight.register_hook(lambda gradient: seen.append(float(gradient)) or gradient.clamp(max=1.0))
     x = torch.full((1, 1), float(rank))
     with model.no_sync():
