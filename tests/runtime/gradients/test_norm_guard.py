@@ -48,9 +48,10 @@ STRATEGIES: Mapping[str, list[Any]] = {
 
 def accelerated(strategy: str, optim: Any = torch.optim.AdamW, **optim_args: Any) -> Any:
     torch.manual_seed(1)
+    data = TensorDataset(torch.randn(8, 4))
     more: dict[str, Any] = {"optim_func": optim, "optim_args": {"lr": 0.01, **optim_args}}
     more["prepare_input"] = lambda batch, device: batch[0]
-    return accelerate(model(), STRATEGIES[strategy], TensorDataset(torch.randn(8, 4)), loss_func, 8, **more)
+    return accelerate(model(), STRATEGIES[strategy], data, loss_func, batch_size=8, **more)
 
 
 def backward(result: Any) -> Gradients:
