@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from atorch.model.method_override import override
+from atorch.model.wrapper import override
 from tests.pool import on_ranks
 
 

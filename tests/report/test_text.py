@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from atorch.report import progress
-from atorch.report.progress import line, search_progress
-from atorch.report.text import plan_report, show_rejections
+from atorch.report import text
+from atorch.report.text import line, plan_report, search_progress, show_rejections
 
 
 def plan_text(plan, max_rows=20):

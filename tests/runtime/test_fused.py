@@ -26,8 +26,6 @@ from atorch.runtime.fused import (
     recognise,
 )
 from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
-from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
-from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant, fuse_rms_norms, recognise
 from tests import language_models
 
 transformers = pytest.importorskip("transformers")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError, StrategyError
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 from tests.pool import on_ranks
 

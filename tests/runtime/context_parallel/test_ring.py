@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from atorch.errors import ArgumentError
 from atorch.runtime.context_parallel import Deal, RingExchange, ring_attention
-from atorch.runtime.context_parallel import ring_dispatch as exchanges
+from atorch.runtime.context_parallel import ring as exchanges
 from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks

@@ -14,8 +14,17 @@ from torch import nn
 
 from atorch.errors import ArgumentError
 from atorch.runtime.data_parallel import buckets as module
-from atorch.runtime.data_parallel.buckets import ALIGNMENT, can_cut, gather, sliced_buckets
-from atorch.runtime.data_parallel.flat_shards import follow, gradient_values, lend_gradient, origin, slice_of
+from atorch.runtime.data_parallel.buckets import (
+    ALIGNMENT,
+    can_cut,
+    follow,
+    gather,
+    gradient_values,
+    lend_gradient,
+    origin,
+    slice_of,
+    sliced_buckets,
+)
 from tests.pool import Pool
 
 WHERE = slice(5, 14)

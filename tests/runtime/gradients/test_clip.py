@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
-from atorch.compat.fairscale_zero import shard_gradients, shard_states
+from atorch.auto.opt_lib.shared.zero_backends import shard_gradients, shard_states
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
@@ -31,7 +31,7 @@ from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.gradients.clip import clip_grad_norm, clip_grads
 from atorch.runtime.gradients.gradient_check import farthest, sample_of
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
-from atorch.runtime.tensor_parallel.collectives import fork, gather, reduce, share
+from atorch.runtime.tensor_parallel.split_forward import fork, gather, reduce, share
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import BATCH, SEQ, VOCAB, CopiesToHost, make, sgd, whole

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from atorch.runtime.memory.forward_state import policy
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 
 ATEN = torch.ops.aten

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from atorch.errors import ArgumentError
-from atorch.runtime.optimizer.fused_step import fuse, fused_by_default
-from atorch.runtime.optimizer.parameter_groups import keep_to
+from atorch.runtime.optimizer.user_optimizer import keep_to
+from atorch.runtime.optimizer.wrapped_optimizer import fuse, fused_by_default
 
 
 class Taking(nn.Sequential):

@@ -18,7 +18,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from atorch.errors import StrategyError
 from atorch.report.schedule import expected_bubble, timeline
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.pipeline.capture.shapes import shape_of
 from atorch.runtime.pipeline.schedules import (
     PassKind,
     StagePass,
@@ -29,6 +28,7 @@ from atorch.runtime.pipeline.schedules import (
     torch_stage,
 )
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Turn, by_torch, turns
+from atorch.runtime.pipeline.stand_ins import shape_of
 from tests.pool import Pool
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch.model.method_override import override
+from atorch.model.wrapper import override
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
-from atorch.runtime.tensor_parallel.local_views import Inside, present
+from atorch.runtime.tensor_parallel.split_forward import Inside, present
 from tests.pool import on_ranks
 from tests.runtime.sharing import Block, whole
 from tests.runtime.tensor_parallel.models import Collectives, batch, loss_of, make, side_by_side

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from atorch.distributed.rng import preserved_rng
+from atorch.distributed.rng import RankStream, preserved_rng
+from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart
-from atorch.runtime.tensor_parallel.derive.derive import derive
-from atorch.runtime.tensor_parallel.random_numbers import RankStream
 from atorch.runtime.tensor_parallel.split import with_draws
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import atorch.smp as smp
-from atorch.smp.tensor.marks import marked_parameters
+from atorch.smp.tensor import marked_parameters
 from tests.language_models import gpt2
 
 

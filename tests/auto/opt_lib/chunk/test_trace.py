@@ -16,7 +16,7 @@ from atorch.auto.opt_lib.chunk import trace
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 from tests import language_models
 
 WIDTH, VOCAB, ROWS, TOKENS = 16, 50, 2, 8

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.errors import StrategyError
-from atorch.runtime.optimizer.split_support import ShardKind, made_small, needs_closure, refusal
+from atorch.runtime.optimizer.user_optimizer import ShardKind, made_small, needs_closure, refusal
 from tests.auto.training import run_each
 from tests.contract.job import BATCH, Tokens, arguments, distance, first_names, loss_func, make_model, snapshot, updates
 from tests.pool import Pool

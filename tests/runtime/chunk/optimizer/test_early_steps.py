@@ -13,10 +13,10 @@ from torch import nn
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
+from atorch.runtime.chunk import optimizer_slices
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer import optimizer_slices
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.schedule.schedule_cache import Courses
+from atorch.runtime.chunk.schedule_cache import Courses
 from benchmarks.paced_link import Paced
 from tests.pool import on_ranks
 from tests.runtime.chunk.test_training import CPU, FAMILIES, assert_same_bits, fresh, in_chunks, needed, train

@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.depth_extrapolation import FEWEST, PassStretch, deeper, stretches
-from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, Uses, moments
-from atorch.runtime.chunk.schedule.transfer_schedule import StepRuns
+from atorch.runtime.chunk.pass_schedule import (
+    FEWEST,
+    Access,
+    AccessTrace,
+    PassStretch,
+    Uses,
+    deeper,
+    moments,
+    stretches,
+)
+from atorch.runtime.chunk.transfer_schedule import StepRuns
 
 Size = Callable[[int, int], Sequence[int]]
 
