@@ -42,7 +42,7 @@ from atorch.runtime.chunk.optimizer_slices import (
     whole,
 )
 from atorch.runtime.memory.offload import host_threads
-from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, show
 from atorch.runtime.optimizer.user_optimizer import needs_closure
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient, fuse
 
@@ -131,7 +131,7 @@ class ChunkOptimizer(ShadowOptimizer):
         gradients = WideGradients(factor)
         with self._stand_ins_shown(), host_threads(self._chunks.device):
             for run, shown in self._calls(live, gradients, unmanaged):
-                self._show_inner(shown)
+                show(self.inner, shown)
                 for piece, gradient in zip(run, gradients.of(run), strict=True):
                     piece.view.grad = gradient
                 self.inner.step()
@@ -177,7 +177,7 @@ class ChunkOptimizer(ShadowOptimizer):
         self._chunks.need_whole()
         self._states.settle([piece for piece in self._in_order if piece in self._states], self.inner.state)
         with self._stand_ins_shown():
-            self._show_inner(self._in_pieces())
+            show(self.inner, self._in_pieces())
             saved = self.inner.state_dict()
         state: dict[Any, Any] = {}
         groups, number = [], 0
@@ -249,7 +249,7 @@ class ChunkOptimizer(ShadowOptimizer):
                 position += 1 if pieces is None else len(pieces)
             groups.append({**group, "params": list(range(start, position))})
         with self._stand_ins_shown():
-            self._show_inner(self._in_pieces())
+            show(self.inner, self._in_pieces())
             self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
         self._states.forget()
         if self._is_cut:
@@ -356,7 +356,3 @@ class ChunkOptimizer(ShadowOptimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._shown for parameter in group]
-
-    def _show_inner(self, params: list[list[Tensor]]) -> None:
-        for group, listed in zip(self.inner.param_groups, params, strict=True):
-            group["params"] = listed

@@ -124,7 +124,6 @@ class Operations(Owner):
             parameter.register_post_accumulate_grad_hook(weakly(self._keep_gradient))
 
     def _keep_gradient(self, parameter: Any) -> None:
-        """Move the full gradient of a parameter from backward to its chunk."""
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             name, chunk = parameter.home.name, parameter.home.chunk

@@ -47,9 +47,7 @@ class Managed:
     home: Home
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return _run(func, args, {} if kwargs is None else kwargs)
 
 
@@ -67,7 +65,6 @@ class ChunkedParameter(Managed, nn.Parameter):
         self.home.operations.norms_differ = why
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter with the same values, on the host."""
         if id(self) not in memo:
             values = self.detach().clone()
             memo[id(self)] = nn.Parameter(values, self.requires_grad)
@@ -75,7 +72,6 @@ class ChunkedParameter(Managed, nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary parameter."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
