@@ -12,7 +12,6 @@ there. For other losses, backward computes each chunk's logits again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from atorch.runtime.tensor_parallel.sharded_activation import (
     reads_no_values,
     writes,
 )
-from atorch.runtime.tensor_parallel.sharding_rules import CASTS, SCALES, has_parameters, local_call
+from atorch.runtime.tensor_parallel.sharding_rules import CASTS, SCALES, applied, local_call
 
 _WIDTH = 2
 """Size of the class dim of `LazyLogits._rows`: more than 1, since the stride of a dim of size 1 means nothing."""
@@ -84,9 +83,7 @@ class LazyLogits(Tensor):
         return f"LazyLogits({tuple(self.shape)}, {self.dtype}, computed when they are read)"
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reads_no_values(func) and func not in _BACKWARDS:
             with as_tensors():
@@ -99,9 +96,7 @@ class LazyLogits(Tensor):
         return _on_whole(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # a static method in torch's stub
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Compute logits for operations that bypass `__torch_function__`."""
         args, kwargs = tree_map_only(LazyLogits, lambda logits: logits._as_whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -129,8 +124,7 @@ class LazyLogits(Tensor):
 
     def _computed(self) -> Tensor:
         if self._origin is None:
-            whole: Tensor = _Compute.apply(self)  # type: ignore[no-untyped-call]
-            return whole
+            return _Compute.apply(self)  # type: ignore[no-any-return, no-untyped-call]
         logits, make, is_view = self._origin
         # A copy made before an in-place write keeps the values from before it.
         source = logits._as_whole() if is_view or not logits._was_written else logits._computed()
@@ -149,8 +143,7 @@ class LazyLogits(Tensor):
 
 def lazy_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
     """`F.linear(hidden, weight, bias)`, with at most `chunk` rows in memory at once while losses are taken."""
-    logits: Tensor = _Product.apply(hidden, weight, bias, chunk)  # type: ignore[no-untyped-call]
-    return logits
+    return _Product.apply(hidden, weight, bias, chunk)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Product(torch.autograd.Function):
@@ -189,8 +182,6 @@ def _detached(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
 
 
 class _Compute(torch.autograd.Function):
-    """All logits of a head."""
-
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits) -> Tensor:
         rows = logits._head.read().logits(slice(None))
@@ -204,8 +195,6 @@ class _Compute(torch.autograd.Function):
 
 
 class _Derive(torch.autograd.Function):
-    """Lazy logits derived from others."""
-
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, wrap: Callable[[], LazyLogits], make: Apply) -> LazyLogits:
         ctx.of, ctx.make = logits.detach(), make
@@ -227,20 +216,18 @@ def _by_chunks(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ..
     if any(isinstance(argument, LazyLogits) for argument in (*args, *kwargs.values())):
         return NotImplemented
     if func in NUMBERS:
-        number = NUMBERS[func]
-        return number(logits, *args, **kwargs) if has_parameters(number, logits, *args, **kwargs) else NotImplemented
+        return applied(NUMBERS[func], logits, *args, **kwargs)
     if func in MAKE_OTHERS:
         return func(_probe(logits), *args, **kwargs)
     if func in _LOG_SOFTMAX:
-        return (
-            _log_softmax(logits, *args, **kwargs)
-            if has_parameters(_log_softmax, logits, *args, **kwargs)
-            else NotImplemented
-        )
+        return applied(_log_softmax, logits, *args, **kwargs)
     call = local_call(func, tuple(logits.shape), _Classes(), logits._axis, args, kwargs)
     if call is None:
         return NotImplemented
-    make = partial(_called, func, args, kwargs)
+
+    def make(tensor: Tensor) -> Any:
+        return func(tensor, *args, **kwargs)
+
     if func in _OF_ELEMENTS:
         result = make(probe := _probe(logits))
         if result is probe:
@@ -260,10 +247,6 @@ class _Classes(TrackedDim):
     """The class dim of `LazyLogits._rows`."""
 
     part_size = _WIDTH
-
-
-def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> Any:
-    return func(tensor, *args, **kwargs)
 
 
 def _probe(logits: LazyLogits) -> Tensor:

@@ -12,7 +12,9 @@ backward. A block is accepted if it computes the same values and gradients as be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -178,21 +180,17 @@ class _Whole:
     def __init__(self, block: nn.Module, layout: BlockLayout, call: ForwardCall, asked: Set[str]) -> None:
         self.call, self.asked, self.shapes = call, asked, dict[str, ParameterShapes]()
         self.draws = uses_random_numbers(block, call)
-        inner = {path for group in layout.groups for path in _holders_of(group)}
-        handles = []
-        for path in inner:
-
-            def note(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                self.shapes[path] = {place: tensor.shape for place, tensor in by_place((args, kwargs)).items()}
-
-            handles.append(block.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True, prepend=True))
         self.leaves = _leaves(call, asked)
-        with torch.enable_grad():
+        with ExitStack() as hooks, torch.enable_grad():
+            for path in {path for group in layout.groups for path in _holders_of(group)}:
+                module, note = block.get_submodule(path), partial(self._note, path)
+                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
             self.outputs = by_place(block(*self.leaves[0], **self.leaves[1]))
-        for handle in handles:
-            handle.remove()
         self.seeds = _seeds(self.outputs)
         self.gradients = _backward(block, self.outputs, self.seeds)
+
+    def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.shapes[path] = {place: tensor.shape for place, tensor in by_place((args, kwargs)).items()}
 
 
 def _like_outputs(call: ForwardCall, outputs: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -282,7 +280,7 @@ def _install_exchanges(
             _fork_of(block, group, index).is_gathered = True
         gathered = _Gathered(exchange.arguments, share)
         block.get_submodule(exchange.at).register_forward_pre_hook(gathered, with_kwargs=True, prepend=True)
-        _sum_of(block, group).scatter = _Scattered(share, exchange.dim)
+        _sum_of(block, group).scatter = partial(scatter_sum, share=share, dim=exchange.dim)
     _share_gradients(block, layout, inside, share)
 
 
@@ -314,17 +312,6 @@ class _Gathered:
             return gathered[id(tensor)]
 
         return changed((args, kwargs), gather, self._dims)
-
-
-@dataclass(frozen=True)
-class _Scattered:
-    """This rank's tokens of a row split's sum."""
-
-    share: TokenPartition
-    dim: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return scatter_sum(x, self.share, self.dim)
 
 
 def _fork_of(block: nn.Module, group: SplitRegion, index: int) -> ForkArguments:

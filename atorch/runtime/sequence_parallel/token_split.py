@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from atorch.errors import AtorchError, StrategyError
 from atorch.model.state import evaluating
 from atorch.model.structure import repeated_blocks
 from atorch.model.wrapper import override
-from atorch.runtime.sequence_parallel.attention import AttentionCall, Exchange, exchange_attention
+from atorch.runtime.sequence_parallel.attention import Exchange, exchange_attention
 from atorch.runtime.sequence_parallel.split_validation import (
     BlockStream,
     Evaluation,
@@ -69,7 +70,8 @@ def split_stream(
     with evaluating(model):
         by_kind = _by_kind(blocks, evaluation, share, exchange)
     streams = linked(evaluation, {path: by_kind[calls.kind] for path, calls in evaluation.blocks.items()})
-    by_token = find_by_token(model, blocks, run, _dims(streams), share) if outside else {}
+    dims = {dim for stream in streams.values() for dim in stream.outputs.values()}
+    by_token = find_by_token(model, blocks, run, dims, share) if outside else {}
     for path, stream in streams.items():
         exchange_attention(blocks[path], exchange)
         install(blocks[path], stream, share, stays_split=outside)
@@ -97,7 +99,8 @@ def _by_kind(
             )
         _need_equal_pieces(path, lengths, share)
         for call, _ in whole.attention.calls:
-            _need_fit(path, call, exchange)
+            if (reason := exchange.unfit(call)) is not None:
+                raise StrategyError(f"the attention of {path} cannot be split: {reason}")
         stream = find_stream(block, whole, lengths, share)
         if not isinstance(stream, str):
             stream = _agreed(block, whole, stream, share)
@@ -118,12 +121,6 @@ def _need_equal_pieces(path: str, lengths: set[int], share: TokenPartition) -> N
                 f"the attention of {path} has {length} tokens, which cannot be cut into {share.pieces} equal pieces; "
                 f"give sequences whose length is a multiple of {share.pieces}, or the axis another size"
             )
-
-
-def _need_fit(path: str, call: AttentionCall, exchange: Exchange) -> None:
-    reason = exchange.unfit(call)
-    if reason is not None:
-        raise StrategyError(f"the attention of {path} cannot be split: {reason}")
 
 
 def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: TokenPartition) -> BlockStream | str:
@@ -149,11 +146,6 @@ def linked(seen: Evaluation, streams: Streams) -> Streams:
             for path, arg in places:
                 del arguments[path][arg]
     return {path: replace(streams[path], arguments=arguments[path], outputs=outputs[path]) for path in streams}
-
-
-def _dims(streams: Streams) -> set[int]:
-    """The dims of tokens in the blocks' outputs."""
-    return {dim for stream in streams.values() for dim in stream.outputs.values()}
 
 
 def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, stays_split: bool = False) -> None:
@@ -191,10 +183,7 @@ class _Scatter:
         self._dims, self._share = dims, share
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return changed((args, kwargs), self._own, self._dims)
-
-    def _own(self, tensor: Tensor, dim: int) -> Tensor:
-        return own_tokens(tensor, self._share, dim)
+        return changed((args, kwargs), partial(own_tokens, share=self._share), self._dims)
 
 
 class _Gather:

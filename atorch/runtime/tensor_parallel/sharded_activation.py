@@ -118,9 +118,7 @@ class SplitTensor(Tensor):
         return cls(inner["_part"], *context)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reads_no_values(func):
             with as_tensors():
@@ -132,9 +130,7 @@ class SplitTensor(Tensor):
         return _on_whole(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # a static method in torch's stub
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Handle the operations of autograd itself: it adds and copies gradients."""
         if func in _OF_AUTOGRAD:
             first = next(argument for argument in args if isinstance(argument, SplitTensor))
@@ -206,13 +202,11 @@ class SplitTensor(Tensor):
 
 def from_part(kind: type[SplitTensor], part: Tensor, layout: DimSharding, axis: int) -> Any:
     """The split tensor of which this rank has `part`, in autograd's graph."""
-    split: SplitTensor = _FromPart.apply(part, kind, layout, axis)  # type: ignore[no-untyped-call]
-    return split
+    return _FromPart.apply(part, kind, layout, axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def to_part(split: SplitTensor) -> Tensor:
-    part: Tensor = _ToPart.apply(split)  # type: ignore[no-untyped-call]
-    return part
+    return _ToPart.apply(split)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def whole_of(split: SplitTensor) -> Tensor:

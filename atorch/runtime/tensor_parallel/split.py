@@ -200,7 +200,8 @@ def _derive(
         trials = [_trial(kind, watched, ranks, tried) for kind in layout.kinds]
         if not any(trial.kept for trial in trials):
             pairs = zip(layout.kinds, trials, strict=True)
-            return replace(layout, kinds=tuple(_with_groups(kind, trial.groups) for kind, trial in pairs))
+            kinds = [replace(kind, layout=replace(kind.layout, groups=trial.groups)) for kind, trial in pairs]
+            return replace(layout, kinds=tuple(kinds))
         for kind, trial in zip(layout.kinds, trials, strict=True):
             layouts.update({path: layouts[path].without(partial(_why_failed, trial)) for path in kind.paths})
 
@@ -271,10 +272,6 @@ def _trial(
             layout = with_attributes(twin, layout, call, ranks)
             tried[key] = layout if ranks.mesh is None else _accepted(twin, layout, call, ranks.mesh)
     return tried[key] if groups else BlockLayout(())
-
-
-def _with_groups(kind: Alike, groups: tuple[SplitRegion, ...]) -> Alike:
-    return replace(kind, layout=replace(kind.layout, groups=groups))
 
 
 def _accepted(twin: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: DeviceMesh) -> BlockLayout:
