@@ -18,7 +18,7 @@ from torch import nn
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data_parallel.buckets import average
 from atorch.runtime.data_parallel.replicate import Replicated, replicas_of
-from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, reset
+from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, reset, sharded_in
 
 
 class Reduction:
@@ -30,8 +30,7 @@ class Reduction:
         self._replicas = replicas_of(model)
         self._no_sync: Callable[[], AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
         fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever a model was sharded by it
-        self._sharded_class: Any = fsdp.FSDPModule if fsdp is not None else ()  # () matches no instance
-        self._shards = isinstance(model, self._sharded_class)
+        self._shards = fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
     @property
     def reuses_gradients(self) -> bool:
@@ -94,9 +93,8 @@ class Reduction:
 
     def reshard(self) -> None:
         """After a forward pass that no backward follows: let FSDP2 free the gathered parameters."""
-        for module in self._model.modules() if self._shards else ():
-            if isinstance(module, self._sharded_class):
-                module.reshard()
+        for module in sharded_in(self._model) if self._shards else ():
+            module.reshard()
 
     def recover(self) -> None:
         """After a pass that raised: let FSDP2 drop collectives in flight and accumulated gradients."""
@@ -107,11 +105,9 @@ class Reduction:
         reset(self._model)
         if (passes := passes_of(self._model)) is not None:
             passes.forget()
-        for module in self._model.modules():
-            if isinstance(module, self._sharded_class):
-                for group in groups_of(module):
-                    for sharded in group.fsdp_params:  # reset_iter_state keeps these, contrary to its documentation
-                        drop_unsharded_gradient(sharded)
+        for group in (group for module in sharded_in(self._model) for group in groups_of(module)):
+            for sharded in group.fsdp_params:  # reset_iter_state keeps these, contrary to its documentation
+                drop_unsharded_gradient(sharded)
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
