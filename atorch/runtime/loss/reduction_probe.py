@@ -318,7 +318,6 @@ def _follows(output: Any, rows: int) -> bool:
 
 
 def _cuts(rows: int) -> list[int]:
-    """Row indices at which to cut `rows` rows in two."""
     return list(dict.fromkeys(cut for cut in (rows // 3, rows // 2, 1, rows - 1) if 0 < cut < rows))
 
 

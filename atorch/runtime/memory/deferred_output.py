@@ -130,8 +130,7 @@ def deposit(loss: torch.Tensor, gradients: MicroBatchGradients) -> torch.Tensor:
     places = [place for place, (parameter, _) in enumerate(gradients) if can_be_reached(parameter)]
     reached = [gradients[place][0] for place in places]
     leaf = loss.detach().requires_grad_()
-    deposited: torch.Tensor = _Deposit.apply(leaf, gradients, places, *reached)  # type: ignore[no-untyped-call]
-    return deposited
+    return _Deposit.apply(leaf, gradients, places, *reached)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def deposit_loss(loss: Any, gradients: MicroBatchGradients) -> Any:

@@ -55,15 +55,12 @@ class PassWork(Protocol):
     @property
     def sizes(self) -> Hashable:
         """A key that is equal for passes whose stages send tensors of equal shapes."""
-        ...
 
     def look(self, part: nn.Module) -> None:
         """Call a stage's model on the first micro-batch, without gradients, to observe its tensors."""
-        ...
 
     def run(self, number: int, part: nn.Module) -> Any:
         """Call a stage's model on a micro-batch: returns its output, or, on the last stage, the micro-batch's loss."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,6 @@ class Engine:
         self._schedules: dict[Any, Any] = {}
         self._seen: dict[Any, list[Sequence[TensorSpec]]] = {}  # sizes of a call's arguments → shapes of its results
         self.job: _Job | None = None
-
-    @property
-    def has_last(self) -> bool:
-        """True if this process has the last stage, which returns the model's output."""
-        return self.group.rank() == self.last_place
 
     def run(self, calls: Sequence[ModelArguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
         """Run all micro-batches `calls`, which have equal shapes, through all stages.

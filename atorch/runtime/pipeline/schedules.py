@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -121,25 +122,20 @@ class StageReduction(Protocol):
     @property
     def is_sharded(self) -> bool:
         """True if a forward pass gathers parameters from other ranks."""
-        ...
 
     def forward(self) -> AbstractContextManager[None]: ...
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
         """Context of the backward pass of an earlier forward pass; the last one reduces gradients."""
-        ...
 
     def afterwards(self) -> None:
         """Reduce the gradients of backward passes none of which was the last."""
-        ...
 
     def reshard(self) -> None:
         """Free gathered parameters after a forward pass that no backward follows."""
-        ...
 
     def takes(self, error: Exception) -> bool:
         """True if the owner raises the error of a backward pass later, so that the schedule goes on with zeros."""
-        ...
 
 
 class TorchStage(PipelineStage):
@@ -322,8 +318,8 @@ def order(schedule: str, processes: int, micro_batches: int, pieces: int = 1) ->
     Raises:
         StrategyError: torch's schedule does not accept this number of micro-batches.
     """
-    indices = stages_of(0, processes, pieces)
-    stages: Sequence[Any] = [_Hollow(index, processes * pieces, processes) for index in indices]
+    facts = {"num_stages": processes * pieces, "group_size": processes, "group_rank": 0, "submod": None}
+    stages: list[Any] = [SimpleNamespace(stage_index=index, **facts) for index in stages_of(0, processes, pieces)]
     try:
         plan = make_schedule(schedule, stages, micro_batches, train=True).pipeline_order
     except ValueError as error:
@@ -345,14 +341,3 @@ def _numbered(actions: Sequence[Any]) -> list[StagePass]:
         passes.append(StagePass(*key, done[key]))
         done[key] += 1
     return passes
-
-
-@dataclass(eq=False)
-class _Hollow:
-    """Replaces a stage of the first process in a schedule."""
-
-    stage_index: int
-    num_stages: int
-    group_size: int
-    group_rank: int = 0
-    submod: None = None
