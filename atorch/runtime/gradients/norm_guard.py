@@ -61,9 +61,7 @@ class _Guarded:
     guard: NormGuard
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Guarded)]
@@ -90,7 +88,6 @@ class GuardedGradient(_Guarded, Tensor):
         return self.as_subclass(Tensor).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 

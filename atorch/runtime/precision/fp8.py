@@ -332,7 +332,6 @@ def _te_linear() -> Callable[[nn.Linear], nn.Module]:
 
 
 def _te_region(recipe: Fp8Recipe, group: ProcessGroup | None) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of te's autocast with the recipe."""
     import inspect
 
     import transformer_engine.pytorch as te
