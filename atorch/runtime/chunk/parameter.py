@@ -155,10 +155,6 @@ class Handle(NamedTuple):
     stride: tuple[int, ...]
     offset: int  # in elements, from the beginning of the memory
 
-    def within(self, memory: Tensor) -> Tensor:
-        """The tensor, as a view of its fetched memory."""
-        return memory.as_strided(self.size, self.stride, self.offset)
-
 
 class Owner(ABC):
     """An owner of parameters' memory, who provides what each operation needs.
@@ -199,7 +195,7 @@ class Owner(ABC):
         self.need(f"{torch._C._current_autograd_node().name()} (backward)", frozenset((handle.name,)))
         if handle.name not in self.compiled:
             self._nodes.give(handle.name)
-        return handle.within(self.memory_of(handle.name))
+        return self.memory_of(handle.name).as_strided(handle.size, handle.stride, handle.offset)
 
     def watch(self, result: Any) -> None:
         """Note the views of parameters in the result of an operation."""

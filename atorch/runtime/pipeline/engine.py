@@ -127,19 +127,15 @@ class Engine:
         self._seen: dict[Any, list[Sequence[TensorSpec]]] = {}  # sizes of a call's arguments → shapes of its results
         self.job: _Job | None = None
 
-    def run(self, calls: Sequence[ModelArguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
-        """Run all micro-batches `calls`, which have equal shapes, through all stages.
+    def run(self, work: PassWork, *, train: bool, whole: bool = False) -> None:
+        """Run all micro-batches of `work`, which have equal shapes, through all stages.
 
-        With `train`, `conclude` returns the loss of a micro-batch, and `.grad` holds the gradients afterwards. With
+        With `train`, the last stage returns the loss of a micro-batch, and `.grad` holds the gradients afterwards. With
         `whole`, all forward passes come before the first backward.
 
         Raises:
             StrategyError: the model calls its units differently on this batch than on the sample.
         """
-        self.run_work(StageCalls(calls, conclude), train=train, whole=whole)
-
-    def run_work(self, work: PassWork, *, train: bool, whole: bool = False) -> None:
-        """As `run`, with arbitrary code around the calls of the model."""
         key = (train, whole, work.count, work.sizes)
         name = whole_batch(self._name) if whole and isinstance(self._name, str) else self._name
         numbers = torch.arange(work.count)

@@ -35,7 +35,7 @@ from atorch.runtime.loss.reduction import Gathered, LossWeight, Rule
 from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
 from atorch.runtime.loss.rescaling import RankWeight, weighted
 from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss
-from atorch.runtime.pipeline.engine import Engine, ModelArguments
+from atorch.runtime.pipeline.engine import Engine, ModelArguments, StageCalls
 from atorch.runtime.pipeline.stage_placement import Ties
 from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of
 
@@ -72,7 +72,7 @@ class Pipeline(Wrapper):
             return torch.zeros(())
 
         engine = self.engine
-        engine.run([(args, kwargs)], keep, train=False)
+        engine.run(StageCalls([(args, kwargs)], keep), train=False)
         return from_place(outputs[0] if outputs else None, engine.last_place, engine.group, engine.device)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -218,7 +218,8 @@ class PipelinedLoss:
         gathered = Gathered(batch, self._loss_func, len(pieces)) if weights is None else None
         with self._apart.gradients() as gradients:
             calls = [_arguments(piece) for piece in pieces]
-            self._engine.run(calls, conclude if gathered is None else gathered, train=True, whole=gathered is not None)
+            work = StageCalls(calls, conclude if gathered is None else gathered)
+            self._engine.run(work, train=True, whole=gathered is not None)
             self._model.ties.add_up()
         if gathered is not None:
             losses, weights = [gathered.loss], [1.0]
@@ -291,7 +292,7 @@ class PipelinedLoss:
         with torch.no_grad(), ExitStack() as stack:
             for part in self._engine.parts:
                 stack.enter_context(children_in_eval(part))
-            all_or_none(lambda: self._engine.run([_arguments(call)], conclude, train=False))
+            all_or_none(lambda: self._engine.run(StageCalls([_arguments(call)], conclude), train=False))
 
     def _value(self, batch: Any, output: Any) -> float:
         return float(value_of(self._loss_func(batch, output)))
