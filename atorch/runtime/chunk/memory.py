@@ -327,11 +327,7 @@ class ChunkSet:
         return ((parameter, slot) for parameter, (_, slot) in self._places.items())
 
     def _memory(
-        self,
-        spec: ChunkSpec,
-        parameters: Mapping[str, nn.Parameter],
-        dtype: torch.dtype | None,
-        in_place: bool,
+        self, spec: ChunkSpec, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype | None, in_place: bool
     ) -> ChunkMemory:
         on_device = spec.index in self.on_device
         parameter_dtype = next(iter(parameters.values())).dtype
@@ -349,11 +345,7 @@ class ChunkSet:
         )
 
     def _take(
-        self,
-        parameter: nn.Parameter,
-        memory: ChunkMemory,
-        slot: ChunkSlot,
-        values: MutableMapping[Tensor, Tensor],
+        self, parameter: nn.Parameter, memory: ChunkMemory, slot: ChunkSlot, values: MutableMapping[Tensor, Tensor]
     ) -> None:
         if parameter.is_meta:
             raise ArgumentError(f"{slot.name} is on the meta device and has no value; materialise the model first")

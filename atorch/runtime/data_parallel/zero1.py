@@ -74,12 +74,7 @@ class ShardedOptimizer(WrappedOptimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[Any],
-        make_optimizer: MakeOptimizer,
-        group: dist.ProcessGroup,
-        *,
-        is_agreed: bool = False,
+        self, groups: Iterable[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup, *, is_agreed: bool = False
     ) -> None:
         def make() -> Optimizer:
             return self._inner_of(list(groups), make_optimizer, group)

@@ -156,10 +156,7 @@ def parts_of(model: nn.Module, binding: Any) -> dict[Tensor, Key]:
 
 @torch.no_grad()
 def clip_grads(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    spread: Spread | None = None,
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, spread: Spread | None = None
 ) -> Tensor:
     """Clip the gradients of `parameters`, as `clip_grad_norm` does."""
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]

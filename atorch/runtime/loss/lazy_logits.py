@@ -12,6 +12,7 @@ there. For other losses, backward computes each chunk's logits again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from atorch.runtime.tensor_parallel.sharded_activation import (
     MAKE_OTHERS,
     TrackedDim,
     as_tensors,
+    on_whole,
     reads_no_values,
     writes,
 )
@@ -93,7 +95,7 @@ class LazyLogits(Tensor):
             result = _by_chunks(func, first, args[1:], kwargs)
             if result is not NotImplemented:
                 return result
-        return _on_whole(func, args, kwargs)
+        return on_whole(LazyLogits, partial(_whole_for, func, writes(func) or "out" in kwargs), func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -287,26 +289,16 @@ def _derived(
     return result
 
 
-def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function on all logits, which are computed for it."""
-    is_written = writes(func) or "out" in kwargs
-    by_tensor: dict[int, LazyLogits] = {}
-
-    def whole(logits: LazyLogits) -> Tensor:
-        if not logits._is_whole:
-            say_once(
-                f"cross_entropy: {getattr(func, '__name__', func)} asks for the logits themselves, which are computed "
-                "whole; cross entropies, log-sum-exps and argmax are not in need of them"
-            )
-        tensor = logits._as_whole()
-        if is_written:
-            logits._tell_written()
-        by_tensor[id(tensor)] = logits
-        return tensor
-
-    whole_args, whole_kwargs = tree_map_only(LazyLogits, whole, (args, kwargs))
-    result = func(*whole_args, **whole_kwargs)
-    return by_tensor.get(id(result), result)  # an argument that is returned stays lazy logits
+def _whole_for(func: Callable[..., Any], is_written: bool, logits: LazyLogits) -> Tensor:
+    if not logits._is_whole:
+        say_once(
+            f"cross_entropy: {getattr(func, '__name__', func)} asks for the logits themselves, which are computed "
+            "whole; cross entropies, log-sum-exps and argmax are not in need of them"
+        )
+    tensor = logits._as_whole()
+    if is_written:
+        logits._tell_written()
+    return tensor
 
 
 def chunk_logits(head: nn.Linear, chunk: int | None = None, *, without_gradients: bool = True) -> None:

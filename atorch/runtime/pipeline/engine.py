@@ -28,7 +28,6 @@ from atorch.runtime.pipeline.schedules import (
     TorchStage,
     make_schedule,
     places_of,
-    torch_stage,
     whole_batch,
 )
 from atorch.runtime.pipeline.stage import ModelStage, ShapeOracle, stage_of
@@ -191,20 +190,12 @@ class Engine:
             pairs = [(shapes[wire.call][wire.number], wire.call in stage.route.trained) for wire in wires]
             return [(shape, trained and shape.dtype.is_floating_point) for shape, trained in pairs]
 
-        return [
-            torch_stage(
-                name,
-                piece,
-                reduction,
-                stage.index,
-                stage.num_stages,
-                described(stage, stage.incoming),
-                described(stage, stage.outgoing),
-                self.device,
-                self.group,
-            )
-            for piece, reduction, stage in zip(self.pieces, self.reductions, self.stages, strict=True)
-        ]
+        stages = []
+        for piece, reduction, stage in zip(self.pieces, self.reductions, self.stages, strict=True):
+            wires = described(stage, stage.incoming), described(stage, stage.outgoing)
+            place = stage.index, stage.num_stages
+            stages.append(TorchStage(name, piece, reduction, *place, *wires, self.device, self.group))
+        return stages
 
     def _see(self, work: PassWork) -> list[Sequence[TensorSpec]]:
         """Run the stages one after another on a micro-batch, to observe the shapes of their results.

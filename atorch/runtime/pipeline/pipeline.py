@@ -35,7 +35,7 @@ from atorch.runtime.loss.reduction import Gathered, LossWeight, Rule
 from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
 from atorch.runtime.loss.rescaling import RankWeight, weighted
 from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss
-from atorch.runtime.pipeline.engine import Engine, ModelArguments, StageCalls
+from atorch.runtime.pipeline.engine import Engine, StageCalls
 from atorch.runtime.pipeline.stage_placement import Ties
 from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of
 
@@ -217,7 +217,7 @@ class PipelinedLoss:
 
         gathered = Gathered(batch, self._loss_func, len(pieces)) if weights is None else None
         with self._apart.gradients() as gradients:
-            calls = [_arguments(piece) for piece in pieces]
+            calls = [piece[1:] for piece in pieces]
             work = StageCalls(calls, conclude if gathered is None else gathered)
             self._engine.run(work, train=True, whole=gathered is not None)
             self._model.ties.add_up()
@@ -231,7 +231,7 @@ class PipelinedLoss:
         understudy = self._engine.understudy
         if understudy is not None and self._foretold is None:
             with torch.no_grad():
-                self._foretold = self._loss_func(piece[0], understudy.run(*_arguments(piece))[1])
+                self._foretold = self._loss_func(piece[0], understudy.run(*piece[1:])[1])
         return self._foretold
 
     def _shared(self, loss: Any) -> Any:
@@ -292,7 +292,7 @@ class PipelinedLoss:
         with torch.no_grad(), ExitStack() as stack:
             for part in self._engine.parts:
                 stack.enter_context(children_in_eval(part))
-            all_or_none(lambda: self._engine.run(StageCalls([_arguments(call)], conclude), train=False))
+            all_or_none(lambda: self._engine.run(StageCalls([call[1:]], conclude), train=False))
 
     def _value(self, batch: Any, output: Any) -> float:
         return float(value_of(self._loss_func(batch, output)))
@@ -317,10 +317,6 @@ class PipelinedLoss:
         whole, merged = self._floats(losses, 2)
         if len(pieces) > 1 and abs(whole - merged) > self._tolerance * max(abs(whole), 1e-30):
             raise error
-
-
-def _arguments(call: _Call) -> ModelArguments:
-    return call[1], call[2]
 
 
 def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:

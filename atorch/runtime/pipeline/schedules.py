@@ -139,16 +139,33 @@ class StageReduction(Protocol):
 
 
 class TorchStage(PipelineStage):
-    """A stage for torch's schedules, whose gradients `reduction` reduces.
+    """Stage `index` for torch's schedules, whose gradients `reduction` reduces.
 
-    splits_backward: weights' gradients are computed without autograd's hooks, which then cannot reduce them.
+    `incoming` and `outgoing` have the shape of each tensor, and True where it has a gradient. With these torch need not
+    exchange shapes. The first stage takes the number of the micro-batch, and the last one returns its loss.
     """
 
     def __init__(
-        self, module: nn.Module, reduction: StageReduction, splits_backward: bool, *args: Any, **kwargs: Any
+        self,
+        schedule: str | PlacedSchedule,
+        module: nn.Module,
+        reduction: StageReduction,
+        index: int,
+        num_stages: int,
+        incoming: Sequence[tuple[TensorSpec, bool]],
+        outgoing: Sequence[tuple[TensorSpec, bool]],
+        device: torch.device,
+        group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(module, *args, **kwargs)
-        self._reduction, self._splits_backward = reduction, splits_backward
+        takes = [torch.zeros(1, dtype=torch.int64)] if index == 0 else [_empty(*wire) for wire in incoming]
+        gives = [torch.zeros((), device="meta")] if index == num_stages - 1 else [_empty(*wire) for wire in outgoing]
+        super().__init__(
+            module, index, num_stages, device, input_args=tuple(takes), output_args=tuple(gives), group=group
+        )
+        self.stage_index_to_group_rank = dict(enumerate(places_of(schedule, num_stages, group.size())))
+        self._reduction = reduction
+        # Weights' gradients are then computed without autograd's hooks, which cannot reduce them.
+        self._splits_backward = schedule == "zero_bubble"
         self._comes_apart: bool | None = None  # set with the first micro-batch
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,39 +202,6 @@ class TorchStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self._splits_backward and self.has_backward:
             self._reduction.afterwards()
-
-
-def torch_stage(
-    schedule: str | PlacedSchedule,
-    module: nn.Module,
-    reduction: StageReduction,
-    index: int,
-    num_stages: int,
-    incoming: Sequence[tuple[TensorSpec, bool]],
-    outgoing: Sequence[tuple[TensorSpec, bool]],
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> TorchStage:
-    """Stage `index`; `incoming` and `outgoing` have the shape of each tensor, and True where it has a gradient.
-
-    With these torch need not exchange shapes. The first stage takes the number of the micro-batch, and the last one
-    returns its loss.
-    """
-    takes = [torch.zeros(1, dtype=torch.int64)] if index == 0 else [_empty(*wire) for wire in incoming]
-    gives = [torch.zeros((), device="meta")] if index == num_stages - 1 else [_empty(*wire) for wire in outgoing]
-    stage = TorchStage(
-        module,
-        reduction,
-        schedule == "zero_bubble",
-        index,
-        num_stages,
-        device,
-        input_args=tuple(takes),
-        output_args=tuple(gives),
-        group=group,
-    )
-    stage.stage_index_to_group_rank = dict(enumerate(places_of(schedule, num_stages, group.size())))
-    return stage
 
 
 def _empty(shape: TensorSpec, has_gradient: bool) -> torch.Tensor:

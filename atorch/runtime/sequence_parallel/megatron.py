@@ -254,7 +254,7 @@ def _learn(
         tensors = by_place((args, kwargs))
         dims = {place: _cut(tensor.shape, shapes[place], share) for place, tensor in tensors.items()}
         exchange.arguments = {place: dim for place, dim in dims.items() if dim is not None}
-        result = _Gathered(exchange.arguments, share)(_, args, kwargs)
+        result = _gather_arguments(exchange.arguments, share, _, args, kwargs)
         gathered.extend(by_place(result)[place] for place in exchange.arguments)
         return result
 
@@ -278,7 +278,7 @@ def _install_exchanges(
     for group, exchange in zip(layout.groups, exchanges, strict=True):
         for index in exchange.forks:
             _fork_of(block, group, index).is_gathered = True
-        gathered = _Gathered(exchange.arguments, share)
+        gathered = partial(_gather_arguments, exchange.arguments, share)
         block.get_submodule(exchange.at).register_forward_pre_hook(gathered, with_kwargs=True, prepend=True)
         _sum_of(block, group).scatter = partial(scatter_sum, share=share, dim=exchange.dim)
     _share_gradients(block, layout, inside, share)
@@ -297,21 +297,16 @@ def _share_gradients(block: nn.Module, layout: BlockLayout, inside: Inside, shar
     inside.note(block)
 
 
-class _Gathered:
-    """Pre-hook of a column split's modules: gathers all tokens of their arguments."""
+def _gather_arguments(dims: Mapping[str, int], share: TokenPartition, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """As a pre-hook of a column split's modules, gather all tokens of their arguments."""
+    gathered: dict[int, Tensor] = {}  # attention may take one tensor as query, key and value
 
-    def __init__(self, dims: Mapping[str, int], share: TokenPartition) -> None:
-        self._dims, self._share = dims, share
+    def gather(tensor: Tensor, dim: int) -> Tensor:
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = gather_tokens(tensor, share, dim)
+        return gathered[id(tensor)]
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        gathered: dict[int, Tensor] = {}  # attention may take one tensor as query, key and value
-
-        def gather(tensor: Tensor, dim: int) -> Tensor:
-            if id(tensor) not in gathered:
-                gathered[id(tensor)] = gather_tokens(tensor, self._share, dim)
-            return gathered[id(tensor)]
-
-        return changed((args, kwargs), gather, self._dims)
+    return changed((args, kwargs), gather, dims)
 
 
 def _fork_of(block: nn.Module, group: SplitRegion, index: int) -> ForkArguments:

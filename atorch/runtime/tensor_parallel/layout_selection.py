@@ -67,7 +67,7 @@ def choose(
     """
     at_most = _exclusions(options, ties)
     work = np.array([option.spared_work for option in options])
-    spared = _spared_bytes(options)
+    spared = np.array([option.spared_bytes for option in options])
     sent = np.array([option.sent for option in options])
     if needed_bytes is None:
         return _least([-work, -spared, sent], at_most)
@@ -76,12 +76,8 @@ def choose(
 
 def most_spared(options: Sequence[Option], ties: Sequence[Sequence[str]] = ()) -> float:
     """The most bytes that each rank can be spared of parameters."""
-    spared = _spared_bytes(options)
+    spared = np.array([option.spared_bytes for option in options])
     return float(spared[_least([-spared], _exclusions(options, ties))].sum())
-
-
-def _spared_bytes(options: Sequence[Option]) -> Any:
-    return np.array([option.spared_bytes for option in options])
 
 
 def _exclusions(options: Sequence[Option], ties: Sequence[Sequence[str]]) -> list[tuple[Any, float]]:
@@ -192,11 +188,7 @@ NOT_NEEDED = "a process holds no more than parameter_bytes without that"
 
 
 def settled(
-    model: nn.Module,
-    found: ModelLayout,
-    watched: Watched,
-    ranks: Ranks,
-    parameter_bytes: float | None,
+    model: nn.Module, found: ModelLayout, watched: Watched, ranks: Ranks, parameter_bytes: float | None
 ) -> ModelLayout:
     """The layout that is selected from `found`, whose groups may share parameters. All ranks call it.
 
@@ -217,10 +209,11 @@ def settled(
     cut = frozenset().union(*(option.cuts for option in options))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in cut]
     ties = [aliases for aliases in _aliases(model, names) if len(aliases) > 1]
-    needed = None if parameter_bytes is None else _bytes_of(model) - parameter_bytes
+    whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    needed = None if parameter_bytes is None else whole_bytes - parameter_bytes
     chosen = ranks.gather(choose(options, ties, needed))[0]  # other solver versions may take another optimum
     if chosen is None:
-        least = _bytes_of(model) - most_spared(options, ties)
+        least = whole_bytes - most_spared(options, ties)
         raise StrategyError(
             f"parameter_bytes was given {parameter_bytes:g}, but with tensor {found.degree} each process holds at "
             f"least {least:.0f} bytes ({format_bytes(least)}) of {type(model).__name__}; give at least so many, or "
@@ -278,10 +271,6 @@ def _of_table(model: nn.Module, names: Sequence[str], vocabulary: Vocabulary, wa
     looked_up = sum(count for name, count in watched.tables.items() if parameters[name] is table)
     sent = looked_up * (table.numel() // num_rows) + elements
     return Option(frozenset(names), 2.0 * elements * num_rows * share, table.nbytes * share, sent)
-
-
-def _bytes_of(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _only(layout: BlockLayout, rows: Set[str]) -> BlockLayout:

@@ -39,12 +39,7 @@ from atorch.runtime.tensor_parallel.model_layout import (
     shapes_of,
     why_not_of,
 )
-from atorch.runtime.tensor_parallel.parameter_filter import (
-    groups_among,
-    has_pair,
-    vocabulary_among,
-    with_those_alone,
-)
+from atorch.runtime.tensor_parallel.parameter_filter import groups_among, has_pair, vocabulary_among, with_those_alone
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, derive_vocabulary, split_vocabulary
 
 if TYPE_CHECKING:
@@ -140,12 +135,7 @@ def derive_layout(
 
 
 def apply_layout(
-    model: nn.Module,
-    layout: ModelLayout,
-    mesh: DeviceMesh,
-    *,
-    as_dtensors: bool = True,
-    loss_parallel: bool = True,
+    model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, as_dtensors: bool = True, loss_parallel: bool = True
 ) -> None:
     """Split `model` in place by `layout`. No communication.
 

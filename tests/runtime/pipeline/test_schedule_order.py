@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from atorch.errors import StrategyError
 from atorch.report.schedule import expected_bubble, timeline
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.pipeline.schedules import PassKind, StagePass, make_schedule, order, stages_of, torch_stage
+from atorch.runtime.pipeline.schedules import PassKind, StagePass, TorchStage, make_schedule, order, stages_of
 from atorch.runtime.pipeline.stand_ins import shape_of
 from tests.pool import Pool
 
@@ -81,7 +81,7 @@ def trained(rank: int, size: int, schedule: str, pieces: int, micro_batches: int
         layer = Layer(index == size * pieces - 1)
         ends = (wire if index else [], [] if layer.is_last else wire)
         cpu, group = torch.device("cpu"), dist.group.WORLD
-        stage: Any = torch_stage(schedule, layer, Reduction(layer), index, size * pieces, *ends, cpu, group)  # type: ignore[arg-type]
+        stage: Any = TorchStage(schedule, layer, Reduction(layer), index, size * pieces, *ends, cpu, group)  # type: ignore[arg-type]
         stage.forward_one_chunk = noting(stage.forward_one_chunk, lambda full: "forward", index)
         stage.backward_one_chunk = noting(stage.backward_one_chunk, lambda full: "backward" if full else "input", index)
         stage.backward_weight_one_chunk = noting(stage.backward_weight_one_chunk, lambda full: "weight", index)

@@ -61,11 +61,7 @@ def route_of(
 
 
 def _without_values(
-    model: nn.Module,
-    units: Mapping[str, nn.Module],
-    batch: Any,
-    call_model: Callable[[nn.Module, Any], Any],
-    loss_func: Callable[[Any, Any], Any] | None,
+    model: nn.Module, units: Mapping[str, nn.Module], batch: Any, call_model: Any, loss_func: Any
 ) -> Route:
     """The route of a model on the meta device, captured on fake host tensors, as code may require a real device."""
     try:
