@@ -347,7 +347,6 @@ class ChunkOptimizer(ShadowOptimizer):
         return listed
 
     def _in_pieces(self) -> list[list[Tensor]]:
-        """All pieces and unmanaged parameters of the inner optimizer, by group."""
         return [[view for parameter in group for view in self._views(parameter)] for group in self._shown]
 
     def _views(self, parameter: Tensor) -> list[Tensor]:

@@ -128,7 +128,7 @@ def chunk(
         override(model, entry, _inside, _pass, bound)
     override(model, "state_dict", _inside, _gathering, bound)
     for block in blocks:
-        override(block, "__call__", _inside, _compiled_code, bound)
+        override(block, "__call__", _inside, Operations.compiled_code, bound)
     return operations
 
 
@@ -351,11 +351,3 @@ def _gathering(operations: Operations, model: nn.Module) -> AbstractContextManag
     if operations.chunks.group is not None:
         checked_barrier("model.state_dict()", operations.chunks.group)
     return operations.gathering()
-
-
-def _compiled_code(operations: Operations, module: nn.Module) -> AbstractContextManager[None]:
-    if operations.in_a_pass:
-        return operations.compiled_code(module)
-    # As each operation chooses its device.
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -215,7 +215,6 @@ class _Held:
         self.packed, self._shapes = packed, shapes
 
     def part(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """Views of some keys and of their values."""
         first = self._shapes[0].numel()
         key, value = self.packed[:first].view(self._shapes[0]), self.packed[first:].view(self._shapes[1])
         return key[:, :, columns], value[:, :, columns]

@@ -264,7 +264,6 @@ class FlatCrossEntropy(nn.Module):
 
 
 def _attribute(module: str, name: str) -> Any:
-    """`module.name`, or None if the package is not installed or has no such attribute."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:

@@ -36,9 +36,8 @@ ALIKE = 1e-3
 """Differences of shares up to this are too small to distinguish rules."""
 
 BatchAndOutput = tuple[Any, Any]  # (batch, its output or the model's arguments)
-LossesOf = Callable[
-    [Sequence[BatchAndOutput], bool], Sequence[float]
-]  # (samples, True to run the model) → their losses
+LossesOf = Callable[[Sequence[BatchAndOutput], bool], Sequence[float]]
+"""(samples, True to run the model) → their losses."""
 
 
 class ForwardHistory:
@@ -333,7 +332,6 @@ def _sums(batch: Any) -> list[float]:
 
 
 def _sent(sample: Any, rank: int, device: torch.device) -> Any:
-    """Broadcast rank `rank`'s sample to every rank."""
     mine = map_tensors(Tensor.cpu, sample)
     box = [mine if dist.get_rank() == rank else None]
     dist.broadcast_object_list(box, src=rank, group=world_group())

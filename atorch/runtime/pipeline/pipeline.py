@@ -200,7 +200,6 @@ class PipelinedLoss:
                 reduction.reshard()
 
     def _cut(self, call: _Call) -> tuple[list[_Call], int]:
-        """The micro-batches, and the rows of each."""
         batch, args, kwargs = call
         rows = num_rows(batch=batch, args=args, kwargs=kwargs)
         size = rows // self._count_of(rows)

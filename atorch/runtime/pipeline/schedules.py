@@ -74,7 +74,6 @@ def _users(roots: Iterable[Node]) -> Users:
 
 
 def _above(nodes: Iterable[Node], users: Users) -> Collection[Node]:
-    """The nodes, and all nodes from which backward reaches them."""
     return _walk(nodes, lambda node: users.get(node, ()))
 
 

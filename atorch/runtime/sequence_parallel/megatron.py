@@ -31,7 +31,6 @@ from atorch.runtime.gradients.backward import mapped
 from atorch.runtime.sequence_parallel.split_validation import (
     MOST,
     BlockStream,
-    RunModel,
     changed,
     copied,
     evaluate,
@@ -43,7 +42,7 @@ from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.sequence_parallel.token_split import Streams, check_output, install, linked
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum, place_of
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, EvaluateModel
 from atorch.runtime.tensor_parallel.layout import BlockLayout, SplitRegion, common_path
 from atorch.runtime.tensor_parallel.split_forward import Inside, Read, present
 
@@ -87,7 +86,7 @@ class GatherScatter:
         return next(iter(self.arguments.values()))
 
 
-def check_tokens(model: nn.Module, run: RunModel, group: dist.ProcessGroup) -> None:
+def check_tokens(model: nn.Module, run: EvaluateModel, group: dist.ProcessGroup) -> None:
     """Check that the stream through each repeated block of a whole `model` can be cut over `group`; changes nothing.
 
     Args:
@@ -104,7 +103,7 @@ def check_tokens(model: nn.Module, run: RunModel, group: dist.ProcessGroup) -> N
 
 
 def split_between(
-    model: nn.Module, layouts: Mapping[str, BlockLayout], run: RunModel, group: dist.ProcessGroup
+    model: nn.Module, layouts: Mapping[str, BlockLayout], run: EvaluateModel, group: dist.ProcessGroup
 ) -> Streams:
     """Split by tokens, in place, the whole regions of `model`, which is split over `group` by `layouts`, by block.
 

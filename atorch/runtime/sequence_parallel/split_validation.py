@@ -25,7 +25,7 @@ from atorch.model.state import evaluating, preserved_modes
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, map_by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE, MISFITS
+from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE, MISFITS, EvaluateModel
 
 HIDDEN = -1e4  # additive masks are below this where attention is masked
 MOST = 64  # maximum ways to cut the arguments that are tried
@@ -257,10 +257,6 @@ def _storage(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-RunModel = Callable[[nn.Module], Any]
-"""Calls the model on a batch and returns its output."""
-
-
 @dataclass
 class BlockCalls:
     path: str
@@ -281,7 +277,7 @@ class Evaluation:
     output: Any
 
 
-def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -> Evaluation:
+def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel) -> Evaluation:
     """Run the model once, in eval mode and without gradients."""
     seen: dict[str, BlockCalls] = {}
     calls: dict[Any, ForwardCall] = {}

@@ -25,7 +25,6 @@ from atorch.model.state import evaluating
 from atorch.model.structure import made_alone, outside_of
 from atorch.model.wrapper import override
 from atorch.runtime.sequence_parallel.split_validation import (
-    RunModel,
     changed,
     copied,
     cut_along,
@@ -40,7 +39,7 @@ from atorch.runtime.sequence_parallel.token_partition import (
     split_tokens,
 )
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, EvaluateModel
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor
 
 
@@ -60,7 +59,7 @@ class ByToken:
 
 @torch.no_grad()
 def find_by_token(
-    model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel, dims: Set[int], share: TokenPartition
+    model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel, dims: Set[int], share: TokenPartition
 ) -> dict[str, ByToken]:
     """Modules outside of `blocks`, by path, that compute the same on a rank's tokens, on all ranks.
 

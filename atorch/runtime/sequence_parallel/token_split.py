@@ -28,7 +28,6 @@ from atorch.runtime.sequence_parallel.attention import Exchange, exchange_attent
 from atorch.runtime.sequence_parallel.split_validation import (
     BlockStream,
     Evaluation,
-    RunModel,
     Whole,
     changed,
     evaluate,
@@ -40,6 +39,7 @@ from atorch.runtime.sequence_parallel.split_validation import (
 from atorch.runtime.sequence_parallel.token_local_modules import compute_by_token, drawing, find_by_token
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition, own_tokens, split_tokens
 from atorch.runtime.tensor_parallel.derive.block_sandbox import by_place
+from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor, whole_of
 
 ENDS = "_ends_of_stream"  # attribute of a block that holds its scatter and gather
@@ -48,7 +48,7 @@ Streams = Mapping[str, BlockStream]
 
 
 def split_stream(
-    model: nn.Module, run: RunModel, share: TokenPartition, exchange: Exchange, *, outside: bool = True
+    model: nn.Module, run: EvaluateModel, share: TokenPartition, exchange: Exchange, *, outside: bool = True
 ) -> Streams:
     """Split the tokens of `model` in place over the ranks of `share`; returns each block's token split.
 
@@ -156,13 +156,13 @@ def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, sta
     if stream.draws:
         override(block, "forward", drawing, share.rank)
     if stays_split:
-        vars(block)[ENDS] = _Scatter(stream.arguments, share), _Gather(stream.outputs, share, True)
+        vars(block)[ENDS] = partial(_scatter, stream.arguments, share), partial(_gather, stream.outputs, share, True)
         override(block, "__call__", _streamed)  # blocks of one class still share one
         return
     if stream.arguments:
-        block.register_forward_pre_hook(_Scatter(stream.arguments, share), with_kwargs=True)
+        block.register_forward_pre_hook(partial(_scatter, stream.arguments, share), with_kwargs=True)
     if stream.outputs:
-        block.register_forward_hook(_Gather(stream.outputs, share, False))
+        block.register_forward_hook(partial(_gather, stream.outputs, share, False))
 
 
 def _streamed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,29 +176,22 @@ def _streamed(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Scatter:
-    """Before a block: cuts whole arguments to this rank's tokens."""
-
-    def __init__(self, dims: Mapping[str, int], share: TokenPartition) -> None:
-        self._dims, self._share = dims, share
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return changed((args, kwargs), partial(own_tokens, share=self._share), self._dims)
+def _scatter(dims: Mapping[str, int], share: TokenPartition, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Before a block: cut whole arguments to this rank's tokens."""
+    return changed((args, kwargs), partial(own_tokens, share=share), dims)
 
 
-class _Gather:
-    """After a block: gathers outputs that others than the next block take."""
+def _gather(
+    dims: Mapping[str, int], share: TokenPartition, stays_split: bool, _: nn.Module, args: Any, output: Any
+) -> Any:
+    """After a block: gather outputs that others than the next block take."""
 
-    def __init__(self, dims: Mapping[str, int], share: TokenPartition, stays_split: bool) -> None:
-        self._dims, self._share, self._stays_split = dims, share, stays_split
+    def whole(tensor: Tensor, dim: int) -> Tensor:
+        if stays_split and tensor.is_floating_point() and not torch.compiler.is_compiling():
+            return split_tokens(tensor, share, dim)  # compilers take no such tensors
+        return share.gather(tensor, dim)
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return changed(output, self._all, self._dims)
-
-    def _all(self, tensor: Tensor, dim: int) -> Tensor:
-        if self._stays_split and tensor.is_floating_point() and not torch.compiler.is_compiling():
-            return split_tokens(tensor, self._share, dim)  # compilers take no such tensors
-        return self._share.gather(tensor, dim)
+    return changed(output, whole, dims)
 
 
 def check_output(

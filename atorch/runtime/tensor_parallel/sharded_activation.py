@@ -174,7 +174,6 @@ class SplitTensor(Tensor):
         return self._layout.take(other, self._axis)  # type: ignore[no-any-return]
 
     def _own(self) -> Tensor:
-        """This rank's current part, detached."""
         if self._is_whole:
             return self._layout.take(self._values(), self._axis)  # type: ignore[no-any-return]
         return self._part

@@ -141,7 +141,6 @@ def split_vocabulary(
 
 
 def _cut_table(model: nn.Module, name: str, rows: Rows, cut: ShardingContext) -> Any:
-    """Cut one table, and return the module that holds it."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     module.register_parameter(attribute, cut.part(model.get_parameter(name), rows))

@@ -85,7 +85,6 @@ class _Row:
 
     @property
     def num_met(self) -> int:
-        """The number of rows that the parts of z meet."""
         met = (self.results, self.others, self.inputs)
         return sum(int(mask.sum()) for masks in met for parts in masks.values() for mask in parts)
 

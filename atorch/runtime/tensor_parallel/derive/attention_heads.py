@@ -157,9 +157,8 @@ class SplittableAttention(nn.MultiheadAttention):
             heads.append(projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
         mask = _combined(attn_mask, key_padding_mask, heads[0], is_batched)
         q, k, v = heads
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
-        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         mixed = mixed.transpose(1, 2).flatten(2)
         if not is_batched:
             mixed = mixed.squeeze(0)
