@@ -108,7 +108,10 @@ class ChunkOptimizer(ShadowOptimizer):
         done = {chunk for chunk in self._chunks.chunks if chunk.is_stepped}
         if self._early is not None:
             self._early.end()
-        chunks = [chunk for chunk in self._chunks_with_gradients() if chunk not in done]
+        # The same on all processes, even if this one has no part of what is stepped.
+        places = [place for parameter in self._pieces if (place := self._chunks.place(parameter)) is not None]
+        changed = {chunk.spec.index: chunk for chunk, slot in places if slot.name in chunk.has_gradient}
+        chunks = [chunk for chunk in changed.values() if chunk not in done]
         for chunk in chunks:
             chunk.follow()
         factor = 1.0 / self._loss_scale()
@@ -310,11 +313,6 @@ class ChunkOptimizer(ShadowOptimizer):
             )
         with torch.enable_grad():
             return closure()
-
-    def _chunks_with_gradients(self) -> list[ChunkMemory]:
-        """Chunks that a step changes: the same on all processes, even if this one has no part of what is stepped."""
-        places = [place for parameter in self._pieces if (place := self._chunks.place(parameter)) is not None]
-        return list({chunk.spec.index: chunk for chunk, slot in places if slot.name in chunk.has_gradient}.values())
 
     def _calls(
         self, live: Sequence[OptimizerSlice], gradients: WideGradients, unmanaged: list[list[Tensor]]

@@ -5,8 +5,7 @@ Casts, scaling, capping, and views of tokens return lazy logits again. Cross ent
 chunk, with torch's own functions. Everything else gets full logits, computed once; a log line names the function.
 
 Autograd sees logits of the full shape. Their gradient is a `LazyGradient`, from which the head computes those of its
-operands. A loss that is one number of all rows computes them in forward, except in fp16, whose loss scale is not known
-there. For other losses, backward computes each chunk's logits again.
+operands (`logit_losses`).
 """
 
 from __future__ import annotations

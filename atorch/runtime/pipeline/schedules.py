@@ -53,7 +53,7 @@ def comes_apart(outputs: Iterable[Any], inputs: Iterable[Any], weights: Iterable
     whose paths meet those of no input has no branch, and would get no gradient.
     """
     users = _users(_nodes(outputs))
-    stem = _above(_nodes(inputs), users)
+    stem = _walk(_nodes(inputs), lambda node: users.get(node, ()))
     branches = {_branches(node, users, stem) for node in _nodes(weights) if node in users}
     are_disjoint = len(frozenset().union(*branches)) == sum(map(len, branches))
     return all(branches) and are_disjoint and not any(_reach_another(nodes) for nodes in branches)
@@ -71,10 +71,6 @@ def _users(roots: Iterable[Node]) -> Users:
         for other in _next(node):
             users[other].append(node)
     return users
-
-
-def _above(nodes: Iterable[Node], users: Users) -> Collection[Node]:
-    return _walk(nodes, lambda node: users.get(node, ()))
 
 
 def _branches(weight: Node, users: Users, stem: Collection[Node]) -> frozenset[Node]:

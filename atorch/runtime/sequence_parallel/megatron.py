@@ -185,7 +185,9 @@ class _Whole:
                 module, note = block.get_submodule(path), partial(self._note, path)
                 hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
             self.outputs = by_place(block(*self.leaves[0], **self.leaves[1]))
-        self.seeds = _seeds(self.outputs)
+        generator = torch.Generator().manual_seed(0)
+        outputs = [(place, tensor) for place, tensor in self.outputs.items() if tensor.requires_grad]
+        self.seeds = {place: torch.rand(x.shape, generator=generator).to(x) for place, x in outputs}
         self.gradients = _backward(block, self.outputs, self.seeds)
 
     def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -334,12 +336,6 @@ def _leaves(call: ForwardCall, asked: Set[str]) -> Any:
     for place, tensor in by_place(leaves).items():
         tensor.requires_grad_(place in asked)
     return leaves
-
-
-def _seeds(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    differentiable = {place: tensor for place, tensor in outputs.items() if tensor.requires_grad}
-    return {place: torch.rand(tensor.shape, generator=generator).to(tensor) for place, tensor in differentiable.items()}
 
 
 def _backward(block: nn.Module, outputs: Mapping[str, Tensor], seeds: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

@@ -97,7 +97,12 @@ def _by_kind(
                 f"{path} calls no scaled_dot_product_attention, by which alone its tokens may meet; make the model "
                 "with attn_implementation='sdpa', or put module_replace into the strategy"
             )
-        _need_equal_pieces(path, lengths, share)
+        uneven = [length for length in sorted(lengths) if length % share.pieces]
+        if uneven:
+            raise StrategyError(
+                f"the attention of {path} has {uneven[0]} tokens, which cannot be cut into {share.pieces} equal "
+                f"pieces; give sequences whose length is a multiple of {share.pieces}, or the axis another size"
+            )
         for call, _ in whole.attention.calls:
             if (reason := exchange.unfit(call)) is not None:
                 raise StrategyError(f"the attention of {path} cannot be split: {reason}")
@@ -112,15 +117,6 @@ def _by_kind(
             )
         streams[kind] = stream
     return streams
-
-
-def _need_equal_pieces(path: str, lengths: set[int], share: TokenPartition) -> None:
-    for length in sorted(lengths):
-        if length % share.pieces:
-            raise StrategyError(
-                f"the attention of {path} has {length} tokens, which cannot be cut into {share.pieces} equal pieces; "
-                f"give sequences whose length is a multiple of {share.pieces}, or the axis another size"
-            )
 
 
 def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: TokenPartition) -> BlockStream | str:
