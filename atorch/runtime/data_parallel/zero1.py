@@ -198,7 +198,7 @@ class ShardedOptimizer(WrappedOptimizer):
             ArgumentError: some ranks did not; the message names them.
         """
         checked_barrier("optimizer.state_dict()", self._group)
-        return merged(gather_objects(_on_host(self.local_state_dict()), self._group), self._params)
+        return merged(gather_objects(map_tensors(Tensor.cpu, self.local_state_dict()), self._group), self._params)
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, by the parameter indices of the whole model. No communication."""
@@ -216,7 +216,8 @@ class ShardedOptimizer(WrappedOptimizer):
         """The full optimizer state on rank `to_rank` of the group, None on the others. Collective."""
         checked_barrier("optimizer.full_state_dict()", self._group)
         shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
-        dist.gather_object(_on_host(self.local_state_dict()), shares, group=self._group, group_dst=to_rank)
+        mine = map_tensors(Tensor.cpu, self.local_state_dict())
+        dist.gather_object(mine, shares, group=self._group, group_dst=to_rank)
         return None if shares is None else merged(shares, self._params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -321,11 +322,6 @@ def _listing(entries: list[Any]) -> dict[str, Any]:
     """As `_held`, of entries that may be `(name, parameter)`."""
     names = [entry[0] for entry in entries if isinstance(entry, tuple)]
     return {"params": [tensor_of(entry) for entry in entries], **({"param_names": names} if names else {})}
-
-
-def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    moved: dict[str, Any] = map_tensors(Tensor.cpu, state)
-    return moved
 
 
 def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:

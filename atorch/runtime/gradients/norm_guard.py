@@ -42,11 +42,7 @@ class NormGuard(NamedTuple):
     is_piece: bool = False  # its shape is not the parameter's
 
     def refuse(self, func: Any) -> None:
-        """Raise an error, since the result of `func` would differ from plain training's.
-
-        Raises:
-            ArgumentError: always.
-        """
+        """Raise an ArgumentError, since the result of `func` would differ from plain training's."""
         raise ArgumentError(
             f"the gradient of {self.name} {self.why}, so that {func.__name__} does not give plain training's number; "
             "clip with atorch.clip_grad_norm(model, max_norm), which does, and returns the norm. Under ddp, zero1 and "

@@ -130,17 +130,12 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
     return weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0.0).sum()
 
 
-def _logsumexp(logits: Any, dim: int, keepdim: bool = False) -> Any:
+def _over_classes(func: Callable[..., Tensor], logits: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     if not isinstance(dim, int) or dim % logits.dim() != logits._axis:
         return NotImplemented
-    values = _row_numbers(logits, _reading(logits, lambda chunk, _: chunk.logsumexp(-1)))
-    return _shaped(logits, values, keepdim)
-
-
-def _argmax(logits: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    if not isinstance(dim, int) or dim % logits.dim() != logits._axis:
-        return NotImplemented
-    values = numbers(logits._head.read(), _reading(logits, lambda chunk, _: chunk.argmax(-1)))
+    reading = _reading(logits, lambda chunk, _: func(chunk, -1))
+    has_gradients = func is not torch.argmax
+    values = _row_numbers(logits, reading) if has_gradients else numbers(logits._head.read(), reading)
     return _shaped(logits, values, keepdim)
 
 
@@ -163,8 +158,8 @@ def _shaped(logits: Any, values: Tensor, keepdim: bool) -> Tensor:
 NUMBERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.cross_entropy: partial(_loss, F.cross_entropy),
     F.nll_loss: partial(_loss, F.nll_loss),
-    **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), _logsumexp),
-    **dict.fromkeys((torch.argmax, Tensor.argmax), _argmax),
+    **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), partial(_over_classes, torch.logsumexp)),
+    **dict.fromkeys((torch.argmax, Tensor.argmax), partial(_over_classes, torch.argmax)),
     **dict.fromkeys((torch.gather, Tensor.gather), _gather),
 }
 """torch's functions that take one number of each row → their versions for lazy logits."""

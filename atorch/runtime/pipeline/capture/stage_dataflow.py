@@ -296,11 +296,7 @@ class _Watch(TorchDispatchMode):
         return output
 
     def sources(self, tensors: Iterable[Tensor], user: str) -> set[ValueOrigin]:
-        """Sources of tensors that `user` takes.
-
-        Raises:
-            StrategyError: one was made inside a unit that did not return it.
-        """
+        """Sources of tensors that `user` takes; raises StrategyError if a unit made one and did not return it."""
         sources: set[ValueOrigin] = set()
         parameters = self._own.get(user, set())
         for tensor in tensors:
