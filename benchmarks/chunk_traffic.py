@@ -33,14 +33,14 @@ def row(workload: Workload, share: float) -> Row:
     from traffic_bound import lower_bound
 
     from atorch.errors import OutOfBudgetError
-    from atorch.runtime.chunk.chunked import course, lay_out
+    from atorch.runtime.chunk.chunked import ChunkPlanner, course
     from atorch.runtime.chunk.pass_schedule import moments
 
     sizes = [ITEM_BYTES * parameter.numel() for parameter in workload.parameters.values()]
     peak = max(access.other_bytes for access in workload.foreseen.accesses)
     budget = peak + int(share * sum(sizes))
     start = time.process_time()
-    layout = lay_out(workload.parameters, workload.foreseen, budget, dtype=torch.bfloat16)
+    layout = ChunkPlanner(workload.parameters, workload.foreseen, budget, torch.bfloat16).lay_out()
     seconds = time.process_time() - start
     claim = f"{workload.name}, {share:.0%} of the parameters beside activations: bytes fetched against the least"
     try:

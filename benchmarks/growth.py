@@ -291,7 +291,7 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
 
 
 def _chunks(name: str, num: int) -> dict[str, float]:
-    from atorch.runtime.chunk.chunked import course, lay_out, pinned_in
+    from atorch.runtime.chunk.chunked import ChunkPlanner, course
     from atorch.runtime.chunk.pass_schedule import Access, AccessTrace
 
     widths, share = CHUNKED[name]
@@ -311,9 +311,9 @@ def _chunks(name: str, num: int) -> dict[str, float]:
     total = sum(4 * parameter.numel() for parameter in parameters.values())
     budget = int(share * total) + KEPT * num // 2
     marks = [time.process_time()]
-    layout = lay_out(parameters, foreseen, budget)
+    layout = ChunkPlanner(parameters, foreseen, budget).lay_out()
     marks.append(time.process_time())
-    pinned, beside = pinned_in(layout, foreseen, budget, 8.0)
+    pinned, beside = ChunkPlanner(parameters, foreseen, budget, state_bytes=8.0).pin(layout)
     marks.append(time.process_time())
     course(layout, foreseen, budget - beside, pinned=pinned)
     marks.append(time.process_time())

@@ -42,7 +42,7 @@ from atorch.runtime.chunk.optimizer_slices import (
     whole,
 )
 from atorch.runtime.memory.offload import host_threads
-from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, show
 from atorch.runtime.optimizer.user_optimizer import needs_closure
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient, fuse
 
@@ -108,7 +108,10 @@ class ChunkOptimizer(ShadowOptimizer):
         done = {chunk for chunk in self._chunks.chunks if chunk.is_stepped}
         if self._early is not None:
             self._early.end()
-        chunks = [chunk for chunk in self._chunks_with_gradients() if chunk not in done]
+        # The same on all processes, even if this one has no part of what is stepped.
+        places = [place for parameter in self._pieces if (place := self._chunks.place(parameter)) is not None]
+        changed = {chunk.spec.index: chunk for chunk, slot in places if slot.name in chunk.has_gradient}
+        chunks = [chunk for chunk in changed.values() if chunk not in done]
         for chunk in chunks:
             chunk.follow()
         factor = 1.0 / self._loss_scale()
@@ -131,7 +134,7 @@ class ChunkOptimizer(ShadowOptimizer):
         gradients = WideGradients(factor)
         with self._stand_ins_shown(), host_threads(self._chunks.device):
             for run, shown in self._calls(live, gradients, unmanaged):
-                self._show_inner(shown)
+                show(self.inner, shown)
                 for piece, gradient in zip(run, gradients.of(run), strict=True):
                     piece.view.grad = gradient
                 self.inner.step()
@@ -177,7 +180,7 @@ class ChunkOptimizer(ShadowOptimizer):
         self._chunks.need_whole()
         self._states.settle([piece for piece in self._in_order if piece in self._states], self.inner.state)
         with self._stand_ins_shown():
-            self._show_inner(self._in_pieces())
+            show(self.inner, self._in_pieces())
             saved = self.inner.state_dict()
         state: dict[Any, Any] = {}
         groups, number = [], 0
@@ -249,7 +252,7 @@ class ChunkOptimizer(ShadowOptimizer):
                 position += 1 if pieces is None else len(pieces)
             groups.append({**group, "params": list(range(start, position))})
         with self._stand_ins_shown():
-            self._show_inner(self._in_pieces())
+            show(self.inner, self._in_pieces())
             self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
         self._states.forget()
         if self._is_cut:
@@ -311,11 +314,6 @@ class ChunkOptimizer(ShadowOptimizer):
         with torch.enable_grad():
             return closure()
 
-    def _chunks_with_gradients(self) -> list[ChunkMemory]:
-        """Chunks that a step changes: the same on all processes, even if this one has no part of what is stepped."""
-        places = [place for parameter in self._pieces if (place := self._chunks.place(parameter)) is not None]
-        return list({chunk.spec.index: chunk for chunk, slot in places if slot.name in chunk.has_gradient}.values())
-
     def _calls(
         self, live: Sequence[OptimizerSlice], gradients: WideGradients, unmanaged: list[list[Tensor]]
     ) -> Iterator[tuple[Sequence[OptimizerSlice], list[list[Tensor]]]]:
@@ -347,7 +345,6 @@ class ChunkOptimizer(ShadowOptimizer):
         return listed
 
     def _in_pieces(self) -> list[list[Tensor]]:
-        """All pieces and unmanaged parameters of the inner optimizer, by group."""
         return [[view for parameter in group for view in self._views(parameter)] for group in self._shown]
 
     def _views(self, parameter: Tensor) -> list[Tensor]:
@@ -356,7 +353,3 @@ class ChunkOptimizer(ShadowOptimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._shown for parameter in group]
-
-    def _show_inner(self, params: list[list[Tensor]]) -> None:
-        for group, listed in zip(self.inner.param_groups, params, strict=True):
-            group["params"] = listed

@@ -7,7 +7,7 @@ error comes before anything moves, and states the missing bytes and the operatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from atorch.runtime.chunk.gradients import GradientSink, Rounds, SharedGradients
 from atorch.runtime.chunk.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
-from atorch.runtime.chunk.pass_schedule import Access, AccessTrace, PassSchedule, Uses, moments
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule, Uses, moments
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.chunk.transfer_schedule import Shortfall, choose_pinned, schedule, transfer_cost
@@ -89,29 +89,14 @@ def chunk(
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in leave}
     shards = 1 if group is None else group.size()
 
-    def planned(fills_device: bool) -> _Planned:
-        if chunk_size is None:
-            numel = sum(parameter.numel() for parameter in parameters.values())
-            most = None if state_bytes is None else numel // PINNED_PARTS
-            layout = lay_out(
-                parameters, foreseen, budget_bytes, dtype=dtype, prefetch=prefetch, shards=shards, most=most
-            )
-        else:
-            layout = pack(_by_first_use(parameters, foreseen.accesses, dtype), chunk_size, shards, ALIGNED)
-        pinned, beside_bytes = pinned_in(layout, foreseen, budget_bytes, state_bytes, shards, fills_device)
-        staying = pinned if shards == 1 else frozenset()  # of a shared chunk only the share stays, so it is gathered
-
-        def course_of(foreseen: AccessTrace) -> PassSchedule:
-            return course(layout, foreseen, budget_bytes - beside_bytes, prefetch, shards, staying)
-
-        return _Planned(layout, pinned, staying, beside_bytes, course_of, course_of(foreseen))
+    planner = ChunkPlanner(parameters, foreseen, budget_bytes, dtype, chunk_size, state_bytes, prefetch, shards)
 
     def agreed(fills_device: bool = False) -> _Planned:
         if group is None:
-            return planned(fills_device)
+            return planner.plan(fills_device)
         arguments: dict[str, Any] = {"budget_bytes": budget_bytes, "state_bytes": state_bytes, "prefetch": prefetch}
         arguments |= {"dtype": dtype, "in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
-        own = partial(planned, fills_device)
+        own = partial(planner.plan, fills_device)
         return call_on_all_ranks("chunk", lambda: {"arguments": _facts(arguments)}, own, _Planned.facts, group)
 
     plan, in_place = _fit_host(agreed, parameters.values(), shards, in_place, host_state_bytes)
@@ -143,7 +128,7 @@ def chunk(
         override(model, entry, _inside, _pass, bound)
     override(model, "state_dict", _inside, _gathering, bound)
     for block in blocks:
-        override(block, "__call__", _inside, _compiled_code, bound)
+        override(block, "__call__", _inside, Operations.compiled_code, bound)
     return operations
 
 
@@ -159,8 +144,104 @@ class _Planned:
     first: PassSchedule
 
     def facts(self) -> Mapping[str, Facts]:
-        """Facts that must be equal on all processes that share the chunks."""
         return {"chunks": _facts({f"chunk {spec.index}": spec for spec in self.layout.chunks})}
+
+
+@dataclass(frozen=True)
+class ChunkPlanner:
+    """Plans chunks and their transfers; fields are the arguments of `chunk`."""
+
+    parameters: Mapping[str, nn.Parameter]
+    foreseen: AccessTrace
+    budget_bytes: int
+    dtype: torch.dtype | None = None
+    chunk_size: int | None = None
+    state_bytes: float | None = None
+    prefetch: int = 1
+    shards: int = 1
+
+    def plan(self, fills_device: bool) -> _Planned:
+        """The layout, the pinned chunks and the transfers; raises OutOfBudgetError if no schedule keeps the budget."""
+        layout = self.lay_out()
+        pinned, beside_bytes = self.pin(layout, fills_device)
+        staying = pinned if self.shards == 1 else frozenset()  # of a shared chunk only the share stays: it is gathered
+        left = self.budget_bytes - beside_bytes
+        course_of = partial(
+            course, layout, budget_bytes=left, prefetch=self.prefetch, shards=self.shards, pinned=staying
+        )
+        return _Planned(layout, pinned, staying, beside_bytes, course_of, course_of(self.foreseen))
+
+    def lay_out(self) -> ChunkLayout:
+        """The layout with the cheapest schedule; if none keeps the budget, the one that misses it by fewest bytes."""
+        items = self._items()
+        if self.chunk_size is not None:
+            return pack(items, self.chunk_size, self.shards, ALIGNED)
+        uses = Uses(self.foreseen, [item.name for item in items])
+        itemsizes = [_itemsize(item.dtype) for item in items]
+        # A model whose chunks may be pinned has several.
+        most = None if self.state_bytes is None else sum(item.numel for item in items) // PINNED_PARTS
+
+        def sizes(filling: Filling) -> list[int]:
+            return [numel * itemsizes[first] for numel, first in zip(filling.numels, filling.firsts, strict=True)]
+
+        def cost(filling: Filling) -> float | None:
+            num_bytes = sizes(filling)
+            runs = uses.runs(filling.chunk_of, num_bytes, self.shards)
+            return transfer_cost(runs, num_bytes, self.budget_bytes, TRANSFER_BYTES, prefetch=self.prefetch)
+
+        def least(filling: Filling) -> float:
+            """Lower bound: every used chunk is fetched once."""
+            num_bytes = sizes(filling)
+            used: set[int] = set(filling.chunk_of[uses.used].tolist())
+            return sum(num_bytes[chunk] for chunk in used) + TRANSFER_BYTES * len(used)
+
+        return search(items, cost, least=least, shards=self.shards, aligned=ALIGNED, most=most)
+
+    def _items(self) -> list[Item]:
+        """The parameters in the order of their first use."""
+        used = (name for access in self.foreseen.accesses for name in sorted(access.parameters))
+        named = [(name, self.parameters[name]) for name in dict.fromkeys((*used, *self.parameters))]
+        dtypes = [self.dtype if self.dtype is not None and p.is_floating_point() else p.dtype for _, p in named]
+        pairs = zip(named, dtypes, strict=True)
+        return [Item(name, p.numel(), str(dtype), p.requires_grad) for (name, p), dtype in pairs]
+
+    def pin(self, layout: ChunkLayout, fills_device: bool = False) -> tuple[frozenset[int], int]:
+        """The chunks to step on the device, and the bytes of gradients, masters and states that it holds for them."""
+        if self.state_bytes is None:
+            return frozenset(), 0
+        beside = [_pinned_state_bytes(spec, self.state_bytes, self.shards) for spec in layout.chunks]
+        sizes, is_shared = _sizes(layout), self.shards > 1
+        by_chunk = moments(self.foreseen, layout.chunk_of, sizes, self.shards)
+        pinned = choose_pinned(
+            by_chunk, sizes, beside, self.budget_bytes, is_shared=is_shared, fills_device=fills_device
+        )
+        return pinned, sum(beside[chunk] for chunk in pinned)
+
+
+def course(
+    layout: ChunkLayout,
+    foreseen: AccessTrace,
+    budget_bytes: int,
+    prefetch: int = 1,
+    shards: int = 1,
+    pinned: frozenset[int] = frozenset(),
+) -> PassSchedule:
+    """The transfers in a pass with these accesses; `pinned` chunks always stay on the device.
+
+    Raises:
+        OutOfBudgetError: no schedule keeps the budget.
+    """
+    by_chunk = moments(foreseen, layout.chunk_of, _sizes(layout), shards)
+    planned = schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
+    if isinstance(planned, Shortfall):
+        moment = planned.moment
+        raise OutOfBudgetError(
+            f"the budget is {format_bytes(budget_bytes)}, and {moment.name} misses {planned.missing_bytes:,} bytes: "
+            f"beside its parameters, {format_bytes(moment.other_bytes)} of activations and workspace live then. Raise "
+            "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
+            "(tensor_parallel)"
+        )
+    return PassSchedule(by_chunk, planned, foreseen.varies)
 
 
 def _fit_host(
@@ -210,7 +291,6 @@ def _fit_host(
 
 
 def _host_bytes(chunk: ChunkSpec, state_bytes: float, in_place: bool) -> float:
-    """Host bytes of a chunk: parameters, gradients, masters, optimizer states and widened gradients."""
     itemsize = _itemsize(chunk.dtype)
     if not chunk.trainable:
         return float(chunk.numel * itemsize)
@@ -223,108 +303,11 @@ def _facts(given: Mapping[str, Any]) -> Facts:
     return {place: fact for name, value in given.items() for place, fact in described(name, value).items()}
 
 
-def lay_out(
-    parameters: Mapping[str, nn.Parameter],
-    foreseen: AccessTrace,
-    budget_bytes: int,
-    *,
-    dtype: torch.dtype | None = None,
-    prefetch: int = 1,
-    shards: int = 1,
-    most: int | None = None,
-) -> ChunkLayout:
-    """The layout with the cheapest schedule; if none keeps the budget, the one that misses it by the fewest bytes.
-
-    most: most elements of a chunk, except for larger parameters; None for no limit.
-    """
-
-    items = _by_first_use(parameters, foreseen.accesses, dtype)
-    uses = Uses(foreseen, [item.name for item in items])
-    itemsizes = [_itemsize(item.dtype) for item in items]
-
-    def sizes(filling: Filling) -> list[int]:
-        return [numel * itemsizes[first] for numel, first in zip(filling.numels, filling.firsts, strict=True)]
-
-    def cost(filling: Filling) -> float | None:
-        num_bytes = sizes(filling)
-        runs = uses.runs(filling.chunk_of, num_bytes, shards)
-        return transfer_cost(runs, num_bytes, budget_bytes, TRANSFER_BYTES, prefetch=prefetch)
-
-    def least(filling: Filling) -> float:
-        """Lower bound: every used chunk is fetched once."""
-        num_bytes = sizes(filling)
-        used: set[int] = set(filling.chunk_of[uses.used].tolist())
-        return sum(num_bytes[chunk] for chunk in used) + TRANSFER_BYTES * len(used)
-
-    return search(items, cost, least=least, shards=shards, aligned=ALIGNED, most=most)
-
-
-def course(
-    layout: ChunkLayout,
-    foreseen: AccessTrace,
-    budget_bytes: int,
-    prefetch: int = 1,
-    shards: int = 1,
-    pinned: frozenset[int] = frozenset(),
-) -> PassSchedule:
-    """The transfers in a pass with these accesses; `pinned` chunks always stay on the device.
-
-    Raises:
-        OutOfBudgetError: no schedule keeps the budget.
-    """
-    by_chunk = moments(foreseen, layout.chunk_of, _sizes(layout), shards)
-    planned = schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
-    if isinstance(planned, Shortfall):
-        moment = planned.moment
-        raise OutOfBudgetError(
-            f"the budget is {format_bytes(budget_bytes)}, and {moment.name} misses {planned.missing_bytes:,} bytes: "
-            f"beside its parameters, {format_bytes(moment.other_bytes)} of activations and workspace live then. Raise "
-            "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
-            "(tensor_parallel)"
-        )
-    return PassSchedule(by_chunk, planned, foreseen.varies)
-
-
-def pinned_in(
-    layout: ChunkLayout,
-    foreseen: AccessTrace,
-    budget_bytes: int,
-    state_bytes: float | None,
-    shards: int = 1,
-    fills_device: bool = False,
-) -> tuple[frozenset[int], int]:
-    """The chunks to step on the device, and the bytes of gradients, masters and states that it holds for them."""
-    if state_bytes is None:
-        return frozenset(), 0
-    beside = [_pinned_state_bytes(spec, state_bytes, shards) for spec in layout.chunks]
-    by_chunk = moments(foreseen, layout.chunk_of, _sizes(layout), shards)
-    pinned = choose_pinned(
-        by_chunk, _sizes(layout), beside, budget_bytes, is_shared=shards > 1, fills_device=fills_device
-    )
-    return pinned, sum(beside[chunk] for chunk in pinned)
-
-
 def _pinned_state_bytes(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:
     """Bytes of a chunk's gradient, masters and optimizer states; if shared, of the share with the share itself."""
     itemsize = _itemsize(chunk.dtype)
     masters, share = 4 if itemsize == 2 else 0, itemsize if shards > 1 else 0
     return int(chunk.numel // shards * (share + itemsize + masters + state_bytes)) if chunk.trainable else 0
-
-
-def _by_first_use(
-    parameters: Mapping[str, nn.Parameter], accesses: Sequence[Access], dtype: torch.dtype | None
-) -> list[Item]:
-    used = dict.fromkeys(name for access in accesses for name in sorted(access.parameters))
-    names = [*used, *(name for name in parameters if name not in used)]
-    return [
-        Item(
-            name,
-            parameters[name].numel(),
-            str(dtype if dtype is not None and parameters[name].is_floating_point() else parameters[name].dtype),
-            parameters[name].requires_grad,
-        )
-        for name in names
-    ]
 
 
 def _sizes(layout: ChunkLayout) -> list[int]:
@@ -368,12 +351,3 @@ def _gathering(operations: Operations, model: nn.Module) -> AbstractContextManag
     if operations.chunks.group is not None:
         checked_barrier("model.state_dict()", operations.chunks.group)
     return operations.gathering()
-
-
-def _compiled_code(operations: Operations, module: nn.Module) -> AbstractContextManager[None]:
-    if operations.in_a_pass:
-        return operations.compiled_code(module)
-    stance: AbstractContextManager[None] = torch.compiler.set_stance(
-        "force_eager"
-    )  # as each operation chooses its device
-    return stance

@@ -49,7 +49,6 @@ class CompiledModules:
         return whole
 
     def __contains__(self, name: str) -> bool:
-        """True if compiled code takes the parameter of this name."""
         return name in self._of
 
 

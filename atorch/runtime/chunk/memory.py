@@ -156,11 +156,7 @@ class ChunkMemory:
             self._changed()
 
     def need_whole(self) -> None:
-        """Raise if the chunk was stepped in backward, ahead of the loop's step.
-
-        Raises:
-            ArgumentError: it was stepped; the message lists what such a loop may not do.
-        """
+        """Raise an ArgumentError if the chunk was stepped in backward, ahead of the loop's step."""
         if self.is_stepped:
             raise ArgumentError(
                 f"{self.spec.slots[0].name} and its chunk were stepped in backward (chunk's step_in_backward), and "
@@ -169,11 +165,7 @@ class ChunkMemory:
             )
 
     def prepare(self) -> None:
-        """Prepare `compute` for a pass that reads it.
-
-        Raises:
-            ArgumentError: it holds gradients that wait for a step.
-        """
+        """Prepare `compute` for a pass that reads it; raises ArgumentError if gradients in it wait for a step."""
         self.need_whole()
         if self._overwritten and self.has_gradient:
             raise ArgumentError(
@@ -327,11 +319,7 @@ class ChunkSet:
         return ((parameter, slot) for parameter, (_, slot) in self._places.items())
 
     def _memory(
-        self,
-        spec: ChunkSpec,
-        parameters: Mapping[str, nn.Parameter],
-        dtype: torch.dtype | None,
-        in_place: bool,
+        self, spec: ChunkSpec, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype | None, in_place: bool
     ) -> ChunkMemory:
         on_device = spec.index in self.on_device
         parameter_dtype = next(iter(parameters.values())).dtype
@@ -349,11 +337,7 @@ class ChunkSet:
         )
 
     def _take(
-        self,
-        parameter: nn.Parameter,
-        memory: ChunkMemory,
-        slot: ChunkSlot,
-        values: MutableMapping[Tensor, Tensor],
+        self, parameter: nn.Parameter, memory: ChunkMemory, slot: ChunkSlot, values: MutableMapping[Tensor, Tensor]
     ) -> None:
         if parameter.is_meta:
             raise ArgumentError(f"{slot.name} is on the meta device and has no value; materialise the model first")

@@ -124,7 +124,6 @@ class Operations(Owner):
             parameter.register_post_accumulate_grad_hook(weakly(self._keep_gradient))
 
     def _keep_gradient(self, parameter: Any) -> None:
-        """Move the full gradient of a parameter from backward to its chunk."""
         with torch._C.DisableTorchFunctionSubclass():
             gradient, parameter.grad = parameter.grad, None
             name, chunk = parameter.home.name, parameter.home.chunk
@@ -149,7 +148,14 @@ class Operations(Owner):
 
     @contextmanager
     def compiled_code(self, module: nn.Module) -> Iterator[None]:
-        """Inside, a module's compiled code runs: its parameters are on the device, as ordinary parameters."""
+        """Inside, a module's compiled code runs: its parameters are on the device, as ordinary parameters.
+
+        Outside of passes its operations run one by one, as each chooses its device.
+        """
+        if not self._passes:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+            return
         managed = [parameter for parameter in module.parameters() if isinstance(parameter, ChunkedParameter)]
         self.need(f"{type(module).__name__}, compiled", frozenset(parameter.home.name for parameter in managed))
         with self._saving(managed):
@@ -172,10 +178,6 @@ class Operations(Owner):
             for tensor, version in zip(managed, versions, strict=True):
                 if tensor._version != version:
                     self.residency.write_back(tensor.home.chunk)
-
-    @property
-    def in_a_pass(self) -> bool:
-        return self._passes > 0
 
     def name_of(self, tensor: Tensor) -> str | None:
         chunk = self.residency.chunk_at(tensor)

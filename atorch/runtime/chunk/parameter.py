@@ -47,9 +47,7 @@ class Managed:
     home: Home
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return _run(func, args, {} if kwargs is None else kwargs)
 
 
@@ -67,7 +65,6 @@ class ChunkedParameter(Managed, nn.Parameter):
         self.home.operations.norms_differ = why
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter with the same values, on the host."""
         if id(self) not in memo:
             values = self.detach().clone()
             memo[id(self)] = nn.Parameter(values, self.requires_grad)
@@ -75,7 +72,6 @@ class ChunkedParameter(Managed, nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary parameter."""
         return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
@@ -159,10 +155,6 @@ class Handle(NamedTuple):
     stride: tuple[int, ...]
     offset: int  # in elements, from the beginning of the memory
 
-    def within(self, memory: Tensor) -> Tensor:
-        """The tensor, as a view of its fetched memory."""
-        return memory.as_strided(self.size, self.stride, self.offset)
-
 
 class Owner(ABC):
     """An owner of parameters' memory, who provides what each operation needs.
@@ -203,7 +195,7 @@ class Owner(ABC):
         self.need(f"{torch._C._current_autograd_node().name()} (backward)", frozenset((handle.name,)))
         if handle.name not in self.compiled:
             self._nodes.give(handle.name)
-        return handle.within(self.memory_of(handle.name))
+        return self.memory_of(handle.name).as_strided(handle.size, handle.stride, handle.offset)
 
     def watch(self, result: Any) -> None:
         """Note the views of parameters in the result of an operation."""

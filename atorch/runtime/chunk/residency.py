@@ -122,7 +122,6 @@ class Residency:
         self._made[chunk] = memory.writes
 
     def _drop_stale(self, chunk: int) -> None:
-        """Drop a buffer if the host's values were changed since, by a step or by the user."""
         memory = self.chunks.chunks[chunk]
         memory.follow()
         if chunk in self._here and self._made[chunk] != memory.writes:
@@ -241,11 +240,9 @@ class Residency:
     def _too_much(self, chunk: int, num_bytes: int) -> str:
         operation = self.course.seen[-1][0] if self.course.seen else "an operation"
         held = sum(size for _, size in self._held)
-        hint = (
-            f"; {format_bytes(held)} of chunks that should be gone are held by tensors that the model keeps"
-            if held
-            else ""
-        )
+        hint = ""
+        if held:
+            hint = f"; {format_bytes(held)} of chunks that should be gone are held by tensors that the model keeps"
         return (
             f"{operation} needs chunk {chunk}, {format_bytes(num_bytes)}, and {format_bytes(max(0, self._room()))} are "
             f"left of {format_bytes(self.tier.budget_bytes or 0)}, of which other tensors take up to "

@@ -66,11 +66,8 @@ class OnStream(Transfer):
 
     def start(self, target: Tensor, source: Tensor) -> Wait:
         """Copy after the work queued now, which may still read the old contents of `target`."""
-        computing = torch.cuda.current_stream(target.device)
-        self._stream.wait_stream(computing)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        arrived = self._stream.record_event()
+        with self.ahead(target, source):
+            arrived = self._stream.record_event()
         return lambda: torch.cuda.current_stream(target.device).wait_event(arrived)
 
     @contextmanager

@@ -281,7 +281,6 @@ def _starts(
 
 
 def _steps(stays: Sequence[_Span], starts: Sequence[int], num_moments: int) -> tuple[StepTransfers, ...]:
-    """The transfers of each moment, from the stays and their starts."""
     evict, fetch, prefetch = (defaultdict[int, list[int]](list) for _ in range(3))
     for stay, start in zip(stays, starts, strict=True):
         (fetch if start == stay.first else prefetch)[start].append(stay.chunk)

@@ -269,7 +269,6 @@ def _efficient_backward(part: PartialAttention, grad: Tensor, whole: Attended) -
 
 
 def _whole_bias(part: PartialAttention) -> Tensor | None:
-    """The bias expanded to every batch and head, in the queries' dtype."""
     bias = part.bias(part.query.dtype)
     return None if bias is None else bias.expand(*part.query.shape[:2], -1, -1)
 

@@ -149,8 +149,7 @@ class RingSchedule:
 
 
 def attend_around(query: Tensor, key: Tensor, value: Tensor, plan: RingSchedule) -> Tensor:
-    out: Tensor = _RingAttention.apply(query, key, value, plan)  # type: ignore[no-untyped-call]
-    return out
+    return _RingAttention.apply(query, key, value, plan)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -190,7 +189,8 @@ class _RingAttention(torch.autograd.Function):
                     rows = block.rows
                     whole = Attended(out[:, :, rows], logs[:, :, rows].contiguous(), next(kept))
                     totals = of_query[:, :, rows], *of_held.part(block.columns)
-                    _add(totals, gradients(part, grad[:, :, rows], whole))
+                    for total, addend in zip(totals, gradients(part, grad[:, :, rows], whole), strict=True):
+                        total += addend
                 if returned is not None:
                     of_held.packed += returned()  # from the ranks that these keys visited before
                 if hop > 0:
@@ -201,11 +201,6 @@ class _RingAttention(torch.autograd.Function):
             of_own.packed += returned()
         of_key, of_value = of_own.part(slice(None))
         return of_query.to(query.dtype), of_key.to(packed.dtype), of_value.to(packed.dtype), None
-
-
-def _add(totals: tuple[Tensor, ...], addends: tuple[Tensor, ...]) -> None:
-    for total, addend in zip(totals, addends, strict=True):
-        total += addend
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -220,7 +215,6 @@ class _Held:
         self.packed, self._shapes = packed, shapes
 
     def part(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """Views of some keys and of their values."""
         first = self._shapes[0].numel()
         key, value = self.packed[:first].view(self._shapes[0]), self.packed[first:].view(self._shapes[1])
         return key[:, :, columns], value[:, :, columns]

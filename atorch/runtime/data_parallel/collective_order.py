@@ -77,9 +77,8 @@ class CollectiveOrder:
         self._stand_ins: dict[CollectiveEvent, IssueCollective] = {}
         self._last: CollectiveEvent | None = None
         self._raised = False  # True if the last comparison raised, on all ranks
-        self._passed: set[CollectiveEvent] = (
-            set()
-        )  # since the last comparison; without a comparison no step comes twice
+        # Since the last comparison; without a comparison no step comes twice.
+        self._passed: set[CollectiveEvent] = set()
         self._compared_s = time.monotonic()
         self._longest_s = 0.0  # the longest time between two comparisons
 

@@ -18,7 +18,7 @@ from torch import nn
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data_parallel.buckets import average
 from atorch.runtime.data_parallel.replicate import Replicated, replicas_of
-from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, reset
+from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, reset, sharded_in
 
 
 class Reduction:
@@ -30,8 +30,8 @@ class Reduction:
         self._replicas = replicas_of(model)
         self._no_sync: Callable[[], AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
         fsdp = sys.modules.get("torch.distributed.fsdp")  # imported wherever a model was sharded by it
-        self._sharded_class: Any = fsdp.FSDPModule if fsdp is not None else ()  # () matches no instance
-        self._shards = isinstance(model, self._sharded_class)
+        self.is_sharded = fsdp is not None and isinstance(model, fsdp.FSDPModule)
+        """True if a forward pass gathers parameters from other ranks, which then must run one as well."""
 
     @property
     def reuses_gradients(self) -> bool:
@@ -45,14 +45,9 @@ class Reduction:
         """True if gathered parameters may stay for the next pass: chunks stay where memory allows."""
         return any(isinstance(parameter, ChunkedParameter) for parameter in self._model.parameters())
 
-    @property
-    def is_sharded(self) -> bool:
-        """True if a forward pass gathers parameters from other ranks, which then must run one as well."""
-        return self._shards
-
     def only(self, now: bool) -> AbstractContextManager[None]:
         """Context of a forward and backward pass that reduces gradients now, or leaves them to a later pass."""
-        if self._shards and not now:
+        if self.is_sharded and not now:
             return nullcontext() if self._each else self._held_by_fsdp()
         if self._no_sync is not None and not now:
             return self._no_sync()
@@ -64,7 +59,7 @@ class Reduction:
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
         """Context of the backward pass of an earlier `forward`; the last one reduces the gradients."""
-        if self._shards:
+        if self.is_sharded:
             model: Any = self._model
             model.set_is_last_backward(last)
             return nullcontext() if last or self._each else self._held_by_fsdp()
@@ -90,28 +85,25 @@ class Reduction:
 
     def trial(self, *, last: bool) -> AbstractContextManager[None]:
         """Context of a pass whose gradients are discarded; even then FSDP2 must reduce in the last one."""
-        return self.only(now=last and self._shards)
+        return self.only(now=last and self.is_sharded)
 
     def reshard(self) -> None:
         """After a forward pass that no backward follows: let FSDP2 free the gathered parameters."""
-        for module in self._model.modules() if self._shards else ():
-            if isinstance(module, self._sharded_class):
-                module.reshard()
+        for module in sharded_in(self._model) if self.is_sharded else ():
+            module.reshard()
 
     def recover(self) -> None:
         """After a pass that raised: let FSDP2 drop collectives in flight and accumulated gradients."""
-        if not self._shards:
+        if not self.is_sharded:
             return
         from atorch.runtime.fsdp.collectives import passes_of
 
         reset(self._model)
         if (passes := passes_of(self._model)) is not None:
             passes.forget()
-        for module in self._model.modules():
-            if isinstance(module, self._sharded_class):
-                for group in groups_of(module):
-                    for sharded in group.fsdp_params:  # reset_iter_state keeps these, contrary to its documentation
-                        drop_unsharded_gradient(sharded)
+        for group in (group for module in sharded_in(self._model) for group in groups_of(module)):
+            for sharded in group.fsdp_params:  # reset_iter_state keeps these, contrary to its documentation
+                drop_unsharded_gradient(sharded)
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:

@@ -74,12 +74,7 @@ class ShardedOptimizer(WrappedOptimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[Any],
-        make_optimizer: MakeOptimizer,
-        group: dist.ProcessGroup,
-        *,
-        is_agreed: bool = False,
+        self, groups: Iterable[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup, *, is_agreed: bool = False
     ) -> None:
         def make() -> Optimizer:
             return self._inner_of(list(groups), make_optimizer, group)
@@ -87,7 +82,6 @@ class ShardedOptimizer(WrappedOptimizer):
         super().__init__(make() if is_agreed else call_on_all_ranks("ShardedOptimizer", dict, make, self._facts, group))
 
     def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
-        """Facts that must be equal on all ranks."""
         settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
         return {"settings": settings, "parameters": params}
 
@@ -120,7 +114,8 @@ class ShardedOptimizer(WrappedOptimizer):
         self._buckets = sliced_buckets(filter(can_cut, params), num_ranks) if is_elementwise and num_ranks > 1 else []
         cut = {param for bucket in self._buckets for param in bucket.params}
         whole = [param for param in params if param not in cut]
-        owned = list(zip(whole, deal_out([_bytes_to_train(param) for param in whole], num_ranks), strict=True))
+        sizes = [param.nbytes if param.requires_grad else 0 for param in whole]
+        owned = list(zip(whole, deal_out(sizes, num_ranks), strict=True))
         self._shares = [(i, [param for param, owner in owned if owner == i]) for i in range(num_ranks)]
         self._pieces: dict[Tensor, Tensor] = {}  # parameter in a bucket → its slice that this rank steps, or itself
         for param, where in (held for bucket in self._buckets for held in bucket.held(rank)):
@@ -203,7 +198,7 @@ class ShardedOptimizer(WrappedOptimizer):
             ArgumentError: some ranks did not; the message names them.
         """
         checked_barrier("optimizer.state_dict()", self._group)
-        return merged(gather_objects(_on_host(self.local_state_dict()), self._group), self._params)
+        return merged(gather_objects(map_tensors(Tensor.cpu, self.local_state_dict()), self._group), self._params)
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, by the parameter indices of the whole model. No communication."""
@@ -214,7 +209,6 @@ class ShardedOptimizer(WrappedOptimizer):
         return {**inner, "state": state, "param_groups": groups, SLICES: self._held_slices()}
 
     def _held_slices(self) -> dict[int, tuple[int, int]]:
-        """The elements of this rank's slices, by parameter index."""
         index_of = {param: index for index, param in enumerate(self._params)}
         return {index_of[param]: (where.start, where.stop) for param, where in map(origin, self._slices) if where}
 
@@ -222,7 +216,8 @@ class ShardedOptimizer(WrappedOptimizer):
         """The full optimizer state on rank `to_rank` of the group, None on the others. Collective."""
         checked_barrier("optimizer.full_state_dict()", self._group)
         shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
-        dist.gather_object(_on_host(self.local_state_dict()), shares, group=self._group, group_dst=to_rank)
+        mine = map_tensors(Tensor.cpu, self.local_state_dict())
+        dist.gather_object(mine, shares, group=self._group, group_dst=to_rank)
         return None if shares is None else merged(shares, self._params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,7 +260,6 @@ class ShardedOptimizer(WrappedOptimizer):
         self._note_states(self._params if saved_state else ())
 
     def _part(self, entry: Any, index: int, is_slice: bool) -> Any:
-        """This rank's part of the saved state of a parameter."""
         param = self._params[index]
         _, where = origin(self._pieces.get(param, param))
         return entry if is_slice or where is None else sliced(entry, param, where)
@@ -330,14 +324,5 @@ def _listing(entries: list[Any]) -> dict[str, Any]:
     return {"params": [tensor_of(entry) for entry in entries], **({"param_names": names} if names else {})}
 
 
-def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    moved: dict[str, Any] = map_tensors(Tensor.cpu, state)
-    return moved
-
-
 def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:
     return (entry[0], stepped[entry[1]]) if isinstance(entry, tuple) else stepped[entry]
-
-
-def _bytes_to_train(param: Tensor) -> int:
-    return param.numel() * param.element_size() if param.requires_grad else 0

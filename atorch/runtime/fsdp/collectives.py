@@ -27,7 +27,7 @@ from atorch.runtime.data_parallel.collective_order import (
     gather_zeros,
     reduce_zeros,
 )
-from atorch.runtime.fsdp.groups import groups_of
+from atorch.runtime.fsdp.groups import groups_of, sharded_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,8 +57,6 @@ class FsdpPasses:
     """The passes through one sharded model: their beginning, their end, and the parameters they used."""
 
     def __init__(self, root: nn.Module, order: CollectiveOrder, find_unused_parameters: bool) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         self._order, self._finds_unused = order, find_unused_parameters
         self._backward = -1  # the backward pass whose end is queued
         self._sharded: list[Any] = []  # FSDP2's parameters, in the model's order
@@ -66,20 +64,21 @@ class FsdpPasses:
         self._reduces = False  # this backward pass reduces gradients
         self._without: list[int] = []  # parameters that had no gradient before the reductions
         seen: set[int] = set()
-        for name, module in root.named_modules():
-            if isinstance(module, FSDPModule):
-                for group in groups_of(module):
-                    if id(group) not in seen:
-                        seen.add(id(group))
-                        self._follow(name or "the root", module, group)
+        name_of = {module: name for name, module in root.named_modules()}
+        modules = sharded_in(root)
+        for module in modules:
+            for group in groups_of(module):
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    self._follow(name_of[module] or "the root", module, group)
         self._used, self._watched = bytearray(len(self._sharded)), bytearray(len(self._sharded))
-        if find_unused_parameters and isinstance(root, FSDPModule):
+        if find_unused_parameters and root in modules:
             if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.11
                 raise ArgumentError(
                     f"find_unused_parameters=True is beyond the FSDP2 of torch {torch.__version__}: it leaves out what "
                     "has no gradient. Use a later torch, or zero1, or let all ranks use the same parameters"
                 )
-            root.set_reduce_scatter_unused_params(True)
+            modules[0].set_reduce_scatter_unused_params(True)  # the root is the first
         root.register_forward_pre_hook(self._begin_forward, prepend=True)
         root.register_forward_hook(self._end_of_forward)
 

@@ -158,6 +158,13 @@ def _ancestors(root: nn.Module, units: set[nn.Module]) -> set[nn.Module]:
     return above | {root}
 
 
+def sharded_in(root: nn.Module) -> list[Any]:
+    """The modules in `root` that `fully_shard` made FSDPModules."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
 def groups_of(module: Any) -> list[Any]:
     return _groups(module._get_fsdp_state())
 

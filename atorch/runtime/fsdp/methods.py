@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent
-from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of
+from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, sharded_in
 from atorch.runtime.fsdp.sharded_access import FACTORIES, ForwardPhase, ModelShard
 from atorch.runtime.gradients.backward import weakly
 
@@ -80,11 +80,6 @@ class _Assigned:
         self._known = {name: _shell_and_shard(parameter) for name, parameter in sharded.items()}
 
     def refuse(self) -> None:
-        """Check that no `.data` was assigned.
-
-        Raises:
-            ArgumentError: `.data` of a parameter was assigned.
-        """
         for name, parameter in self._sharded.items():
             shell, shard = _shell_and_shard(parameter)
             if shell == self._known[name][0]:
@@ -121,11 +116,6 @@ class _Replaced(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run functions that read no values, such as of the shape.
-
-        Raises:
-            ArgumentError: any other function takes the parameter.
-        """
         with torch._C.DisableTorchFunctionSubclass():
             if func in _HARMLESS or is_descriptive(func):
                 return func(*args, **(kwargs or {}))
@@ -155,13 +145,10 @@ def keep_methods(root: nn.Module, passes: FsdpPasses | None) -> None:
 
     passes: the object that compares the passes of ranks; None on a single rank.
     """
-    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+    from torch.distributed.fsdp import register_fsdp_forward_method
 
-    sharded: list[Any] = []
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            sharded += [fsdp_param for group in groups_of(module) for fsdp_param in group.fsdp_params]
-    sharded = list(dict.fromkeys(sharded))
+    groups = [group for module in sharded_in(root) for group in groups_of(module)]
+    sharded = list(dict.fromkeys(fsdp_param for group in groups for fsdp_param in group.fsdp_params))
     run = _Gathered(root, passes)
     owner: Any
     for owner in root.modules():
@@ -228,15 +215,12 @@ class _Gathered:
         return generate
 
     def _generate(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from torch.distributed.fsdp import FSDPModule
-
         if self._passes is not None:
             self._passes.begin(GENERATES)
         output = self._root._run_gathered(method, *args, **kwargs)  # type: ignore[operator]
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
-            for module in self._root.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            for module in sharded_in(self._root):
+                module.reshard()
             if self._passes is not None:
                 self._passes.end_without_gradients()
         return output

@@ -26,7 +26,7 @@ from atorch.logs import logger
 from atorch.model.deferred_init import InitialValues, give_values
 from atorch.model.meta_device import give_memory, has_meta, unfilled
 from atorch.runtime.data_parallel.buckets import broadcast
-from atorch.runtime.fsdp.groups import FsdpUnit, end_forward, is_gathered, versions
+from atorch.runtime.fsdp.groups import FsdpUnit, end_forward, is_gathered, sharded_in, versions
 from atorch.runtime.gradients.backward import has_users_hooks, refuse_transforms, weakly
 from atorch.runtime.memory.offload import within
 from atorch.runtime.optimizer.wrapped_optimizer import local
@@ -319,9 +319,7 @@ def _prefetch_in_order(root: nn.Module, groups: Sequence[FsdpUnit]) -> None:
 
 
 def _reshard_without_gradients(root: nn.Module) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    sharded = sharded_in(root)
     waiting: list[nn.Module] = []
     kept: dict[nn.Module, list[int]] = {}
 

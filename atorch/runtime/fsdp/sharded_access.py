@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from atorch.errors import ArgumentError
 from atorch.model.pytree import tensors_in
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent
-from atorch.runtime.fsdp.groups import groups_of, show_sharded
+from atorch.runtime.fsdp.groups import groups_of, sharded_in, show_sharded
 from atorch.runtime.gradients.backward import refuse_second_order
 
 _TENSOR: Any = Tensor
@@ -67,7 +67,6 @@ class ModelShard(DTensor):
         return self._as_ordinary(Tensor.__deepcopy__, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary DTensor."""
         return self._as_ordinary(Tensor.__reduce_ex__, protocol)
 
     def _as_ordinary(self, method: Any, *args: Any) -> Any:
@@ -148,10 +147,7 @@ class _Between:
     """Switches gathered parameters, freed ones too, between themselves and delegates: an optimizer may hold one."""
 
     def __init__(self, root: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        self._root = root
-        self.modules: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self._root, self.modules = root, sharded_in(root)
         self._groups = [group for module in self.modules for group in groups_of(module)]
         self._standing: list[Any] = []
         for module in self.modules:

@@ -111,8 +111,7 @@ def fuse_rms_norms(model: nn.Module) -> SwapReport:
     """Replace every module that is an RMSNorm by `FusedRMSNorm`, in place; names, weights and results stay.
 
     Candidates have one 1-D parameter `weight`, no children and an epsilon. `torch.nn.RMSNorm` and LayerNorm are not
-    replaced, since torch runs them as one operation if its kernels allow. A candidate is replaced only if a copy with a
-    random weight agrees with one `Variant` in fp32 and bf16. The report has the others.
+    replaced, since torch runs them as one operation if its kernels allow. The report has candidates that stay.
     """
     verdicts: dict[Hashable, Variant | None] = {}
 
@@ -264,7 +263,6 @@ class FlatCrossEntropy(nn.Module):
 
 
 def _attribute(module: str, name: str) -> Any:
-    """`module.name`, or None if the package is not installed or has no such attribute."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:

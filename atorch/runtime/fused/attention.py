@@ -17,7 +17,7 @@ transformers is not imported: a model is recognized by the two members of its cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,6 @@ def use_sdpa(model: nn.Module) -> SwapReport:
 
 
 def _pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The submodels with a configurable attention implementation."""
     for name, module in model.named_modules():
         cls = type(module)  # not the module, since wrappers such as peft's forward attribute lookups
         if callable(getattr(cls, "set_attn_implementation", None)) and isinstance(
@@ -166,14 +165,8 @@ class _Deferred(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        args, kwargs = tree_map_only(_Deferred, _Deferred._read, (tuple(args), dict(kwargs or {})))
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(_Deferred, _Deferred._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _read(self) -> torch.Tensor:

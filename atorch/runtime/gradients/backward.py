@@ -192,8 +192,7 @@ class _Both(torch.autograd.Function):
 
 def mapped(x: Tensor, forward: Map, backward: Map) -> Tensor:
     """`forward(x)`; `backward` maps its gradient to that of `x`, to first order only."""
-    result: Tensor = _Both.apply(x, forward, backward)  # type: ignore[no-untyped-call]
-    return result
+    return _Both.apply(x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def refuse_transforms(*_: Any) -> None:

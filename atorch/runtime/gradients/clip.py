@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError, shown
-
-if TYPE_CHECKING:
-    from atorch.distributed.mesh import Mesh
-    from atorch.runtime.tensor_parallel import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -96,19 +92,6 @@ class ClipsItself:
         raise NotImplementedError
 
 
-class HasModelFacts(Protocol):
-    """Facts of an accelerated model, in its `_atorch` attribute."""
-
-    @property
-    def mesh(self) -> Mesh | None: ...
-
-    @property
-    def loss_scale(self) -> Callable[[], float]: ...
-
-    @property
-    def layout(self) -> ModelLayout | None: ...
-
-
 def clip_grad_norm(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None
 ) -> Tensor:
@@ -134,7 +117,7 @@ def clip_grad_norm(
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
     _check_positive("max_norm", max_norm, "a number above 0; leave the call out to clip nothing")
     _check_positive("norm_type", norm_type, "a number above 0, such as 2.0, or infinity")
-    binding: HasModelFacts | None = getattr(model, "_atorch", None)
+    binding = getattr(model, "_atorch", None)
     scale = 1.0 if binding is None else binding.loss_scale()
     if isinstance(model, ClipsItself):
         return model.clip_gradients(max_norm * scale, norm_type) / scale
@@ -159,8 +142,11 @@ def add_clipping(model: nn.Module) -> None:
         object.__setattr__(model, "clip_grad_norm_", functools.partial(clip_grad_norm, model))
 
 
-def parts_of(model: nn.Module, binding: HasModelFacts | None) -> dict[Tensor, Key]:
-    """Parameters that are plain tensors with parts of full ones, with the groups that have the other parts."""
+def parts_of(model: nn.Module, binding: Any) -> dict[Tensor, Key]:
+    """Parameters that are plain tensors with parts of full ones, with the groups that have the other parts.
+
+    binding: facts of an accelerated model, its `_atorch` attribute, or None.
+    """
     if binding is None or binding.layout is None or binding.mesh is None:
         return {}
     key, rows = (binding.mesh.group("tensor"),), binding.layout.rows
@@ -170,10 +156,7 @@ def parts_of(model: nn.Module, binding: HasModelFacts | None) -> dict[Tensor, Ke
 
 @torch.no_grad()
 def clip_grads(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    spread: Spread | None = None,
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, spread: Spread | None = None
 ) -> Tensor:
     """Clip the gradients of `parameters`, as `clip_grad_norm` does."""
     unique = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]

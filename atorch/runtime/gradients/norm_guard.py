@@ -42,11 +42,7 @@ class NormGuard(NamedTuple):
     is_piece: bool = False  # its shape is not the parameter's
 
     def refuse(self, func: Any) -> None:
-        """Raise an error, since the result of `func` would differ from plain training's.
-
-        Raises:
-            ArgumentError: always.
-        """
+        """Raise an ArgumentError, since the result of `func` would differ from plain training's."""
         raise ArgumentError(
             f"the gradient of {self.name} {self.why}, so that {func.__name__} does not give plain training's number; "
             "clip with atorch.clip_grad_norm(model, max_norm), which does, and returns the norm. Under ddp, zero1 and "
@@ -61,9 +57,7 @@ class _Guarded:
     guard: NormGuard
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Guarded)]
@@ -90,7 +84,6 @@ class GuardedGradient(_Guarded, Tensor):
         return self.as_subclass(Tensor).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 

@@ -5,8 +5,7 @@ Casts, scaling, capping, and views of tokens return lazy logits again. Cross ent
 chunk, with torch's own functions. Everything else gets full logits, computed once; a log line names the function.
 
 Autograd sees logits of the full shape. Their gradient is a `LazyGradient`, from which the head computes those of its
-operands. A loss that is one number of all rows computes them in forward, except in fp16, whose loss scale is not known
-there. For other losses, backward computes each chunk's logits again.
+operands (`logit_losses`).
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ from atorch.runtime.tensor_parallel.sharded_activation import (
     MAKE_OTHERS,
     TrackedDim,
     as_tensors,
+    on_whole,
     reads_no_values,
     writes,
 )
-from atorch.runtime.tensor_parallel.sharding_rules import CASTS, SCALES, has_parameters, local_call
+from atorch.runtime.tensor_parallel.sharding_rules import CASTS, SCALES, applied, local_call
 
 _WIDTH = 2
 """Size of the class dim of `LazyLogits._rows`: more than 1, since the stride of a dim of size 1 means nothing."""
@@ -84,9 +84,7 @@ class LazyLogits(Tensor):
         return f"LazyLogits({tuple(self.shape)}, {self.dtype}, computed when they are read)"
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reads_no_values(func) and func not in _BACKWARDS:
             with as_tensors():
@@ -96,12 +94,10 @@ class LazyLogits(Tensor):
             result = _by_chunks(func, first, args[1:], kwargs)
             if result is not NotImplemented:
                 return result
-        return _on_whole(func, args, kwargs)
+        return on_whole(LazyLogits, partial(_whole_for, func, writes(func) or "out" in kwargs), func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # a static method in torch's stub
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Compute logits for operations that bypass `__torch_function__`."""
         args, kwargs = tree_map_only(LazyLogits, lambda logits: logits._as_whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -129,8 +125,7 @@ class LazyLogits(Tensor):
 
     def _computed(self) -> Tensor:
         if self._origin is None:
-            whole: Tensor = _Compute.apply(self)  # type: ignore[no-untyped-call]
-            return whole
+            return _Compute.apply(self)  # type: ignore[no-any-return, no-untyped-call]
         logits, make, is_view = self._origin
         # A copy made before an in-place write keeps the values from before it.
         source = logits._as_whole() if is_view or not logits._was_written else logits._computed()
@@ -149,8 +144,7 @@ class LazyLogits(Tensor):
 
 def lazy_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
     """`F.linear(hidden, weight, bias)`, with at most `chunk` rows in memory at once while losses are taken."""
-    logits: Tensor = _Product.apply(hidden, weight, bias, chunk)  # type: ignore[no-untyped-call]
-    return logits
+    return _Product.apply(hidden, weight, bias, chunk)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Product(torch.autograd.Function):
@@ -189,8 +183,6 @@ def _detached(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
 
 
 class _Compute(torch.autograd.Function):
-    """All logits of a head."""
-
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits) -> Tensor:
         rows = logits._head.read().logits(slice(None))
@@ -204,8 +196,6 @@ class _Compute(torch.autograd.Function):
 
 
 class _Derive(torch.autograd.Function):
-    """Lazy logits derived from others."""
-
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, wrap: Callable[[], LazyLogits], make: Apply) -> LazyLogits:
         ctx.of, ctx.make = logits.detach(), make
@@ -227,20 +217,18 @@ def _by_chunks(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ..
     if any(isinstance(argument, LazyLogits) for argument in (*args, *kwargs.values())):
         return NotImplemented
     if func in NUMBERS:
-        number = NUMBERS[func]
-        return number(logits, *args, **kwargs) if has_parameters(number, logits, *args, **kwargs) else NotImplemented
+        return applied(NUMBERS[func], logits, *args, **kwargs)
     if func in MAKE_OTHERS:
         return func(_probe(logits), *args, **kwargs)
     if func in _LOG_SOFTMAX:
-        return (
-            _log_softmax(logits, *args, **kwargs)
-            if has_parameters(_log_softmax, logits, *args, **kwargs)
-            else NotImplemented
-        )
+        return applied(_log_softmax, logits, *args, **kwargs)
     call = local_call(func, tuple(logits.shape), _Classes(), logits._axis, args, kwargs)
     if call is None:
         return NotImplemented
-    make = partial(_called, func, args, kwargs)
+
+    def make(tensor: Tensor) -> Any:
+        return func(tensor, *args, **kwargs)
+
     if func in _OF_ELEMENTS:
         result = make(probe := _probe(logits))
         if result is probe:
@@ -260,10 +248,6 @@ class _Classes(TrackedDim):
     """The class dim of `LazyLogits._rows`."""
 
     part_size = _WIDTH
-
-
-def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> Any:
-    return func(tensor, *args, **kwargs)
 
 
 def _probe(logits: LazyLogits) -> Tensor:
@@ -304,26 +288,16 @@ def _derived(
     return result
 
 
-def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function on all logits, which are computed for it."""
-    is_written = writes(func) or "out" in kwargs
-    by_tensor: dict[int, LazyLogits] = {}
-
-    def whole(logits: LazyLogits) -> Tensor:
-        if not logits._is_whole:
-            say_once(
-                f"cross_entropy: {getattr(func, '__name__', func)} asks for the logits themselves, which are computed "
-                "whole; cross entropies, log-sum-exps and argmax are not in need of them"
-            )
-        tensor = logits._as_whole()
-        if is_written:
-            logits._tell_written()
-        by_tensor[id(tensor)] = logits
-        return tensor
-
-    whole_args, whole_kwargs = tree_map_only(LazyLogits, whole, (args, kwargs))
-    result = func(*whole_args, **whole_kwargs)
-    return by_tensor.get(id(result), result)  # an argument that is returned stays lazy logits
+def _whole_for(func: Callable[..., Any], is_written: bool, logits: LazyLogits) -> Tensor:
+    if not logits._is_whole:
+        say_once(
+            f"cross_entropy: {getattr(func, '__name__', func)} asks for the logits themselves, which are computed "
+            "whole; cross entropies, log-sum-exps and argmax are not in need of them"
+        )
+    tensor = logits._as_whole()
+    if is_written:
+        logits._tell_written()
+    return tensor
 
 
 def chunk_logits(head: nn.Linear, chunk: int | None = None, *, without_gradients: bool = True) -> None:

@@ -59,18 +59,14 @@ class LazyGradient(Tensor):
         return cls(*context)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # a static method in torch's stub
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Handle the operations of autograd itself: it adds and copies gradients."""
         if func in _SUMS and not kwargs:
             first, second = args
             return LazyGradient(Like.of(first), (*terms_of(first), *terms_of(second)))
         if func in _COPIES:
-            kwargs = kwargs or {}
-            return LazyGradient(
-                Like.of(args[0])._replace(**{"dtype": kwargs.get("dtype") or args[0].dtype}), args[0]._terms
-            )
+            dtype = (kwargs or {}).get("dtype") or args[0].dtype
+            return LazyGradient(Like.of(args[0])._replace(dtype=dtype), args[0]._terms)
         raise ArgumentError(
             f"{func} was asked of the gradient of logits, which cross_entropy never computes; take gradients of the "
             "model's parameters, or leave cross_entropy out"
@@ -120,7 +116,8 @@ def _loss(
     if reduction == "none":
         return _row_numbers(logits, reading).view(target.shape)
     divisor = _divisor(flat, weight, ignore_index) if reduction == "mean" else None
-    if _takes_gradients(logits) and logits._head.product.dtype != torch.float16:
+    takes_gradients = logits.requires_grad and torch.is_grad_enabled()
+    if takes_gradients and logits._head.product.dtype != torch.float16:
         return _Total.apply(logits, reading, divisor)  # type: ignore[no-untyped-call]
     return _divided(_row_numbers(logits, reading), divisor)
 
@@ -133,17 +130,12 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
     return weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0.0).sum()
 
 
-def _logsumexp(logits: Any, dim: int, keepdim: bool = False) -> Any:
+def _over_classes(func: Callable[..., Tensor], logits: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     if not isinstance(dim, int) or dim % logits.dim() != logits._axis:
         return NotImplemented
-    values = _row_numbers(logits, _reading(logits, lambda chunk, _: chunk.logsumexp(-1)))
-    return _shaped(logits, values, keepdim)
-
-
-def _argmax(logits: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    if not isinstance(dim, int) or dim % logits.dim() != logits._axis:
-        return NotImplemented
-    values = numbers(logits._head.read(), _reading(logits, lambda chunk, _: chunk.argmax(-1)))
+    reading = _reading(logits, lambda chunk, _: func(chunk, -1))
+    has_gradients = func is not torch.argmax
+    values = _row_numbers(logits, reading) if has_gradients else numbers(logits._head.read(), reading)
     return _shaped(logits, values, keepdim)
 
 
@@ -166,8 +158,8 @@ def _shaped(logits: Any, values: Tensor, keepdim: bool) -> Tensor:
 NUMBERS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.cross_entropy: partial(_loss, F.cross_entropy),
     F.nll_loss: partial(_loss, F.nll_loss),
-    **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), _logsumexp),
-    **dict.fromkeys((torch.argmax, Tensor.argmax), _argmax),
+    **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), partial(_over_classes, torch.logsumexp)),
+    **dict.fromkeys((torch.argmax, Tensor.argmax), partial(_over_classes, torch.argmax)),
     **dict.fromkeys((torch.gather, Tensor.gather), _gather),
 }
 """torch's functions that take one number of each row → their versions for lazy logits."""
@@ -187,13 +179,8 @@ def _reading(logits: Any, number: Callable[[Tensor, slice], Tensor]) -> Reading:
     return Reading(logits._rows.select(logits._axis, 0).reshape(-1), of_product)
 
 
-def _takes_gradients(logits: Any) -> bool:
-    return bool(logits.requires_grad and torch.is_grad_enabled())
-
-
 def _row_numbers(logits: Any, reading: Reading) -> Tensor:
-    values: Tensor = _Each.apply(logits, reading)  # type: ignore[no-untyped-call]
-    return values
+    return _Each.apply(logits, reading)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Each(torch.autograd.Function):

@@ -75,7 +75,8 @@ class LossWeight:
         is_one, is_open = len(parts) == 1, not self.is_checked or len(self.candidates(parts[0])) > 1
         tables = [[1.0]] if is_one else self._tables(parts, rows)
         if is_open:
-            are_several, differ = any_processes([not is_one, _differ(tables)], self._group)
+            differs_here = any(table != tables[0] for table in tables)
+            are_several, differ = any_processes([not is_one, differs_here], self._group)
             if are_several and (differ or not self.is_checked):
                 self.check(parts, rows, pair_losses)
                 tables = tables if is_one else self._tables(parts, rows)
@@ -94,9 +95,6 @@ class LossWeight:
         """True if one of `rules` makes the third of `losses`, that of both parts, from the first two."""
         errors = [_error(weights, losses) for weights in self._tables(parts, rows)]
         return not math.isfinite(losses[2]) or min(errors) <= tolerance
-
-    def keep(self, rules: tuple[Rule, ...]) -> None:
-        self.rules = rules
 
     @property
     def is_told(self) -> bool:
@@ -176,7 +174,6 @@ def sums(values: Sequence[float], group: dist.ProcessGroup | None = None) -> lis
 
 
 def _counts(rules: Sequence[Rule], parts: Sequence[Any], rows: Sequence[int]) -> list[list[float]]:
-    """The count by each rule in each micro-batch."""
     counts = {rule: torch.stack([_count(rule, part) for part in parts]) for rule in rules if rule not in _BY_ROWS}
     # One transfer to the host for all counts.
     by_rule = dict(zip(counts, torch.stack(list(counts.values())).tolist(), strict=True)) if counts else {}
@@ -184,10 +181,6 @@ def _counts(rules: Sequence[Rule], parts: Sequence[Any], rows: Sequence[int]) ->
 
 
 _BY_ROWS = ("rows", "sum")
-
-
-def _differ(tables: Sequence[Weights]) -> bool:
-    return any(table != tables[0] for table in tables)
 
 
 def _normalised(rule: Rule, counted: Sequence[float]) -> Weights:
@@ -217,19 +210,20 @@ def _masks(part: Any) -> list[str]:
     """Names of entries that may be masks: booleans, entries named so, and floats after the first two of a tuple."""
     if isinstance(part, Mapping):
         entries = {name: entry for name, entry in part.items() if isinstance(name, str) and name not in RULES}
-        return [name for name, entry in entries.items() if _is_tensor(entry) and (_is_flag(entry) or _is_mask(name))]
+        tensors = [(name, entry) for name, entry in entries.items() if _is_tensor(entry)]
+        return [name for name, entry in tensors if entry.dtype == torch.bool or _is_mask(name)]
     if isinstance(part, (list, tuple)):
         tensors = [(str(index), entry) for index, entry in enumerate(part) if _is_tensor(entry)]
-        return [name for name, entry in tensors if _is_flag(entry) or (int(name) > 1 and entry.is_floating_point())]
+        return [
+            name
+            for name, entry in tensors
+            if entry.dtype == torch.bool or (int(name) > 1 and entry.is_floating_point())
+        ]
     return []
 
 
 def _is_tensor(entry: Any) -> bool:
     return isinstance(entry, torch.Tensor) and entry.dim() > 0
-
-
-def _is_flag(entry: torch.Tensor) -> bool:
-    return entry.dtype == torch.bool
 
 
 def _is_mask(name: str) -> bool:
@@ -316,8 +310,7 @@ class Gathered:
 
         self._outputs.append(map_tensors(detach, output))
         self._leaves.append(leaves)
-        stand_in: Tensor = _Later.apply(self, number, *tensors)  # type: ignore[no-untyped-call]
-        return stand_in
+        return _Later.apply(self, number, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def gradients(self, number: int) -> Sequence[Tensor | None]:
         """The gradients of the full-batch loss with respect to the outputs of a micro-batch."""

@@ -36,9 +36,8 @@ ALIKE = 1e-3
 """Differences of shares up to this are too small to distinguish rules."""
 
 BatchAndOutput = tuple[Any, Any]  # (batch, its output or the model's arguments)
-LossesOf = Callable[
-    [Sequence[BatchAndOutput], bool], Sequence[float]
-]  # (samples, True to run the model) → their losses
+LossesOf = Callable[[Sequence[BatchAndOutput], bool], Sequence[float]]
+"""(samples, True to run the model) → their losses."""
 
 
 class ForwardHistory:
@@ -122,6 +121,16 @@ class _Way(NamedTuple):
     masks: bool = False  # mask labels, instead of cutting or joining rows
 
 
+class _Evidence(NamedTuple):
+    """Two parts of the batch, what both together are, and their rows; `tells`: they can distinguish rules."""
+
+    one: BatchAndOutput
+    two: BatchAndOutput
+    both: Callable[[], BatchAndOutput]
+    rows: list[int]
+    tells: bool = True
+
+
 class Look:
     """A check of rules on a batch, its output and its loss `value`. A call drops rules that do not explain the loss.
 
@@ -182,7 +191,7 @@ class Look:
         if rows == 1 or not _follows(self._output, rows):
             return True
         cut = max(_cuts(rows), key=self._spread)
-        one, two = (portion((self._batch, self._output), *bounds, rows) for bounds in ((0, cut), (cut, rows)))
+        one, two = _halves((self._batch, self._output), cut, rows)
         try:
             first, second = self._run([one, two], False)
         except Exception:  # a user's function may fail on a part of a batch
@@ -196,8 +205,9 @@ class Look:
         for way in ways:
             self._seen = None
             try:
-                parts, num_rows, pair_losses = self._evidence(way, rows, pair)
-                self._rule.check(parts, num_rows, pair_losses, way.tolerance)
+                evidence = self._evidence(way, rows, pair)
+                parts = [evidence.one[0], evidence.two[0]]
+                self._rule.check(parts, evidence.rows, lambda _: self._losses(way, evidence), way.tolerance)  # noqa: B023
                 return
             except StrategyError as error:
                 why = why or str(error)
@@ -220,26 +230,23 @@ class Look:
             second = next((rank for rank, entry in enumerate(gathered) if entry[2] != gathered[0][2]), 0)
         return 0, second
 
-    def _evidence(
-        self, way: _Way, all_rows: Sequence[int], pair: tuple[int, int] | None
-    ) -> tuple[list[Any], list[int], Callable[[int], Losses]]:
-        """Parts of the batch, their rows, and a function for their losses and that of both as one."""
+    def _evidence(self, way: _Way, all_rows: Sequence[int], pair: tuple[int, int] | None) -> _Evidence:
         source, rows = self._call if way.runs_model else self._output, shared_rows(self._batch) or 1
         if way.masks:
-            return self._masked(way, source)
+            return self._masked(source)
         if pair is not None:
             few = [min(all_rows[rank], FEW) for rank in pair]
             mine = portion((self._batch, source), 0, min(rows, FEW), rows)
             one, two = (_sent(mine, rank, self._value.device) for rank in pair)
-            return [one[0], two[0]], few, lambda place: self._losses(way, one, two, lambda: joined(one, two, *few))
+            return _Evidence(one, two, lambda: joined(one, two, *few), few)
         whole = portion((self._batch, source), 0, rows, rows)
         if rows == 1:  # no evidence here; takes part in the others' collectives
-            return [self._batch] * 2, [1, 1], lambda place: self._losses(way, whole, whole, lambda: whole, tells=False)
+            return _Evidence(whole, whole, lambda: whole, [1, 1], tells=False)
         cut = max(_cuts(rows), key=self._spread)
-        one, two = (portion((self._batch, source), *bounds, rows) for bounds in ((0, cut), (cut, rows)))
-        return [one[0], two[0]], [cut, rows - cut], lambda place: self._losses(way, one, two, lambda: whole)
+        one, two = _halves((self._batch, source), cut, rows)
+        return _Evidence(one, two, lambda: whole, [cut, rows - cut])
 
-    def _masked(self, way: _Way, source: Any) -> tuple[list[Any], list[int], Callable[[int], Losses]]:
+    def _masked(self, source: Any) -> _Evidence:
         """Two copies of the row that share its labels: rows without padding differ in length and cannot be joined."""
         labels = labels_of(self._batch)
         assert labels is not None
@@ -257,32 +264,20 @@ class Look:
             batch, masked_source = map_leaves(mask, (self._batch, source))
             return batch, masked_source
 
-        one, two, whole = part(True), part(False), (self._batch, source)
-        return [one[0], two[0]], [1, 1], lambda place: self._losses(way, one, two, lambda: whole, tells=cut > 0)
+        return _Evidence(part(True), part(False), lambda: (self._batch, source), [1, 1], tells=cut > 0)
 
     def _spread(self, cut: int) -> float:
         """Spread of the rules' shares in the two parts of the batch, cut at row `cut`."""
         rows = shared_rows(self._batch) or 1
-        one, two = (
-            self._rule.counts(portion(self._batch, start, stop, rows), stop - start)
-            for start, stop in ((0, cut), (cut, rows))
-        )
-        return _spread(one, two)
+        one, two = _halves(self._batch, cut, rows)
+        return _spread(self._rule.counts(one, cut), self._rule.counts(two, rows - cut))
 
-    def _losses(
-        self,
-        way: _Way,
-        one: BatchAndOutput,
-        two: BatchAndOutput,
-        both: Callable[[], BatchAndOutput],
-        *,
-        tells: bool = True,
-    ) -> Losses:
-        """Losses of two samples and of both as one; NaN if this rank has no evidence (`tells` is False)."""
+    def _losses(self, way: _Way, evidence: _Evidence) -> Losses:
+        """Losses of two samples and of both as one; NaN if this rank has no evidence."""
 
         def run() -> Sequence[float]:
-            losses = self._run([one, two, both()], way.runs_model)
-            if way.masks and tells and len(set(losses)) == 1:
+            losses = self._run([evidence.one, evidence.two, evidence.both()], way.runs_model)
+            if way.masks and evidence.tells and len(set(losses)) == 1:
                 raise StrategyError("it does not depend on the labels")
             return losses
 
@@ -290,7 +285,7 @@ class Look:
             first, second, whole = all_or_none(run)
         except Exception as error:  # a user's function may fail on a part of a batch
             raise StrategyError(f"it fails on a part of a batch ({type(error).__name__}: {error})") from error
-        if not tells:
+        if not evidence.tells:
             return math.nan, math.nan, math.nan
         self._seen = (first, second, whole)
         return self._seen
@@ -318,8 +313,11 @@ def _follows(output: Any, rows: int) -> bool:
 
 
 def _cuts(rows: int) -> list[int]:
-    """Row indices at which to cut `rows` rows in two."""
     return list(dict.fromkeys(cut for cut in (rows // 3, rows // 2, 1, rows - 1) if 0 < cut < rows))
+
+
+def _halves(data: Any, cut: int, rows: int) -> tuple[Any, Any]:
+    return portion(data, 0, cut, rows), portion(data, cut, rows, rows)
 
 
 def _spread(one: Sequence[float], two: Sequence[float]) -> float:
@@ -334,7 +332,6 @@ def _sums(batch: Any) -> list[float]:
 
 
 def _sent(sample: Any, rank: int, device: torch.device) -> Any:
-    """Broadcast rank `rank`'s sample to every rank."""
     mine = map_tensors(Tensor.cpu, sample)
     box = [mine if dist.get_rank() == rank else None]
     dist.broadcast_object_list(box, src=rank, group=world_group())

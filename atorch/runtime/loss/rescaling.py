@@ -147,7 +147,7 @@ class RankWeight:
         rules = self.rule.candidates(batch)
         if is_fake_world():
             rules = likely(self.rule, batch)
-        self.rule.keep(rules)
+        self.rule.rules = rules
         if rules == ("sum",) and not self.rule.is_named and isinstance(look, Look):
             look.need_no_count()
         self._close(batch, rows)
@@ -167,7 +167,7 @@ class RankWeight:
         kept = tuple(rule for rule in rules if rule != "labels" or not self.rule.is_one_a_row(batch))
         labelled = self.rule.counts(batch, rows)[rules.index("labels")] if kept != rules else rows
         if not any_processes([labelled != rows], self._group)[0]:
-            self.rule.keep(kept)
+            self.rule.rules = kept
 
     def _by_rows(self, rows: int) -> float:
         """The factor of a mean over rows; 1 from now on if all ranks read equal batches."""
@@ -250,7 +250,6 @@ class RankWeighted:
         self._calls, self._run = ForwardHistory.of_model(model), losses_of(model, loss_func)
 
     def __call__(self, batch: Any, output: Any) -> Any:
-        """The loss, as the user's function returns it."""
         loss = self._loss_func(batch, output)
         value = value_of(loss)
         if not (torch.is_grad_enabled() and value.requires_grad):
@@ -266,8 +265,8 @@ class RankWeighted:
             self._calls.forget([of_call for _, of_call in self._weights])
         if share.is_plain:
             return loss
-        if share.is_empty and not bool(torch.isfinite(value)):
-            value = without_gradient(value, output)
+        if share.is_empty:
+            value = _without_nan(value, output)
         return with_value(loss, _multiplied(value, share.factor))
 
 
@@ -292,8 +291,15 @@ def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:
     return alias
 
 
-def without_gradient(value: Tensor, output: Any) -> Tensor:
-    """`value`, whose backward gives `output` gradients of 0: where nothing counts, 0/0 would give NaN."""
+def weighted(value: Tensor, weight: float, output: Any) -> Tensor:
+    """`value` times `weight`; where that is 0, so are the gradients of `output`, even if `value` is NaN."""
+    return (value if weight else _without_nan(value, output)) * weight
+
+
+def _without_nan(value: Tensor, output: Any) -> Tensor:
+    """`value`; if it is not finite, backward gives `output` gradients of 0: where nothing counts, 0/0 would be NaN."""
+    if bool(torch.isfinite(value)):
+        return value
     leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
     # A scalar may be the loss that the model has computed.
     chosen = [leaf for leaf in leaves if leaf.dim() > 0] or leaves

@@ -32,9 +32,7 @@ from atorch.runtime.optimizer.wrapped_optimizer import local
 
 
 class MicroBatchGradients(list[tuple[torch.Tensor, torch.Tensor]]):
-    def detach_from_buckets(self) -> None:
-        """Copy the gradients out of memory that the next reduction overwrites."""
-        self[:] = [(parameter, gradient.clone()) for parameter, gradient in self]
+    """A list to which there are weak references."""
 
 
 _MISUSE = (
@@ -108,7 +106,8 @@ class Apart:
         reused = any(reduction.reuses_gradients for reduction in self._reductions)
         waiting = self._waiting()
         if reused and waiting is not None:
-            waiting.detach_from_buckets()
+            # The next reduction overwrites their memory.
+            waiting[:] = [(parameter, gradient.clone()) for parameter, gradient in waiting]
         done, self.is_open = False, True
         try:
             with gradients_apart(self._parameters, reused=reused) as gradients:
@@ -130,8 +129,7 @@ def deposit(loss: torch.Tensor, gradients: MicroBatchGradients) -> torch.Tensor:
     places = [place for place, (parameter, _) in enumerate(gradients) if can_be_reached(parameter)]
     reached = [gradients[place][0] for place in places]
     leaf = loss.detach().requires_grad_()
-    deposited: torch.Tensor = _Deposit.apply(leaf, gradients, places, *reached)  # type: ignore[no-untyped-call]
-    return deposited
+    return _Deposit.apply(leaf, gradients, places, *reached)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def deposit_loss(loss: Any, gradients: MicroBatchGradients) -> Any:

@@ -30,7 +30,7 @@ from atorch.runtime.data.batches import merge, num_rows, take
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes
 from atorch.runtime.loss.reduction_probe import Look, kind_of, losses_of
-from atorch.runtime.loss.rescaling import RankWeight, by_kind, without_gradient
+from atorch.runtime.loss.rescaling import RankWeight, by_kind, weighted
 from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss, gradients_apart
 
 Size = int | Literal["auto"]
@@ -118,10 +118,7 @@ class MicroBatched:
         batch, args, kwargs = piece
         output = model(*args, **kwargs)
         loss = self._loss_func(batch, output)
-        value = value_of(loss)
-        if not weight and not bool(torch.isfinite(value)):
-            value = without_gradient(value, output)
-        (value * weight).backward()
+        weighted(value_of(loss), weight, output).backward()
         return map_tensors(torch.Tensor.detach, loss)
 
     def _bounds(self, rows: int) -> list[tuple[int, int]]:
@@ -170,8 +167,9 @@ class MicroBatched:
         """
         fits, starts = True, range(0, rows, size)[:2]
         reused = self._reduction.reuses_gradients
+        alone: AbstractContextManager[Any] = nullcontext() if self._reduction.keeps_gathered else local_collectives()
         try:
-            with preserved_state(model), gradients_apart(self._parameters, reused=reused), self._alone():
+            with preserved_state(model), gradients_apart(self._parameters, reused=reused), alone:
                 for start in starts:
                     with self._reduction.trial(last=start == starts[-1]):
                         self._forward_backward(model, take(call, start, min(start + size, rows), rows), 1.0)
@@ -184,13 +182,8 @@ class MicroBatched:
             torch.accelerator.empty_cache()  # leaves room for NCCL's buffers in the first real pass
         return not any_processes([not fits])[0]
 
-    def _alone(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._reduction.keeps_gathered else local_collectives()
-
 
 class _Switch:
-    """A switch by which the model defers outputs."""
-
     is_on = True
 
     @contextmanager

@@ -163,8 +163,8 @@ class HostOptimizer(ShadowOptimizer):
 def host_bytes(groups: Sequence[Any], share: float, away: Collection[Tensor], state_bytes: float) -> float:
     """Bytes of host memory that a HostOptimizer of these groups takes, including gradients in a step."""
     chosen = _choose(groups, share, away)
-    masters = {2: 4}  # bytes of an fp32 master, for 16-bit parameters
-    return sum(local(p).numel() * (2 * p.itemsize + masters.get(p.itemsize, 0) + state_bytes) for p in chosen)
+    # 16-bit parameters have fp32 masters, too.
+    return sum(local(p).numel() * (2 * p.itemsize + 4 * (p.itemsize == 2) + state_bytes) for p in chosen)
 
 
 def on_host(optimizer: Optimizer) -> Iterator[Tensor]:

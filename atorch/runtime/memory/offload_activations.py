@@ -98,7 +98,6 @@ class _Host:
 
     @contextmanager
     def watching(self, block: nn.Module, inputs: Any) -> Iterator[None]:
-        """Inside, a forward of `block` saves its tensors on the host."""
         forward = _Pass(self, block, inputs, self._last)
         self._last = weakref.ref(forward)
         with saved_tensors_hooks(forward.pack, forward.unpack):
@@ -106,7 +105,6 @@ class _Host:
         forward.end()
 
     def is_small(self, num_bytes: int, device: torch.device) -> bool:
-        """True if a storage is too small to be worth a copy."""
         least = (SMALL_BYTES if device.type != "cpu" else 1) if self.small_bytes is None else self.small_bytes
         return num_bytes < least
 

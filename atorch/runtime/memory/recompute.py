@@ -54,11 +54,6 @@ class _Options(NamedTuple):
     selective: bool = False
     preserve_rng_state: bool = True
 
-    @property
-    def needs_python(self) -> bool:
-        """True if backward runs Python that a compiler cannot take along."""
-        return self.offload_to_cpu or self.maintain_forward_counter or self.reentrant
-
 
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
@@ -210,7 +205,7 @@ class _CheckpointedForward:
 
 def _runner(options: _Options) -> _Function:
     run = functools.partial(_run, options)
-    if not options.needs_python:
+    if not (options.offload_to_cpu or options.maintain_forward_counter or options.reentrant):
         return run
     disable: Callable[..., _Function] = torch.compiler.disable
     return disable(run, reason="offload, counters and reentrant checkpointing need Python in backward")

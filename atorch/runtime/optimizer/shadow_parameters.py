@@ -34,7 +34,7 @@ class ShadowOptimizer(WrappedOptimizer):
         self._hidden = [list(group["params"]) for group in inner.param_groups]
         originals = self._originals()
         self._shown = [[originals.get(p, p) for p in params] for params in self._hidden]
-        _show(inner, self._shown)
+        show(inner, self._shown)
         self._note_values()
         super().__init__(inner)
         self.copied = self.stand_ins
@@ -66,11 +66,11 @@ class ShadowOptimizer(WrappedOptimizer):
 
     @contextmanager
     def _stand_ins_shown(self) -> Iterator[None]:
-        _show(self.inner, self._hidden)
+        show(self.inner, self._hidden)
         try:
             yield
         finally:
-            _show(self.inner, self._shown)
+            show(self.inner, self._shown)
 
     def _stand_in_of(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter not in self.stand_ins:
@@ -134,6 +134,7 @@ def _converted(groups: list[Any], stand_in_of: Callable[[torch.Tensor], torch.Te
     return [convert(entry) for entry in groups]
 
 
-def _show(optimizer: Optimizer, params: list[list[torch.Tensor]]) -> None:
+def show(optimizer: Optimizer, params: list[list[torch.Tensor]]) -> None:
+    """Let the groups of `optimizer` list these parameters."""
     for group, listed in zip(optimizer.param_groups, params, strict=True):
         group["params"] = listed

@@ -328,7 +328,6 @@ def _place_step(state: dict[str, Any], parameter: Tensor) -> None:
 
 
 def _local(tensor: Any) -> Any:
-    """The local part of a DTensor; other tensors as they are."""
     return getattr(tensor, "_local_tensor", tensor)
 
 

@@ -28,7 +28,6 @@ from atorch.runtime.pipeline.schedules import (
     TorchStage,
     make_schedule,
     places_of,
-    torch_stage,
     whole_batch,
 )
 from atorch.runtime.pipeline.stage import ModelStage, ShapeOracle, stage_of
@@ -55,15 +54,12 @@ class PassWork(Protocol):
     @property
     def sizes(self) -> Hashable:
         """A key that is equal for passes whose stages send tensors of equal shapes."""
-        ...
 
     def look(self, part: nn.Module) -> None:
         """Call a stage's model on the first micro-batch, without gradients, to observe its tensors."""
-        ...
 
     def run(self, number: int, part: nn.Module) -> Any:
         """Call a stage's model on a micro-batch: returns its output, or, on the last stage, the micro-batch's loss."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -130,24 +126,15 @@ class Engine:
         self._seen: dict[Any, list[Sequence[TensorSpec]]] = {}  # sizes of a call's arguments → shapes of its results
         self.job: _Job | None = None
 
-    @property
-    def has_last(self) -> bool:
-        """True if this process has the last stage, which returns the model's output."""
-        return self.group.rank() == self.last_place
+    def run(self, work: PassWork, *, train: bool, whole: bool = False) -> None:
+        """Run all micro-batches of `work`, which have equal shapes, through all stages.
 
-    def run(self, calls: Sequence[ModelArguments], conclude: Conclude, *, train: bool, whole: bool = False) -> None:
-        """Run all micro-batches `calls`, which have equal shapes, through all stages.
-
-        With `train`, `conclude` returns the loss of a micro-batch, and `.grad` holds the gradients afterwards. With
+        With `train`, the last stage returns the loss of a micro-batch, and `.grad` holds the gradients afterwards. With
         `whole`, all forward passes come before the first backward.
 
         Raises:
             StrategyError: the model calls its units differently on this batch than on the sample.
         """
-        self.run_work(StageCalls(calls, conclude), train=train, whole=whole)
-
-    def run_work(self, work: PassWork, *, train: bool, whole: bool = False) -> None:
-        """As `run`, with arbitrary code around the calls of the model."""
         key = (train, whole, work.count, work.sizes)
         name = whole_batch(self._name) if whole and isinstance(self._name, str) else self._name
         numbers = torch.arange(work.count)
@@ -203,20 +190,12 @@ class Engine:
             pairs = [(shapes[wire.call][wire.number], wire.call in stage.route.trained) for wire in wires]
             return [(shape, trained and shape.dtype.is_floating_point) for shape, trained in pairs]
 
-        return [
-            torch_stage(
-                name,
-                piece,
-                reduction,
-                stage.index,
-                stage.num_stages,
-                described(stage, stage.incoming),
-                described(stage, stage.outgoing),
-                self.device,
-                self.group,
-            )
-            for piece, reduction, stage in zip(self.pieces, self.reductions, self.stages, strict=True)
-        ]
+        stages = []
+        for piece, reduction, stage in zip(self.pieces, self.reductions, self.stages, strict=True):
+            wires = described(stage, stage.incoming), described(stage, stage.outgoing)
+            place = stage.index, stage.num_stages
+            stages.append(TorchStage(name, piece, reduction, *place, *wires, self.device, self.group))
+        return stages
 
     def _see(self, work: PassWork) -> list[Sequence[TensorSpec]]:
         """Run the stages one after another on a micro-batch, to observe the shapes of their results.

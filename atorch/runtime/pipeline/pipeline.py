@@ -33,9 +33,9 @@ from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.gradients.backward import expects_none, is_captured, weakly
 from atorch.runtime.loss.reduction import Gathered, LossWeight, Rule
 from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
-from atorch.runtime.loss.rescaling import RankWeight, without_gradient
+from atorch.runtime.loss.rescaling import RankWeight, weighted
 from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss
-from atorch.runtime.pipeline.engine import Engine, ModelArguments
+from atorch.runtime.pipeline.engine import Engine, StageCalls
 from atorch.runtime.pipeline.stage_placement import Ties
 from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of
 
@@ -72,7 +72,7 @@ class Pipeline(Wrapper):
             return torch.zeros(())
 
         engine = self.engine
-        engine.run([(args, kwargs)], keep, train=False)
+        engine.run(StageCalls([(args, kwargs)], keep), train=False)
         return from_place(outputs[0] if outputs else None, engine.last_place, engine.group, engine.device)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -176,14 +176,15 @@ class PipelinedLoss:
         if self._ranks is None:
             return 1.0
         value = torch.zeros((), device=self._engine.device)
-        look = Look(self._ranks.rule, self._losses_of, batch, value, output=None, call=(args, kwargs))
+
+        def run(samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
+            return self._losses([(batch, *call) for batch, call in samples])
+
+        look = Look(self._ranks.rule, run, batch, value, output=None, call=(args, kwargs))
         if is_gathered:
             self._ranks.give_up(look.failure("no rule explains it"))
         rows = num_rows(batch=batch, args=args, kwargs=kwargs)
         return self._ranks.share(batch, rows, look).factor()
-
-    def _losses_of(self, samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
-        return self._losses([(batch, *call) for batch, call in samples])
 
     def settle(self, batch: Any, output: Deferred) -> None:
         """Find the rule on a sample by which losses of micro-batches make the batch's; later batches refine it.
@@ -199,7 +200,6 @@ class PipelinedLoss:
                 reduction.reshard()
 
     def _cut(self, call: _Call) -> tuple[list[_Call], int]:
-        """The micro-batches, and the rows of each."""
         batch, args, kwargs = call
         rows = num_rows(batch=batch, args=args, kwargs=kwargs)
         size = rows // self._count_of(rows)
@@ -208,16 +208,17 @@ class PipelinedLoss:
     def _run(self, batch: Any, pieces: Sequence[_Call], weights: Sequence[float] | None, factor: float) -> Any:
         losses: list[Any] = []
 
-        def weighted(number: int, output: Any) -> Tensor:
+        def conclude(number: int, output: Any) -> Tensor:
             assert weights is not None
             loss = self._loss_func(pieces[number][0], output)
             losses.append(map_tensors(Tensor.detach, loss))
-            return _weighted(value_of(loss), weights[number] * factor, output)
+            return weighted(value_of(loss), weights[number] * factor, output)
 
         gathered = Gathered(batch, self._loss_func, len(pieces)) if weights is None else None
         with self._apart.gradients() as gradients:
-            calls = [_arguments(piece) for piece in pieces]
-            self._engine.run(calls, weighted if gathered is None else gathered, train=True, whole=gathered is not None)
+            calls = [piece[1:] for piece in pieces]
+            work = StageCalls(calls, conclude if gathered is None else gathered)
+            self._engine.run(work, train=True, whole=gathered is not None)
             self._model.ties.add_up()
         if gathered is not None:
             losses, weights = [gathered.loss], [1.0]
@@ -229,7 +230,7 @@ class PipelinedLoss:
         understudy = self._engine.understudy
         if understudy is not None and self._foretold is None:
             with torch.no_grad():
-                self._foretold = self._loss_func(piece[0], understudy.run(*_arguments(piece))[1])
+                self._foretold = self._loss_func(piece[0], understudy.run(*piece[1:])[1])
         return self._foretold
 
     def _shared(self, loss: Any) -> Any:
@@ -239,7 +240,7 @@ class PipelinedLoss:
             loss = from_place(loss, engine.last_place, engine.group, engine.device)
             self._plain = loss.dtype if isinstance(loss, Tensor) else None
             return loss
-        if not engine.has_last:
+        if engine.group.rank() != engine.last_place:
             loss = torch.empty((), dtype=self._plain, device=engine.device)
         dist.broadcast(loss, group=engine.group, group_src=engine.last_place)
         return loss
@@ -290,7 +291,7 @@ class PipelinedLoss:
         with torch.no_grad(), ExitStack() as stack:
             for part in self._engine.parts:
                 stack.enter_context(children_in_eval(part))
-            all_or_none(lambda: self._engine.run([_arguments(call)], conclude, train=False))
+            all_or_none(lambda: self._engine.run(StageCalls([call[1:]], conclude), train=False))
 
     def _value(self, batch: Any, output: Any) -> float:
         return float(value_of(self._loss_func(batch, output)))
@@ -317,16 +318,6 @@ class PipelinedLoss:
             raise error
 
 
-def _arguments(call: _Call) -> ModelArguments:
-    return call[1], call[2]
-
-
-def _weighted(value: Tensor, weight: float, output: Any) -> Tensor:
-    if not weight and not bool(torch.isfinite(value)):
-        value = without_gradient(value, output)
-    return value * weight
-
-
 def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """Broadcast `data` from rank `place` of the group; returns it with detached tensors.
 
@@ -343,7 +334,8 @@ def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.de
 
     box = [map_leaves(leave_out, data)]
     if not is_fake_world():
-        dist.broadcast_object_list(box, group=group, group_src=place, device=_for_objects(device, group))
+        via = device if dist.get_backend(group) == "nccl" else None
+        dist.broadcast_object_list(box, group=group, group_src=place, device=via)
     waiting = iter(tensors)
 
     def receive(leaf: Any, where: str) -> Any:
@@ -360,7 +352,3 @@ def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.de
 class _Place:
     def __init__(self, shape: TensorSpec) -> None:
         self.shape = shape
-
-
-def _for_objects(device: torch.device, group: dist.ProcessGroup) -> torch.device | None:
-    return device if dist.get_backend(group) == "nccl" else None

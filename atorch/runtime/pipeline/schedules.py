@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -52,7 +53,7 @@ def comes_apart(outputs: Iterable[Any], inputs: Iterable[Any], weights: Iterable
     whose paths meet those of no input has no branch, and would get no gradient.
     """
     users = _users(_nodes(outputs))
-    stem = _above(_nodes(inputs), users)
+    stem = _walk(_nodes(inputs), lambda node: users.get(node, ()))
     branches = {_branches(node, users, stem) for node in _nodes(weights) if node in users}
     are_disjoint = len(frozenset().union(*branches)) == sum(map(len, branches))
     return all(branches) and are_disjoint and not any(_reach_another(nodes) for nodes in branches)
@@ -70,11 +71,6 @@ def _users(roots: Iterable[Node]) -> Users:
         for other in _next(node):
             users[other].append(node)
     return users
-
-
-def _above(nodes: Iterable[Node], users: Users) -> Collection[Node]:
-    """The nodes, and all nodes from which backward reaches them."""
-    return _walk(nodes, lambda node: users.get(node, ()))
 
 
 def _branches(weight: Node, users: Users, stem: Collection[Node]) -> frozenset[Node]:
@@ -121,38 +117,50 @@ class StageReduction(Protocol):
     @property
     def is_sharded(self) -> bool:
         """True if a forward pass gathers parameters from other ranks."""
-        ...
 
     def forward(self) -> AbstractContextManager[None]: ...
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
         """Context of the backward pass of an earlier forward pass; the last one reduces gradients."""
-        ...
 
     def afterwards(self) -> None:
         """Reduce the gradients of backward passes none of which was the last."""
-        ...
 
     def reshard(self) -> None:
         """Free gathered parameters after a forward pass that no backward follows."""
-        ...
 
     def takes(self, error: Exception) -> bool:
         """True if the owner raises the error of a backward pass later, so that the schedule goes on with zeros."""
-        ...
 
 
 class TorchStage(PipelineStage):
-    """A stage for torch's schedules, whose gradients `reduction` reduces.
+    """Stage `index` for torch's schedules, whose gradients `reduction` reduces.
 
-    splits_backward: weights' gradients are computed without autograd's hooks, which then cannot reduce them.
+    `incoming` and `outgoing` have the shape of each tensor, and True where it has a gradient. With these torch need not
+    exchange shapes. The first stage takes the number of the micro-batch, and the last one returns its loss.
     """
 
     def __init__(
-        self, module: nn.Module, reduction: StageReduction, splits_backward: bool, *args: Any, **kwargs: Any
+        self,
+        schedule: str | PlacedSchedule,
+        module: nn.Module,
+        reduction: StageReduction,
+        index: int,
+        num_stages: int,
+        incoming: Sequence[tuple[TensorSpec, bool]],
+        outgoing: Sequence[tuple[TensorSpec, bool]],
+        device: torch.device,
+        group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(module, *args, **kwargs)
-        self._reduction, self._splits_backward = reduction, splits_backward
+        takes = [torch.zeros(1, dtype=torch.int64)] if index == 0 else [_empty(*wire) for wire in incoming]
+        gives = [torch.zeros((), device="meta")] if index == num_stages - 1 else [_empty(*wire) for wire in outgoing]
+        super().__init__(
+            module, index, num_stages, device, input_args=tuple(takes), output_args=tuple(gives), group=group
+        )
+        self.stage_index_to_group_rank = dict(enumerate(places_of(schedule, num_stages, group.size())))
+        self._reduction = reduction
+        # Weights' gradients are then computed without autograd's hooks, which cannot reduce them.
+        self._splits_backward = schedule == "zero_bubble"
         self._comes_apart: bool | None = None  # set with the first micro-batch
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,39 +197,6 @@ class TorchStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self._splits_backward and self.has_backward:
             self._reduction.afterwards()
-
-
-def torch_stage(
-    schedule: str | PlacedSchedule,
-    module: nn.Module,
-    reduction: StageReduction,
-    index: int,
-    num_stages: int,
-    incoming: Sequence[tuple[TensorSpec, bool]],
-    outgoing: Sequence[tuple[TensorSpec, bool]],
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> TorchStage:
-    """Stage `index`; `incoming` and `outgoing` have the shape of each tensor, and True where it has a gradient.
-
-    With these torch need not exchange shapes. The first stage takes the number of the micro-batch, and the last one
-    returns its loss.
-    """
-    takes = [torch.zeros(1, dtype=torch.int64)] if index == 0 else [_empty(*wire) for wire in incoming]
-    gives = [torch.zeros((), device="meta")] if index == num_stages - 1 else [_empty(*wire) for wire in outgoing]
-    stage = TorchStage(
-        module,
-        reduction,
-        schedule == "zero_bubble",
-        index,
-        num_stages,
-        device,
-        input_args=tuple(takes),
-        output_args=tuple(gives),
-        group=group,
-    )
-    stage.stage_index_to_group_rank = dict(enumerate(places_of(schedule, num_stages, group.size())))
-    return stage
 
 
 def _empty(shape: TensorSpec, has_gradient: bool) -> torch.Tensor:
@@ -322,8 +297,8 @@ def order(schedule: str, processes: int, micro_batches: int, pieces: int = 1) ->
     Raises:
         StrategyError: torch's schedule does not accept this number of micro-batches.
     """
-    indices = stages_of(0, processes, pieces)
-    stages: Sequence[Any] = [_Hollow(index, processes * pieces, processes) for index in indices]
+    facts = {"num_stages": processes * pieces, "group_size": processes, "group_rank": 0, "submod": None}
+    stages: list[Any] = [SimpleNamespace(stage_index=index, **facts) for index in stages_of(0, processes, pieces)]
     try:
         plan = make_schedule(schedule, stages, micro_batches, train=True).pipeline_order
     except ValueError as error:
@@ -345,14 +320,3 @@ def _numbered(actions: Sequence[Any]) -> list[StagePass]:
         passes.append(StagePass(*key, done[key]))
         done[key] += 1
     return passes
-
-
-@dataclass(eq=False)
-class _Hollow:
-    """Replaces a stage of the first process in a schedule."""
-
-    stage_index: int
-    num_stages: int
-    group_size: int
-    group_rank: int = 0
-    submod: None = None

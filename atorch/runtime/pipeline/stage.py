@@ -108,9 +108,6 @@ class _Visit:
         self.passes_by = True
         return output
 
-    def handed_over(self) -> tuple[Tensor, ...]:
-        return tuple(self.values[value] for value in self.stage.outgoing)
-
     def _sent(self, number: int) -> Any:
         def fill(leaf: Any, place: str) -> Any:
             if not isinstance(leaf, OutputIndex):
@@ -250,9 +247,9 @@ def _hollow(part: nn.Module, kept: set[str], stage: ModelStage) -> None:
     for path, module in list(part.named_modules()):
         for held in (module._parameters, module._buffers):
             for name, tensor in list(held.items()):
-                if tensor is not None and (f"{path}.{name}" if path else name) not in kept:
+                its_path = f"{path}.{name}" if path else name
+                if tensor is not None and its_path not in kept:
                     del held[name]
-                    its_path = f"{path}.{name}" if path else name
                     vars(module)[name] = Away.of(its_path, tensor, stage.device, stage.passes_by)
 
 
@@ -287,7 +284,7 @@ def _until_done(forward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             output = forward(self, *args, **kwargs)
         except _Done:
-            return visit.handed_over()
+            return tuple(visit.values[value] for value in stage.outgoing)
         finally:
             if visit is not None:
                 visit.passes_by = False

@@ -13,7 +13,7 @@ of its own use. Their sum, in the same order everywhere, keeps copies equal.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,9 +139,8 @@ class Ties:
         named = {stage_of(part).index: dict(part.named_parameters(remove_duplicate=False)) for part in parts}
         for names, stages in shared:
             local_stages = [stage for stage in stages if stage in named]
-            copies: list[Tensor] = list(
-                {id(tensor): tensor for tensor in (_copy(named[stage], names) for stage in local_stages)}.values()
-            )
+            held = [next(named[stage][name] for name in names if name in named[stage]) for stage in local_stages]
+            copies: list[Tensor] = list({id(tensor): tensor for tensor in held}.values())
             processes = sorted({places[stage] for stage in stages})
             if copies and copies[0].requires_grad and len(processes) + len(copies) > 2:
                 self._ties.append((processes, copies))
@@ -177,10 +176,6 @@ class Ties:
         for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
             work.wait()
         return tensors
-
-
-def _copy(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    return next(parameters[name] for name in names if name in parameters)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -51,11 +51,6 @@ class Away(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Compute shapes.
-
-        Raises:
-            ArgumentError: the function needs values.
-        """
         kwargs = kwargs or {}
         read = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, cls)), None)
         with torch._C.DisableTorchFunctionSubclass():

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from atorch.errors import CapabilityError, StrategyError, near_miss
 from atorch.logs import logger
 from atorch.model.module_swap import KeptModule, SwapReport, swap_candidates
+from atorch.model.pytree import local_part
 from atorch.model.wrapper import override, override_forward
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def convert_linears(
     _check_names(model, exclude, "exclude")
     emulated = chosen == "torchao" and (device.type != "cuda" if emulate is None else emulate)
     make = _te_linear() if chosen == "te" else _torchao_linear(recipe, emulated)
-    shared = _in_several_places(model) if chosen == "te" and recipe.reduce_amax else frozenset()
+    places = Counter(child for module in model.modules() for child in module._modules.values() if child is not None)
+    shared = {child for child, count in places.items() if count > 1 and chosen == "te" and recipe.reduce_amax}
     adapters = _inside_adapters(model)
 
     def build(name: str, module: Any) -> nn.Module | str:
@@ -226,11 +227,6 @@ def _why_not(
     return None
 
 
-def _in_several_places(model: nn.Module) -> frozenset[nn.Module]:
-    places = Counter(child for module in model.modules() for child in module._modules.values() if child is not None)
-    return frozenset(module for module, count in places.items() if count > 1)
-
-
 def _inside_adapters(model: nn.Module) -> frozenset[str]:
     """Names of modules inside peft layers, which, unlike peft's model classes, have a `base_layer`."""
     prefixes = tuple(
@@ -290,19 +286,13 @@ def without_fp8(model: nn.Module) -> Iterator[None]:
 
 def log_indivisible_parts(model: nn.Module) -> None:
     """Log the layers that keep the old dtype, as this rank's part of their weight is no multiple of 16."""
-    if left := [
-        name for name, layer in _layers(model).items() if _is_indivisible(_local_shape(layer._parameters["weight"]))
-    ]:
+    parts = {name: local_part(layer._parameters["weight"]) for name, layer in _layers(model).items()}
+    if left := [name for name, part in parts.items() if _is_indivisible(part.shape)]:
         logger.info("fp8 leaves %s, whose parts are not multiples of %d", ", ".join(left), MULTIPLE)
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if "multiplies_in_fp8" in vars(module)}
-
-
-def _local_shape(weight: Any) -> Sequence[int]:
-    local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
-    return local.shape
 
 
 def _te_linear() -> Callable[[nn.Linear], nn.Module]:
@@ -332,7 +322,6 @@ def _te_linear() -> Callable[[nn.Linear], nn.Module]:
 
 
 def _te_region(recipe: Fp8Recipe, group: ProcessGroup | None) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of te's autocast with the recipe."""
     import inspect
 
     import transformer_engine.pytorch as te

@@ -113,24 +113,20 @@ class MasterWeights(ShadowOptimizer):
         self._refuse(closure)
         self._follow_changes()
         self._give_late_masters()
-        parameters, masters, scaled = [], [], []
-        for shown, hidden in zip(self._shown, self._hidden, strict=True):
-            for parameter, master in zip(shown, hidden, strict=True):
-                if parameter.grad is None:
-                    continue
-                if master is not parameter:
-                    master.grad = parameter.grad.float()
-                    parameters.append(parameter)
-                    masters.append(master)
-                scaled.append(master)
+        groups = zip(self._shown, self._hidden, strict=True)
+        pairs: list[tuple[Any, Any]] = [pair for group in groups for pair in zip(*group, strict=True)]
+        trained = [(parameter, master) for parameter, master in pairs if parameter.grad is not None]
+        halves = [(parameter, master) for parameter, master in trained if master is not parameter]
+        for parameter, master in halves:
+            master.grad = parameter.grad.float()
         factor = 1.0 / self._loss_scale()
-        if factor != 1.0 and scaled:
-            torch._foreach_mul_([grad for master in scaled if (grad := dense_gradient(master)) is not None], factor)
+        if factor != 1.0 and trained:
+            torch._foreach_mul_([grad for _, master in trained if (grad := dense_gradient(master)) is not None], factor)
         with self._stand_ins_shown():
             result = self.inner.step()
-        for master in masters:
+        for _, master in halves:
             master.grad = None
-        self._round(parameters, masters)
+        self._round(halves)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +150,7 @@ class MasterWeights(ShadowOptimizer):
                 if value is not None:
                     master.copy_(value)
         if any(isinstance(entry, dict) and MASTER in entry for entry in state_dict["state"].values()):
-            self._round(list(self.stand_ins), list(self.stand_ins.values()))
+            self._round(list(self.stand_ins.items()))
         self._share()
 
     def _numbered(self, saved: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
@@ -192,9 +188,9 @@ class MasterWeights(ShadowOptimizer):
             wide.copy_(torch.where(wide.to(weight.dtype) == weight, wide, weight.to(wide.dtype)))
 
     @torch.no_grad()
-    def _round(self, parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        if parameters:
-            torch._foreach_copy_([local(parameter) for parameter in parameters], [local(master) for master in masters])
+    def _round(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if pairs:
+            torch._foreach_copy_([local(parameter) for parameter, _ in pairs], [local(master) for _, master in pairs])
         self._note_values()
 
 

@@ -52,11 +52,9 @@ class Exchange(Protocol):
 
     def unfit(self, call: AttentionCall) -> str | None:
         """The reason why a call with all tokens cannot be split in this way, or None."""
-        ...
 
     def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
         """The rank's part of the result, from its part of queries, keys and values, and the full mask."""
-        ...
 
 
 AttentionWrapper = Callable[[AttentionCall, Attend], Tensor]
@@ -69,9 +67,7 @@ class Chain(TorchFunctionMode):
         super().__init__()
         self.steps: list[AttentionWrapper] = []  # the first is called first
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.steps:
             return self._attend(0, AttentionCall(*args, **kwargs))
@@ -163,14 +159,12 @@ def _repeated(x: Tensor, size: int) -> Tensor:
 
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(batch, heads, tokens / n, width) → (batch, heads / n, tokens, width)."""
-    exchanged: Tensor = _Exchange.apply(x, 1, 2, group)  # type: ignore[no-untyped-call]
-    return exchanged
+    return _Exchange.apply(x, 1, 2, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(batch, heads / n, tokens, width) → (batch, heads, tokens / n, width)."""
-    exchanged: Tensor = _Exchange.apply(x, 2, 1, group)  # type: ignore[no-untyped-call]
-    return exchanged
+    return _Exchange.apply(x, 2, 1, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):

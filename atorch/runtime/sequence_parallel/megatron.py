@@ -12,7 +12,9 @@ backward. A block is accepted if it computes the same values and gradients as be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -29,7 +31,6 @@ from atorch.runtime.gradients.backward import mapped
 from atorch.runtime.sequence_parallel.split_validation import (
     MOST,
     BlockStream,
-    RunModel,
     changed,
     copied,
     evaluate,
@@ -41,7 +42,7 @@ from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.sequence_parallel.token_split import Streams, check_output, install, linked
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum, place_of
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, EvaluateModel
 from atorch.runtime.tensor_parallel.layout import BlockLayout, SplitRegion, common_path
 from atorch.runtime.tensor_parallel.split_forward import Inside, Read, present
 
@@ -85,7 +86,7 @@ class GatherScatter:
         return next(iter(self.arguments.values()))
 
 
-def check_tokens(model: nn.Module, run: RunModel, group: dist.ProcessGroup) -> None:
+def check_tokens(model: nn.Module, run: EvaluateModel, group: dist.ProcessGroup) -> None:
     """Check that the stream through each repeated block of a whole `model` can be cut over `group`; changes nothing.
 
     Args:
@@ -102,7 +103,7 @@ def check_tokens(model: nn.Module, run: RunModel, group: dist.ProcessGroup) -> N
 
 
 def split_between(
-    model: nn.Module, layouts: Mapping[str, BlockLayout], run: RunModel, group: dist.ProcessGroup
+    model: nn.Module, layouts: Mapping[str, BlockLayout], run: EvaluateModel, group: dist.ProcessGroup
 ) -> Streams:
     """Split by tokens, in place, the whole regions of `model`, which is split over `group` by `layouts`, by block.
 
@@ -178,21 +179,19 @@ class _Whole:
     def __init__(self, block: nn.Module, layout: BlockLayout, call: ForwardCall, asked: Set[str]) -> None:
         self.call, self.asked, self.shapes = call, asked, dict[str, ParameterShapes]()
         self.draws = uses_random_numbers(block, call)
-        inner = {path for group in layout.groups for path in _holders_of(group)}
-        handles = []
-        for path in inner:
-
-            def note(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                self.shapes[path] = {place: tensor.shape for place, tensor in by_place((args, kwargs)).items()}
-
-            handles.append(block.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True, prepend=True))
         self.leaves = _leaves(call, asked)
-        with torch.enable_grad():
+        with ExitStack() as hooks, torch.enable_grad():
+            for path in {path for group in layout.groups for path in _holders_of(group)}:
+                module, note = block.get_submodule(path), partial(self._note, path)
+                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
             self.outputs = by_place(block(*self.leaves[0], **self.leaves[1]))
-        for handle in handles:
-            handle.remove()
-        self.seeds = _seeds(self.outputs)
+        generator = torch.Generator().manual_seed(0)
+        outputs = [(place, tensor) for place, tensor in self.outputs.items() if tensor.requires_grad]
+        self.seeds = {place: torch.rand(x.shape, generator=generator).to(x) for place, x in outputs}
         self.gradients = _backward(block, self.outputs, self.seeds)
+
+    def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.shapes[path] = {place: tensor.shape for place, tensor in by_place((args, kwargs)).items()}
 
 
 def _like_outputs(call: ForwardCall, outputs: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -256,7 +255,7 @@ def _learn(
         tensors = by_place((args, kwargs))
         dims = {place: _cut(tensor.shape, shapes[place], share) for place, tensor in tensors.items()}
         exchange.arguments = {place: dim for place, dim in dims.items() if dim is not None}
-        result = _Gathered(exchange.arguments, share)(_, args, kwargs)
+        result = _gather_arguments(exchange.arguments, share, _, args, kwargs)
         gathered.extend(by_place(result)[place] for place in exchange.arguments)
         return result
 
@@ -280,9 +279,9 @@ def _install_exchanges(
     for group, exchange in zip(layout.groups, exchanges, strict=True):
         for index in exchange.forks:
             _fork_of(block, group, index).is_gathered = True
-        gathered = _Gathered(exchange.arguments, share)
+        gathered = partial(_gather_arguments, exchange.arguments, share)
         block.get_submodule(exchange.at).register_forward_pre_hook(gathered, with_kwargs=True, prepend=True)
-        _sum_of(block, group).scatter = _Scattered(share, exchange.dim)
+        _sum_of(block, group).scatter = partial(scatter_sum, share=share, dim=exchange.dim)
     _share_gradients(block, layout, inside, share)
 
 
@@ -299,32 +298,16 @@ def _share_gradients(block: nn.Module, layout: BlockLayout, inside: Inside, shar
     inside.note(block)
 
 
-class _Gathered:
-    """Pre-hook of a column split's modules: gathers all tokens of their arguments."""
+def _gather_arguments(dims: Mapping[str, int], share: TokenPartition, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """As a pre-hook of a column split's modules, gather all tokens of their arguments."""
+    gathered: dict[int, Tensor] = {}  # attention may take one tensor as query, key and value
 
-    def __init__(self, dims: Mapping[str, int], share: TokenPartition) -> None:
-        self._dims, self._share = dims, share
+    def gather(tensor: Tensor, dim: int) -> Tensor:
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = gather_tokens(tensor, share, dim)
+        return gathered[id(tensor)]
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        gathered: dict[int, Tensor] = {}  # attention may take one tensor as query, key and value
-
-        def gather(tensor: Tensor, dim: int) -> Tensor:
-            if id(tensor) not in gathered:
-                gathered[id(tensor)] = gather_tokens(tensor, self._share, dim)
-            return gathered[id(tensor)]
-
-        return changed((args, kwargs), gather, self._dims)
-
-
-@dataclass(frozen=True)
-class _Scattered:
-    """This rank's tokens of a row split's sum."""
-
-    share: TokenPartition
-    dim: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return scatter_sum(x, self.share, self.dim)
+    return changed((args, kwargs), gather, dims)
 
 
 def _fork_of(block: nn.Module, group: SplitRegion, index: int) -> ForkArguments:
@@ -353,12 +336,6 @@ def _leaves(call: ForwardCall, asked: Set[str]) -> Any:
     for place, tensor in by_place(leaves).items():
         tensor.requires_grad_(place in asked)
     return leaves
-
-
-def _seeds(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    differentiable = {place: tensor for place, tensor in outputs.items() if tensor.requires_grad}
-    return {place: torch.rand(tensor.shape, generator=generator).to(tensor) for place, tensor in differentiable.items()}
 
 
 def _backward(block: nn.Module, outputs: Mapping[str, Tensor], seeds: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -24,7 +25,7 @@ from atorch.model.state import evaluating, preserved_modes
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, map_by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE, MISFITS
+from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE, MISFITS, EvaluateModel
 
 HIDDEN = -1e4  # additive masks are below this where attention is masked
 MOST = 64  # maximum ways to cut the arguments that are tried
@@ -129,11 +130,7 @@ def try_part(
     """The block's token split on the tokens of `rank`, or the reason why it computes something else."""
     if not arguments:
         return "it has no argument that goes along the tokens"
-
-    def part(tensor: Tensor, dim: int) -> Tensor:
-        return share.part(tensor, dim, rank)
-
-    args, kwargs = changed(copied((whole.call.args, whole.call.kwargs)), part, arguments)
+    args, kwargs = changed(copied((whole.call.args, whole.call.kwargs)), partial(share.part, rank=rank), arguments)
     replay = _Played(whole.attention, share, rank)
     inner: list[tuple[str, list[Tensor]]] = []
     try:
@@ -246,26 +243,18 @@ def _noting(block: nn.Module) -> Iterator[list[tuple[str, list[Tensor]]]]:
     """Record the outputs of the block's inner modules, in order."""
     noted: list[tuple[str, list[Tensor]]] = []
 
-    def note(path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, output: Any) -> None:
-            noted.append((path, [tensor.clone() for tensor in by_place(output).values()]))
+    def note(path: str, _: nn.Module, args: Any, output: Any) -> None:
+        noted.append((path, [tensor.clone() for tensor in by_place(output).values()]))
 
-        return hook
-
-    handles = [module.register_forward_hook(note(path)) for path, module in block.named_modules() if path]
-    try:
+    with ExitStack() as hooks:
+        for path, module in block.named_modules():
+            if path:
+                hooks.enter_context(module.register_forward_hook(partial(note, path)))
         yield noted
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _storage(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
-
-
-RunModel = Callable[[nn.Module], Any]
-"""Calls the model on a batch and returns its output."""
 
 
 @dataclass
@@ -288,41 +277,32 @@ class Evaluation:
     output: Any
 
 
-def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -> Evaluation:
+def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel) -> Evaluation:
     """Run the model once, in eval mode and without gradients."""
     seen: dict[str, BlockCalls] = {}
     calls: dict[Any, ForwardCall] = {}
     outputs: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # by id; kept alive so that ids stay unique
 
-    def before(path: str) -> Callable[..., None]:
-        def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
-            if path in seen:
-                seen[path].num_calls += 1
-                return
-            tensors = by_place((args, kwargs))
-            origins = {place: outputs[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in outputs}
-            kind = _kind(block, tensors, origins)
-            if kind not in calls:
-                calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
-            seen[path] = BlockCalls(path, kind, origins)
+    def before(path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if path in seen:
+            seen[path].num_calls += 1
+            return
+        tensors = by_place((args, kwargs))
+        origins = {place: outputs[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in outputs}
+        kind = _kind(block, tensors, origins)
+        if kind not in calls:
+            calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
+        seen[path] = BlockCalls(path, kind, origins)
 
-        return hook
+    def after(path: str, block: nn.Module, args: Any, output: Any) -> None:
+        seen[path].outputs = by_place(output)
+        outputs.update({id(tensor): (tensor, (path, place)) for place, tensor in seen[path].outputs.items()})
 
-    def after(path: str) -> Callable[..., None]:
-        def hook(block: nn.Module, args: Any, output: Any) -> None:
-            seen[path].outputs = by_place(output)
-            outputs.update({id(tensor): (tensor, (path, place)) for place, tensor in seen[path].outputs.items()})
-
-        return hook
-
-    handles = [block.register_forward_pre_hook(before(path), with_kwargs=True) for path, block in blocks.items()]
-    handles += [block.register_forward_hook(after(path)) for path, block in blocks.items()]
-    try:
-        with evaluating(model):
-            return Evaluation(seen, calls, run(model))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for path, block in blocks.items():
+            hooks.enter_context(block.register_forward_pre_hook(partial(before, path), with_kwargs=True))
+            hooks.enter_context(block.register_forward_hook(partial(after, path)))
+        return Evaluation(seen, calls, run(model))
 
 
 def copied(data: Any) -> Any:

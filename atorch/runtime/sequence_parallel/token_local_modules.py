@@ -9,7 +9,7 @@ All other modules stay unchanged. Fake tensors have no values, so shapes decide 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from atorch.model.state import evaluating
 from atorch.model.structure import made_alone, outside_of
 from atorch.model.wrapper import override
 from atorch.runtime.sequence_parallel.split_validation import (
-    RunModel,
     changed,
     copied,
     cut_along,
@@ -40,7 +39,7 @@ from atorch.runtime.sequence_parallel.token_partition import (
     split_tokens,
 )
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, EvaluateModel
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor
 
 
@@ -60,7 +59,7 @@ class ByToken:
 
 @torch.no_grad()
 def find_by_token(
-    model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel, dims: Set[int], share: TokenPartition
+    model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel, dims: Set[int], share: TokenPartition
 ) -> dict[str, ByToken]:
     """Modules outside of `blocks`, by path, that compute the same on a rank's tokens, on all ranks.
 
@@ -92,11 +91,7 @@ def _by_token(original: Callable[..., Any], way: ByToken, share: TokenPartition)
         tensor = tensors.get(way.place)
         if tensor is None or len(tensors) > 1 or not _can_be_cut(tensor, way, share):
             return original(self, *args, **kwargs)
-
-        def cut(tensor: Tensor, dim: int) -> Tensor:
-            return own_tokens(tensor, share, dim)
-
-        args, kwargs = changed((args, kwargs), cut, {way.place: way.given})
+        args, kwargs = changed((args, kwargs), partial(own_tokens, share=share), {way.place: way.given})
         return split_tokens(original(self, *args, **kwargs), share, way.made)
 
     return call
@@ -130,20 +125,15 @@ def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Forwar
     """Record first calls of modules and their results; (None, None) without exactly one tensor in and out."""
     calls: dict[str, tuple[ForwardCall | None, Any]] = {}
 
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            is_plain = isinstance(output, Tensor) and len(by_place((args, kwargs))) == 1
-            if path not in calls:
-                calls[path] = (ForwardCall(*copied((args, kwargs))), output.clone()) if is_plain else (None, None)
+    def note(path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        is_plain = isinstance(output, Tensor) and len(by_place((args, kwargs))) == 1
+        if path not in calls:
+            calls[path] = (ForwardCall(*copied((args, kwargs))), output.clone()) if is_plain else (None, None)
 
-        return hook
-
-    handles = [module.register_forward_hook(note(path), with_kwargs=True) for path, module in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for path, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(note, path), with_kwargs=True))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _way(module: nn.Module, call: ForwardCall, result: Tensor, dims: Set[int], share: TokenPartition) -> ByToken | None:
@@ -157,11 +147,7 @@ def _way(module: nn.Module, call: ForwardCall, result: Tensor, dims: Set[int], s
     for dim in usual(tensor.dim()):
         if tensor.shape[dim] % share.pieces or tensor.shape[dim] < share.pieces:
             continue
-
-        def part(whole: Tensor, dim: int) -> Tensor:
-            return share.part(whole, dim)
-
-        args, kwargs = changed(copied((call.args, call.kwargs)), part, {place: dim})
+        args, kwargs = changed(copied((call.args, call.kwargs)), share.part, {place: dim})
         try:
             run = partial(module, *args, **kwargs)
             got, shapes = made_alone(run, by_place((args, kwargs)).values()) if is_fake else (run(), None)

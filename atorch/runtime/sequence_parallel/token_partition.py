@@ -203,7 +203,7 @@ def is_by_tokens(x: Tensor, dim: int) -> bool:
     return is_split and x._axis == dim % x.dim()  # type: ignore[attr-defined]
 
 
-def own_tokens(x: Tensor, share: TokenPartition, dim: int) -> Tensor:
+def own_tokens(x: Tensor, dim: int, share: TokenPartition) -> Tensor:
     """This rank's tokens of a tensor that is whole on every rank, or split by tokens already."""
     if isinstance(x, SplitTensor) and is_by_tokens(x, dim) and x._layout == Tokens.all_of(share, x._layout.count):
         return to_part(x)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,10 @@ from atorch.errors import AtorchError, StrategyError
 from atorch.model.state import evaluating
 from atorch.model.structure import repeated_blocks
 from atorch.model.wrapper import override
-from atorch.runtime.sequence_parallel.attention import AttentionCall, Exchange, exchange_attention
+from atorch.runtime.sequence_parallel.attention import Exchange, exchange_attention
 from atorch.runtime.sequence_parallel.split_validation import (
     BlockStream,
     Evaluation,
-    RunModel,
     Whole,
     changed,
     evaluate,
@@ -39,6 +39,7 @@ from atorch.runtime.sequence_parallel.split_validation import (
 from atorch.runtime.sequence_parallel.token_local_modules import compute_by_token, drawing, find_by_token
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition, own_tokens, split_tokens
 from atorch.runtime.tensor_parallel.derive.block_sandbox import by_place
+from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor, whole_of
 
 ENDS = "_ends_of_stream"  # attribute of a block that holds its scatter and gather
@@ -47,7 +48,7 @@ Streams = Mapping[str, BlockStream]
 
 
 def split_stream(
-    model: nn.Module, run: RunModel, share: TokenPartition, exchange: Exchange, *, outside: bool = True
+    model: nn.Module, run: EvaluateModel, share: TokenPartition, exchange: Exchange, *, outside: bool = True
 ) -> Streams:
     """Split the tokens of `model` in place over the ranks of `share`; returns each block's token split.
 
@@ -69,7 +70,8 @@ def split_stream(
     with evaluating(model):
         by_kind = _by_kind(blocks, evaluation, share, exchange)
     streams = linked(evaluation, {path: by_kind[calls.kind] for path, calls in evaluation.blocks.items()})
-    by_token = find_by_token(model, blocks, run, _dims(streams), share) if outside else {}
+    dims = {dim for stream in streams.values() for dim in stream.outputs.values()}
+    by_token = find_by_token(model, blocks, run, dims, share) if outside else {}
     for path, stream in streams.items():
         exchange_attention(blocks[path], exchange)
         install(blocks[path], stream, share, stays_split=outside)
@@ -95,9 +97,15 @@ def _by_kind(
                 f"{path} calls no scaled_dot_product_attention, by which alone its tokens may meet; make the model "
                 "with attn_implementation='sdpa', or put module_replace into the strategy"
             )
-        _need_equal_pieces(path, lengths, share)
+        uneven = [length for length in sorted(lengths) if length % share.pieces]
+        if uneven:
+            raise StrategyError(
+                f"the attention of {path} has {uneven[0]} tokens, which cannot be cut into {share.pieces} equal "
+                f"pieces; give sequences whose length is a multiple of {share.pieces}, or the axis another size"
+            )
         for call, _ in whole.attention.calls:
-            _need_fit(path, call, exchange)
+            if (reason := exchange.unfit(call)) is not None:
+                raise StrategyError(f"the attention of {path} cannot be split: {reason}")
         stream = find_stream(block, whole, lengths, share)
         if not isinstance(stream, str):
             stream = _agreed(block, whole, stream, share)
@@ -109,21 +117,6 @@ def _by_kind(
             )
         streams[kind] = stream
     return streams
-
-
-def _need_equal_pieces(path: str, lengths: set[int], share: TokenPartition) -> None:
-    for length in sorted(lengths):
-        if length % share.pieces:
-            raise StrategyError(
-                f"the attention of {path} has {length} tokens, which cannot be cut into {share.pieces} equal pieces; "
-                f"give sequences whose length is a multiple of {share.pieces}, or the axis another size"
-            )
-
-
-def _need_fit(path: str, call: AttentionCall, exchange: Exchange) -> None:
-    reason = exchange.unfit(call)
-    if reason is not None:
-        raise StrategyError(f"the attention of {path} cannot be split: {reason}")
 
 
 def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: TokenPartition) -> BlockStream | str:
@@ -151,11 +144,6 @@ def linked(seen: Evaluation, streams: Streams) -> Streams:
     return {path: replace(streams[path], arguments=arguments[path], outputs=outputs[path]) for path in streams}
 
 
-def _dims(streams: Streams) -> set[int]:
-    """The dims of tokens in the blocks' outputs."""
-    return {dim for stream in streams.values() for dim in stream.outputs.values()}
-
-
 def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, stays_split: bool = False) -> None:
     """Cut the arguments of `block` to its rank's tokens, and gather its outputs, as in `stream`.
 
@@ -164,13 +152,13 @@ def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, sta
     if stream.draws:
         override(block, "forward", drawing, share.rank)
     if stays_split:
-        vars(block)[ENDS] = _Scatter(stream.arguments, share), _Gather(stream.outputs, share, True)
+        vars(block)[ENDS] = partial(_scatter, stream.arguments, share), partial(_gather, stream.outputs, share, True)
         override(block, "__call__", _streamed)  # blocks of one class still share one
         return
     if stream.arguments:
-        block.register_forward_pre_hook(_Scatter(stream.arguments, share), with_kwargs=True)
+        block.register_forward_pre_hook(partial(_scatter, stream.arguments, share), with_kwargs=True)
     if stream.outputs:
-        block.register_forward_hook(_Gather(stream.outputs, share, False))
+        block.register_forward_hook(partial(_gather, stream.outputs, share, False))
 
 
 def _streamed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,32 +172,22 @@ def _streamed(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Scatter:
-    """Before a block: cuts whole arguments to this rank's tokens."""
-
-    def __init__(self, dims: Mapping[str, int], share: TokenPartition) -> None:
-        self._dims, self._share = dims, share
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return changed((args, kwargs), self._own, self._dims)
-
-    def _own(self, tensor: Tensor, dim: int) -> Tensor:
-        return own_tokens(tensor, self._share, dim)
+def _scatter(dims: Mapping[str, int], share: TokenPartition, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Before a block: cut whole arguments to this rank's tokens."""
+    return changed((args, kwargs), partial(own_tokens, share=share), dims)
 
 
-class _Gather:
-    """After a block: gathers outputs that others than the next block take."""
+def _gather(
+    dims: Mapping[str, int], share: TokenPartition, stays_split: bool, _: nn.Module, args: Any, output: Any
+) -> Any:
+    """After a block: gather outputs that others than the next block take."""
 
-    def __init__(self, dims: Mapping[str, int], share: TokenPartition, stays_split: bool) -> None:
-        self._dims, self._share, self._stays_split = dims, share, stays_split
+    def whole(tensor: Tensor, dim: int) -> Tensor:
+        if stays_split and tensor.is_floating_point() and not torch.compiler.is_compiling():
+            return split_tokens(tensor, share, dim)  # compilers take no such tensors
+        return share.gather(tensor, dim)
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return changed(output, self._all, self._dims)
-
-    def _all(self, tensor: Tensor, dim: int) -> Tensor:
-        if self._stays_split and tensor.is_floating_point() and not torch.compiler.is_compiling():
-            return split_tokens(tensor, self._share, dim)  # compilers take no such tensors
-        return self._share.gather(tensor, dim)
+    return changed(output, whole, dims)
 
 
 def check_output(

@@ -40,17 +40,13 @@ class ShardingContext:
 
     def part(self, parameter: nn.Parameter, rows: Rows) -> nn.Parameter:
         if id(parameter) not in self._new:
-            local = rows.take(parameter.detach(), self.rank).clone(memory_format=torch.contiguous_format)
-            data = self._spread(local, parameter, rows.dim) if self.as_dtensors else local
+            data = rows.take(parameter.detach(), self.rank).clone(memory_format=torch.contiguous_format)
+            if self.as_dtensors:
+                shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+                placements = [Shard(rows.dim)]
+                data = DTensor.from_local(data, self.mesh, placements, run_check=False, shape=shape, stride=stride)
             self._new[id(parameter)] = parameter, nn.Parameter(data, requires_grad=parameter.requires_grad)
         return self._new[id(parameter)][1]
-
-    def _spread(self, local: Tensor, whole: Tensor, dim: int) -> Tensor:
-        stride = torch.empty(whole.shape, device="meta").stride()
-        dtensor: Tensor = DTensor.from_local(
-            local, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=stride
-        )
-        return dtensor
 
 
 def split_block(block: nn.Module, layout: BlockLayout, cut: ShardingContext) -> None:

@@ -66,7 +66,6 @@ class Rows:
 
     @property
     def _met(self) -> Tensor:
-        """The number of ranks that use each row."""
         met = torch.zeros(max(stop for runs in self.by_rank for _, stop in runs), dtype=torch.int32)
         for runs in self.by_rank:
             for start, stop in runs:

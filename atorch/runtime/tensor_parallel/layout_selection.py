@@ -12,7 +12,8 @@ HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) solves each to a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def choose(
     """
     at_most = _exclusions(options, ties)
     work = np.array([option.spared_work for option in options])
-    spared = _spared_bytes(options)
+    spared = np.array([option.spared_bytes for option in options])
     sent = np.array([option.sent for option in options])
     if needed_bytes is None:
         return _least([-work, -spared, sent], at_most)
@@ -75,12 +76,8 @@ def choose(
 
 def most_spared(options: Sequence[Option], ties: Sequence[Sequence[str]] = ()) -> float:
     """The most bytes that each rank can be spared of parameters."""
-    spared = _spared_bytes(options)
+    spared = np.array([option.spared_bytes for option in options])
     return float(spared[_least([-spared], _exclusions(options, ties))].sum())
-
-
-def _spared_bytes(options: Sequence[Option]) -> Any:
-    return np.array([option.spared_bytes for option in options])
 
 
 def _exclusions(options: Sequence[Option], ties: Sequence[Sequence[str]]) -> list[tuple[Any, float]]:
@@ -106,20 +103,16 @@ def _least(goals: Sequence[Any], at_most: list[tuple[Any, float]]) -> list[int] 
         size = np.abs(goal).max(initial=0.0)
         if size == 0.0:
             continue
-        rows = [_scaled(row, bound) for row, bound in at_most]
-        limits = [LinearConstraint(row, ub=bound) for row, bound in rows]
+        # In numbers near 1: HiGHS treats 1e-6 as 0.
+        scales = [np.abs(row).max(initial=0.0) or 1.0 for row, _ in at_most]
+        pairs = zip(at_most, scales, strict=True)
+        limits = [LinearConstraint(row / scale, ub=bound / scale) for (row, bound), scale in pairs]
         solution = milp(goal / size, constraints=limits, integrality=1, bounds=Bounds(0, 1), options={"mip_rel_gap": 0})
         if solution.x is None:
             return None
         selected = solution.x.round()
         at_most = [*at_most, (goal, float(goal @ selected) + ALIKE * size)]
     return [int(index) for index in selected.nonzero()[0]]
-
-
-def _scaled(row: Any, bound: float) -> tuple[Any, float]:
-    """The same inequality in numbers near 1: HiGHS treats 1e-6 as 0."""
-    size = np.abs(row).max(initial=0.0) or 1.0
-    return row / size, bound / size
 
 
 class Counted(NamedTuple):
@@ -141,15 +134,12 @@ def counted(block: nn.Module, layout: BlockLayout, call: ForwardCall) -> dict[st
         work[product.weight] = work.get(product.weight, 0.0) + 2.0 * result.numel() * product.input.shape[-1]
         return result
 
-    handles = [handle for group in layout.groups for handle in _watch(block, group, sent[group.row])]
-    try:
-        (args, kwargs), _ = fresh(call)
-        with torch.enable_grad(), SeeProducts(dict(block.named_parameters()), note):
-            block(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     parameters = dict(block.named_parameters())
+    (args, kwargs), _ = fresh(call)
+    with ExitStack() as hooks, torch.enable_grad(), SeeProducts(parameters, note):
+        for group in layout.groups:
+            _watch(hooks, block, group, sent[group.row])
+        block(*args, **kwargs)
     return {
         group.row: Counted(_spared(group, parameters, work), sum(tensor.numel() for tensor in sent[group.row].tensors))
         for group in layout.groups
@@ -186,24 +176,19 @@ class _Sent:
         return hook
 
 
-def _watch(block: nn.Module, group: SplitRegion, sent: _Sent) -> list[Any]:
-    handles = [place_of(block, group.row)[0].register_forward_hook(sent.summed)]
+def _watch(hooks: ExitStack, block: nn.Module, group: SplitRegion, sent: _Sent) -> None:
+    hooks.enter_context(place_of(block, group.row)[0].register_forward_hook(sent.summed))
     for names in group.forks:
         hook = sent.forked()
-        modules = dict.fromkeys(place_of(block, name)[0] for name in names)
-        handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    return handles
+        for module in dict.fromkeys(place_of(block, name)[0] for name in names):
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 NOT_NEEDED = "a process holds no more than parameter_bytes without that"
 
 
 def settled(
-    model: nn.Module,
-    found: ModelLayout,
-    watched: Watched,
-    ranks: Ranks,
-    parameter_bytes: float | None,
+    model: nn.Module, found: ModelLayout, watched: Watched, ranks: Ranks, parameter_bytes: float | None
 ) -> ModelLayout:
     """The layout that is selected from `found`, whose groups may share parameters. All ranks call it.
 
@@ -213,18 +198,22 @@ def settled(
     Raises:
         StrategyError: no choice leaves as little as `parameter_bytes`.
     """
-    if parameter_bytes is None and all(_are_apart(kind.layout.groups) for kind in found.kinds):
+    cuts = [[name for group in kind.layout.groups for name in group.parameters] for kind in found.kinds]
+    if parameter_bytes is None and all(len(names) == len(set(names)) for names in cuts):
         return found  # no two groups conflict
     counts = {kind.paths: _counted(kind, watched) for kind in found.kinds}
     groups = [(kind, group) for kind in found.kinds for group in kind.layout.groups]
-    tables = _tables(model, found.vocabulary)
+    tables = _aliases(model, (*found.vocabulary.lookups, *found.vocabulary.logits))
     options = [_of_group(model, kind, group, counts[kind.paths][group.row]) for kind, group in groups]
     options += [_of_table(model, names, found.vocabulary, watched) for names in tables]
-    ties = _ties(model, frozenset().union(*(option.cuts for option in options)))
-    needed = None if parameter_bytes is None else _bytes_of(model) - parameter_bytes
+    cut = frozenset().union(*(option.cuts for option in options))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in cut]
+    ties = [aliases for aliases in _aliases(model, names) if len(aliases) > 1]
+    whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    needed = None if parameter_bytes is None else whole_bytes - parameter_bytes
     chosen = ranks.gather(choose(options, ties, needed))[0]  # other solver versions may take another optimum
     if chosen is None:
-        least = _bytes_of(model) - most_spared(options, ties)
+        least = whole_bytes - most_spared(options, ties)
         raise StrategyError(
             f"parameter_bytes was given {parameter_bytes:g}, but with tensor {found.degree} each process holds at "
             f"least {least:.0f} bytes ({format_bytes(least)}) of {type(model).__name__}; give at least so many, or "
@@ -240,11 +229,6 @@ def settled(
     vocabulary = found.vocabulary.without(dropped, biases)
     kept = (*vocabulary.kept, *(Unsplit(name, NOT_NEEDED) for name in sorted(dropped)))
     return replace(found, kinds=tuple(kinds), vocabulary=replace(vocabulary, kept=kept))
-
-
-def _are_apart(groups: Sequence[SplitRegion]) -> bool:
-    names = [name for group in groups for name in group.parameters]
-    return len(names) == len(set(names))
 
 
 def _counted(kind: Alike, watched: Watched) -> dict[str, Counted]:
@@ -267,12 +251,12 @@ def _of_group(model: nn.Module, kind: Alike, group: SplitRegion, counts: Counted
     return Option(cuts, num_blocks * counts.spared_work, num_blocks * spared, num_blocks * counts.sent)
 
 
-def _tables(model: nn.Module, vocabulary: Vocabulary) -> list[tuple[str, ...]]:
-    """The names of each table that could be split over the vocabulary."""
-    names: dict[int, list[str]] = {}
-    for name in dict.fromkeys((*vocabulary.lookups, *vocabulary.logits)):
-        names.setdefault(id(model.get_parameter(name)), []).append(name)
-    return [tuple(aliases) for aliases in names.values()]
+def _aliases(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The names of each parameter among `names`."""
+    by_id: dict[int, list[str]] = {}
+    for name in dict.fromkeys(names):
+        by_id.setdefault(id(model.get_parameter(name)), []).append(name)
+    return [tuple(aliases) for aliases in by_id.values()]
 
 
 def _of_table(model: nn.Module, names: Sequence[str], vocabulary: Vocabulary, watched: Watched) -> Option:
@@ -287,19 +271,6 @@ def _of_table(model: nn.Module, names: Sequence[str], vocabulary: Vocabulary, wa
     looked_up = sum(count for name, count in watched.tables.items() if parameters[name] is table)
     sent = looked_up * (table.numel() // num_rows) + elements
     return Option(frozenset(names), 2.0 * elements * num_rows * share, table.nbytes * share, sent)
-
-
-def _ties(model: nn.Module, cut: Set[str]) -> list[list[str]]:
-    """The names of each parameter that could be cut under several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in cut:
-            names.setdefault(id(parameter), []).append(name)
-    return [aliases for aliases in names.values() if len(aliases) > 1]
-
-
-def _bytes_of(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _only(layout: BlockLayout, rows: Set[str]) -> BlockLayout:

@@ -6,7 +6,7 @@ are summed. Both need that no other module uses the parameter, which one recorde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,10 +20,7 @@ from atorch.runtime.tensor_parallel.derive.block_sandbox import MatmulUse
 from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, Unsplit
 from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name
-from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, why_whole
-
-Holders = Mapping[str, nn.Module]
-"""The modules that hold one parameter, by the parameter's full name in each."""
+from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, holders_of
 
 
 def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Iterable[str], degree: int) -> Vocabulary:
@@ -32,45 +29,27 @@ def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Ite
     among: full names, which must include all names of a tied parameter.
     """
     cut_ids = {id(model.get_parameter(name)) for name in cut}
-    by_id: dict[int, tuple[nn.Parameter, dict[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in cut_ids:
-                name = f"{path}.{attribute}" if path else attribute
-                by_id.setdefault(id(parameter), (parameter, {}))[1][name] = module
     selected = {
-        key: (parameter, holders)
-        for key, (parameter, holders) in by_id.items()
-        if not among.isdisjoint(holders) and all(_is_known(name, module) for name, module in holders.items())
+        key: holders
+        for key, holders in holders_of(model).items()
+        if key not in cut_ids
+        and not among.isdisjoint(holders)
+        and all(_is_known(name, module) for name, module in holders.items())
     }
+    splits = Vocabulary({}, {}, {})
     if not selected:
-        return Vocabulary({}, {}, {})
-    uses = _Uses({key: frozenset(holders.values()) for key, (_, holders) in selected.items()})
+        return splits
+    uses = _Uses({key: frozenset(holders.values()) for key, holders in selected.items()})
     with preserved_state(model), evaluating(model), uses.watching(), uses:
         run(model)
-    splits = Vocabulary({}, {}, {})
-    for key, (parameter, holders) in selected.items():
-        splits = _with(splits, model, holders, Rows.even(0, parameter.shape[0], degree), among, uses.why_whole(key))
+    for key, holders in selected.items():
+        reason, others = uses.why_whole(key), sorted(holders.keys() - among)
+        if others:
+            reason = f"it is tied to {', '.join(others)}, which is not to be split"
+        rows = Rows.even(0, model.get_parameter(next(iter(holders))).shape[0], degree)
+        with_bias = [name for name, module in holders.items() if module._parameters.get("bias") is not None]
+        splits = splits.with_table(holders, rows, [f"{name.removesuffix('weight')}bias" for name in with_bias], reason)
     return splits
-
-
-def _with(
-    splits: Vocabulary, model: nn.Module, holders: Holders, rows: Rows, among: Set[str], reason: str | None
-) -> Vocabulary:
-    """`splits` with one more parameter, split or kept."""
-    first, others = next(iter(holders)), sorted(holders.keys() - among)
-    if others:
-        reason = f"it is tied to {', '.join(others)}, which is not to be split"
-    reason = reason or why_whole(list(holders.values()), rows)
-    if reason is not None:
-        return Vocabulary(splits.lookups, splits.logits, splits.biases, (*splits.kept, Unsplit(first, reason)))
-    lookups, logits, biases = dict(splits.lookups), dict(splits.logits), dict(splits.biases)
-    for name, module in holders.items():
-        (lookups if isinstance(module, nn.Embedding) else logits)[name] = rows
-        bias = name.removesuffix("weight") + "bias"
-        if module._parameters.get("bias") is not None:
-            biases[bias] = Rows(0, rows.by_rank)
-    return Vocabulary(lookups, logits, biases, splits.kept)
 
 
 def _is_known(name: str, module: nn.Module) -> bool:
@@ -95,8 +74,8 @@ class _Uses(TorchFunctionMode):
         """Record inside when the holders compute."""
         with ExitStack() as stack:
             for module in {module for held in self._holders.values() for module in held}:
-                stack.callback(module.register_forward_pre_hook(self._enter).remove)
-                stack.callback(module.register_forward_hook(self._leave).remove)
+                stack.enter_context(module.register_forward_pre_hook(self._enter))
+                stack.enter_context(module.register_forward_hook(self._leave))
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -106,13 +85,9 @@ class _Uses(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._computing.pop()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        used = {
-            id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)
-        } & self._holders.keys()
+        used = set(map(id, tree_leaves((args, kwargs)))) & self._holders.keys()
         if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
             self._elsewhere |= {key for key in used if self._holders[key].isdisjoint(self._computing)}
         return result
@@ -126,10 +101,8 @@ class _Uses(TorchFunctionMode):
 
 def has_pair(block: nn.Module, path: str, only: Set[str]) -> bool:
     """True if a block holds two matrices to split, the minimum of a group."""
-    parameters = block.named_parameters(remove_duplicate=False)
-    return (
-        len({parameter for name, parameter in parameters if parameter.dim() > 1 and full_name(path, name) in only}) > 1
-    )
+    named = block.named_parameters(remove_duplicate=False)
+    return len({p for name, p in named if p.dim() > 1 and full_name(path, name) in only}) > 1
 
 
 def groups_among(layout: BlockLayout, path: str, only: Set[str]) -> BlockLayout:
@@ -166,10 +139,11 @@ def with_those_alone(layout: ModelLayout, model: nn.Module, run: EvaluateModel, 
     alone = derive_alone(model, run, only, cut, layout.degree)
     covered = {*alone.lookups, *alone.logits, *(unsplit.name for unsplit in alone.kept)}
     listed = {name for name in only if name not in covered}
+    kept = tuple(unsplit for unsplit in layout.vocabulary.kept if unsplit.name in listed)
     return replace(
         layout,
         kinds=tuple(_with_kept(kind, listed) for kind in layout.kinds),
-        vocabulary=replace(layout.vocabulary, kept=_among(layout.vocabulary.kept, listed)),
+        vocabulary=replace(layout.vocabulary, kept=kept),
         outside=(),
         alone=alone,
     )
@@ -181,7 +155,3 @@ def _with_kept(kind: Alike, listed: Set[str]) -> Alike:
         unsplit for unsplit in kind.layout.kept if any(full_name(path, unsplit.name) in listed for path in kind.paths)
     )
     return replace(kind, layout=replace(kind.layout, kept=kept))
-
-
-def _among(kept: Iterable[Unsplit], listed: Set[str]) -> tuple[Unsplit, ...]:
-    return tuple(unsplit for unsplit in kept if unsplit.name in listed)

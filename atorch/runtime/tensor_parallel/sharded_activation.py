@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from atorch.distributed.collectives import checked_barrier
+
+T = TypeVar("T")
 
 
 class TrackedDim:
@@ -118,9 +120,7 @@ class SplitTensor(Tensor):
         return cls(inner["_part"], *context)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reads_no_values(func):
             with as_tensors():
@@ -129,12 +129,17 @@ class SplitTensor(Tensor):
             result = cls.on_part(func, args[0], args[1:], kwargs)
             if result is not NotImplemented:
                 return result
-        return _on_whole(func, args, kwargs)
+        is_written = writes(func) or "out" in kwargs
+
+        def whole(split: SplitTensor) -> Tensor:
+            if not split._is_whole:
+                split._meet(func)
+            return split._as_whole(is_written)
+
+        return on_whole(SplitTensor, whole, func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # a static method in torch's stub
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Handle the operations of autograd itself: it adds and copies gradients."""
         if func in _OF_AUTOGRAD:
             first = next(argument for argument in args if isinstance(argument, SplitTensor))
@@ -169,7 +174,6 @@ class SplitTensor(Tensor):
         return self._layout.take(other, self._axis)  # type: ignore[no-any-return]
 
     def _own(self) -> Tensor:
-        """This rank's current part, detached."""
         if self._is_whole:
             return self._layout.take(self._values(), self._axis)  # type: ignore[no-any-return]
         return self._part
@@ -206,13 +210,11 @@ class SplitTensor(Tensor):
 
 def from_part(kind: type[SplitTensor], part: Tensor, layout: DimSharding, axis: int) -> Any:
     """The split tensor of which this rank has `part`, in autograd's graph."""
-    split: SplitTensor = _FromPart.apply(part, kind, layout, axis)  # type: ignore[no-untyped-call]
-    return split
+    return _FromPart.apply(part, kind, layout, axis)  # type: ignore[no-untyped-call]
 
 
 def to_part(split: SplitTensor) -> Tensor:
-    part: Tensor = _ToPart.apply(split)  # type: ignore[no-untyped-call]
-    return part
+    return _ToPart.apply(split)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def whole_of(split: SplitTensor) -> Tensor:
@@ -253,21 +255,20 @@ class _ToPart(torch.autograd.Function):
         return from_part(ctx.kind, grad, ctx.layout.of_gradients(), ctx.axis)  # type: ignore[no-any-return]
 
 
-def _on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function on whole tensors, which are gathered for it."""
-    is_written = writes(func) or "out" in kwargs
-    by_tensor: dict[int, SplitTensor] = {}
+def on_whole(
+    kind: type[T], whole: Callable[[T], Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The result of a function on what `whole` makes of arguments of this kind; one that is returned keeps its kind."""
+    by_tensor: dict[int, T] = {}
 
-    def whole(split: SplitTensor) -> Tensor:
-        if not split._is_whole:
-            split._meet(func)
-        tensor = split._as_whole(is_written)
-        by_tensor[id(tensor)] = split
+    def noted(argument: T) -> Tensor:
+        tensor = whole(argument)
+        by_tensor[id(tensor)] = argument
         return tensor
 
-    whole_args, whole_kwargs = tree_map_only(SplitTensor, whole, (args, kwargs))
+    whole_args, whole_kwargs = tree_map_only(kind, noted, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    return by_tensor.get(id(result), result)  # an argument that is returned stays a split tensor
+    return by_tensor.get(id(result), result)
 
 
 def writes(func: Callable[..., Any]) -> bool:

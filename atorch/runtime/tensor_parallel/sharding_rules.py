@@ -47,7 +47,7 @@ def _on_part(func: Callable[..., Any], split: SplitTensor, args: tuple[Any, ...]
     if any(isinstance(argument, SplitTensor) for argument in (*args, *kwargs.values())):
         return _of_two(func, split, args, kwargs)
     for rule in _RULES.get(func, ()):
-        result = rule(split, *args, **kwargs) if has_parameters(rule, split, *args, **kwargs) else NotImplemented
+        result = applied(rule, split, *args, **kwargs)
         if result is not NotImplemented:
             return result
     call = local_call(func, tuple(split.shape), split._layout, split._axis, args, kwargs)
@@ -109,13 +109,13 @@ def _gather(split: SplitTensor, dim: int, index: Tensor) -> Any:
     return whole_of(split.like(to_part(split).gather(dim, split._layout.take(index, split._axis))))
 
 
-def has_parameters(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """True if a rule takes these arguments: torch's functions take some by other names and numbers."""
+def applied(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The rule's result; NotImplemented if it does not take these: torch's functions have other names and numbers."""
     try:
         inspect.signature(rule).bind(*args, **kwargs)
     except TypeError:
-        return False
-    return True
+        return NotImplemented
+    return rule(*args, **kwargs)
 
 
 class LocalCall(NamedTuple):
@@ -152,9 +152,10 @@ def local_call(
 
     These are casts and copies, scaling and capping by plain numbers, and views and indices.
     """
-    rule = _LOCAL.get(func)
-    operand = _Operand(func, sizes, layout, axis)
-    return rule(operand, *args, **kwargs) if rule and has_parameters(rule, operand, *args, **kwargs) else None
+    if func not in _LOCAL:
+        return None
+    call = applied(_LOCAL[func], _Operand(func, sizes, layout, axis), *args, **kwargs)
+    return None if call is NotImplemented else call
 
 
 def _cast(x: _Operand, *args: Any, **kwargs: Any) -> LocalCall | None:

@@ -39,12 +39,7 @@ from atorch.runtime.tensor_parallel.model_layout import (
     shapes_of,
     why_not_of,
 )
-from atorch.runtime.tensor_parallel.parameter_filter import (
-    groups_among,
-    has_pair,
-    vocabulary_among,
-    with_those_alone,
-)
+from atorch.runtime.tensor_parallel.parameter_filter import groups_among, has_pair, vocabulary_among, with_those_alone
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, derive_vocabulary, split_vocabulary
 
 if TYPE_CHECKING:
@@ -140,12 +135,7 @@ def derive_layout(
 
 
 def apply_layout(
-    model: nn.Module,
-    layout: ModelLayout,
-    mesh: DeviceMesh,
-    *,
-    as_dtensors: bool = True,
-    loss_parallel: bool = True,
+    model: nn.Module, layout: ModelLayout, mesh: DeviceMesh, *, as_dtensors: bool = True, loss_parallel: bool = True
 ) -> None:
     """Split `model` in place by `layout`. No communication.
 
@@ -200,7 +190,8 @@ def _derive(
         trials = [_trial(kind, watched, ranks, tried) for kind in layout.kinds]
         if not any(trial.kept for trial in trials):
             pairs = zip(layout.kinds, trials, strict=True)
-            return replace(layout, kinds=tuple(_with_groups(kind, trial.groups) for kind, trial in pairs))
+            kinds = [replace(kind, layout=replace(kind.layout, groups=trial.groups)) for kind, trial in pairs]
+            return replace(layout, kinds=tuple(kinds))
         for kind, trial in zip(layout.kinds, trials, strict=True):
             layouts.update({path: layouts[path].without(partial(_why_failed, trial)) for path in kind.paths})
 
@@ -271,10 +262,6 @@ def _trial(
             layout = with_attributes(twin, layout, call, ranks)
             tried[key] = layout if ranks.mesh is None else _accepted(twin, layout, call, ranks.mesh)
     return tried[key] if groups else BlockLayout(())
-
-
-def _with_groups(kind: Alike, groups: tuple[SplitRegion, ...]) -> Alike:
-    return replace(kind, layout=replace(kind.layout, groups=groups))
 
 
 def _accepted(twin: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: DeviceMesh) -> BlockLayout:

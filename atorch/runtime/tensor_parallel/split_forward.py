@@ -73,7 +73,7 @@ class Inside:
     """
 
     def __init__(self) -> None:
-        self._depth = 0
+        self.depth = 0  # the number of running forwards
 
     def note(self, block: nn.Module) -> None:
         """Set the flag in forwards of `block` from now on."""
@@ -83,20 +83,16 @@ class Inside:
         return self  # a copied block reads the same flag
 
     def __bool__(self) -> bool:
-        return self._depth > 0
-
-    def enter(self, step: int) -> None:
-        """Add `step` to the number of running forwards."""
-        self._depth += step
+        return self.depth > 0
 
 
 def _noted(original: Callable[..., Any], inside: Inside) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inside.enter(1)
+        inside.depth += 1
         try:
             return original(self, *args, **kwargs)
         finally:
-            inside.enter(-1)
+            inside.depth -= 1
 
     return forward
 

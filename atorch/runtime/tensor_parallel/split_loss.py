@@ -130,8 +130,7 @@ def _rows(
 ) -> tuple[Tensor, ...]:
     part, columns = to_part(split).movedim(split._axis, -1), split._layout
     own_weight = None if weight is None else columns.take(weight, 0)
-    rows: tuple[Tensor, ...] = _Rows.apply(part, columns, target, sums, own_weight)  # type: ignore[no-untyped-call]
-    return rows
+    return _Rows.apply(part, columns, target, sums, own_weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Targets(NamedTuple):

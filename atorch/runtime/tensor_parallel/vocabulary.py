@@ -7,7 +7,7 @@ columns. A table that embedding and logits share is cut once and stays one param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,27 @@ class Vocabulary:
     """Biases of the logits, which every rank keeps whole."""
     kept: tuple[Unsplit, ...] = ()
 
+    def with_table(
+        self, holders: Mapping[str, nn.Module], rows: Rows, biases: Iterable[str], reason: str | None
+    ) -> Vocabulary:
+        """The vocabulary with one more parameter, split into `rows`, or kept for a reason.
+
+        Args:
+            holders: the modules that hold it, by its full name in each.
+            biases: of the logits.
+            reason: why it must be kept; None: only if the modules need it whole.
+        """
+        reason = reason or _why_whole(holders.values(), rows)
+        if reason is not None:
+            return replace(self, kept=(*self.kept, Unsplit(next(iter(holders)), reason)))
+        tables = [name for name, module in holders.items() if isinstance(module, nn.Embedding)]
+        return replace(
+            self,
+            lookups={**self.lookups, **dict.fromkeys(tables, rows)},
+            logits={**self.logits, **{name: rows for name in holders if name not in tables}},
+            biases={**self.biases, **{bias: Rows(0, rows.by_rank) for bias in biases}},
+        )
+
     def without(self, left: Set[str], biases: Set[str | None]) -> Vocabulary:
         """The vocabulary without the tables `left` and the biases `biases`."""
         return replace(
@@ -63,35 +84,29 @@ def derive_vocabulary(
     names = {name for name in tables if parameters[name].shape[0] in sizes}
     sizes = {parameters[name].shape[0] for name in names}
     names |= {name for name, product in outputs.items() if parameters[name].shape[product.out_dim] in sizes}
-    lookups: dict[str, Rows] = {}
-    logits: dict[str, Rows] = {}
-    biases: dict[str, Rows] = {}
-    kept: list[Unsplit] = []
+    vocabulary, all_holders = Vocabulary({}, {}, {}), holders_of(model)
     for name in sorted(names):
-        dim = outputs[name].out_dim if name in outputs else 0
+        product, holders = outputs.get(name), all_holders[id(parameters[name])]
+        dim = 0 if product is None else product.out_dim
         rows = Rows.even(dim, parameters[name].shape[dim], degree)
-        holders = [
-            (f"{path}.{attribute}" if path else attribute, module)
-            for path, module in model.named_modules()
-            for attribute, parameter in module._parameters.items()
-            if parameter is parameters[name]
-        ]
-        modules = [module for _, module in holders]
-        reason = why_whole(modules, rows)
-        if (name in outputs) == all(isinstance(module, nn.Embedding) for module in modules):
-            reason = "it is used outside of the modules that hold it"
-        if reason is not None:
-            kept.append(Unsplit(name, reason))
-            continue
-        for held_as, module in holders:
-            (lookups if isinstance(module, nn.Embedding) else logits)[held_as] = rows
-        bias = outputs[name].bias if name in outputs else None
-        if bias is not None:
-            biases[bias] = Rows(0, rows.by_rank)
-    return Vocabulary(lookups, logits, biases, tuple(kept))
+        is_elsewhere = (product is not None) == all(isinstance(module, nn.Embedding) for module in holders.values())
+        reason = "it is used outside of the modules that hold it" if is_elsewhere else None
+        biases = () if product is None or product.bias is None else (product.bias,)
+        vocabulary = vocabulary.with_table(holders, rows, biases, reason)
+    return vocabulary
 
 
-def why_whole(holders: Sequence[nn.Module], rows: Rows) -> str | None:
+def holders_of(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
+    """The modules that hold each parameter, by the parameter's id and its full name in each."""
+    holders: dict[int, dict[str, nn.Module]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), {})[f"{path}.{name}" if path else name] = module
+    return holders
+
+
+def _why_whole(holders: Iterable[nn.Module], rows: Rows) -> str | None:
     """The reason why a table of these modules cannot be split into these rows, or None."""
     for module in holders:
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
@@ -126,7 +141,6 @@ def split_vocabulary(
 
 
 def _cut_table(model: nn.Module, name: str, rows: Rows, cut: ShardingContext) -> Any:
-    """Cut one table, and return the module that holds it."""
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     module.register_parameter(attribute, cut.part(model.get_parameter(name), rows))

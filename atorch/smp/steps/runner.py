@@ -264,7 +264,7 @@ class _Work:
         if engine is None:
             self._run_alone(self._runner.parts[0])
         else:
-            engine.run_work(self, train=train)
+            engine.run(self, train=train)
             self.went_back = train
 
     def _run_alone(self, part: nn.Module) -> None:

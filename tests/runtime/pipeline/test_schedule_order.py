@@ -21,11 +21,11 @@ from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.pipeline.schedules import (
     PassKind,
     StagePass,
+    TorchStage,
     comes_apart,
     make_schedule,
     order,
     stages_of,
-    torch_stage,
 )
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Turn, by_torch, turns
 from atorch.runtime.pipeline.stand_ins import shape_of
@@ -240,7 +240,7 @@ def trained(rank: int, size: int, schedule: str, pieces: int, micro_batches: int
         layer = Layer(index == size * pieces - 1)
         ends = (wire if index else [], [] if layer.is_last else wire)
         cpu, group = torch.device("cpu"), dist.group.WORLD
-        stage: Any = torch_stage(schedule, layer, Reduction(layer), index, size * pieces, *ends, cpu, group)  # type: ignore[arg-type]
+        stage: Any = TorchStage(schedule, layer, Reduction(layer), index, size * pieces, *ends, cpu, group)  # type: ignore[arg-type]
         stage.forward_one_chunk = noting(stage.forward_one_chunk, lambda full: "forward", index)
         stage.backward_one_chunk = noting(stage.backward_one_chunk, lambda full: "backward" if full else "input", index)
         stage.backward_weight_one_chunk = noting(stage.backward_weight_one_chunk, lambda full: "weight", index)

@@ -206,11 +206,15 @@ class _Graph:
         self._learning = [node for node in self._nodes if node in learns]
         (output,) = (node for node in self._module.graph.nodes if node.op == "output")
         self._outputs = output.args[0]
-        self._place = {node: number for number, node in enumerate(self._learning)}
+        # The indices of the first and the last operation that use each value and depend on parameters.
         self._first_use: dict[fx.Node, int] = {}
-        for node in reversed(self._learning):
-            self._first_use.update(dict.fromkeys(node.all_input_nodes, self._place[node]))
-        self._last_use = self._last_uses()
+        self._last_use: dict[fx.Node, int] = {}
+        for number, node in enumerate(self._learning):
+            self._last_use.update(dict.fromkeys(node.all_input_nodes, number))
+            for used in node.all_input_nodes:
+                self._first_use.setdefault(used, number)
+        outputs = (output for output in self._outputs if isinstance(output, fx.Node))
+        self._last_use.update(dict.fromkeys(outputs, len(self._learning)))
 
     def _check(self) -> None:
         signature, buffers = self._program.graph_signature, set()
@@ -223,16 +227,6 @@ class _Graph:
         written = [node for node in self._nodes if _writes_to(node, buffers)]
         if changed or written:
             raise StrategyError("the model changes its buffers as it runs, of which every stage has a copy")
-
-    def _last_uses(self) -> dict[fx.Node, int]:
-        """The index of the last operation that uses each value and depends on parameters."""
-        last: dict[fx.Node, int] = {}
-        for node in self._learning:
-            for used in node.all_input_nodes:
-                last[used] = self._place[node]
-        outputs = (output for output in self._outputs if isinstance(output, fx.Node))
-        last.update(dict.fromkeys(outputs, len(self._learning)))
-        return last
 
     def crossing(self, boundary: int) -> list[fx.Node]:
         """The values from operations before index `boundary` that it, later operations or the output use."""

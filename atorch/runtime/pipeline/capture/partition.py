@@ -20,9 +20,8 @@ from itertools import accumulate
 from atorch.errors import StrategyError
 from atorch.units import format_bytes
 
-UnitRange = Callable[
-    [int, int, int], float
-]  # (stage, start, end) → the measure of the units from start to before end on that stage
+UnitRange = Callable[[int, int, int], float]
+"""(stage, start, end) → the measure of the units from start to before end on that stage."""
 
 
 def partition(
@@ -58,13 +57,14 @@ def partition(
         raise StrategyError(
             f"unit {wrong} costs {costs[wrong]}; a pipeline is cut by costs that are finite, at least 0"
         )
-    starts = _separable(count, joined)
+    inside = {index for pair in joined for index in range(min(pair) + 1, max(pair) + 1)}
+    starts = [index for index in range(count) if index not in inside]
     if not 1 <= stages <= len(starts):
         joint = f", {len(starts)} of which can begin a stage" if len(starts) < count else ""
         raise StrategyError(
             f"a pipeline of {stages} stages is asked of {count} units{joint}; give at most {len(starts)}"
         )
-    cost, held, kept = (_Sums.of(figures, count) for figures in (costs, memory, activations))
+    cost, held, kept = (_sums(figures, count) for figures in (costs, memory, activations))
     depth = [1.0] * stages if in_flight is None else in_flight
     cut = _Cut(
         starts=[*starts, count],
@@ -79,22 +79,9 @@ def partition(
     return cut.most_even(slowest, [(min(pair), max(pair)) for pair in tied])
 
 
-@dataclass(frozen=True)
-class _Sums:
-    before: Sequence[float]
-
-    @classmethod
-    def of(cls, figures: Sequence[float] | None, count: int) -> _Sums:
-        return cls(list(accumulate(figures if figures is not None else [0.0] * count, initial=0.0)))
-
-    def __call__(self, start: int, end: int) -> float:
-        return self.before[end] - self.before[start]
-
-
-def _separable(count: int, joined: Iterable[tuple[int, int]]) -> list[int]:
-    """The units that can begin a stage."""
-    inside = {index for pair in joined for index in range(min(pair) + 1, max(pair) + 1)}
-    return [index for index in range(count) if index not in inside]
+def _sums(figures: Sequence[float] | None, count: int) -> Callable[[int, int], float]:
+    before = list(accumulate(figures if figures is not None else [0.0] * count, initial=0.0))
+    return lambda start, end: before[end] - before[start]
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,7 @@ def route_of(
 
 
 def _without_values(
-    model: nn.Module,
-    units: Mapping[str, nn.Module],
-    batch: Any,
-    call_model: Callable[[nn.Module, Any], Any],
-    loss_func: Callable[[Any, Any], Any] | None,
+    model: nn.Module, units: Mapping[str, nn.Module], batch: Any, call_model: Any, loss_func: Any
 ) -> Route:
     """The route of a model on the meta device, captured on fake host tensors, as code may require a real device."""
     try:
@@ -300,11 +296,7 @@ class _Watch(TorchDispatchMode):
         return output
 
     def sources(self, tensors: Iterable[Tensor], user: str) -> set[ValueOrigin]:
-        """Sources of tensors that `user` takes.
-
-        Raises:
-            StrategyError: one was made inside a unit that did not return it.
-        """
+        """Sources of tensors that `user` takes; raises StrategyError if a unit made one and did not return it."""
         sources: set[ValueOrigin] = set()
         parameters = self._own.get(user, set())
         for tensor in tensors:

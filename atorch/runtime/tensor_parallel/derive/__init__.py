@@ -85,7 +85,6 @@ class _Row:
 
     @property
     def num_met(self) -> int:
-        """The number of rows that the parts of z meet."""
         met = (self.results, self.others, self.inputs)
         return sum(int(mask.sum()) for masks in met for parts in masks.values() for mask in parts)
 
@@ -213,14 +212,13 @@ def _groups(
 ) -> tuple[list[SplitRegion], list[Unsplit], bool]:
     """The splits, the weights that are no row split, and True if more draws might change that."""
     parameters = dict(block.named_parameters())
-    biases = {name: product.bias for name, product in products.items()}
     groups: list[SplitRegion] = []
     kept: list[Unsplit] = []
     is_uneven = any(row.is_dead or row.is_partly_met for row in row_by_weight.values())
     for weight, row in row_by_weight.items():
         reason = row.unfit(degree)
         if reason is None:
-            group = _group(weight, row, products, parameters, biases, degree)
+            group = _group(weight, row, products, parameters, degree)
             if isinstance(group, SplitRegion):
                 groups.append(group)
             else:
@@ -236,7 +234,6 @@ def _group(
     row: _Row,
     products: Mapping[str, MatmulUse],
     parameters: Mapping[str, nn.Parameter],
-    biases: Mapping[str, str | None],
     degree: int,
 ) -> SplitRegion | str:
     """The split whose row is `weight`, or the reason why there is none."""
@@ -248,7 +245,7 @@ def _group(
         if rows is None:
             return f"the parts of its input meet {name} unevenly"
         columns[name] = rows
-        bias = biases[name]
+        bias = products[name].bias
         if bias is not None:
             tied[bias] = Rows(parameters[bias].dim() - 1, rows.by_rank)
     if not any(rows.has_own for rows in columns.values()):
@@ -272,7 +269,7 @@ def _group(
     return SplitRegion(
         row=weight,
         row_part=Rows.even(product.in_dim, row.size, degree),
-        row_bias=biases[weight],
+        row_bias=product.bias,
         columns=columns,
         forks=tuple(tuple(names) for names in forks.values()),
         tied=tied,

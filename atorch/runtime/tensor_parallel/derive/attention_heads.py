@@ -111,7 +111,8 @@ def _search(
 
 def _choices(group: SplitRegion, read: Numbers, degree: int) -> Iterator[dict[str, dict[str, int]]]:
     region = common_path(group.parameters)
-    places = [(path, name) for path, numbers in read.items() if _is_within(path, region) for name in numbers]
+    inside = [path for path in read if path.split(".")[: len(region)] == region]
+    places = [(path, name) for path in inside for name in read[path]]
     # If query heads outnumber ranks but key heads do not, their numbers are divided by different factors.
     shared = any(rows.is_shared for rows in group.columns.values())
     divisors = [divisor for divisor in range(degree, 1, -1) if degree % divisor == 0] if shared else [degree]
@@ -123,10 +124,6 @@ def _choices(group: SplitRegion, read: Numbers, degree: int) -> Iterator[dict[st
                     for (path, name), factor in zip(chosen, factors, strict=True):
                         attributes.setdefault(path, {})[name] = factor
                     yield attributes
-
-
-def _is_within(path: str, region: list[str]) -> bool:
-    return path.split(".")[: len(region)] == region if region else True
 
 
 def _without(layout: BlockLayout, dropped: Sequence[SplitRegion], why: str) -> BlockLayout:
@@ -160,9 +157,8 @@ class SplittableAttention(nn.MultiheadAttention):
             heads.append(projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
         mask = _combined(attn_mask, key_padding_mask, heads[0], is_batched)
         q, k, v = heads
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0
-        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         mixed = mixed.transpose(1, 2).flatten(2)
         if not is_batched:
             mixed = mixed.squeeze(0)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,27 +43,19 @@ def record_calls(
     """The first call of each of `blocks` during `run(model)`; blocks that are not called are left out."""
     calls: dict[str, ForwardCall] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in calls:
-                # Blocks fill caches among them later. Tensors with a graph, which some models make, cannot be copied.
-                calls[name] = copy.deepcopy(tree_map_only(Tensor, _without_graph, ForwardCall(args, kwargs)))
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in calls:
+            # Blocks fill caches among them later. Tensors with a graph, which some models make, cannot be copied.
+            plain = tree_map_only(Tensor, lambda x: x if x.is_leaf else x.detach(), ForwardCall(args, kwargs))
+            calls[name] = copy.deepcopy(plain)
 
-        return hook
-
-    # A run may call the model again, with more of the batch; the last call counts.
-    handles = [model.register_forward_pre_hook(lambda *_: calls.clear())]
-    handles += [m.register_forward_pre_hook(keep(name), with_kwargs=True) for name, m in blocks.items()]
-    try:
+    with ExitStack() as hooks:
+        # A run may call the model again, with more of the batch; the last call counts.
+        hooks.enter_context(model.register_forward_pre_hook(lambda *_: calls.clear()))
+        for name, block in blocks.items():
+            hooks.enter_context(block.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
         run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def apart(block: nn.Module) -> nn.Module:
@@ -160,9 +154,7 @@ class SeeProducts(TorchFunctionMode):
         self._parameters = parameters
         self._on_product = on_product
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding:
             rows = args[0] if args else kwargs["input"]

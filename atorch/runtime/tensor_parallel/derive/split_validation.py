@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +43,8 @@ ROUNDING = 1e-5  # of the largest gradient's norm
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ZeroDivisionError)
 
 
-class Tape(NamedTuple):
-    """Input and result of every product of a whole block, by weight, in order."""
-
-    products: Mapping[str, list[tuple[Tensor, Tensor]]]
+Tape = Mapping[str, list[tuple[Tensor, Tensor]]]
+"""Input and result of every product of a whole block, by weight, in order."""
 
 
 @torch.no_grad()
@@ -62,7 +60,7 @@ def record_tape(block: nn.Module, call: ForwardCall) -> Tape:
     (args, kwargs), _ = fresh(call)
     with SeeProducts(dict(block.named_parameters()), keep):
         block(*args, **kwargs)
-    return Tape(taped)
+    return taped
 
 
 @torch.no_grad()
@@ -83,8 +81,9 @@ def first_failure(
     def replay(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         if product.weight not in rows:
             return compute()
-        z, result = tape.products[product.weight][num_replayed[product.weight]]
-        expected = z.narrow(-1, *_span(rows[product.weight], rank))
+        z, result = tape[product.weight][num_replayed[product.weight]]
+        start, stop = rows[product.weight].by_rank[rank][0]
+        expected = z[..., start:stop]
         if product.input.shape != expected.shape or not _close(product.input, expected):
             raise ValueError(f"the input of {product.weight} is not the part that belongs to rank {rank}")
         num_replayed[product.weight] += 1
@@ -96,7 +95,7 @@ def first_failure(
         with _AttentionOfSomething(), SeeProducts(dict(local_block.named_parameters()), replay):
             local_block(*args, **kwargs)
     except MISFITS as error:
-        done = [num_replayed[group.row] == len(tape.products[group.row]) for group in layout.groups]
+        done = [num_replayed[group.row] == len(tape[group.row]) for group in layout.groups]
         return done.index(False) if False in done else len(done), f"{type(error).__name__}: {error}"
     return None
 
@@ -104,9 +103,7 @@ def first_failure(
 class _AttentionOfSomething(TorchFunctionMode):
     """Refuses attention without heads, from a wrong layout: torch 2.11 divides by them, which ends the process."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             for argument in (*args, *kwargs.values()):
@@ -170,7 +167,10 @@ def _part_of(got: Tensor, whole: Tensor, degree: int) -> Rows | None:
 
 def _gradients_differ(layout: BlockLayout, expected: _Run, got: _Run, rank: int) -> str | None:
     for place, tensor in expected.inputs.items():
-        if tensor.grad is not None and not _close(_grad_of(got.inputs[place]), tensor.grad):
+        if tensor.grad is None:
+            continue
+        grad = got.inputs[place].grad
+        if not _close(torch.zeros_like(tensor) if grad is None else grad, tensor.grad):
             return f"the gradient of its argument {place} differs from the whole block's"
     parts = {name: rows for group in layout.groups for name, rows in group.rows.items()}
     norms = [float(grad.norm()) for grad in expected.grads.values() if grad is not None]
@@ -187,10 +187,6 @@ def _gradients_differ(layout: BlockLayout, expected: _Run, got: _Run, rank: int)
     return None
 
 
-def _grad_of(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
 def _own_arguments(layout: BlockLayout, rank: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
     inputs = {place: rows for group in layout.groups for place, rows in group.inputs.items()}
 
@@ -199,11 +195,6 @@ def _own_arguments(layout: BlockLayout, rank: int, args: Any, kwargs: Any) -> tu
         return tensor if rows is None else rows.take(tensor, rank)
 
     return map_by_place(cut, (args, kwargs))
-
-
-def _span(rows: Rows, rank: int) -> tuple[int, int]:
-    start, stop = rows.by_rank[rank][0]
-    return start, stop - start
 
 
 def _close(got: Tensor, expected: Tensor, rounding: float = 1e-6) -> bool:
