@@ -259,12 +259,7 @@ def _error(failed: str) -> Exception:
 
 
 def _on_every_process(work: Callable[[], T]) -> T:
-    """The result of `work` on rank 0; every process runs it, since models may communicate.
-
-    Raises:
-        _Incomparable: it failed on some process.
-        ContradictionError: the user's arguments contradict each other on some process.
-    """
+    """The result of `work` on rank 0; every process runs it, since models may communicate."""
     value, failed = tried(work)
     reason: tuple[int, str] | None = first_not_none(failed)
     if reason is not None:

@@ -226,11 +226,7 @@ def _context(call: Request) -> Context:
 
 
 def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> InitialValues | None:
-    """Initial values of the model's parameters on the meta device; None if there are no such parameters or values.
-
-    Raises:
-        ArgumentError: nothing fills a parameter, or the strategy needs its values before it is filled.
-    """
+    """Initial values of the model's parameters on the meta device; None if there are no such parameters or values."""
     options = call.options
     knobs = (getattr(method, "param_init_fn", None) for method in given or ())
     functions: list[Any] = [function for function in (options.param_init_fn, *knobs) if function is not None]

@@ -126,9 +126,6 @@ def _fullest(stages: Mapping[int, Simulated]) -> dict[str, Any]:
     fullest = stages[place].to_json_data()
     if len(stages) > 1:
         fullest["stages"] = [{"stage": stage, "peak_bytes": held.peak_bytes} for stage, held in stages.items()]
-        fullest["notes"] = [f"on stage {place}, the fullest of {_listed(stages)}", *fullest["notes"]]
+        peaks = ", ".join(f"{stage} ({format_bytes(held.peak_bytes)})" for stage, held in stages.items())
+        fullest["notes"] = [f"on stage {place}, the fullest of {peaks}", *fullest["notes"]]
     return fullest
-
-
-def _listed(stages: Mapping[int, Simulated]) -> str:
-    return ", ".join(f"{place} ({format_bytes(held.peak_bytes)})" for place, held in stages.items())

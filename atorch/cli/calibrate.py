@@ -56,18 +56,12 @@ def calibrate(
         _fit(runs, cluster, output)
         return
     if cluster is not None:
-        from atorch.errors import ArgumentError
-
         raise ArgumentError("--cluster is for --runs; without them this machine is measured")
     _measure(output, quick)
 
 
 def _fit(path: Path, named: str | None, output: Path) -> None:
-    """Fit a cluster's constants to the runs of a file, and write the result.
-
-    Raises:
-        ArgumentError, StrategyError: no cluster is named, or a run is invalid.
-    """
+    """Fit a cluster's constants to the runs of a file, and write the result."""
     from rich.console import Console
 
     from atorch.auto.plan_for_cluster import cluster_of
@@ -103,7 +97,6 @@ def _compared(run: TimedRun, factors: Mapping[str, float]) -> str:
 
 
 def _changes(before: ClusterSpec, fitted: Calibrated) -> Iterator[tuple[str, str, str]]:
-    """(place, value before, value now) of each fitted constant."""
     for place in fitted.factors:
         was, now = (reduce(getattr, place.split("."), spec) for spec in (before, fitted.cluster))
         yield place, f"{was:.3g}", f"{now:.3g}"
@@ -125,15 +118,9 @@ def _measure(output: Path, quick: bool) -> None:
     cluster = measured(world, budget_s)
     all_or_none(lambda: cluster.save(output) if world.rank == 0 else None)
     if world.rank == 0:
-        console = Console(highlight=False)
-        console.print(table(str(output), ("figure", "value", "source"), _rows(cluster)))
-
-
-def _rows(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
-    """(figure, value, source) of each measured constant."""
-    for figure, value, place in _constants(cluster):
-        source = cluster.source_of(place)
-        yield figure, value, "measured" if source.startswith("measured") else source
+        constants = ((figure, value, cluster.source_of(place)) for figure, value, place in _constants(cluster))
+        rows = ((*named, "measured" if source.startswith("measured") else source) for *named, source in constants)
+        Console(highlight=False).print(table(str(output), ("figure", "value", "source"), rows))
 
 
 def _constants(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:

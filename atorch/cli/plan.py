@@ -135,11 +135,7 @@ def plan(
 def _answers(
     clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], NamedAnswer]
 ) -> list[tuple[str, NamedAnswer | AtorchError]]:
-    """The answer for each cluster; of several, the error for one on which nothing fits.
-
-    Raises:
-        NoFeasiblePlanError, StrategyError: nothing fits on the only cluster.
-    """
+    """The answer for each cluster; of several, the error for one on which nothing fits."""
     answers: list[tuple[str, NamedAnswer | AtorchError]] = []
     for name, spec in clusters:
         try:
@@ -161,11 +157,7 @@ def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: in
 def _fit_answer(
     what: What, source: JobSource, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
 ) -> NamedAnswer:
-    """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated.
-
-    Raises:
-        NoFeasiblePlanError: nothing fits at any size.
-    """
+    """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated."""
     from atorch.auto.capacity_search import largest, smallest_cluster
     from atorch.auto.plan_for_cluster import plan_for
 

@@ -152,7 +152,8 @@ class StepTimes:
         ]
         slowest = max((run.micro for run in runs), key=lambda micro: micro.total_s)
         times, sending = cost.num_micro_batches, self._sending_seconds(cost)
-        bubble = _bubble(cost, runs, slowest) + 2.0 * (cost.stages - 1) * sending
+        others_s = sum(run.number * run.micro.total_s for run in runs) - slowest.total_s
+        bubble = _unfilled_share(cost) * others_s + 2.0 * (cost.stages - 1) * sending
         passes_s, between_s = times * slowest.total_s, times * max(run.micro.work.between_s for run in runs)
         host = host_time(cost, passes_s, self.cluster, between_s)
         once, optimizer = _end_seconds(cost, runs, totals, host.backward_s / times, self.cluster)
@@ -335,11 +336,6 @@ def beside_computing(sending_s: float, computing_s: float) -> float:
 
 def reached_bandwidth(cluster: ClusterSpec) -> float:
     return cluster.device.memory_bandwidth * cluster.device.efficiency.traffic
-
-
-def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
-    """Seconds that the slowest stage idles while the pipeline fills and drains."""
-    return _unfilled_share(cost) * (sum(run.number * run.micro.total_s for run in runs) - slowest.total_s)
 
 
 def _unfilled_share(cost: Cost) -> float:

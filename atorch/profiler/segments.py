@@ -113,7 +113,8 @@ class _Assembly:
         if id(ran) not in self.figures:
             self.figures[id(ran)] = self._figures(place, ran)
         figures, ownership = self.figures[id(ran)], self.ownership
-        given = sum(size for value, size in stretch.saved.items() if self._is_given(stretch, value))
+        unshared = stretch.inputs.keys() - self.shared
+        given = sum(size for value, size in stretch.saved.items() if value in unshared)
         outside = figures.segment.outside
         saved = outside.saved_bytes + given + moved_here
         is_own = not stretch.like and bool(tied)
@@ -133,9 +134,6 @@ class _Assembly:
             sequence_length=stretch.seq_len,
             needs_all_tokens=stretch.needs_all_tokens,
         )
-
-    def _is_given(self, stretch: Stretch, value: StorageId) -> bool:
-        return value in stretch.inputs and value not in self.shared
 
     def _input_bytes(self, stretch: Stretch) -> int:
         """Bytes of input activations, without masks and positions, which every device can compute."""

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from torch import nn
 from typing_extensions import Self
@@ -141,7 +141,7 @@ class Fsdp(Method):
     reshard_after_forward: bool | int | None = None
     """True: free gathered parameters after forward. False: keep them for backward. A number: keep them over so many
     processes. None: free blocks; keep embeddings, head and root."""
-    mixed_precision: MixedPrecision | None = None
+    mixed_precision: Annotated[MixedPrecision | None, BeforeValidator(MixedPrecision.from_torch)] = None
     """Types of gathered parameters and of the reduction; None: the precision method's, reducing in fp32."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer states in host memory."""
@@ -171,11 +171,6 @@ class Fsdp(Method):
                 elif knob in config:
                     del config[knob]
         return super().of(config)
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _torch_object(cls, value: Any) -> Any:
-        return MixedPrecision.from_torch(value)
 
     @model_validator(mode="after")
     def _hold(self) -> Self:
@@ -252,16 +247,13 @@ class Fsdp(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """The defaults: wrapped at the model's repeated blocks."""
         if cluster.world_size > 1:
             yield cls()
 
     def check_optimizer(self, ctx: Context) -> None:
-        """Check that the optimizer computes the same on DTensors as on plain parameters."""
         need_same(ctx, self.name, "sharded")
 
     def check(self, ctx: Context) -> None:
-        """Check that the named axes and modules exist, and that gradients are dense."""
         settled = self.settled(ctx.root)
         if settled is not self:
             settled.check(ctx)

@@ -106,7 +106,6 @@ class Offload(Method):
         yield cls(parameters=1.0, activations=1.0)
 
     def check(self, ctx: Context) -> None:
-        """Check that parameters have fsdp, and that no other method steps the optimizer or places its states."""
         strategy = ctx.strategy
         if self.optimizer and ctx.make_optimizer is None:
             raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")

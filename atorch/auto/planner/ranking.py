@@ -147,18 +147,14 @@ def simplest(candidates: Sequence[Scored], given: Strategy | None = None) -> lis
         extras = len(_extras(strategy))
         seconds = candidates[index].estimate.step_s
         is_other = given is None or strategy != given
-        return is_other, _level(strategy), compiles(strategy), len(_split_axes(strategy)), extras > 0, seconds, extras
+        split = {axis for method in strategy for axis in method.splits}.difference(BATCH_AXES)
+        return is_other, _level(strategy), compiles(strategy), len(split), extras > 0, seconds, extras
 
     return sorted(range(len(candidates)), key=simplicity)
 
 
 def compiles(strategy: Strategy) -> bool:
     return any(method.phase == Phase.COMPILE for method in strategy)
-
-
-def _split_axes(strategy: Strategy) -> frozenset[str]:
-    """The axes over which the model is split; data-parallel shards do not count."""
-    return frozenset(axis for method in strategy for axis in method.splits) - frozenset(BATCH_AXES)
 
 
 def _extras(strategy: Strategy) -> list[Method]:

@@ -133,14 +133,13 @@ def simulate(
         CapabilityError: a method cannot be applied to fakes, or this process has a process group.
         StrategyError: the strategy is not valid on this many ranks.
     """
-    _check(ctx)
+    if ctx.make_optimizer is None or ctx.loss_func is None:
+        raise ArgumentError("a simulation takes whole training steps, so it needs optim_func and loss_func; give both")
     strategy, notes = _in_eager(complete(strategy, world_size))
-    for method in strategy:
-        if method.simulated != "by itself":
-            continue
+    for name in [method.name for method in strategy if method.simulated == "by itself"]:
         raise CapabilityError(
-            f"{method.name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the "
-            "first step whether the budget holds"
+            f"{name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the first "
+            "step whether the budget holds"
         )
     samples = batch_size(batch) if global_batch is None else global_batch
 
@@ -238,7 +237,10 @@ def _rows(tensor: torch.Tensor, count: int, of: int, pretending: Pretending) -> 
 def _step(result: AccelerateResult, ctx: Context, batch: Any, live: LiveBytes) -> None:
     """One iteration of the documented training loop, with moments."""
     batch = result.prepare_input(batch, ctx.device)
-    loss = result.loss_func(batch, _called(ctx, result, batch, live))
+    output = ctx.call_model(result.model, batch)
+    live.mark("end of forward")
+    loss = result.loss_func(batch, output)
+    del output  # backward keeps what it needs
     value = loss[0] if isinstance(loss, (list, tuple)) else loss
     live.mark("loss")
     if result.args["use_optim_backward"]:
@@ -251,12 +253,6 @@ def _step(result: AccelerateResult, ctx: Context, batch: Any, live: LiveBytes) -
         result.optim.step()
         result.optim.zero_grad()
     live.mark("optimizer")
-
-
-def _called(ctx: Context, result: AccelerateResult, batch: Any, live: LiveBytes) -> Any:
-    output = ctx.call_model(result.model, batch)
-    live.mark("end of forward")
-    return output
 
 
 class _Watch:
@@ -366,8 +362,3 @@ def _in_eager(strategy: Strategy) -> tuple[Strategy, tuple[str, ...]]:
     for name in names:
         strategy = strategy.without(name)
     return strategy, tuple(f"{name} is left out: compilers do not take fake tensors" for name in names)
-
-
-def _check(ctx: Context) -> None:
-    if ctx.make_optimizer is None or ctx.loss_func is None:
-        raise ArgumentError("a simulation takes whole training steps, so it needs optim_func and loss_func; give both")

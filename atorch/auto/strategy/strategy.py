@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from atorch.auto.strategy.method import METHODS, Exactness, Method
 from atorch.errors import StrategyError, shown
+from atorch.files import write
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +85,7 @@ class Strategy(Sequence[Method]):
         """The text of the strategy's file; `Strategy.of` reads it back.
 
         Raises:
-            StrategyError: a knob or the metadata is not valid JSON.
+            StrategyError: a knob or the metadata is not valid JSON, or exceeds the limits of a file.
         """
         from atorch.auto.strategy import codec
 
@@ -101,14 +102,14 @@ class Strategy(Sequence[Method]):
         return codec.to_list(self)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the strategy's file atomically; of several processes, one calls this.
+        """Write the strategy's file atomically: a reader sees the old file or the new one. One process calls this.
 
         Raises:
             StrategyError: as `to_json`, or the path cannot be written to.
         """
         from atorch.auto.strategy import codec
 
-        codec.save(self, path)
+        write(path, self.to_json(), codec.FORMAT)
 
     @property
     def report(self) -> Any:

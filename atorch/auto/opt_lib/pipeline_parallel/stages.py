@@ -64,7 +64,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     parts = cut(model, named, route, starts, mine, ctx.device)
     all_or_none(lambda: _need_training(ctx, parts, mine))
     group = mesh.group("pipeline")
-    tolerance = _rounding(ctx)
+    tolerance = FP8_ROUNDING if ctx.strategy.uses("fp8") else tolerance_of(ctx.compute_dtype)
 
     def finish(built: Built) -> Built:
         if built.args["use_optim_backward"] or built.loss_func is None:
@@ -153,13 +153,6 @@ def _few_rows(batch: Any) -> Any:
     return take(batch, 0, min(rows, SEEN_ROWS), rows)
 
 
-def _rounding(ctx: Context) -> float:
-    """The tolerance between the loss of a batch and that of its micro-batches."""
-    if ctx.strategy.uses("fp8"):
-        return FP8_ROUNDING
-    return tolerance_of(ctx.compute_dtype)
-
-
 class Batches:
     """The cut of a batch into micro-batches: set by micro_batch if it is in the strategy, else by the pipeline."""
 
@@ -233,11 +226,7 @@ def _plan_cut(
 
 
 def _check_loss_reads(method: PipelineParallel, model: nn.Module, names: Sequence[str], route: Route) -> None:
-    """Warn of parameters that the last stage holds only for the loss function, which sees a process's first stage.
-
-    Raises:
-        StrategyError: the loss function reads the model, and processes hold several stages or DeepSpeed steps them.
-    """
+    """Warn of parameters that the last stage holds only for the loss function, which sees a process's first stage."""
     if method.pieces == 1 and method.backend == "torch":
         if names:
             logger.warning(

@@ -105,7 +105,7 @@ class FaultBarrier:
                     self.mesh = current()  # also after an error: peers may be waiting in the mesh's groups
                     if watch is not None:
                         self._own_groups()
-            if watch is not None and watch.has_aborted:  # aborted collectives need not raise
+            if watch is not None and watch.aborted:  # aborted collectives need not raise
                 raise RuntimeError("a peer failed, or was waited for too long")
         except Exception as error:  # users' modules and third parties' methods may raise anything
             failure = (time.time(), described(error))
@@ -173,12 +173,8 @@ class Watch:
     ) -> None:
         self._groups, self._store, self._key, self._until = groups, store, key, time.monotonic() + timeout_s
         self._done, self._lock = threading.Event(), threading.Lock()
-        self._aborted: list[dist.ProcessGroup] = []
+        self.aborted: list[dist.ProcessGroup] = []
         self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    @property
-    def has_aborted(self) -> bool:
-        return bool(self._aborted)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -192,7 +188,7 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._done.wait(LOOK_S):
-            if self._aborted or self._store.check([self._key]):
+            if self.aborted or self._store.check([self._key]):
                 self._abort()  # again: work that goes on may have made more
             elif time.monotonic() >= self._until:
                 self._give_up()
@@ -203,8 +199,8 @@ class Watch:
 
     def _abort(self) -> None:
         with self._lock:
-            new = [group for group in self._groups() if group not in self._aborted]
-            self._aborted += new
+            new = [group for group in self._groups() if group not in self.aborted]
+            self.aborted += new
             with _at_once(new):
                 for group in new:
                     group.abort()

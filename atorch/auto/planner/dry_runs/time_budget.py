@@ -229,9 +229,6 @@ class Starts:
         methods = frozenset(map(repr, strategy))
         return "warm" if methods in self._earlier or methods in self._began else "compile"
 
-    def expected_s(self, strategy: Strategy, step_s: float) -> float:
-        return self.of_kind(self.kind(strategy)) + FIRST_STEPS * step_s
-
     def of_kind(self, kind: str) -> float:
         """Seconds of a kind of start, without its steps."""
         return sum(self._parts(kind))
