@@ -63,11 +63,10 @@ def simulated(
     allowance, outcomes = allowance or Allowance(), list[dict[str, Any]]()
     for strategy, estimated in candidates:
         why_not = _why_not(subject, strategy, allowance)
+        outcome: dict[str, Any] = {"why_not": why_not}
         if why_not is None:
             with doing(f"simulating {strategy}"):
                 outcome = _outcome(subject, strategy, world_size, global_batch, allowance)
-        else:
-            outcome = {"why_not": why_not}
         outcomes.append({"strategy": [str(method) for method in strategy], "estimated_bytes": estimated, **outcome})
     return tuple(outcomes)
 

@@ -225,7 +225,7 @@ _PAYLOADS: Mapping[tuple[str, int], str] = {  # (kind, the argument that is the 
     ("send", 0): "send isend",
     ("receive", 0): "recv_ recv_any_source_ irecv",
 }
-_OPERATIONS = {name: how for how, names in _PAYLOADS.items() for name in names.split()}
+_OPERATIONS: Mapping[str, tuple[str, int]] = {name: how for how, names in _PAYLOADS.items() for name in names.split()}
 _NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
 
 Counts = dict[tuple[str, str], tuple[int, float]]

@@ -200,13 +200,11 @@ class _Assembly:
         of_experts = frozenset(
             number for place in layout.of_experts for number in (*operations[place].weight, *operations[place].bias)
         )
-        split = self._weights(operations, {place for place, how in layout.splits.items() if how != "none"})
+        split_places = (place for place, how in layout.splits.items() if how != "none")
+        split = frozenset(number for place in split_places for number in operations[place].weight)
         by_columns = (place for place, how in layout.splits.items() if how == "columns")
         biases = frozenset(number for place in by_columns for number in operations[place].bias)
         return _Figures(segment, (split | biases | frozenset(stretch.tables)) - of_experts, of_experts)
-
-    def _weights(self, operations: Sequence[Operation], places: AbstractSet[int]) -> frozenset[int]:
-        return frozenset(number for place in places for number in operations[place].weight)
 
     def _matmuls(self, operations: Sequence[Operation], layout: SplitAnalysis) -> tuple[Matmul, ...]:
         """Products grouped by shape; those of experts have their mean number of rows."""
@@ -328,26 +326,18 @@ def _is_anything(segment: Segment) -> bool:
 
 
 def _with_share(segment: Segment, other: Segment, share: float) -> Segment:
-    def both(name: str) -> float:
-        return float(getattr(segment, name) + share * getattr(other, name))
+    def sums(one: Any, more: Any, *names: str) -> dict[str, Any]:
+        return {name: float(getattr(one, name) + share * getattr(more, name)) for name in names}
 
     def region(one: Region, more: Region) -> Region:
-        return Region(
-            saved_bytes=one.saved_bytes + share * more.saved_bytes,
-            selective_bytes=one.selective_bytes + share * more.selective_bytes,
-            traffic_bytes=one.traffic_bytes + share * more.traffic_bytes,
-        )
+        return Region(**sums(one, more, "saved_bytes", "selective_bytes", "traffic_bytes"))
 
+    names = ("num_params", "num_trainable", "split_params", "tied_params", "attention_flops", "num_ops")
     return replace(
         segment,
-        num_params=both("num_params"),
-        num_trainable=both("num_trainable"),
+        **sums(segment, other, *names),
         trainable_sizes=() if other.num_trainable else segment.trainable_sizes,
-        split_params=both("split_params"),
-        tied_params=both("tied_params"),
         matmuls=segment.matmuls + tuple(replace(product, count=share * product.count) for product in other.matmuls),
-        attention_flops=both("attention_flops"),
         inside=region(segment.inside, other.inside),
         outside=region(segment.outside, other.outside),
-        num_ops=both("num_ops"),
     )

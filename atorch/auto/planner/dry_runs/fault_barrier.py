@@ -81,16 +81,16 @@ class FaultBarrier:
         self.elapsed_s = 0.0  # rank 0's seconds since the beginning, as of its last phase
         self.mesh: Mesh | None = None  # the mesh that a phase made
         self._crew, self._let_go, self._device = crew, let_go, world.device
-        self._timeout_s, self._began = timeout_s, time.monotonic()
+        self._timeout_s, self._began, self._is_on_cuda = timeout_s, time.monotonic(), world.device.type == "cuda"
         self._group = None
         self._made: dict[dist.ProcessGroup, None] = {}  # groups that the phases made
         self._others: Set[dist.ProcessGroup] = frozenset()  # other groups that existed when this phase began
         if world.size > 1:
-            self._group = dist.new_group(timeout=timedelta(seconds=timeout_s + (EARLY_S if self._is_watched else 0.0)))
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout_s + (EARLY_S if self._is_on_cuda else 0.0)))
 
     def connect(self) -> None:
         # NCCL connects in the first collective, and nothing wakes ranks that wait there for a rank that failed before.
-        if self._group is not None and self._device.type == "cuda":
+        if self._group is not None and self._is_on_cuda:
             dist.all_reduce(torch.zeros((), device=self._device), group=self._group)
 
     def together(self, work: Callable[[], Any]) -> list[Any] | None:
@@ -123,13 +123,9 @@ class FaultBarrier:
             self.close()
         return None
 
-    @property
-    def _is_watched(self) -> bool:
-        return self._device.type == "cuda"
-
     def _watch(self) -> Watch | None:
         """A watch for the next phase; None if closing a group wakes ranks that wait in it."""
-        if self._group is None or not self._is_watched:
+        if self._group is None or not self._is_on_cuda:
             return None
         self._others = {group for group in _groups() if group not in self._made}
         key = f"atorch/given_up/{self._group.group_name}"
@@ -155,7 +151,7 @@ class FaultBarrier:
             dist.destroy_process_group(group)
             del group, mesh
             gc.collect()
-        if self._device.type == "cuda":
+        if self._is_on_cuda:
             torch.cuda.empty_cache()
 
 

@@ -110,7 +110,8 @@ class Feed:
 def _preserved_position(loader: Any) -> Iterator[None]:
     """Restore the positions of samplers, datasets and generators afterwards."""
     parts = list(_parts(loader))
-    generators = {id(g): (g, g.get_state()) for g in map(_generator, parts) if g is not None}
+    found = [getattr(part, "generator", None) for part in parts]
+    generators = {id(g): (g, g.get_state()) for g in found if isinstance(g, torch.Generator)}
     stateful = [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
     states = [part.state_dict() for part in stateful]
     try:
@@ -132,11 +133,6 @@ def _parts(loader: Any) -> Iterator[Any]:
         seen.add(id(part))
         yield part
         waiting += [getattr(part, name, None) for name in ("dataset", "sampler", "batch_sampler", "batches", "stream")]
-
-
-def _generator(part: Any) -> torch.Generator | None:
-    generator = getattr(part, "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
 
 
 class Trial:
