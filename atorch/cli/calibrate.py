@@ -27,9 +27,8 @@ from atorch.files.strict_json import Format, read_json
 from atorch.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from atorch.auto.strategy import Strategy
     from atorch.cluster.spec import ClusterSpec, LinkSpec
-    from atorch.profiler.curve_fit import Calibrated, TimedRun
+    from atorch.profiler.curve_fit import TimedRun
 
 BUDGET_S, QUICK_BUDGET_S = 30.0, 4.0
 ENOUGH = 5  # runs
@@ -82,7 +81,11 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
         (run.name, format_seconds(run.seconds), *(_compared(run, by) for by in ({}, fitted.factors))) for run in runs
     )
     console.print(table("Runs", ("composition", ">measured", ">before", ">after"), rows))
-    console.print(table("Constants", ("figure", ">was", ">is"), _changes(spec, fitted)))
+    places = {
+        place: [reduce(getattr, place.split("."), of) for of in (spec, fitted.cluster)] for place in fitted.factors
+    }
+    changes = ((place, f"{was:.3g}", f"{now:.3g}") for place, (was, now) in places.items())
+    console.print(table("Constants", ("figure", ">was", ">is"), changes))
     typer.echo(f"median error: {fitted.error_before:.1%} before, {fitted.error_after:.1%} after")
     before, after = (f"{low:.2f} to {high:.2f}" for low, high in (fitted.band_before, fitted.band_after))
     typer.echo(f"four of five such steps take {before} times the estimate before, {after} times after")
@@ -94,12 +97,6 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 def _compared(run: TimedRun, factors: Mapping[str, float]) -> str:
     estimate = run.estimate(factors)
     return f"{format_seconds(estimate)} {estimate / run.seconds - 1:+.0%}"
-
-
-def _changes(before: ClusterSpec, fitted: Calibrated) -> Iterator[tuple[str, str, str]]:
-    for place in fitted.factors:
-        was, now = (reduce(getattr, place.split("."), spec) for spec in (before, fitted.cluster))
-        yield place, f"{was:.3g}", f"{now:.3g}"
 
 
 def _measure(output: Path, quick: bool) -> None:
@@ -167,13 +164,15 @@ def read_runs(path: Path, cluster: ClusterSpec) -> list[TimedRun]:
 
 def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> TimedRun:
     from atorch.auto.plan_for_cluster import plan_for
+    from atorch.auto.strategy import Strategy
     from atorch.cost import plain_cost
     from atorch.profiler.curve_fit import TimedRun
 
     _check(data, where)
     cluster = _part(data.get("devices"), where, whole)
     subject = _source(data, where, folder).subject(data.get("seq"), cluster)
-    strategy = _strategy(data["strategy"], folder)
+    given = data["strategy"]
+    strategy = Strategy.of(folder / given if isinstance(given, str) and (folder / given).is_file() else given)
     # A run that finished fitted in memory. The estimate only chooses what the strategy leaves open, such as the mesh.
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=ROOM * cluster.device.memory_bytes))
     plan = plan_for(subject, roomy, global_batch=data["batch"], fixed=strategy, verify=0, advise=False)
@@ -228,11 +227,3 @@ def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
         if type(value) is not int or value < 1:
             raise ArgumentError(f"{where} has a shape with {key} = {value!r}; it is a whole number of at least 1")
     return source_of(None, None, {name: shape.get(name) for name in allowed})
-
-
-def _strategy(value: Any, folder: Path) -> Strategy:
-    from atorch.auto.strategy import Strategy
-
-    if isinstance(value, str) and (folder / value).is_file():
-        return Strategy.of(folder / value)
-    return Strategy.of(value)

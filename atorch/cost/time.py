@@ -151,7 +151,9 @@ class StepTimes:
             _Run(parts, number, _micro_batch(cost, parts, copies, totals, self.cluster)) for parts, number in cut.runs
         ]
         slowest = max((run.micro for run in runs), key=lambda micro: micro.total_s)
-        times, sending = cost.num_micro_batches, self._sending_seconds(cost)
+        times, sending = cost.num_micro_batches, 0.0
+        if cost.stages > 1:
+            sending = self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
         others_s = sum(run.number * run.micro.total_s for run in runs) - slowest.total_s
         bubble = _unfilled_share(cost) * others_s + 2.0 * (cost.stages - 1) * sending
         passes_s, between_s = times * slowest.total_s, times * max(run.micro.work.between_s for run in runs)
@@ -245,11 +247,6 @@ class StepTimes:
         if not cost.hop_wait_s or cost.stages == 1 or self._group(cost, ("pipeline",)).num_nodes == 1:
             return 0.0
         return cost.hop_wait_s
-
-    def _sending_seconds(self, cost: Cost) -> float:
-        if cost.stages == 1:
-            return 0.0
-        return self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
 
     def _totals(self, cost: Cost, copies: _Copies) -> _Totals:
         sent = {"once": [0.0] * 4, "parameters": [0.0] * 4, "blocks": [0.0] * 4}

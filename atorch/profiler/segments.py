@@ -8,6 +8,7 @@ first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,8 @@ class _Assembly:
         self.ownership, self.samples = ownership, samples
         run = {stretch.block for stretch in self.stretches if stretch.block}
         self.in_blocks = frozenset[int]().union(*(ownership.of_block[name] for name in run))
-        self.shared = self._shared_inputs()
+        uses = Counter(value for stretch in self.stretches for value in stretch.inputs)
+        self.shared = frozenset(value for value, number in uses.items() if number > 1)
         self.leaving = self._leaving()
         self.figures: dict[int, _Figures] = {}
         tables = [ownership.parameters[number].shape[0] for stretch in self.stretches for number in stretch.tables]
@@ -139,14 +141,6 @@ class _Assembly:
         """Bytes of input activations, without masks and positions, which every device can compute."""
         entering = stretch.inputs if stretch.block else stretch.read
         return sum(size for value, size in entering.items() if value in self.activations)
-
-    def _shared_inputs(self) -> frozenset[StorageId]:
-        seen: set[StorageId] = set()
-        shared: set[StorageId] = set()
-        for stretch in self.stretches:
-            shared |= seen & stretch.inputs.keys()
-            seen |= stretch.inputs.keys()
-        return frozenset(shared)
 
     def _saved_elsewhere(self) -> dict[int, int]:
         """Bytes by stretch of shared values that the stretch computed, but blocks saved first."""
@@ -297,7 +291,7 @@ def _joined(segments: Iterator[Segment]) -> Iterator[Segment]:
     waiting: Segment | None = None
     for segment in segments:
         if not segment.is_block:
-            waiting = segment if _is_anything(segment) else None
+            waiting = segment if segment.num_ops or segment.num_params or segment.saved_bytes else None
             continue
         if run is not None and replace(segment, name=run.segment.name, count=run.segment.count) == run.segment:
             run.segment = replace(run.segment, count=run.segment.count + 1)
@@ -319,10 +313,6 @@ def _named(segments: Sequence[Segment]) -> Iterator[Segment]:
         length = segment.sequence_length or length
         name = segment.name or ("start" if place == 0 else "end" if place == last else "between")
         yield replace(segment, name=name if segment.name or last else "model", sequence_length=length)
-
-
-def _is_anything(segment: Segment) -> bool:
-    return bool(segment.num_ops or segment.num_params or segment.saved_bytes)
 
 
 def _with_share(segment: Segment, other: Segment, share: float) -> Segment:

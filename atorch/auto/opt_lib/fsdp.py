@@ -19,7 +19,7 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.offload import parameters_on_host
+from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import (
@@ -71,11 +71,6 @@ class MixedPrecision(BaseModel):
     """Cast the inputs of every gathered module to param_dtype."""
     cast_root_forward_inputs: bool = True
     """Cast the inputs of the model."""
-
-    @classmethod
-    def of_compute(cls, dtype: torch.dtype) -> Self:
-        """Compute in `dtype`, reduce in fp32."""
-        return cls(param_dtype=short_name(dtype), reduce_dtype="fp32")
 
     @staticmethod
     def from_torch(value: Any) -> Any:
@@ -289,10 +284,11 @@ class Fsdp(Method):
         mesh = self._mesh(ctx)
         precision = self.mixed_precision
         if precision is None and ctx.compute_dtype is not None:
-            precision = MixedPrecision.of_compute(ctx.compute_dtype)
+            precision = MixedPrecision(param_dtype=short_name(ctx.compute_dtype), reduce_dtype="fp32")
         precision = precision or MixedPrecision()
         on_host: list[nn.Parameter] = []
-        offloaded = max(float(self.cpu_offload), parameters_on_host(ctx.strategy))
+        offload = ctx.strategy.get(Offload)
+        offloaded = max(float(self.cpu_offload), 0.0 if offload is None else offload.parameters)
         if offloaded and not is_simulated(ctx.parts):
             _need_host(ctx, offloaded, mesh.size(mesh.ndim - 1))
         for part in ctx.parts:

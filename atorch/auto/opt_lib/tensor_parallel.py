@@ -18,9 +18,9 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
-from atorch.auto.opt_lib.shared.defaults import has_fsdp
 from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.auto.opt_lib.shared.sample_batch import on_few_tokens
@@ -118,7 +118,8 @@ class TensorParallel(Method):
             return ctx
         self.check(ctx)
         (model,) = ctx.parts  # stages are cut later
-        tensor, spreads = mesh.device_mesh("tensor"), has_fsdp(strategy)
+        tensor, sharding = mesh.device_mesh("tensor"), strategy.get(Fsdp)  # finds zero2 too, a subclass
+        spreads = sharding is not None and not sharding.engine
         splits = self.loss_parallel and not has_compiled_loss(ctx)
         layout = self._saved_layout(model, from_rank_zero(strategy.metadata.get(LAYOUT_KEY)), mesh.size("tensor"))
         how: Any = {"as_dtensors": spreads, "loss_parallel": splits}

@@ -42,6 +42,11 @@ class Room:
             return f"is {format_bytes(short)} short of the {format_bytes(held)} of host memory that a device needs"
         return None
 
+    def order(self, estimate: Estimate) -> tuple[bool, float]:
+        """A key that sorts by seconds what fits, and then the rest by the bytes that it needs."""
+        is_short = self.short(estimate) is not None
+        return is_short, estimate.needed_bytes if is_short else estimate.step_s
+
 
 def counterfactuals(
     space: Space, chosen: MethodTuple, start: Cost, room: Room, columns: CandidateTable, times: StepTimes
@@ -53,21 +58,13 @@ def counterfactuals(
     look = _Look(space, chosen, start, room, columns, set(columns.methods), times)
     base = look.estimated(chosen)
     assert base is not None, "the chosen composition is legal"
-    best: dict[tuple[str, str], tuple[bool, Estimate]] = {}
+    best: dict[tuple[str, str], Estimate] = {}
     for what, change, methods in look.neighbours():
         estimate = look.estimated(methods)
-        if estimate is None:
-            continue
-        entry = (room.short(estimate) is not None, estimate)
-        if (what, change) not in best or _order(entry) < _order(best[what, change]):
-            best[what, change] = entry
-    ordered = sorted(best.items(), key=lambda item: _order(item[1]))
-    return tuple(_counterfactual(what, change, base, estimate, room) for (what, change), (_, estimate) in ordered)
-
-
-def _order(entry: tuple[bool, Estimate]) -> tuple[bool, float]:
-    is_short, estimate = entry
-    return is_short, estimate.needed_bytes if is_short else estimate.step_s
+        if estimate is not None:
+            best[what, change] = min(best.get((what, change), estimate), estimate, key=room.order)
+    ordered = sorted(best.items(), key=lambda item: room.order(item[1]))
+    return tuple(_counterfactual(what, change, base, estimate, room) for (what, change), estimate in ordered)
 
 
 def _counterfactual(what: str, change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:
@@ -126,7 +123,7 @@ class _Look:
         if _in_slot(methods, MESH) == mesh and _in_slot(methods, STEP) != cut:
             return None  # the neighbour's change is the cut itself
         estimates = [self._scored(node) for node in self._recut(methods)]
-        return min(estimates, key=lambda other: _order((self.room.short(other) is not None, other)), default=None)
+        return min(estimates, key=self.room.order, default=None)
 
     def _scored(self, node: SearchNode) -> Estimate:
         estimate = estimate_of(node.cost, self.times.cluster, self.times)

@@ -91,9 +91,10 @@ def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wan
         if entry.estimate.needed_bytes > limit
     ]
     unmet = [Rejected(strategy=Strategy((method,)), why="hardware", reason=reason) for method, reason in space.unmet]
-    head, rest = _runnable(fitting, wanted.fixed)
-    beyond = [other.rejected("not run", "others were estimated faster") for other in rest]
-    return Ranking(tuple(head), (*beyond, *too_large, *unmet))
+    kept = {*range(RUNNABLE), *simplest(fitting, wanted.fixed)[: RUNNABLE // 4]}
+    beyond = [fitting[index] for index in range(len(fitting)) if index not in kept]
+    rest = [other.rejected("not run", "others were estimated faster") for other in beyond]
+    return Ranking(tuple(entry for index, entry in enumerate(fitting) if index in kept), (*rest, *too_large, *unmet))
 
 
 def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
@@ -123,15 +124,6 @@ def _simple(space: Space, start: Cost) -> set[Strategy]:
     changed = (plain.with_method(choice.method) for level in space.levels for choice in level.choices)
     nodes = (space.follow(strategy.methods, start) for strategy in changed)
     return {plain, *(Strategy(node.methods) for node in nodes if node is not None)}
-
-
-def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Scored], list[Scored]]:
-    """The compositions that dry runs are chosen from, the fastest by estimate and the simplest, and the others."""
-    indices = {*range(RUNNABLE), *simplest(fitting, fixed)[: RUNNABLE // 4]}
-    return (
-        [candidate for index, candidate in enumerate(fitting) if index in indices],
-        [candidate for index, candidate in enumerate(fitting) if index not in indices],
-    )
 
 
 def simplest(candidates: Sequence[Scored], given: Strategy | None = None) -> list[int]:

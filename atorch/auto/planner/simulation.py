@@ -135,7 +135,11 @@ def simulate(
     """
     if ctx.make_optimizer is None or ctx.loss_func is None:
         raise ArgumentError("a simulation takes whole training steps, so it needs optim_func and loss_func; give both")
-    strategy, notes = _in_eager(complete(strategy, world_size))
+    strategy = complete(strategy, world_size)
+    left_out = [method.name for method in strategy if method.simulated == "left out"]
+    for name in left_out:
+        strategy = strategy.without(name)
+    notes = tuple(f"{name} is left out: compilers do not take fake tensors" for name in left_out)
     for name in [method.name for method in strategy if method.simulated == "by itself"]:
         raise CapabilityError(
             f"{name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the first "
@@ -354,11 +358,3 @@ def _why_whole(strategy: Strategy, repeats: int | None) -> str | None:
         return f"there are {repeats}"
     across = next((method.name for method in strategy if method.spans_blocks), None)
     return None if across is None else f"{across} shares out the whole model at once"
-
-
-def _in_eager(strategy: Strategy) -> tuple[Strategy, tuple[str, ...]]:
-    """The strategy without methods that cannot run on fakes, and notes on these."""
-    names = [method.name for method in strategy if method.simulated == "left out"]
-    for name in names:
-        strategy = strategy.without(name)
-    return strategy, tuple(f"{name} is left out: compilers do not take fake tensors" for name in names)

@@ -182,7 +182,8 @@ class SampleForm:
             skipped = getattr(module, "offset", 0)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 skipped = module.padding_idx + 1
-            tables = [tensor for key, tensor in by_name.items() if "pos" in key or _names_table(name)]
+            is_table = "pos" in name.rpartition(".")[2] or name.endswith("wpe")
+            tables = [tensor for key, tensor in by_name.items() if "pos" in key or is_table]
             # The last dim of a table of floating-point numbers is features.
             for rows in (size for table in tables for size in table.shape[: -1 if table.is_floating_point() else None]):
                 lengths += [rows - skipped] * (rows in stated or rows - skipped in stated)
@@ -275,7 +276,3 @@ class SampleForm:
             f"{self.path} is of a {self.kind.__name__}, which takes {inputs}: no sample can be made for it from a "
             "config; write a job (FILE.py:NAME) with a sample_batch"
         )
-
-
-def _names_table(name: str) -> bool:
-    return "pos" in name.rpartition(".")[2] or name.endswith("wpe")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from atorch.auto.context import Context
     from atorch.cost import Cost
-    from atorch.distributed.fingerprints import Facts
 
 M = TypeVar("M", bound=Method)
 
@@ -191,15 +190,14 @@ class Strategy(Sequence[Method]):
                 runs.
         """
         from atorch.distributed.collectives import call_on_all_ranks
-
-        call_on_all_ranks("Strategy.apply", lambda: self._facts(ctx), lambda: self.check(ctx))
-        self.check_optimizer(ctx)
-        return reduce(lambda folded, method: method.apply(folded), self.methods, replace(ctx, strategy=self))
-
-    def _facts(self, ctx: Context) -> Mapping[str, Facts]:
         from atorch.distributed.fingerprints import Fact, described_model
 
-        return {"strategy": {"the strategy": Fact(f"[{self}]")}, **described_model(ctx.root)}
+        own = {"the strategy": Fact(f"[{self}]")}
+        call_on_all_ranks(
+            "Strategy.apply", lambda: {"strategy": own, **described_model(ctx.root)}, lambda: self.check(ctx)
+        )
+        self.check_optimizer(ctx)
+        return reduce(lambda folded, method: method.apply(folded), self.methods, replace(ctx, strategy=self))
 
     def check(self, ctx: Context) -> None:
         """Raise the errors of `apply` that are known before anything is changed: see `Method.check`."""

@@ -186,14 +186,10 @@ class Batches:
     def count(self, rows: int) -> int:
         """The number of micro-batches of a batch of `rows` rows: as requested, or the next lower divisor."""
         most = self._count or (rows // self._size if self._size else 4 * self._stages)
-        fitting = (n for n in range(1, min(most, rows) + 1) if rows % n == 0 and self._suits(n))
-        return max(fitting, default=1)
-
-    def _suits(self, count: int) -> bool:
         schedule = self._method.schedule
-        if schedule == "interleaved" and count < self._stages:
-            return True
-        return uneven(self._stages, schedule, count) is None
+        few = self._stages if schedule == "interleaved" else 0  # it takes fewer micro-batches than stages, too
+        divisors = (number for number in range(1, min(most, rows) + 1) if rows % number == 0)
+        return max((n for n in divisors if n < few or uneven(self._stages, schedule, n) is None), default=1)
 
 
 def _plan_cut(

@@ -90,11 +90,8 @@ class Feed:
         Raises:
             ArgumentError: the loader has no batch.
         """
-        if (rank, size) not in self._batches:
-            self._batches[rank, size] = self._read(rank, size)
-        return self._batches[rank, size]
-
-    def _read(self, rank: int, size: int) -> list[Any]:
+        if (rank, size) in self._batches:
+            return self._batches[rank, size]
         if self.ctx.make_loader is None:
             raise ArgumentError("a dry run needs data; give a dataset")
         loader = self.ctx.make_loader(rank, size)
@@ -103,6 +100,7 @@ class Feed:
             batches = list(itertools.islice(loader, self.num_batches))
         if not batches:
             raise ArgumentError("the dataset has no full batch, so nothing can be dry-run; use a smaller batch_size")
+        self._batches[rank, size] = batches
         return batches
 
 
