@@ -296,7 +296,8 @@ def _run_plainly(
                 loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
             after = drawn(ctx.device)
             loss.backward()
-        moves = not _equal(buffers, list(model.buffers()))
+        now = list(model.buffers())
+        moves = len(buffers) != len(now) or not all(map(same_values, buffers, now))
         figures = Figures(float(loss.detach()), _norm(model), sample_of(model, like), drawn=after)
         changes, counters = writes.changes(), attributes.counters()
     dtypes |= {parameter.dtype for parameter in model.parameters()}
@@ -382,7 +383,3 @@ def drawn(device: torch.device) -> int:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return zlib.crc32(torch.cat(states).numpy().tobytes())
-
-
-def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) == len(after) and all(map(same_values, before, after))

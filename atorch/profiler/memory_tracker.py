@@ -89,9 +89,7 @@ class LiveBytes(TorchDispatchMode):
                 if held is None:
                     self._hold(storage, label)
                 elif held.label not in (label, HOST):
-                    self._count(held.label, -held.num_bytes)
-                    held.label = label
-                    self._count(label, held.num_bytes)
+                    self._relabel(held, label)
         self._see()
 
     def mark(self, name: str, index: int | None = None) -> None:
@@ -145,9 +143,7 @@ class LiveBytes(TorchDispatchMode):
         held = (self._held.get(id(storage)) for tensor in tensors_in(args) for storage in _storages(tensor))
         for entry in held:
             if entry is not None and entry.label == OTHER:
-                self._count(OTHER, -entry.num_bytes)
-                entry.label = COMMUNICATION
-                self._count(COMMUNICATION, entry.num_bytes)
+                self._relabel(entry, COMMUNICATION)
 
     def _hold(self, storage: torch.UntypedStorage, label: str) -> None:
         key, num_bytes = id(storage), storage.nbytes()
@@ -162,14 +158,17 @@ class LiveBytes(TorchDispatchMode):
 
         return free
 
+    def _relabel(self, entry: _Entry, label: str) -> None:
+        self._count(entry.label, -entry.num_bytes)
+        entry.label = label
+        self._count(label, entry.num_bytes)
+
     def _find_resized(self) -> None:
         for key, held in list(self._held.items()):
             storage = held.storage()
             if storage is not None and storage.nbytes() != held.num_bytes:
                 self._resized[key] = held
-                self._count(held.label, -held.num_bytes)
-                held.label = COMMUNICATION
-                self._count(held.label, held.num_bytes)
+                self._relabel(held, COMMUNICATION)
         self._look()
 
     def _look(self) -> None:

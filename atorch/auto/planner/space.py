@@ -45,7 +45,6 @@ class Level:
 
     @property
     def options(self) -> tuple[Choice | None, ...]:
-        """The choices, and None (no method) unless one is needed."""
         return self.choices if self.is_needed else (*self.choices, None)
 
 
