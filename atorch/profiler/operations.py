@@ -97,9 +97,8 @@ def product_of(packet: Any, args: tuple[Any, ...], out: Any, is_weight: IsWeight
     left, right = (args[place] for place in _PLACES[packet])
     bias = args[0] if packet in (_aten.addmm, _aten._addmm_activation) and is_weight(args[0]) else None
     if packet is _aten._grouped_mm:  # of tokens sorted by expert, assumed to be spread evenly
-        experts, inner = right.shape[0], left.shape[-1]
-        rows = left.numel() / inner / experts
-        return MatmulOp(rows, inner, right.shape[-1], experts, left, right, stacked=True)
+        experts, tokens = right.shape[0], left.numel() / left.shape[-1]
+        return MatmulOp(tokens / experts, left.shape[-1], right.shape[-1], experts, left, right, stacked=True)
     if right.dim() == 1:
         right = right.unsqueeze(1)
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
