@@ -92,11 +92,7 @@ def _of_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 def _regrouped(part: nn.Module, groups: Iterable[_Group], known: frozenset[str]) -> list[dict[str, Any]]:
-    """The groups for `part`: the model, its copy, a stage of it, or a wrapper around one of these.
-
-    Raises:
-        ArgumentError: a method of the strategy has made trainable parameters that the model did not have.
-    """
+    """The groups for `part`: the model, its copy, a stage of it, or a wrapper around one of these."""
     named, prefix = dict(part.named_parameters(remove_duplicate=False)), "module."
     while not named.keys() <= known and all(name.startswith(prefix) for name in named):
         named = {name.removeprefix(prefix): parameter for name, parameter in named.items()}
@@ -162,11 +158,7 @@ def _settings(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def _of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Arguments of DataLoader: its settings, with the samples in its order.
-
-    Raises:
-        ArgumentError: it is no plain DataLoader, is in use, or has an order that cannot be repeated.
-    """
+    """Arguments of DataLoader: its settings, with the samples in its order."""
     drawers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     if type(loader) is not DataLoader:
         raise ArgumentError(

@@ -30,7 +30,6 @@ from atorch.distributed.fingerprints import Fact, Facts, described, described_da
 from atorch.errors import ArgumentError, near_miss
 from atorch.files import FileKind, check_target
 
-MAX_SIMULATED = 32
 INSTEAD: Mapping[str, str] = {
     r"lr|learning_rate|weight_decay|betas|eps|momentum": "give it to the optimizer, as optim_args={'lr': 1e-3}",
     r"optim|optimizer|optim(izer)?_(cls|class|fn|type)": (
@@ -88,10 +87,6 @@ def _names(given: Any, info: ValidationInfo) -> tuple[str, ...] | None:
     from atorch.auto.planner.request import names_in
 
     return None if given is None else names_in(given, str(info.field_name))
-
-
-def _strategy(given: Any) -> Strategy | None:
-    return None if given is None else Strategy.of(given)
 
 
 def _file(given: bool | str | os.PathLike[str]) -> bool | str | os.PathLike[str]:
@@ -275,7 +270,6 @@ def _argument_facts(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
 
 
 def _call_facts(call: Request) -> Mapping[str, Facts]:
-    """Fingerprints of the strategy and the model that must be equal."""
     strategy = Fact("None" if call.strategy is None else f"[{call.strategy}]")
     return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job.model)}
 

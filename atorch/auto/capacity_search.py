@@ -104,14 +104,9 @@ def sized(kind: ClusterSpec, devices: int) -> ClusterSpec:
 
 
 def _ladder(per_node: int, limit: int) -> Iterator[int]:
-    size = 1
-    while size < per_node and size <= limit:
-        yield size
-        size *= 2
-    size = per_node
-    while size <= limit:
-        yield size
-        size *= 2
+    powers = [2**power for power in range(limit.bit_length())]
+    yield from (size for size in powers if size < per_node)
+    yield from (per_node * number for number in powers if per_node * number <= limit)
 
 
 def _fewer(questions: _Questions, per_node: int, below: int, size: int, plan: ClusterPlan) -> Fit:

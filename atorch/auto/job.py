@@ -217,7 +217,7 @@ def _param_groups(
     func: Callable[[nn.Module], ParamGroups] | None, model: nn.Module
 ) -> Callable[[tuple[nn.Module, ...]], ParamGroups]:
     def groups(parts: tuple[nn.Module, ...]) -> ParamGroups:
-        parameters = _unique(p for part in parts for p in part.parameters())
+        parameters = list(dict.fromkeys(p for part in parts for p in part.parameters()))
         if func is None:
             return parameters
         made = [_listed(entry) for part in parts for entry in _entries(func(part))]
@@ -270,7 +270,3 @@ def _check_own(groups: Iterable[Any], model_parameters: Iterable[nn.Parameter]) 
                     "would be stepped twice; leave it out of one"
                 )
         seen.update(map(id, parameters))
-
-
-def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return list(dict.fromkeys(parameters))

@@ -7,7 +7,7 @@ billion parameters take no memory. Only a model that cannot be made or traced th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -132,9 +132,7 @@ def plan_for(
     def ask(reserve: float) -> ClusterPlan:
         with doing("searching for the best strategy"):
             plan = answer(subject.profile, cluster, replace(request, reserve=reserve), advise=advise, count=True)
-        optimizer_notes = () if subject.ctx is None else kernel_notes(subject.ctx)
-        notes = (*_kernel_notes(subject.profile), *_expert_notes(subject.profile, cluster), *optimizer_notes)
-        return replace(plan, notes=(*notes, *plan.notes))
+        return replace(plan, notes=(*_notes(subject, cluster), *plan.notes))
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:
@@ -250,19 +248,16 @@ def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict
     return Subject(profile, ctx, batch)
 
 
-def _kernel_notes(profile: ModelProfile) -> tuple[str, ...]:
-    if not profile.kernels:
-        return ()
-    packages = ", ".join(profile.kernels)
-    return (f"the figures are those of fused kernels; training without {packages} is much slower: install them",)
-
-
-def _expert_notes(profile: ModelProfile, cluster: ClusterSpec) -> tuple[str, ...]:
-    if cluster.world_size == 1 or not any(segment.num_experts for segment in profile.segments):
-        return ()
-    return (
-        "expert parallelism, which many published runs of such models use, is not a method here; plans are without",
-    )
+def _notes(subject: Subject, cluster: ClusterSpec) -> Iterator[str]:
+    if subject.profile.kernels:
+        packages = ", ".join(subject.profile.kernels)
+        yield f"the figures are those of fused kernels; training without {packages} is much slower: install them"
+    if cluster.world_size > 1 and any(segment.num_experts for segment in subject.profile.segments):
+        yield (
+            "expert parallelism, which many published runs of such models use, is not a method here; plans are without"
+        )
+    if subject.ctx is not None:
+        yield from kernel_notes(subject.ctx)
 
 
 def _module(made: object) -> nn.Module:

@@ -117,16 +117,6 @@ class _Incomparable(Exception):
     """The reason why plain training has no first pass to compare with."""
 
 
-@dataclass(frozen=True)
-class _Seen:
-    figures: Figures
-    precision: str
-    draws: bool
-    moves_buffers: bool
-    changes: Mapping[str, ParameterWrite]
-    counters: Mapping[str, int]
-
-
 def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> ReferenceStep:
     """Run the first pass of plain training on the context's own model, and restore the model.
 
@@ -141,15 +131,14 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> ReferenceS
         batch, is_repeated = _first_batch(ctx, shares, read)
         _need_room(ctx)
         seen = _on_every_process(lambda: lone.first(lambda: _run_plainly(ctx, batch, within)))
-        if not math.isfinite(seen.figures.loss):
-            raise _Incomparable(f"the loss of plain training's own first pass is {seen.figures.loss}")
+        if not math.isfinite(seen.training.loss):
+            raise _Incomparable(f"the loss of plain training's own first pass is {seen.training.loss}")
         evaluating = None
-        depends = seen.draws or seen.moves_buffers
-        if depends:
+        if seen.depends_on_sharing:
             eval_seen = _on_every_process(lambda: _run_plainly(ctx, batch, within, in_evaluation_mode=True))
-            if shares == 1 or not (eval_seen.draws or eval_seen.moves_buffers):  # as quantization's observers do
-                evaluating = eval_seen.figures
-        training = seen.figures
+            if shares == 1 or not eval_seen.depends_on_sharing:  # as quantization's observers do
+                evaluating = eval_seen.training
+        training = seen.training
         by_share: tuple[Figures, ...] = (training,) if shares == 1 else ()
         if shares > 1 and not lone.communicates:
             by_share = _by_share(ctx, batch, 1 if is_repeated else shares, within, training)
@@ -160,21 +149,17 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> ReferenceS
         return ReferenceStep(why_not=str(reason), communicates=lone.communicates)
     finally:
         lone.close()
-    return ReferenceStep(
+    return replace(
+        seen,
         communicates=lone.communicates,
         batch=batch,
         shares=shares,
         is_repeated=is_repeated,
-        precision=seen.precision,
         training=training,
         by_share=by_share,
-        depends_on_sharing=depends,
         evaluating=evaluating,
         evaluates=evaluates,
         prompt=prompt,
-        moves_buffers=seen.moves_buffers,
-        changes=seen.changes,
-        counters=seen.counters,
         hooks=frozenset(
             id(hook) for parameter in ctx.root.parameters() for hook in (parameter._backward_hooks or {}).values()
         ),
@@ -259,12 +244,7 @@ def _error(failed: str) -> Exception:
 
 
 def _on_every_process(work: Callable[[], T]) -> T:
-    """The result of `work` on rank 0; every process runs it, since models may communicate.
-
-    Raises:
-        _Incomparable: it failed on some process.
-        ContradictionError: the user's arguments contradict each other on some process.
-    """
+    """The result of `work` on rank 0; every process runs it, since models may communicate."""
     value, failed = tried(work)
     reason: tuple[int, str] | None = first_not_none(failed)
     if reason is not None:
@@ -291,13 +271,14 @@ def _by_share(ctx: Context, batch: Any, shares: int, within: Within, whole: Figu
     rows, index = num_rows(batch=batch), ctx.world.rank % shares
     share = take(batch, index * rows // shares, (index + 1) * rows // shares, rows)
     seen, _ = tried(lambda: _run_plainly(ctx, share, within, like=whole.gradients))
-    figures_by_rank = gather_objects(None if seen is None else seen.figures)
+    figures_by_rank = gather_objects(None if seen is None else seen.training)
     return () if None in figures_by_rank else tuple(figures_by_rank[:shares])
 
 
 def _run_plainly(
     ctx: Context, batch: Any, within: Within, in_evaluation_mode: bool = False, like: GradientSample | None = None
-) -> _Seen:
+) -> ReferenceStep:
+    """The pass of one batch in training mode or in evaluation mode, without what follows from other passes."""
     assert ctx.loss_func is not None
     model, dtypes = ctx.root, set()
 
@@ -315,20 +296,28 @@ def _run_plainly(
                 loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
             after = drawn(ctx.device)
             loss.backward()
-        moves = not _equal(buffers, list(model.buffers()))
+        now = list(model.buffers())
+        moves = len(buffers) != len(now) or not all(map(same_values, buffers, now))
         figures = Figures(float(loss.detach()), _norm(model), sample_of(model, like), drawn=after)
         changes, counters = writes.changes(), attributes.counters()
     dtypes |= {parameter.dtype for parameter in model.parameters()}
     precision = "tf32" if ctx.device.type == "cuda" else "fp32"
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         precision = coarser(precision, name) if dtype in dtypes else precision
-    return _Seen(figures, precision, before != after, moves, changes, counters)
+    return ReferenceStep(
+        precision=precision,
+        training=figures,
+        depends_on_sharing=before != after or moves,
+        moves_buffers=moves,
+        changes=changes,
+        counters=counters,
+    )
 
 
 def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
     """True if repeating the batch doubles its loss, False if the loss stays the same."""
-    once = _run_plainly(ctx, batch, within, in_evaluation_mode=True).figures.loss
-    twice = _run_plainly(ctx, repeated(batch, 2), within, in_evaluation_mode=True).figures.loss
+    once = _run_plainly(ctx, batch, within, in_evaluation_mode=True).training.loss
+    twice = _run_plainly(ctx, repeated(batch, 2), within, in_evaluation_mode=True).training.loss
     for factor in (1, 2):
         if abs(twice - factor * once) <= band * abs(once):
             return factor == 2
@@ -394,7 +383,3 @@ def drawn(device: torch.device) -> int:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return zlib.crc32(torch.cat(states).numpy().tobytes())
-
-
-def _equal(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) == len(after) and all(map(same_values, before, after))

@@ -119,7 +119,10 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         ctx = replace(ctx, plain_pass=_reference_step(ctx, batch_place(strategy, ctx.device.type)[1], verify))
     else:
         ctx = replace(ctx, plain_pass=None)
-    applied = _apply(ctx, strategy)
+    tell_of_16_bits(ctx, strategy)
+    is_run = ctx.plain_pass is not None and ctx.plain_pass.why_not is None  # plain training ran the model
+    with as_strategy_errors(strategy) if is_run else nullcontext():
+        applied = strategy.apply(ctx)
     result = _build(applied, waits_for_values, cuts)
     if verify:
         _verify(applied, result)
@@ -160,13 +163,6 @@ def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
     if verify and reference.why_not is not None and can_step:
         logger.warning("the strategy cannot be held to plain training's first pass: %s", reference.why_not)
     return reference
-
-
-def _apply(ctx: Context, strategy: Strategy) -> Context:
-    tell_of_16_bits(ctx, strategy)
-    is_run = ctx.plain_pass is not None and ctx.plain_pass.why_not is None  # plain training ran the model
-    with as_strategy_errors(strategy) if is_run else nullcontext():
-        return strategy.apply(ctx)
 
 
 def _build(applied: Context, waits_for_values: bool, cuts: bool) -> AccelerateResult:
@@ -226,11 +222,7 @@ def _context(call: Request) -> Context:
 
 
 def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> InitialValues | None:
-    """Initial values of the model's parameters on the meta device; None if there are no such parameters or values.
-
-    Raises:
-        ArgumentError: nothing fills a parameter, or the strategy needs its values before it is filled.
-    """
+    """Initial values of the model's parameters on the meta device; None if there are no such parameters or values."""
     options = call.options
     knobs = (getattr(method, "param_init_fn", None) for method in given or ())
     functions: list[Any] = [function for function in (options.param_init_fn, *knobs) if function is not None]
@@ -262,11 +254,8 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
 
     def read() -> Strategy:
         strategy = Strategy.of(source)
-        rejected = {}
-        for method in strategy:
-            reason = method.unmet(ctx.cluster)
-            if reason is not None:
-                rejected[method.name] = reason
+        reasons = {method.name: method.unmet(ctx.cluster) for method in strategy}
+        rejected = {name: reason for name, reason in reasons.items() if reason is not None}
         for name, reason in rejected.items():
             logger.warning("%s is left out of the strategy: %s", name, reason)
             strategy = strategy.without(name)

@@ -34,11 +34,16 @@ class Allowance:
     until: float = math.inf  # a time of `time.monotonic`
     real_bytes: float = math.inf  # bytes of the copy with values that methods observe
 
-    def why_not(self, profile: ModelProfile, strategy: Strategy) -> str | None:
+    def why_not(self, subject: Subject, strategy: Strategy) -> str | None:
+        """The reason against a simulation of the strategy, or None."""
+        if subject.ctx is None:
+            return "there is no model, only its shape"
+        if any(method.simulated == "by itself" for method in strategy):  # `simulate` gives a more specific reason
+            return None
         if time.monotonic() > self.until:
             return self.out_of_time
         watching = [method.name for method in strategy if method.needs_sample]
-        size = _watched_bytes(profile)
+        size = _watched_bytes(subject.profile)
         if not watching or size <= self.real_bytes:
             return None
         return (
@@ -62,22 +67,13 @@ def simulated(
     """The result of simulating each `(strategy, estimated bytes)`, or the reason against it, as plain JSON data."""
     allowance, outcomes = allowance or Allowance(), list[dict[str, Any]]()
     for strategy, estimated in candidates:
-        why_not = _why_not(subject, strategy, allowance)
+        why_not = allowance.why_not(subject, strategy)
+        outcome: dict[str, Any] = {"why_not": why_not}
         if why_not is None:
             with doing(f"simulating {strategy}"):
                 outcome = _outcome(subject, strategy, world_size, global_batch, allowance)
-        else:
-            outcome = {"why_not": why_not}
         outcomes.append({"strategy": [str(method) for method in strategy], "estimated_bytes": estimated, **outcome})
     return tuple(outcomes)
-
-
-def _why_not(subject: Subject, strategy: Strategy, allowance: Allowance) -> str | None:
-    if subject.ctx is None:
-        return "there is no model, only its shape"
-    if any(method.simulated == "by itself" for method in strategy):  # `simulate` gives a more specific reason
-        return None
-    return allowance.why_not(subject.profile, strategy)
 
 
 def _outcome(
@@ -126,9 +122,6 @@ def _fullest(stages: Mapping[int, Simulated]) -> dict[str, Any]:
     fullest = stages[place].to_json_data()
     if len(stages) > 1:
         fullest["stages"] = [{"stage": stage, "peak_bytes": held.peak_bytes} for stage, held in stages.items()]
-        fullest["notes"] = [f"on stage {place}, the fullest of {_listed(stages)}", *fullest["notes"]]
+        peaks = ", ".join(f"{stage} ({format_bytes(held.peak_bytes)})" for stage, held in stages.items())
+        fullest["notes"] = [f"on stage {place}, the fullest of {peaks}", *fullest["notes"]]
     return fullest
-
-
-def _listed(stages: Mapping[int, Simulated]) -> str:
-    return ", ".join(f"{place} ({format_bytes(held.peak_bytes)})" for place, held in stages.items())

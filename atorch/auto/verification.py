@@ -70,7 +70,7 @@ def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -
     Raises:
         StrategyError: the passes differ; with both figures, on all processes.
     """
-    if _why_not(applied, result, expected) is not None:
+    if not _is_comparable(applied, expected):
         return
     precision = coarser(expected.precision, _precision_of(applied))
     band, noise = BANDS[precision], NOISE.get(precision, 1.0)
@@ -87,7 +87,7 @@ def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -
         return
     if not is_exact and (expected.evaluating is None or not _is_explained(applied)):
         return  # the passes of parts of a batch do not determine that of the whole
-    if not is_exact and _is_a_number(actual):
+    if not is_exact and math.isfinite(actual.loss) and math.isfinite(actual.grad_norm or 0.0):
         is_cut = actual.drawn is None
         actual, plain, _ = _run(applied, result, expected, noise, in_evaluation_mode=True)
         if _near(actual, plain, band):
@@ -129,7 +129,7 @@ def as_strategy_errors(strategy: Strategy) -> Iterator[None]:
 
 def cannot_evaluate(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> str | None:
     """The failure of the forward pass or `generate` in evaluation under the strategy, if the plain model can do it."""
-    if _why_not(applied, result, expected) is not None:
+    if not _is_comparable(applied, expected):
         return None
     model = result.model
     as_it_was, eagerly = _untouched(model, expected.changes), torch.compiler.set_stance("force_eager")
@@ -190,7 +190,8 @@ def _run_at_scale(
         parameter.grad = grad
     if norm is not None and not math.isfinite(norm) and applied.loss_scale() != 1.0:
         norm = None  # scaled gradients overflowed
-    losses = [sum({report.share: report.part for report in ranks}.values()) / _num_shares(ranks) for ranks in passes]
+    parts = [{report.share: report.part for report in ranks} for ranks in passes]
+    losses = [sum(by_share.values()) / len(by_share) for by_share in parts]
     return Figures(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=reports[0].drawn), plain, is_exact
 
 
@@ -232,10 +233,6 @@ def _is_explained(applied: Context) -> bool:
     """True if the losses of processes are known to combine to the batch's; a rule named by the user is not checked."""
     is_named = applied.need_mesh().size(*BATCH_AXES) > 1 and applied.loss_weight != "auto"
     return not is_named and all(weight.is_explained for weight in applied.rank_weights)
-
-
-def _num_shares(reports: Sequence[_Pass]) -> int:
-    return len({report.share for report in reports})
 
 
 def _reference(
@@ -294,13 +291,9 @@ def _clear(result: AccelerateResult) -> None:
     result.model.zero_grad()
 
 
-def _why_not(applied: Context, result: AccelerateResult, expected: ReferenceStep) -> str | None:
-    """The reason why a strategy is not compared with plain training's first pass; None if it is."""
-    if expected.why_not is not None:
-        return expected.why_not
-    if any(method.engine == "deepspeed" for method in applied.strategy):
-        return "DeepSpeed's engine reduces gradients when it steps"
-    return None
+def _is_comparable(applied: Context, expected: ReferenceStep) -> bool:
+    """True if there is a reference step, and backward reduces gradients; DeepSpeed's engine does so when it steps."""
+    return expected.why_not is None and not any(method.engine == "deepspeed" for method in applied.strategy)
 
 
 def _share(applied: Context, expected: ReferenceStep) -> Any:
@@ -323,10 +316,6 @@ def _near(actual: Figures, plain: Figures, band: tuple[float, float, float]) -> 
     if actual.grad_norm is None or plain.grad_norm is None:
         return True
     return abs(actual.grad_norm - plain.grad_norm) <= band[1] * plain.grad_norm + SMALLEST_NORM
-
-
-def _is_a_number(actual: Figures) -> bool:
-    return math.isfinite(actual.loss) and (actual.grad_norm is None or math.isfinite(actual.grad_norm))
 
 
 def _precision_of(applied: Context) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,34 +61,33 @@ def give(
     """
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if len(answers) == 1 and isinstance(result := answers[0][1], NamedAnswer):
-        from atorch.report.answer import answer_report
+    from atorch.report.answer import answer_report, beside_report
+    from atorch.report.html import plan_page, plans_page
 
+    console, result = Console(highlight=False), answers[0][1]
+    data: Mapping[str, Any]
+    if len(answers) == 1 and isinstance(result, NamedAnswer):
         data = result.data
         if result.fit:
             console.print(result.fit["words"], style="bold", markup=False)
         console.print(answer_report(data, title, max_rows=top, verbose=verbose))
-        _write(result.plan, data, title, outputs)
-        return
-    from atorch.report.answer import beside_report
-
-    columns = [(name, result.data if isinstance(result, NamedAnswer) else _reason(result)) for name, result in answers]
-    _need_one(answers)
-    console.print(beside_report(columns, title))
+        page = partial(plan_page, data, title, outputs.command)
+    else:
+        if not any(isinstance(result, NamedAnswer) for _, result in answers):
+            reasons = "; ".join(f"{name}: {result}" for name, result in answers)
+            raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {reasons}")
+        columns = [(name, given.data if isinstance(given, NamedAnswer) else _reason(given)) for name, given in answers]
+        console.print(beside_report(columns, title))
+        data = {"clusters": {name: {"error": of} if isinstance(of, str) else of for name, of in columns}}
+        page = partial(plans_page, columns, title, outputs.command)
     if outputs.json is not None:
-        plans = {name: {"error": answer} if isinstance(answer, str) else answer for name, answer in columns}
-        _write_json(outputs.json, {"clusters": plans})
+        write(outputs.json, json.dumps(data, allow_nan=False) + "\n")
+        _note(outputs.json, "the answer as data")
     if outputs.html is not None:
-        from atorch.report.html import plans_page
-
-        _write_page(outputs.html, plans_page(columns, title, outputs.command))
-
-
-def _need_one(answers: Sequence[tuple[str, NamedAnswer | AtorchError]]) -> None:
-    if not any(isinstance(result, NamedAnswer) for _, result in answers):
-        reasons = "; ".join(f"{name}: {result}" for name, result in answers)
-        raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {reasons}")
+        write(outputs.html, page())
+        _note(outputs.html, "the answer as a page")
+    if outputs.save is not None and isinstance(result, NamedAnswer):  # of one cluster: see `Outputs.check`
+        _save(result.plan, data, outputs.save)
 
 
 def _reason(error: AtorchError) -> str:
@@ -95,27 +95,6 @@ def _reason(error: AtorchError) -> str:
     if isinstance(error, NoFeasiblePlanError) and error.rejected and "short_bytes" in error.rejected[0]:
         return f"nothing fits: the nearest miss is {format_bytes(error.rejected[0]['short_bytes'])} short"
     return str(error)
-
-
-def _write(plan: ClusterPlan, data: Mapping[str, Any], title: str, outputs: Outputs) -> None:
-    if outputs.json is not None:
-        _write_json(outputs.json, data)
-    if outputs.html is not None:
-        from atorch.report.html import plan_page
-
-        _write_page(outputs.html, plan_page(data, title, outputs.command))
-    if outputs.save is not None:
-        _save(plan, data, outputs.save)
-
-
-def _write_page(path: Path, page: str) -> None:
-    write(path, page)
-    _note(path, "the answer as a page")
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    write(path, json.dumps(data, allow_nan=False) + "\n")
-    _note(path, "the answer as data")
 
 
 def _save(plan: ClusterPlan, data: Mapping[str, Any], path: Path) -> None:

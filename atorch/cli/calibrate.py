@@ -27,9 +27,8 @@ from atorch.files.strict_json import Format, read_json
 from atorch.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from atorch.auto.strategy import Strategy
     from atorch.cluster.spec import ClusterSpec, LinkSpec
-    from atorch.profiler.curve_fit import Calibrated, TimedRun
+    from atorch.profiler.curve_fit import TimedRun
 
 BUDGET_S, QUICK_BUDGET_S = 30.0, 4.0
 ENOUGH = 5  # runs
@@ -56,18 +55,12 @@ def calibrate(
         _fit(runs, cluster, output)
         return
     if cluster is not None:
-        from atorch.errors import ArgumentError
-
         raise ArgumentError("--cluster is for --runs; without them this machine is measured")
     _measure(output, quick)
 
 
 def _fit(path: Path, named: str | None, output: Path) -> None:
-    """Fit a cluster's constants to the runs of a file, and write the result.
-
-    Raises:
-        ArgumentError, StrategyError: no cluster is named, or a run is invalid.
-    """
+    """Fit a cluster's constants to the runs of a file, and write the result."""
     from rich.console import Console
 
     from atorch.auto.plan_for_cluster import cluster_of
@@ -88,7 +81,11 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
         (run.name, format_seconds(run.seconds), *(_compared(run, by) for by in ({}, fitted.factors))) for run in runs
     )
     console.print(table("Runs", ("composition", ">measured", ">before", ">after"), rows))
-    console.print(table("Constants", ("figure", ">was", ">is"), _changes(spec, fitted)))
+    places = {
+        place: [reduce(getattr, place.split("."), of) for of in (spec, fitted.cluster)] for place in fitted.factors
+    }
+    changes = ((place, f"{was:.3g}", f"{now:.3g}") for place, (was, now) in places.items())
+    console.print(table("Constants", ("figure", ">was", ">is"), changes))
     typer.echo(f"median error: {fitted.error_before:.1%} before, {fitted.error_after:.1%} after")
     before, after = (f"{low:.2f} to {high:.2f}" for low, high in (fitted.band_before, fitted.band_after))
     typer.echo(f"four of five such steps take {before} times the estimate before, {after} times after")
@@ -100,13 +97,6 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 def _compared(run: TimedRun, factors: Mapping[str, float]) -> str:
     estimate = run.estimate(factors)
     return f"{format_seconds(estimate)} {estimate / run.seconds - 1:+.0%}"
-
-
-def _changes(before: ClusterSpec, fitted: Calibrated) -> Iterator[tuple[str, str, str]]:
-    """(place, value before, value now) of each fitted constant."""
-    for place in fitted.factors:
-        was, now = (reduce(getattr, place.split("."), spec) for spec in (before, fitted.cluster))
-        yield place, f"{was:.3g}", f"{now:.3g}"
 
 
 def _measure(output: Path, quick: bool) -> None:
@@ -125,15 +115,9 @@ def _measure(output: Path, quick: bool) -> None:
     cluster = measured(world, budget_s)
     all_or_none(lambda: cluster.save(output) if world.rank == 0 else None)
     if world.rank == 0:
-        console = Console(highlight=False)
-        console.print(table(str(output), ("figure", "value", "source"), _rows(cluster)))
-
-
-def _rows(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
-    """(figure, value, source) of each measured constant."""
-    for figure, value, place in _constants(cluster):
-        source = cluster.source_of(place)
-        yield figure, value, "measured" if source.startswith("measured") else source
+        constants = ((figure, value, cluster.source_of(place)) for figure, value, place in _constants(cluster))
+        rows = ((*named, "measured" if source.startswith("measured") else source) for *named, source in constants)
+        Console(highlight=False).print(table(str(output), ("figure", "value", "source"), rows))
 
 
 def _constants(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
@@ -180,13 +164,15 @@ def read_runs(path: Path, cluster: ClusterSpec) -> list[TimedRun]:
 
 def _run(data: Any, where: str, folder: Path, whole: ClusterSpec) -> TimedRun:
     from atorch.auto.plan_for_cluster import plan_for
+    from atorch.auto.strategy import Strategy
     from atorch.cost import plain_cost
     from atorch.profiler.curve_fit import TimedRun
 
     _check(data, where)
     cluster = _part(data.get("devices"), where, whole)
     subject = _source(data, where, folder).subject(data.get("seq"), cluster)
-    strategy = _strategy(data["strategy"], folder)
+    given = data["strategy"]
+    strategy = Strategy.of(folder / given if isinstance(given, str) and (folder / given).is_file() else given)
     # A run that finished fitted in memory. The estimate only chooses what the strategy leaves open, such as the mesh.
     roomy = replace(cluster, device=replace(cluster.device, memory_bytes=ROOM * cluster.device.memory_bytes))
     plan = plan_for(subject, roomy, global_batch=data["batch"], fixed=strategy, verify=0, advise=False)
@@ -241,11 +227,3 @@ def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
         if type(value) is not int or value < 1:
             raise ArgumentError(f"{where} has a shape with {key} = {value!r}; it is a whole number of at least 1")
     return source_of(None, None, {name: shape.get(name) for name in allowed})
-
-
-def _strategy(value: Any, folder: Path) -> Strategy:
-    from atorch.auto.strategy import Strategy
-
-    if isinstance(value, str) and (folder / value).is_file():
-        return Strategy.of(folder / value)
-    return Strategy.of(value)

@@ -89,9 +89,7 @@ def _methods(cluster: ClusterSpec) -> Iterator[tuple[str, str, str]]:
 def _backends(method: type[Method]) -> tuple[str | None, ...]:
     """The values of the method's `backend` knob; `(None,)` if it has none."""
     knob = method.model_fields.get("backend")
-    if knob is None or get_origin(knob.annotation) is not Literal:
-        return (None,)
-    return get_args(knob.annotation)
+    return get_args(knob.annotation) if knob is not None and get_origin(knob.annotation) is Literal else (None,)
 
 
 def _lack(method: type[Method], backend: str | None, cluster: ClusterSpec) -> str | None:
@@ -107,10 +105,14 @@ TIME_LIMIT_S = 120
 
 def selftest() -> None:
     """Train a small model on two processes and on one, and compare what they learn."""
+    import torch
+
+    # GPUs are hidden if there are fewer than processes, which cannot share one.
+    hiding = ["env", "CUDA_VISIBLE_DEVICES="] if 0 < torch.cuda.device_count() < NUM_PROCESSES else []
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_PROCESSES)]
     try:
         run = subprocess.run(
-            [*_device_choice(), *command, "-m", "atorch.cli.parity"],
+            [*hiding, *command, "-m", "atorch.cli.parity"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -124,10 +126,3 @@ def selftest() -> None:
         # If the processes printed a verdict, the launcher's message on their exit adds nothing.
         typer.echo("FAILED" if run.stdout else f"{run.stderr}\nFAILED: the processes came to no verdict", err=True)
         raise typer.Exit(1)
-
-
-def _device_choice() -> list[str]:
-    """A prefix of the command that hides GPUs if there are fewer than processes, which cannot share one."""
-    import torch
-
-    return ["env", "CUDA_VISIBLE_DEVICES="] if 0 < torch.cuda.device_count() < NUM_PROCESSES else []

@@ -95,7 +95,9 @@ def plan(
     save: Annotated[File, _file("--save", "Write the chosen strategy to a file.")] = None,
 ) -> None:
     """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs."""
+    from atorch.auto.plan_for_cluster import plan_for
     from atorch.auto.planner.request import PlanRequest
+    from atorch.report.text import telling
 
     outputs = Outputs(json_file, html, save, shlex.join(["atorch", *(context.obj or ())]))
     shape = {
@@ -127,7 +129,9 @@ def plan(
     verify = 0 if several else verify  # side by side, results of simulations are not shown
 
     def ask(spec: ClusterSpec) -> NamedAnswer:
-        return _fit_answer(fit, source, read, spec, seq, wanted) if fit else _answer(read, spec, wanted, verify)
+        if fit:
+            return _fit_answer(fit, source, read, spec, seq, wanted)
+        return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
 
     give(_answers(clusters, ask), source.title, outputs, top, verbose)
 
@@ -135,11 +139,7 @@ def plan(
 def _answers(
     clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], NamedAnswer]
 ) -> list[tuple[str, NamedAnswer | AtorchError]]:
-    """The answer for each cluster; of several, the error for one on which nothing fits.
-
-    Raises:
-        NoFeasiblePlanError, StrategyError: nothing fits on the only cluster.
-    """
+    """The answer for each cluster; of several, the error for one on which nothing fits."""
     answers: list[tuple[str, NamedAnswer | AtorchError]] = []
     for name, spec in clusters:
         try:
@@ -151,21 +151,10 @@ def _answers(
     return answers
 
 
-def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: int | None) -> NamedAnswer:
-    from atorch.auto.plan_for_cluster import plan_for
-    from atorch.report.text import telling
-
-    return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
-
-
 def _fit_answer(
     what: What, source: JobSource, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
 ) -> NamedAnswer:
-    """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated.
-
-    Raises:
-        NoFeasiblePlanError: nothing fits at any size.
-    """
+    """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated."""
     from atorch.auto.capacity_search import largest, smallest_cluster
     from atorch.auto.plan_for_cluster import plan_for
 
@@ -262,7 +251,10 @@ def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
 
     if not given:
         this_machine = _here()
-        return [this_machine] if this_machine else [(name, cluster_of(name)) for name in _usual()]
+        if this_machine:
+            return [this_machine]
+        typer.echo(f"no --cluster is given and there is no GPU here: beside each other {', '.join(TYPICAL)}", err=True)
+        return [(name, cluster_of(name)) for name in TYPICAL]
     for name in given:
         if given.count(name) > 1:
             raise ArgumentError(f"--cluster {name} is given {given.count(name)} times; give each cluster once")
@@ -270,11 +262,6 @@ def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
     for name, spec in clusters:
         _note_large_node(name, spec)
     return clusters
-
-
-def _usual() -> Sequence[str]:
-    typer.echo(f"no --cluster is given and there is no GPU here: beside each other {', '.join(TYPICAL)}", err=True)
-    return TYPICAL
 
 
 def _here() -> tuple[str, ClusterSpec] | None:

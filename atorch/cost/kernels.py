@@ -251,7 +251,8 @@ def fused_seconds(
     segment: Segment, kernel: str, flops: float, again: float, dtype: str, products: ProductTimes
 ) -> float:
     """Seconds of forward, backward, and `again` more forwards, of `flops` each; backward recomputes scores."""
-    kernel = _listed_kernel(kernel, products)
+    if kernel not in products.device.attention:
+        kernel = next(iter(products.device.attention), "flash2")  # the first listed one: PyTorch's choice
     forward, backward = _shares(kernel, products)
     peak = peak_flops(products.device, dtype)
     per_flop = _slower(segment, kernel) * ((1.0 + again) / forward + (_PASSES - 1.0) / backward) / peak
@@ -278,12 +279,6 @@ def written_seconds(segment: Segment, flops: float, again: float, dtype: str, pr
         )
         seconds += times * products.seconds(shape)
     return seconds * flops / (count * of_one)
-
-
-def _listed_kernel(kernel: str, products: ProductTimes) -> str:
-    """The kernel if the device lists it, else the first listed one: PyTorch's choice on that device."""
-    listed = products.device.attention
-    return kernel if kernel in listed else next(iter(listed), "flash2")
 
 
 def _shares(kernel: str, products: ProductTimes) -> tuple[float, float]:

@@ -208,12 +208,10 @@ class Cost:
 
     @property
     def grad_bytes(self) -> float:
-        """Bytes of gradients as this device stores them."""
         return self.num_trainable * self.grad_itemsize / self.grad_shards
 
     @property
     def optim_bytes(self) -> float:
-        """Bytes of optimizer state as this device stores it."""
         return self.num_trainable * self.optim_itemsize / self.optim_shards
 
     @property

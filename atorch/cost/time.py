@@ -151,8 +151,11 @@ class StepTimes:
             _Run(parts, number, _micro_batch(cost, parts, copies, totals, self.cluster)) for parts, number in cut.runs
         ]
         slowest = max((run.micro for run in runs), key=lambda micro: micro.total_s)
-        times, sending = cost.num_micro_batches, self._sending_seconds(cost)
-        bubble = _bubble(cost, runs, slowest) + 2.0 * (cost.stages - 1) * sending
+        times, sending = cost.num_micro_batches, 0.0
+        if cost.stages > 1:
+            sending = self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
+        others_s = sum(run.number * run.micro.total_s for run in runs) - slowest.total_s
+        bubble = _unfilled_share(cost) * others_s + 2.0 * (cost.stages - 1) * sending
         passes_s, between_s = times * slowest.total_s, times * max(run.micro.work.between_s for run in runs)
         host = host_time(cost, passes_s, self.cluster, between_s)
         once, optimizer = _end_seconds(cost, runs, totals, host.backward_s / times, self.cluster)
@@ -245,11 +248,6 @@ class StepTimes:
             return 0.0
         return cost.hop_wait_s
 
-    def _sending_seconds(self, cost: Cost) -> float:
-        if cost.stages == 1:
-            return 0.0
-        return self._group(cost, ("pipeline",)).seconds("send", 1.0, boundary_bytes(cost))
-
     def _totals(self, cost: Cost, copies: _Copies) -> _Totals:
         sent = {"once": [0.0] * 4, "parameters": [0.0] * 4, "blocks": [0.0] * 4}
         for comm in cost.comm:
@@ -335,11 +333,6 @@ def beside_computing(sending_s: float, computing_s: float) -> float:
 
 def reached_bandwidth(cluster: ClusterSpec) -> float:
     return cluster.device.memory_bandwidth * cluster.device.efficiency.traffic
-
-
-def _bubble(cost: Cost, runs: Sequence[_Run], slowest: _MicroBatch) -> float:
-    """Seconds that the slowest stage idles while the pipeline fills and drains."""
-    return _unfilled_share(cost) * (sum(run.number * run.micro.total_s for run in runs) - slowest.total_s)
 
 
 def _unfilled_share(cost: Cost) -> float:

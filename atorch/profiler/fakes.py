@@ -80,7 +80,7 @@ class _Known(TorchDispatchMode):
         if _is_known(func, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if _is_grouped(func, args):
+        if func._overloadpacket is _aten._grouped_mm and args[0].dim() == 2:
             return _grouped(args, kwargs.get("offs"))
         return func(*args, **kwargs)
 
@@ -99,10 +99,6 @@ def _is_known(func: Any, args: Any, kwargs: Any) -> bool:
     except (DynamicOutputShapeException, DataDependentOutputException):
         return False
     return sum(tensor.numel() for tensor in tensors_in(made)) <= _MOST
-
-
-def _is_grouped(func: Any, args: Any) -> bool:
-    return func._overloadpacket is _aten._grouped_mm and args[0].dim() == 2
 
 
 def _grouped(args: Any, offsets: Any = None) -> torch.Tensor:

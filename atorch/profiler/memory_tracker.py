@@ -89,9 +89,7 @@ class LiveBytes(TorchDispatchMode):
                 if held is None:
                     self._hold(storage, label)
                 elif held.label not in (label, HOST):
-                    self._count(held.label, -held.num_bytes)
-                    held.label = label
-                    self._count(label, held.num_bytes)
+                    self._relabel(held, label)
         self._see()
 
     def mark(self, name: str, index: int | None = None) -> None:
@@ -145,9 +143,7 @@ class LiveBytes(TorchDispatchMode):
         held = (self._held.get(id(storage)) for tensor in tensors_in(args) for storage in _storages(tensor))
         for entry in held:
             if entry is not None and entry.label == OTHER:
-                self._count(OTHER, -entry.num_bytes)
-                entry.label = COMMUNICATION
-                self._count(COMMUNICATION, entry.num_bytes)
+                self._relabel(entry, COMMUNICATION)
 
     def _hold(self, storage: torch.UntypedStorage, label: str) -> None:
         key, num_bytes = id(storage), storage.nbytes()
@@ -162,14 +158,17 @@ class LiveBytes(TorchDispatchMode):
 
         return free
 
+    def _relabel(self, entry: _Entry, label: str) -> None:
+        self._count(entry.label, -entry.num_bytes)
+        entry.label = label
+        self._count(label, entry.num_bytes)
+
     def _find_resized(self) -> None:
         for key, held in list(self._held.items()):
             storage = held.storage()
             if storage is not None and storage.nbytes() != held.num_bytes:
                 self._resized[key] = held
-                self._count(held.label, -held.num_bytes)
-                held.label = COMMUNICATION
-                self._count(held.label, held.num_bytes)
+                self._relabel(held, COMMUNICATION)
         self._look()
 
     def _look(self) -> None:
@@ -209,41 +208,23 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 _RESULT = -1
-_OPERATIONS: Mapping[str, tuple[str, int]] = {  # name → (kind, the argument that is the payload)
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "allgather_": ("all_gather", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_coalesced_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_": ("all_to_all", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "gather_": ("gather", 0),
-    "scatter_": ("scatter", 1),
-    "send": ("send", 0),
-    "recv_": ("receive", 0),
-    "recv_any_source_": ("receive", 0),
-    "all_reduce": ("all_reduce", 0),
-    "all_reduce_": ("all_reduce", 0),
-    "all_reduce_coalesced": ("all_reduce", 0),
-    "all_reduce_coalesced_": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "all_gather_into_tensor": ("all_gather", _RESULT),
-    "all_gather_into_tensor_out": ("all_gather", _RESULT),
-    "all_gather_into_tensor_coalesced": ("all_gather", _RESULT),
-    "reduce_scatter_tensor": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "all_to_all_single": ("all_to_all", 0),
-    "shard_dim_alltoall": ("all_to_all", 0),
-    "isend": ("send", 0),
-    "irecv": ("receive", 0),
+_PAYLOADS: Mapping[tuple[str, int], str] = {  # (kind, the argument that is the payload) → names of operations
+    ("all_reduce", 0): "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ "
+    "all_reduce_coalesced all_reduce_coalesced_",
+    ("broadcast", 0): "broadcast_ broadcast",
+    ("reduce", 0): "reduce_",
+    ("all_gather", 0): "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
+    ("all_gather", _RESULT): "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+    ("reduce_scatter", 1): "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+    ("reduce_scatter", 0): "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
+    ("all_to_all", 1): "alltoall_ alltoall_base_",
+    ("all_to_all", 0): "all_to_all_single shard_dim_alltoall",
+    ("gather", 0): "gather_",
+    ("scatter", 1): "scatter_",
+    ("send", 0): "send isend",
+    ("receive", 0): "recv_ recv_any_source_ irecv",
 }
+_OPERATIONS: Mapping[str, tuple[str, int]] = {name: how for how, names in _PAYLOADS.items() for name in names.split()}
 _NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
 
 Counts = dict[tuple[str, str], tuple[int, float]]

@@ -96,8 +96,9 @@ def product_of(packet: Any, args: tuple[Any, ...], out: Any, is_weight: IsWeight
         return None
     left, right = (args[place] for place in _PLACES[packet])
     bias = args[0] if packet in (_aten.addmm, _aten._addmm_activation) and is_weight(args[0]) else None
-    if packet is _aten._grouped_mm:
-        return _grouped(left, right)
+    if packet is _aten._grouped_mm:  # of tokens sorted by expert, assumed to be spread evenly
+        experts, tokens = right.shape[0], left.numel() / left.shape[-1]
+        return MatmulOp(tokens / experts, left.shape[-1], right.shape[-1], experts, left, right, stacked=True)
     if right.dim() == 1:
         right = right.unsqueeze(1)
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -111,13 +112,6 @@ def product_of(packet: Any, args: tuple[Any, ...], out: Any, is_weight: IsWeight
     if count > 1 and not stacked:  # one weight, expanded over the batch
         rows, count = rows * count, 1
     return MatmulOp(float(rows), inner, columns, count, data, weight, bias, stacked=stacked)
-
-
-def _grouped(data: torch.Tensor, weight: torch.Tensor) -> MatmulOp:
-    """Tokens sorted by expert, (tokens, inner) @ (experts, inner, columns), assumed to be spread evenly."""
-    experts = weight.shape[0]
-    rows = data.numel() / data.shape[-1] / experts
-    return MatmulOp(rows, data.shape[-1], weight.shape[-1], experts, data, weight, stacked=True)
 
 
 def _convolution(args: tuple[Any, ...], out: torch.Tensor) -> MatmulOp:

@@ -27,7 +27,8 @@ _PLAIN = (str, bytes, float, complex, bool, type, set, frozenset, torch.Size, to
 
 def groups_of_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
     """Names of blocks, grouped by likeness, in the order of each group's first block."""
-    indices = {name: _index(name, position) for position, name in enumerate(blocks)}
+    ends = {name: name.rpartition(".")[2] for name in blocks}  # a block's number, if it is in a list
+    indices = {name: int(ends[name]) if ends[name].isdigit() else place for place, name in enumerate(blocks)}
     groups: list[list[str]] = []
     for name, block in blocks.items():
         for group in groups:
@@ -37,12 +38,6 @@ def groups_of_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
         else:
             groups.append([name])
     return groups
-
-
-def _index(name: str, position: int) -> int:
-    """A block's number in its name, else its position."""
-    last = name.rpartition(".")[2]
-    return int(last) if last.isdigit() else position
 
 
 def are_alike(one: Any, other: Any, step: int) -> bool:
@@ -64,7 +59,7 @@ class _Comparison:
         if isinstance(one, int) and not isinstance(one, bool):
             return bool(one == other or other - one == self.step)
         if isinstance(one, torch.Tensor):
-            return _shape(one) == _shape(other)
+            return (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
         if (id(one), id(other)) in self._begun:
             return True
         self._begun.add((id(one), id(other)))
@@ -102,10 +97,6 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None  # an empty cell
-
-
-def _shape(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, bool]:
-    return tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 @dataclass(frozen=True)

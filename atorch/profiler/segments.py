@@ -8,6 +8,7 @@ first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,8 @@ class _Assembly:
         self.ownership, self.samples = ownership, samples
         run = {stretch.block for stretch in self.stretches if stretch.block}
         self.in_blocks = frozenset[int]().union(*(ownership.of_block[name] for name in run))
-        self.shared = self._shared_inputs()
+        uses = Counter(value for stretch in self.stretches for value in stretch.inputs)
+        self.shared = frozenset(value for value, number in uses.items() if number > 1)
         self.leaving = self._leaving()
         self.figures: dict[int, _Figures] = {}
         tables = [ownership.parameters[number].shape[0] for stretch in self.stretches for number in stretch.tables]
@@ -113,7 +115,8 @@ class _Assembly:
         if id(ran) not in self.figures:
             self.figures[id(ran)] = self._figures(place, ran)
         figures, ownership = self.figures[id(ran)], self.ownership
-        given = sum(size for value, size in stretch.saved.items() if self._is_given(stretch, value))
+        unshared = stretch.inputs.keys() - self.shared
+        given = sum(size for value, size in stretch.saved.items() if value in unshared)
         outside = figures.segment.outside
         saved = outside.saved_bytes + given + moved_here
         is_own = not stretch.like and bool(tied)
@@ -134,21 +137,10 @@ class _Assembly:
             needs_all_tokens=stretch.needs_all_tokens,
         )
 
-    def _is_given(self, stretch: Stretch, value: StorageId) -> bool:
-        return value in stretch.inputs and value not in self.shared
-
     def _input_bytes(self, stretch: Stretch) -> int:
         """Bytes of input activations, without masks and positions, which every device can compute."""
         entering = stretch.inputs if stretch.block else stretch.read
         return sum(size for value, size in entering.items() if value in self.activations)
-
-    def _shared_inputs(self) -> frozenset[StorageId]:
-        seen: set[StorageId] = set()
-        shared: set[StorageId] = set()
-        for stretch in self.stretches:
-            shared |= seen & stretch.inputs.keys()
-            seen |= stretch.inputs.keys()
-        return frozenset(shared)
 
     def _saved_elsewhere(self) -> dict[int, int]:
         """Bytes by stretch of shared values that the stretch computed, but blocks saved first."""
@@ -202,13 +194,11 @@ class _Assembly:
         of_experts = frozenset(
             number for place in layout.of_experts for number in (*operations[place].weight, *operations[place].bias)
         )
-        split = self._weights(operations, {place for place, how in layout.splits.items() if how != "none"})
+        split_places = (place for place, how in layout.splits.items() if how != "none")
+        split = frozenset(number for place in split_places for number in operations[place].weight)
         by_columns = (place for place, how in layout.splits.items() if how == "columns")
         biases = frozenset(number for place in by_columns for number in operations[place].bias)
         return _Figures(segment, (split | biases | frozenset(stretch.tables)) - of_experts, of_experts)
-
-    def _weights(self, operations: Sequence[Operation], places: AbstractSet[int]) -> frozenset[int]:
-        return frozenset(number for place in places for number in operations[place].weight)
 
     def _matmuls(self, operations: Sequence[Operation], layout: SplitAnalysis) -> tuple[Matmul, ...]:
         """Products grouped by shape; those of experts have their mean number of rows."""
@@ -301,7 +291,7 @@ def _joined(segments: Iterator[Segment]) -> Iterator[Segment]:
     waiting: Segment | None = None
     for segment in segments:
         if not segment.is_block:
-            waiting = segment if _is_anything(segment) else None
+            waiting = segment if segment.num_ops or segment.num_params or segment.saved_bytes else None
             continue
         if run is not None and replace(segment, name=run.segment.name, count=run.segment.count) == run.segment:
             run.segment = replace(run.segment, count=run.segment.count + 1)
@@ -325,31 +315,19 @@ def _named(segments: Sequence[Segment]) -> Iterator[Segment]:
         yield replace(segment, name=name if segment.name or last else "model", sequence_length=length)
 
 
-def _is_anything(segment: Segment) -> bool:
-    return bool(segment.num_ops or segment.num_params or segment.saved_bytes)
-
-
 def _with_share(segment: Segment, other: Segment, share: float) -> Segment:
-    def both(name: str) -> float:
-        return float(getattr(segment, name) + share * getattr(other, name))
+    def sums(one: Any, more: Any, *names: str) -> dict[str, Any]:
+        return {name: float(getattr(one, name) + share * getattr(more, name)) for name in names}
 
     def region(one: Region, more: Region) -> Region:
-        return Region(
-            saved_bytes=one.saved_bytes + share * more.saved_bytes,
-            selective_bytes=one.selective_bytes + share * more.selective_bytes,
-            traffic_bytes=one.traffic_bytes + share * more.traffic_bytes,
-        )
+        return Region(**sums(one, more, "saved_bytes", "selective_bytes", "traffic_bytes"))
 
+    names = ("num_params", "num_trainable", "split_params", "tied_params", "attention_flops", "num_ops")
     return replace(
         segment,
-        num_params=both("num_params"),
-        num_trainable=both("num_trainable"),
+        **sums(segment, other, *names),
         trainable_sizes=() if other.num_trainable else segment.trainable_sizes,
-        split_params=both("split_params"),
-        tied_params=both("tied_params"),
         matmuls=segment.matmuls + tuple(replace(product, count=share * product.count) for product in other.matmuls),
-        attention_flops=both("attention_flops"),
         inside=region(segment.inside, other.inside),
         outside=region(segment.outside, other.outside),
-        num_ops=both("num_ops"),
     )

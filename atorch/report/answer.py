@@ -79,11 +79,9 @@ def answer_report(plan: PlanData, title: str = "", max_rows: int = MAX_ROWS, ver
 
 def _picked(changes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The nearest changes that fit, and a few that do not."""
-    fitting: list[Mapping[str, Any]] = []
-    short: list[Mapping[str, Any]] = []
-    for change in changes:
-        (short if change["ratio"] is None else fitting).append(change)
-    kept = short[:SHORT]
+    listed = list(changes)
+    kept = [change for change in listed if change["ratio"] is None][:SHORT]
+    fitting = [change for change in listed if change["ratio"] is not None]
     return [*fitting[: CHANGES - len(kept)], *kept]
 
 

@@ -51,7 +51,6 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the processes' time in which they wait."""
         busy = sum(timed.end - timed.start for placed in self.processes for timed in placed)
         return 1.0 - busy / (self.num_ticks * len(self.processes))
 

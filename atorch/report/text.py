@@ -265,10 +265,9 @@ def line(state: Progress) -> str:
 def search_progress(console: Console | None = None, *, verbose: bool = False) -> Iterator[Callable[[Progress], None]]:
     """A function that shows each state, by default on standard error; `verbose` adds lines to the bar."""
     from rich import progress
-    from rich.console import Console
     from rich.markup import escape
 
-    console = console or Console(stderr=True, highlight=False)
+    console = console or _standard_error()
     if not console.is_terminal:
         yield lambda state: console.print(line(state), markup=False, soft_wrap=True)
         return

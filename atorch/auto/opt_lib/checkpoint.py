@@ -87,7 +87,6 @@ class Checkpoint(Method):
                 yield cls(selective=True)
 
     def check(self, ctx: Context) -> None:
-        """Check that there are modules to checkpoint, unless earlier methods make them."""
         for part in ctx.parts if self.wrap_class is None or not changes_modules(ctx) else ():
             self._chosen(part)
 

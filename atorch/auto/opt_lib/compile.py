@@ -42,7 +42,6 @@ class Compile(Method):
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
-        """Accept module classes in `wrap_class`, too."""
         if isinstance(config, Mapping) and config.get("wrap_class") is not None:
             config = {**config, "wrap_class": module_names(config["wrap_class"], "compile wrap_class")}
         return super().of(config)
@@ -70,7 +69,6 @@ class Compile(Method):
             yield cls()
 
     def check(self, ctx: Context) -> None:
-        """Check that the named modules exist, unless earlier methods make them."""
         for part in () if changes_modules(ctx) else ctx.parts:
             self.chosen(part)
 

@@ -63,7 +63,6 @@ class ContextParallel(Method):
             yield cls()
 
     def check(self, ctx: Context) -> None:
-        """Check that ranks along sequence are neighbours."""
         strategy, mode = ctx.strategy, ctx.strategy.get(ParallelMode)
         if size_of(ctx, "context") == 1:
             return

@@ -102,7 +102,6 @@ class CrossEntropy(Method):
             self._heads(ctx)
 
     def apply(self, ctx: Context) -> Context:
-        """Make the heads return lazy logits, in place."""
         lasting = ctx.strategy.get(Fsdp) is None
         for name, head in self._heads(ctx).items():
             chunk_logits(head, self.chunk_tokens, without_gradients=lasting)

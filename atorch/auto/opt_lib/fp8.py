@@ -8,6 +8,7 @@ does not change. The output layer loses too much accuracy: {"exclude": ("lm_head
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -64,15 +65,7 @@ class Fp8(Method):
         return (value,) if isinstance(value, str) else value
 
     def _recipe(self) -> Fp8Recipe:
-        return Fp8Recipe(
-            margin=self.margin,
-            interval=self.interval,
-            fp8_format=self.fp8_format,
-            amax_history_len=self.amax_history_len,
-            amax_compute_algo=self.amax_compute_algo,
-            reduce_amax=self.reduce_amax,
-            scaling=self.scaling,
-        )
+        return Fp8Recipe(**{field.name: getattr(self, field.name) for field in fields(Fp8Recipe)})
 
     exactness = "fp8"
 
@@ -81,7 +74,6 @@ class Fp8(Method):
         return "the products of the converted Linear layers are of numbers rounded to 8 bits, under scales"
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Require hardware with fp8 matmuls, unless `emulate` is set."""
         device = cluster.device
         if not self.emulate:
             if device.type != "cuda":
@@ -109,7 +101,6 @@ class Fp8(Method):
             yield cls(include=tuple(lists) or None, exclude=("head",) if by_shape else None)
 
     def check(self, ctx: Context) -> None:
-        """Check that the backend runs here with the other methods, and that a layer can be converted."""
         choose_backend(self._suitable_backend(ctx), self._recipe(), self.emulate, ctx.device.type)
         for part in ctx.parts:
             if not changes_modules(ctx, self.name) and not any(True for _ in self._chosen(part)):

@@ -13,13 +13,13 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.offload import parameters_on_host
+from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import (
@@ -71,11 +71,6 @@ class MixedPrecision(BaseModel):
     """Cast the inputs of every gathered module to param_dtype."""
     cast_root_forward_inputs: bool = True
     """Cast the inputs of the model."""
-
-    @classmethod
-    def of_compute(cls, dtype: torch.dtype) -> Self:
-        """Compute in `dtype`, reduce in fp32."""
-        return cls(param_dtype=short_name(dtype), reduce_dtype="fp32")
 
     @staticmethod
     def from_torch(value: Any) -> Any:
@@ -141,7 +136,7 @@ class Fsdp(Method):
     reshard_after_forward: bool | int | None = None
     """True: free gathered parameters after forward. False: keep them for backward. A number: keep them over so many
     processes. None: free blocks; keep embeddings, head and root."""
-    mixed_precision: MixedPrecision | None = None
+    mixed_precision: Annotated[MixedPrecision | None, BeforeValidator(MixedPrecision.from_torch)] = None
     """Types of gathered parameters and of the reduction; None: the precision method's, reducing in fp32."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer states in host memory."""
@@ -171,11 +166,6 @@ class Fsdp(Method):
                 elif knob in config:
                     del config[knob]
         return super().of(config)
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _torch_object(cls, value: Any) -> Any:
-        return MixedPrecision.from_torch(value)
 
     @model_validator(mode="after")
     def _hold(self) -> Self:
@@ -252,16 +242,13 @@ class Fsdp(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """The defaults: wrapped at the model's repeated blocks."""
         if cluster.world_size > 1:
             yield cls()
 
     def check_optimizer(self, ctx: Context) -> None:
-        """Check that the optimizer computes the same on DTensors as on plain parameters."""
         need_same(ctx, self.name, "sharded")
 
     def check(self, ctx: Context) -> None:
-        """Check that the named axes and modules exist, and that gradients are dense."""
         settled = self.settled(ctx.root)
         if settled is not self:
             settled.check(ctx)
@@ -297,10 +284,11 @@ class Fsdp(Method):
         mesh = self._mesh(ctx)
         precision = self.mixed_precision
         if precision is None and ctx.compute_dtype is not None:
-            precision = MixedPrecision.of_compute(ctx.compute_dtype)
+            precision = MixedPrecision(param_dtype=short_name(ctx.compute_dtype), reduce_dtype="fp32")
         precision = precision or MixedPrecision()
         on_host: list[nn.Parameter] = []
-        offloaded = max(float(self.cpu_offload), parameters_on_host(ctx.strategy))
+        offload = ctx.strategy.get(Offload)
+        offloaded = max(float(self.cpu_offload), 0.0 if offload is None else offload.parameters)
         if offloaded and not is_simulated(ctx.parts):
             _need_host(ctx, offloaded, mesh.size(mesh.ndim - 1))
         for part in ctx.parts:

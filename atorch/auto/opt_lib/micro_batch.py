@@ -102,7 +102,6 @@ class MicroBatch(Method):
                 yield cls(size=2**power, reduce="each")
 
     def check(self, ctx: Context) -> None:
-        """Check for a loss function, torch's own backward, and the methods that `reduce` and `size` require."""
         if ctx.loss_func is None:
             raise StrategyError("micro_batch runs forward and backward inside loss_func; give auto_accelerate one")
         if _in_pipeline(ctx):

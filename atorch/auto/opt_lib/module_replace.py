@@ -83,10 +83,10 @@ class ModuleReplace(Method):
             yield cls()
 
     def apply(self, ctx: Context) -> Context:
-        """Replace modules of every part, in place, and log the result."""
         replaced = 0
         for part in ctx.parts:
-            dtype = compute_dtype(ctx) or _floating_dtype(part)
+            own = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
+            dtype = compute_dtype(ctx) or own
             for name in self._chosen():
                 report = self._replace(name, part, ctx.device, dtype)
                 replaced += len(report.swapped)
@@ -118,10 +118,6 @@ class ModuleReplace(Method):
             reasons = "; ".join(dict.fromkeys(kept.reason for kept in report.kept))
             because = f", kept {len(report.kept)} ({reasons})" if reasons else ""
             logger.info("module_replace %s: replaced %d%s", name, len(report.swapped), because)
-
-
-def _floating_dtype(part: torch.nn.Module) -> torch.dtype:
-    return next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _installed(package: str) -> bool:

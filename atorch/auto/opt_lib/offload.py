@@ -18,7 +18,6 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_no_closure, state_bytes
-from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -106,7 +105,6 @@ class Offload(Method):
         yield cls(parameters=1.0, activations=1.0)
 
     def check(self, ctx: Context) -> None:
-        """Check that parameters have fsdp, and that no other method steps the optimizer or places its states."""
         strategy = ctx.strategy
         if self.optimizer and ctx.make_optimizer is None:
             raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
@@ -176,12 +174,6 @@ class Offload(Method):
         except ArgumentError as error:
             raise StrategyError(f"offload: {error}") from None
         return replace(ctx, on_host=(*ctx.on_host, origin))
-
-
-def parameters_on_host(strategy: Strategy) -> float:
-    """The share of parameters that stays in host memory."""
-    offload = strategy.get(Offload)
-    return 0.0 if offload is None else offload.parameters
 
 
 def _num_moved(share: float, blocks: float) -> float:

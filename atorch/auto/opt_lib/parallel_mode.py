@@ -111,7 +111,6 @@ class ParallelMode(Method):
         return self.model_copy(update={"slices": slices})
 
     def unfit(self, cost: Cost) -> str | None:
-        """Require a batch that divides evenly over the ranks of data and zero."""
         ranks = self.size(*BATCH_AXES)
         if cost.batch_size % ranks:
             return f"{cost.batch_size:g} samples are not shared out evenly over {ranks} processes"
@@ -134,7 +133,6 @@ class ParallelMode(Method):
                 yield cls(slices=slices)
 
     def apply(self, ctx: Context) -> Context:
-        """Create the mesh, and make it the current one."""
         mesh = Mesh(self.slices, self.rank_order, ctx.device.type, ctx.world.timeout)
         if ctx.mesh is not None and ctx.mesh.layout() == mesh.layout():
             mesh = ctx.mesh

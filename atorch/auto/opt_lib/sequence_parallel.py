@@ -18,7 +18,6 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible, uncuttable, unmet_tokens
 from atorch.auto.opt_lib.shared.sample_batch import on_samples
-from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -65,15 +64,17 @@ class SequenceParallel(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """Both modes, if there are several devices and the model has several heads."""
         if cluster.world_size > 1 and any(block.num_heads > 1 for block in profile.blocks):
             yield cls(mode="ulysses")
             yield cls(mode="megatron")
 
     def check(self, ctx: Context) -> None:
-        """Check that megatron has tensor_parallel."""
-        if self.mode == "megatron":
-            self._need_companions(ctx.strategy)
+        for name in self.needs:
+            if name not in ctx.strategy.names():
+                raise StrategyError(
+                    f"{self} completes {name}, which is not in the strategy; add {name} and an axis for it, or take "
+                    "the mode ulysses with an axis sequence in parallel_mode"
+                )
 
     def apply(self, ctx: Context) -> Context:
         """Split activations through the model's blocks in place; megatron does so later, in `complete`.
@@ -109,11 +110,3 @@ class SequenceParallel(Method):
         if self.mode == "megatron":
             (model,) = ctx.parts
             split_between(model, layout.blocks, on_samples(ctx, self.name), ctx.need_mesh().group("tensor"))
-
-    def _need_companions(self, strategy: Strategy) -> None:
-        for name in self.needs:
-            if name not in strategy.names():
-                raise StrategyError(
-                    f"{self} completes {name}, which is not in the strategy; add {name} and an axis for it, or take "
-                    "the mode ulysses with an axis sequence in parallel_mode"
-                )

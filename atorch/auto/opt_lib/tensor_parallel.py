@@ -18,14 +18,13 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
-from atorch.auto.opt_lib.shared.defaults import has_fsdp
 from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.auto.opt_lib.shared.sample_batch import on_few_tokens
 from atorch.auto.opt_lib.shared.zero_backends import in_pipeline
-from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -93,13 +92,18 @@ class TensorParallel(Method):
             yield cls()
 
     def check_optimizer(self, ctx: Context) -> None:
-        """Check that an optimizer of some rows or columns of parameters computes the same as one of all."""
         if size_of(ctx, "tensor") > 1:
             need_same(ctx, self.name, "rows", "columns")
 
     def check(self, ctx: Context) -> None:
-        if size_of(ctx, "tensor") > 1:
-            _check_neighbours(ctx.strategy)
+        if size_of(ctx, "tensor") == 1 or in_pipeline(ctx.strategy):
+            return
+        for other in ctx.strategy:
+            if other.slot == "data_parallel" and other.engine:
+                raise StrategyError(
+                    f"{other.name} was given backend {other.engine!r} beside tensor_parallel, and {other.engine} would "
+                    "take each process's part of a parameter for the whole; leave backend out"
+                )
 
     def apply(self, ctx: Context) -> Context:
         """Split the model in place.
@@ -114,7 +118,8 @@ class TensorParallel(Method):
             return ctx
         self.check(ctx)
         (model,) = ctx.parts  # stages are cut later
-        tensor, spreads = mesh.device_mesh("tensor"), has_fsdp(strategy)
+        tensor, sharding = mesh.device_mesh("tensor"), strategy.get(Fsdp)  # finds zero2 too, a subclass
+        spreads = sharding is not None and not sharding.engine
         splits = self.loss_parallel and not has_compiled_loss(ctx)
         layout = self._saved_layout(model, from_rank_zero(strategy.metadata.get(LAYOUT_KEY)), mesh.size("tensor"))
         how: Any = {"as_dtensors": spreads, "loss_parallel": splits}
@@ -199,15 +204,6 @@ def _warn_of_order(ctx: Context, layout: ModelLayout) -> None:
             "torch.distributed.checkpoint takes for the whole tensor; save and load it by atorch.whole_state and "
             "atorch.load_whole_state", reordered[0], more,
         )  # fmt: skip
-
-
-def _check_neighbours(strategy: Strategy) -> None:
-    for other in strategy:
-        if other.slot == "data_parallel" and other.engine and not in_pipeline(strategy):
-            raise StrategyError(
-                f"{other.name} was given backend {other.engine!r} beside tensor_parallel, and {other.engine} would "
-                "take each process's part of a parameter for the whole; leave backend out"
-            )
 
 
 def _log_kept(model: nn.Module, layout: ModelLayout) -> None:

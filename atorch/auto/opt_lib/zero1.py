@@ -62,12 +62,10 @@ class Zero1(Method):
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
-        """The backend torch, if the optimizer keeps states."""
         if cluster.world_size > 1 and profile.optim_state_per_param > 0:
             yield cls()
 
     def check_optimizer(self, ctx: Context) -> None:
-        """Check that an optimizer of some parameters computes the same as one of all parameters."""
         if replicas(ctx) > 1:
             need_same(ctx, self.name, "flat" if self.backend == "deepspeed" else "apart")
 

@@ -66,7 +66,6 @@ class Zero2(Fsdp):
         return cost.but(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
 
     def check_optimizer(self, ctx: Context) -> None:
-        """Check as fsdp does; FairScale distributes full parameters, and DeepSpeed elements."""
         if self.backend == "fsdp":
             super().check_optimizer(ctx)
         elif replicas(ctx) > 1:

@@ -109,21 +109,18 @@ class _Search:
         self._looks: float = 0
 
     def run(self, start: Cost, *, nearest: bool) -> BestFound:
-        self._begin(start)
+        root, depth = self.space.root(start), self._bounds.depth
+        if depth == len(self.space.levels):
+            self._score(root, None)
+        else:
+            for node in self.space.descend(root, depth):
+                heapq.heappush(self._open, (self._bounds.least_seconds(node), next(self._count), node, None))
         while self._open and self._open[0][0] <= self._enough_s() and not self._is_over():
             self._visit(*heapq.heappop(self._open))
         if nearest and not self._fitting:
             self._nearest()
         gap = max(0.0, 1 - self._open[0][0] / self._fitting[0][0]) if self._open and self._fitting else 0.0
         return BestFound(self.columns, self._num_slow + len(self._open), len(self._aside), gap)
-
-    def _begin(self, start: Cost) -> None:
-        root, depth = self.space.root(start), self._bounds.depth
-        if depth == len(self.space.levels):
-            self._score(root, None)
-            return
-        for node in self.space.descend(root, depth):
-            heapq.heappush(self._open, (self._bounds.least_seconds(node), next(self._count), node, None))
 
     def _push(self, node: SearchNode, parts: Iterable[LowerBound], bound: float = 0.0, short: float = 0.0) -> None:
         for part in parts:

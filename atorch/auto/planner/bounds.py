@@ -93,7 +93,7 @@ class Bounds:
                 yield from self._settled(part._replace(is_settled=True))
                 continue
             compiled, alone = self._compiled(cost), {"grad_itemsize": 0.0, "cast_itemsize": 0.0}
-            finest = _finest(compiled)
+            finest = compiled.but(num_micro_batches=max(1.0, compiled.batch_size))
             short = min((self._short(fold(finest).but(**alone)) for _, fold in self._ways(part)), default=None)
             if short is None:
                 continue  # no use of the host is legal with the node's methods
@@ -143,7 +143,6 @@ class Bounds:
             yield {depth: (None,)}, cost
 
     def _kept(self, cost: Cost) -> Iterator[tuple[Only, Cost]]:
-        """The cost with each combination of kept activations and kept logits."""
         for of_blocks, recomputed in self._each(Checkpoint, cost):
             for of_logits, kept in self._each(CrossEntropy, recomputed):
                 yield {**of_blocks, **of_logits}, kept
@@ -235,10 +234,6 @@ def _without_reductions(cost: Cost) -> Cost:
         comm=gathers, param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf,
         grad_itemsize=0.0,
     )  # fmt: skip
-
-
-def _finest(cost: Cost) -> Cost:
-    return cost.but(num_micro_batches=max(1.0, cost.batch_size))
 
 
 def _both(first: Fold, second: Fold) -> Fold:

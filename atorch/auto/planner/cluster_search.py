@@ -93,33 +93,13 @@ class _Question(PlanJob):
         return Room(usable_bytes(cluster, reserve), usable_host_bytes(cluster, reserve))
 
     def space(self) -> Space:
-        request = self.request
-        return plannable(
-            self.profile,
-            self.cluster,
-            excluded=request.excluded,
-            included=request.included,
-            fixed=request.fixed,
-            extend=request.extend,
-            precision=request.precision,
-            host_memory=bool(request.host_memory),
-        )
+        names = ("excluded", "included", "fixed", "extend", "precision")
+        knobs = {name: getattr(self.request, name) for name in names}
+        return plannable(self.profile, self.cluster, **knobs, host_memory=bool(self.request.host_memory))
 
-    def found(
-        self, space: Space, *, breadth: int = 1, most: float = MOST, limit_s: float = math.inf, nearest: bool = True
-    ) -> BestFound:
-        return best_first(
-            space,
-            self.start,
-            self.cluster,
-            device_bytes=self.room.device_bytes,
-            host_bytes=self.room.host_bytes,
-            breadth=breadth,
-            most=most,
-            limit_s=limit_s,
-            nearest=nearest,
-            times=self.times,
-        )
+    def found(self, space: Space, *, breadth: int = 1, most: float = MOST, **limits: Any) -> BestFound:
+        limits |= {"device_bytes": self.room.device_bytes, "host_bytes": self.room.host_bytes}
+        return best_first(space, self.start, self.cluster, breadth=breadth, most=most, times=self.times, **limits)
 
     @cached_property
     def times(self) -> StepTimes:
@@ -249,11 +229,11 @@ def _counts(columns: CandidateTable, space: Space) -> dict[str, dict[str, int]]:
         missing = len(columns) - sum(values.values())
         if missing:
             values["1" if name in AXES else "none"] += missing
-    return {name: dict(sorted(values.items(), key=_by_size)) for name, values in counts.items()}
 
+    def size_of(value: str) -> tuple[int, str]:
+        return int(value) if value.isdigit() else -1, value
 
-def _by_size(item: tuple[str, int]) -> tuple[int, str]:
-    return (int(item[0]) if item[0].isdigit() else -1, item[0])
+    return {name: {value: values[value] for value in sorted(values, key=size_of)} for name, values in counts.items()}
 
 
 _MEASURES: Mapping[str, Callable[[float, int], float]] = {
@@ -281,14 +261,10 @@ def _best_part(question: _Question, measure: Callable[[float, int], float]) -> C
 
 def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     """Parts of the cluster: powers of two of a node's devices, then of nodes, then all."""
-    size = 1
-    while size < cluster.devices_per_node:
-        yield replace(cluster, num_nodes=1, devices_per_node=size)
-        size *= 2
-    size = 1
-    while size < cluster.num_nodes:
-        yield replace(cluster, num_nodes=size)
-        size *= 2
+    for power in range((cluster.devices_per_node - 1).bit_length()):
+        yield replace(cluster, num_nodes=1, devices_per_node=2**power)
+    for power in range((cluster.num_nodes - 1).bit_length()):
+        yield replace(cluster, num_nodes=2**power)
     yield cluster
 
 

@@ -138,10 +138,6 @@ class EstimateUncertainty:
             self._shares[methods] = self._uncertainty.shares(Strategy(methods).cost(self._start))
         return self._shares[methods]
 
-    def expected_s(self, methods: Composed, step_s: float) -> float:
-        """The median of a step's seconds, given its estimate."""
-        return self._uncertainty.expected(step_s, self.shares(methods))
-
     def chosen(self, columns: CandidateTable) -> int:
         """The row with the least expected regret among those near the fastest; the simplest of ties."""
         near = _near(columns)
@@ -185,11 +181,9 @@ class EstimateUncertainty:
         slower = [lag for lag, _ in against.values()]
         mine = self.shares(columns.methods[chosen])
         yours = [self.shares(columns.methods[row]) for row in others]
-        measurings = [of_run]
-        for kind in KINDS:
-            moves = [self._uncertainty.of_kind(kind, mine, theirs) for theirs in yours]
-            measurings.append(Measuring(saves=_saved_by_kind(slower, moves), kind=kind))
-        best = max(measurings[1:], key=lambda measuring: measuring.saves)
+        moves = {kind: [self._uncertainty.of_kind(kind, mine, theirs) for theirs in yours] for kind in KINDS}
+        of_kinds = [Measuring(saves=_saved_by_kind(slower, moves[kind]), kind=kind) for kind in KINDS]
+        best = max(of_kinds, key=lambda measuring: measuring.saves)
         decisive = (measuring for measuring in (of_run, best) if measuring.saves >= LEAST_SAVED)
         return tuple(sorted(decisive, key=lambda measuring: -measuring.saves))
 
@@ -200,7 +194,7 @@ class EstimateUncertainty:
         return slower, spread
 
     def _expected_s(self, columns: CandidateTable, row: int) -> float:
-        return self.expected_s(columns.methods[row], float(columns.step_s[row]))
+        return self._uncertainty.expected(float(columns.step_s[row]), self.shares(columns.methods[row]))
 
 
 def _near(columns: CandidateTable) -> list[int]:

@@ -42,6 +42,11 @@ class Room:
             return f"is {format_bytes(short)} short of the {format_bytes(held)} of host memory that a device needs"
         return None
 
+    def order(self, estimate: Estimate) -> tuple[bool, float]:
+        """A key that sorts by seconds what fits, and then the rest by the bytes that it needs."""
+        is_short = self.short(estimate) is not None
+        return is_short, estimate.needed_bytes if is_short else estimate.step_s
+
 
 def counterfactuals(
     space: Space, chosen: MethodTuple, start: Cost, room: Room, columns: CandidateTable, times: StepTimes
@@ -53,29 +58,19 @@ def counterfactuals(
     look = _Look(space, chosen, start, room, columns, set(columns.methods), times)
     base = look.estimated(chosen)
     assert base is not None, "the chosen composition is legal"
-    best: dict[tuple[str, str], tuple[bool, Estimate]] = {}
+    best: dict[tuple[str, str], Estimate] = {}
     for what, change, methods in look.neighbours():
         estimate = look.estimated(methods)
-        if estimate is None:
-            continue
-        entry = (room.short(estimate) is not None, estimate)
-        if (what, change) not in best or _order(entry) < _order(best[what, change]):
-            best[what, change] = entry
-    ordered = sorted(best.items(), key=lambda item: _order(item[1]))
-    return tuple(_counterfactual(what, change, base, estimate, room) for (what, change), (_, estimate) in ordered)
-
-
-def _order(entry: tuple[bool, Estimate]) -> tuple[bool, float]:
-    is_short, estimate = entry
-    return is_short, estimate.needed_bytes if is_short else estimate.step_s
+        if estimate is not None:
+            best[what, change] = min(best.get((what, change), estimate), estimate, key=room.order)
+    ordered = sorted(best.items(), key=lambda item: room.order(item[1]))
+    return tuple(_counterfactual(what, change, base, estimate, room) for (what, change), estimate in ordered)
 
 
 def _counterfactual(what: str, change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:
     short = room.short(estimate)
-    if short is not None:
-        return Counterfactual(what=what, change=change, ratio=None, reason=short)
-    ratio = estimate.step_s / base.step_s
-    return Counterfactual(what=what, change=change, ratio=ratio, reason=_why(base, estimate))
+    ratio = estimate.step_s / base.step_s if short is None else None
+    return Counterfactual(what=what, change=change, ratio=ratio, reason=short or _why(base, estimate))
 
 
 def _why(base: Estimate, estimate: Estimate) -> str:
@@ -128,7 +123,7 @@ class _Look:
         if _in_slot(methods, MESH) == mesh and _in_slot(methods, STEP) != cut:
             return None  # the neighbour's change is the cut itself
         estimates = [self._scored(node) for node in self._recut(methods)]
-        return min(estimates, key=lambda other: _order((self.room.short(other) is not None, other)), default=None)
+        return min(estimates, key=self.room.order, default=None)
 
     def _scored(self, node: SearchNode) -> Estimate:
         estimate = estimate_of(node.cost, self.times.cluster, self.times)
@@ -152,7 +147,8 @@ class _Look:
         rest = tuple(method for method in self.chosen if method is not held)
         for choice in level.choices:
             if choice.method != held:
-                yield choice.method.name, _named(choice.method, held), (*rest, choice.method)
+                change = f"with {choice.method}" if held is None else f"{choice.method} instead of {held}"
+                yield choice.method.name, change, (*rest, choice.method)
         if held is not None and type(held) is level.kind:
             yield held.name, f"without {held}", rest
 
@@ -162,8 +158,8 @@ class _Look:
         if held is None:
             return
         rest = tuple(method for method in self.chosen if method is not held)
-        mine = _sizes(held, self.start)
-        meshes = [(choice.method, _sizes(choice.method, self.start)) for choice in level.choices]
+        mine = held.cost(self.start).axes
+        meshes = [(choice.method, choice.method.cost(self.start).axes) for choice in level.choices]
         for axis in sorted({name for _, sizes in meshes for name in sizes} - {"data"}):  # data compensates
             size = mine.get(axis, 1)
             alike = [
@@ -202,20 +198,12 @@ def _in_slot(methods: MethodTuple, slot: str) -> Method | None:
     return next((method for method in methods if method.slot == slot), None)
 
 
-def _named(method: Method, held: Method | None) -> str:
-    return f"with {method}" if held is None else f"{method} instead of {held}"
-
-
-def _sizes(mesh: Method, start: Cost) -> Mapping[str, int]:
-    return mesh.cost(start).axes
-
-
 def _apart(one: Mapping[str, int], other: Mapping[str, int]) -> Sequence[str]:
     return [name for name in {**one, **other} if one.get(name, 1) != other.get(name, 1)]
 
 
 MOST = 3  # limit of listed remedies
-LARGEST = 64  # largest factor of more nodes, or of a smaller batch or sequence
+FACTORS = (2, 4, 8, 16, 32, 64)  # of more nodes, or of a smaller batch or sequence
 
 J = TypeVar("J", bound=PlanJob)
 
@@ -241,7 +229,7 @@ def _allowed(job: J) -> Iterator[tuple[str, J]]:
 
 def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
     """Use fewer samples a step, so that fewer devices have samples of their own and more share the model."""
-    for share in _halves():
+    for share in FACTORS:
         if job.global_batch % share == 0:
             batch = job.global_batch // share
             yield f"use a global batch of {batch} instead of {job.global_batch}", job.but(global_batch=batch)
@@ -249,7 +237,7 @@ def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
 
 def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
     length = max((segment.sequence_length for segment in job.profile.segments), default=0)
-    for share in _halves():
+    for share in FACTORS:
         if length and length % share == 0 and length // share >= 1:
             text = f"use sequences of {length // share} instead of {length} tokens"
             same_batch = job.but(global_batch=job.global_batch)
@@ -257,14 +245,10 @@ def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
 
 
 def _larger_clusters(job: J) -> Iterator[tuple[str, J]]:
-    for factor in _halves():
+    for factor in FACTORS:
         nodes = job.cluster.num_nodes * factor
         text = f"use {nodes * job.cluster.devices_per_node} of these devices instead of {job.cluster.world_size}"
         yield text, replace(job, cluster=replace(job.cluster, num_nodes=nodes))
-
-
-def _halves() -> Sequence[int]:
-    return [2**power for power in range(1, LARGEST.bit_length())]
 
 
 def _shortened(profile: ModelProfile, share: int) -> ModelProfile:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,10 @@ def search(
             format_seconds(clock.whole), DEFAULT_STEPS,
         )  # fmt: skip
     wanted = Wanted(excluded=excluded, included=included, fixed=fixed, precision=precision)
-    with preserved_rng(), quick_collections(), _shown(ctx, progress, verbose) as show:
+    shown: AbstractContextManager[Show | None] = nullcontext(progress)
+    if progress is None and ctx.world.rank == 0:
+        shown = search_progress(verbose=verbose)
+    with preserved_rng(), quick_collections(), shown as show:
         feed = Feed(ctx)
         crew = Coordinator(ctx.world)
         try:
@@ -123,11 +126,7 @@ def search(
 
 
 def _ranked(crew: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
-    """The compositions that fit, computed on rank 0 and broadcast.
-
-    Raises:
-        StrategyError: some process lacks a method that rank 0 has.
-    """
+    """The compositions that fit, computed on rank 0 and broadcast."""
     rankings: list[Ranking] = []
 
     def work() -> Told:
@@ -149,15 +148,6 @@ def compiled_ops(profile: ModelProfile) -> float:
     """Operations that a compiler sees: those of one repeated block, or of the whole model if there are none."""
     blocks = [segment for segment in profile.segments if segment.is_block]
     return float(sum(segment.num_ops for segment in blocks or profile.segments))
-
-
-@contextmanager
-def _shown(ctx: Context, progress: Show | None, verbose: bool) -> Iterator[Show | None]:
-    if progress is not None or ctx.world.rank != 0:
-        yield progress
-    else:
-        with search_progress(verbose=verbose) as show:
-            yield show
 
 
 def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
@@ -243,11 +233,7 @@ def _plan(
     more: Callable[[Scored], Iterator[str]],
     fallen: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan with the choice, measured or not. `more` gives notes on the choice, `fallen` on choices that failed.
-
-    Raises:
-        NoFeasiblePlanError: all failed or are refused.
-    """
+    """The plan with the choice, measured or not. `more` gives notes on the choice, `fallen` on choices that failed."""
     if len(explorer.failures) == len(ranking.fitting):
         raise _nothing_ran(ranking, explorer)
     chosen, baseline = from_rank_zero(explorer.choice()), explorer.baseline
@@ -333,16 +319,13 @@ def obstacles(profile: ModelProfile, cluster: ClusterSpec, wanted: Wanted) -> st
     why = "; ".join(reason for reason, _ in space.refused.most_common(2))
     if fixed is not None:
         return f"{fixed} cannot be here: {why or 'its methods do not agree'}. Give another strategy"
-    extra = [name for name in needed if opens(included=_without(needed, name))]
+    extra = [name for name in needed if opens(included=[other for other in needed if other != name])]
     ways = [f"leave {name} out of included: {_idle(name, cluster) or why or 'it has nothing to do'}" for name in extra]
-    ways += [f"take {name} out of excluded" for name in barred if opens(excluded=_without(barred, name))]
+    closing = [name for name in barred if opens(excluded=[other for other in barred if other != name])]
+    ways += [f"take {name} out of excluded" for name in closing]
     if not ways and needed:
         ways = [f"include fewer methods than {', '.join(needed)}: {why or 'they do not agree'}"]
     return "; or ".join(ways) or f"{why or 'everything is excluded'}. Exclude fewer methods"
-
-
-def _without(names: Iterable[str], left_out: str) -> list[str]:
-    return [name for name in names if name != left_out]
 
 
 def _idle(name: str, cluster: ClusterSpec) -> str:

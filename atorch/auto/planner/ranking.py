@@ -91,9 +91,10 @@ def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wan
         if entry.estimate.needed_bytes > limit
     ]
     unmet = [Rejected(strategy=Strategy((method,)), why="hardware", reason=reason) for method, reason in space.unmet]
-    head, rest = _runnable(fitting, wanted.fixed)
-    beyond = [other.rejected("not run", "others were estimated faster") for other in rest]
-    return Ranking(tuple(head), (*beyond, *too_large, *unmet))
+    kept = {*range(RUNNABLE), *simplest(fitting, wanted.fixed)[: RUNNABLE // 4]}
+    beyond = [fitting[index] for index in range(len(fitting)) if index not in kept]
+    rest = [other.rejected("not run", "others were estimated faster") for other in beyond]
+    return Ranking(tuple(entry for index, entry in enumerate(fitting) if index in kept), (*rest, *too_large, *unmet))
 
 
 def _scored(space: Space, start: Cost, cluster: ClusterSpec) -> list[Scored]:
@@ -125,15 +126,6 @@ def _simple(space: Space, start: Cost) -> set[Strategy]:
     return {plain, *(Strategy(node.methods) for node in nodes if node is not None)}
 
 
-def _runnable(fitting: list[Scored], fixed: Strategy | None) -> tuple[list[Scored], list[Scored]]:
-    """The compositions that dry runs are chosen from, the fastest by estimate and the simplest, and the others."""
-    indices = {*range(RUNNABLE), *simplest(fitting, fixed)[: RUNNABLE // 4]}
-    return (
-        [candidate for index, candidate in enumerate(fitting) if index in indices],
-        [candidate for index, candidate in enumerate(fitting) if index not in indices],
-    )
-
-
 def simplest(candidates: Sequence[Scored], given: Strategy | None = None) -> list[int]:
     """The candidates in order, the baseline first.
 
@@ -147,18 +139,14 @@ def simplest(candidates: Sequence[Scored], given: Strategy | None = None) -> lis
         extras = len(_extras(strategy))
         seconds = candidates[index].estimate.step_s
         is_other = given is None or strategy != given
-        return is_other, _level(strategy), compiles(strategy), len(_split_axes(strategy)), extras > 0, seconds, extras
+        split = {axis for method in strategy for axis in method.splits}.difference(BATCH_AXES)
+        return is_other, _level(strategy), compiles(strategy), len(split), extras > 0, seconds, extras
 
     return sorted(range(len(candidates)), key=simplicity)
 
 
 def compiles(strategy: Strategy) -> bool:
     return any(method.phase == Phase.COMPILE for method in strategy)
-
-
-def _split_axes(strategy: Strategy) -> frozenset[str]:
-    """The axes over which the model is split; data-parallel shards do not count."""
-    return frozenset(axis for method in strategy for axis in method.splits) - frozenset(BATCH_AXES)
 
 
 def _extras(strategy: Strategy) -> list[Method]:

@@ -24,20 +24,12 @@ MAX_SIMULATED = 32
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The knobs of a plan for a cluster.
+    """The knobs of a plan for a cluster, as those of `atorch.plan`.
 
     Args:
-        global_batch: samples of a step, of all devices together; None for the traced batch on every device.
-        excluded, included: see `space.plannable`.
-        fixed, extend: as for `Strategy.of`: exactly these methods, or these and any others that are best with them.
-        precision: the least exact numbers for methods that are neither included nor fixed: "fp32", "autocast", "half"
-            (16 bits, with fp32 masters) or "fp8".
-        host_memory: True allows methods that use host memory if they save enough; None: only if nothing fits without.
         objective: "step_time" and "throughput" choose the fastest step, which is the same at a given batch. "cost":
             the least device-seconds a step, on the cluster or a part of it. "fewest_devices": the smallest part that
             fits, and the fastest there.
-        reserve: share of a device's memory that nothing may use.
-        verify: number of the best candidates to simulate; None: a few, within limits of memory and time.
 
     Raises:
         ArgumentError: an invalid value.

@@ -133,14 +133,17 @@ def simulate(
         CapabilityError: a method cannot be applied to fakes, or this process has a process group.
         StrategyError: the strategy is not valid on this many ranks.
     """
-    _check(ctx)
-    strategy, notes = _in_eager(complete(strategy, world_size))
-    for method in strategy:
-        if method.simulated != "by itself":
-            continue
+    if ctx.make_optimizer is None or ctx.loss_func is None:
+        raise ArgumentError("a simulation takes whole training steps, so it needs optim_func and loss_func; give both")
+    strategy = complete(strategy, world_size)
+    left_out = [method.name for method in strategy if method.simulated == "left out"]
+    for name in left_out:
+        strategy = strategy.without(name)
+    notes = tuple(f"{name} is left out: compilers do not take fake tensors" for name in left_out)
+    for name in [method.name for method in strategy if method.simulated == "by itself"]:
         raise CapabilityError(
-            f"{method.name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the "
-            "first step whether the budget holds"
+            f"{name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the first "
+            "step whether the budget holds"
         )
     samples = batch_size(batch) if global_batch is None else global_batch
 
@@ -238,7 +241,10 @@ def _rows(tensor: torch.Tensor, count: int, of: int, pretending: Pretending) -> 
 def _step(result: AccelerateResult, ctx: Context, batch: Any, live: LiveBytes) -> None:
     """One iteration of the documented training loop, with moments."""
     batch = result.prepare_input(batch, ctx.device)
-    loss = result.loss_func(batch, _called(ctx, result, batch, live))
+    output = ctx.call_model(result.model, batch)
+    live.mark("end of forward")
+    loss = result.loss_func(batch, output)
+    del output  # backward keeps what it needs
     value = loss[0] if isinstance(loss, (list, tuple)) else loss
     live.mark("loss")
     if result.args["use_optim_backward"]:
@@ -251,12 +257,6 @@ def _step(result: AccelerateResult, ctx: Context, batch: Any, live: LiveBytes) -
         result.optim.step()
         result.optim.zero_grad()
     live.mark("optimizer")
-
-
-def _called(ctx: Context, result: AccelerateResult, batch: Any, live: LiveBytes) -> Any:
-    output = ctx.call_model(result.model, batch)
-    live.mark("end of forward")
-    return output
 
 
 class _Watch:
@@ -358,16 +358,3 @@ def _why_whole(strategy: Strategy, repeats: int | None) -> str | None:
         return f"there are {repeats}"
     across = next((method.name for method in strategy if method.spans_blocks), None)
     return None if across is None else f"{across} shares out the whole model at once"
-
-
-def _in_eager(strategy: Strategy) -> tuple[Strategy, tuple[str, ...]]:
-    """The strategy without methods that cannot run on fakes, and notes on these."""
-    names = [method.name for method in strategy if method.simulated == "left out"]
-    for name in names:
-        strategy = strategy.without(name)
-    return strategy, tuple(f"{name} is left out: compilers do not take fake tensors" for name in names)
-
-
-def _check(ctx: Context) -> None:
-    if ctx.make_optimizer is None or ctx.loss_func is None:
-        raise ArgumentError("a simulation takes whole training steps, so it needs optim_func and loss_func; give both")

@@ -116,12 +116,9 @@ def _runs(seen: Observed) -> list[list[MemorySample]]:
 def _run(few: Sequence[MemorySample], many: Sequence[MemorySample], repeats: int) -> list[MemorySample]:
     """The moments of all blocks, in the order of the step."""
     ends = {place: _line(few[place].memory, many[place].memory, repeats - LONG) for place in (0, 1, -2, -1)}
-    memories = [ends[0], ends[1]]
-    for place in range(2, repeats - 2):
-        memories.append(_line(ends[1], ends[-2], (place - 1) / (repeats - 3) - 1))
-    memories += [ends[-2], ends[-1]]
-    rises = few[0].index == 0
-    indices = range(repeats) if rises else range(repeats - 1, -1, -1)
+    between = (_line(ends[1], ends[-2], (place - 1) / (repeats - 3) - 1) for place in range(2, repeats - 2))
+    memories = [ends[0], ends[1], *between, ends[-2], ends[-1]]
+    indices = range(repeats) if few[0].index == 0 else range(repeats - 1, -1, -1)
     return [MemorySample(few[0].name, index, memory) for index, memory in zip(indices, memories, strict=True)]
 
 

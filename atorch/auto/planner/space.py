@@ -45,7 +45,6 @@ class Level:
 
     @property
     def options(self) -> tuple[Choice | None, ...]:
-        """The choices, and None (no method) unless one is needed."""
         return self.choices if self.is_needed else (*self.choices, None)
 
 
@@ -85,7 +84,11 @@ class Space:
     def _coming(self) -> Sequence[tuple[frozenset[str], frozenset[str]]]:
         """Depth → names of the methods of later levels, and the axes that they may split over."""
         rests = [self.levels[depth:] for depth in range(len(self.levels) + 1)]
-        return [(frozenset(level.kind.name for level in rest), _split_by(*rest)) for rest in rests]
+        names = [frozenset(level.kind.name for level in rest) for rest in rests]
+        axes = [
+            frozenset(axis for level in rest for choice in level.choices for axis in choice.splits) for rest in rests
+        ]
+        return list(zip(names, axes, strict=True))
 
     @cached_property
     def _settled(self) -> int:
@@ -325,10 +328,6 @@ def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> 
             variants.append(variant)
     choices = tuple(_choice(variant, is_given=variant is given) for variant in variants)
     return Level(type(given), choices, is_needed=True)
-
-
-def _split_by(*levels: Level) -> frozenset[str]:
-    return frozenset[str]().union(*(choice.splits for level in levels for choice in level.choices))
 
 
 def _choice(method: Method, *, is_given: bool = False) -> Choice:

@@ -94,15 +94,11 @@ def _of_name(named: str) -> JobSource:
     if path.is_file():
         raise ArgumentError(f"{named} is a file; give {named}:NAME for a job in it, or a model's {CONFIG}")
     nearby = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = "".join(f"did you mean {name!r}? Else " for name in difflib.get_close_matches(path.name, nearby, n=1))
     raise ArgumentError(
-        f"there is no file or folder {named!r}, and nothing is downloaded; {_near(path.name, nearby)}give a {CONFIG}, "
-        "a folder that has one, or a job FILE.py:NAME"
+        f"there is no file or folder {named!r}, and nothing is downloaded; {near}give a {CONFIG}, a folder that has "
+        "one, or a job FILE.py:NAME"
     )
-
-
-def _near(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]!r}? Else " if near else ""
 
 
 def _of_job(named: str) -> JobSource:
@@ -146,8 +142,10 @@ def _of_shape(shape: ShapeOptions) -> JobSource:
         from atorch.auto.plan_for_cluster import Subject
         from atorch.cost.transformer import Implementation, transformer_profile
 
+        if seq is None:
+            raise ArgumentError("a shape says nothing of the length of a sample; give --seq")
         eager = Implementation(itemsize=4.0, fused_norm=False, fused_activation=False)
-        return Subject(transformer_profile(_transformer(shape, _needed(seq, "a shape")), implementation=eager))
+        return Subject(transformer_profile(_transformer(shape, seq), implementation=eager))
 
     sizes = ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)
     return JobSource(f"a transformer with {sizes}", True, subject)
@@ -177,9 +175,3 @@ def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
         head_dim=hidden // heads,
         experts=None if experts is None else Experts(count=experts, top_k=top_k or min(2, experts), ffn=ffn),
     )
-
-
-def _needed(seq: int | None, what: str) -> int:
-    if seq is None:
-        raise ArgumentError(f"{what} says nothing of the length of a sample; give --seq")
-    return seq

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atorch.errors import ArgumentError, CapabilityError, near_miss
 from atorch.logs import logger
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from atorch.errors import ArgumentError
 
 
 FAMILIES = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")  # of AutoModelFor…, if no class is named
@@ -41,7 +39,7 @@ def job_of(source: Any, seq: int | None) -> dict[str, Any]:
     if seq is None and length:
         logger.warning("--seq is not given: %s tokens a sample", f"{length:,}")
     return {
-        "model": partial(_model, kind, config),
+        "model": lambda: kind(config).float(),
         "sample_batch": form.batch(length),
         "of_length": (length, form.batch) if length else None,
         "model_input_format": "unpack_dict",
@@ -50,14 +48,8 @@ def job_of(source: Any, seq: int | None) -> dict[str, Any]:
     }
 
 
-def _model(kind: Any, config: Any) -> Any:
-    return kind(config).float()
-
-
 def _config_and_class(source: Any, name: object) -> tuple[Any, Any]:
     """The config, and transformers' class of its model."""
-    from atorch.errors import ArgumentError, CapabilityError
-
     try:
         import transformers
     except ImportError as error:
@@ -89,8 +81,6 @@ def _read_config(path: Path) -> tuple[Any, Any]:
     """The config of a file, and the names of its architectures."""
     import transformers
 
-    from atorch.errors import ArgumentError, near_miss
-
     data = _read(path)
     kind = data.pop("model_type", None)
     if kind is None:
@@ -104,15 +94,8 @@ def _read_config(path: Path) -> tuple[Any, Any]:
 
 
 def _config_of(kind: Any, data: dict[str, Any], path: Path) -> Any:
-    """The config object of `data`.
-
-    Raises:
-        ArgumentError: the config class rejects a value.
-    """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
-
-    from atorch.errors import ArgumentError
 
     try:
         return kind.from_dict(data)
@@ -124,7 +107,6 @@ def _config_of(kind: Any, data: dict[str, Any], path: Path) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    from atorch.errors import ArgumentError
     from atorch.files.strict_json import Format, read_json
 
     # Configs of state-space models have infinite limits; those of image classifiers may name 20,000 classes.
@@ -175,8 +157,6 @@ class SampleForm:
         Raises:
             ArgumentError: `seq` is given for a model that reads images, or exceeds the positions.
         """
-        from atorch.errors import ArgumentError
-
         if not self.reads_tokens:
             if seq is not None:
                 raise ArgumentError(f"{self.path} is of a model that reads images; leave --seq out")
@@ -202,7 +182,8 @@ class SampleForm:
             skipped = getattr(module, "offset", 0)
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 skipped = module.padding_idx + 1
-            tables = [tensor for key, tensor in by_name.items() if "pos" in key or _names_table(name)]
+            is_table = "pos" in name.rpartition(".")[2] or name.endswith("wpe")
+            tables = [tensor for key, tensor in by_name.items() if "pos" in key or is_table]
             # The last dim of a table of floating-point numbers is features.
             for rows in (size for table in tables for size in table.shape[: -1 if table.is_floating_point() else None]):
                 lengths += [rows - skipped] * (rows in stated or rows - skipped in stated)
@@ -253,8 +234,6 @@ class SampleForm:
         """An image; if a model reads text and images in one sequence, its features replace the first tokens."""
         import torch
 
-        from atorch.errors import ArgumentError
-
         vision = getattr(self.config, "vision_config", None) or self.config
         channels = int(getattr(vision, "num_channels", 0) or getattr(vision, "in_channels", 3))
         size: Any = getattr(vision, "image_size", None) or DEFAULT_SIZE
@@ -276,11 +255,7 @@ class SampleForm:
         return made | {name: marks for name in ("mm_token_type_ids", "token_type_ids") if name in self.takes}
 
     def _num_features(self, images: dict[str, Any]) -> int:
-        """Number of tokens that an image becomes.
-
-        Raises:
-            ArgumentError: the model does not take the image.
-        """
+        """Number of tokens that an image becomes."""
         from atorch.model.copy import copy_with
         from atorch.model.pytree import tensors_in
         from atorch.profiler.fakes import Fakes
@@ -297,13 +272,7 @@ class SampleForm:
         return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors_in(features))
 
     def _unmade(self, inputs: str) -> ArgumentError:
-        from atorch.errors import ArgumentError
-
         return ArgumentError(
             f"{self.path} is of a {self.kind.__name__}, which takes {inputs}: no sample can be made for it from a "
             "config; write a job (FILE.py:NAME) with a sample_batch"
         )
-
-
-def _names_table(name: str) -> bool:
-    return "pos" in name.rpartition(".")[2] or name.endswith("wpe")

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from atorch.auto.strategy.method import METHODS, RECIPES, Method, Recipe
 from atorch.auto.strategy.strategy import Strategy
 from atorch.errors import StrategyError, near_miss, shown
-from atorch.files import read_bytes, write
+from atorch.files import read_bytes
 from atorch.files.strict_json import Format, Json, check, parse, step
 from atorch.logs import logger
 
@@ -52,11 +52,7 @@ def read(source: str | bytes | os.PathLike[str]) -> Strategy:
 
 
 def to_json(strategy: Strategy) -> str:
-    """The text of the strategy's file: one method per line with the knobs that were set, then the sorted metadata.
-
-    Raises:
-        StrategyError: a knob or the metadata is not valid JSON, or exceeds the limits of a file.
-    """
+    """See `Strategy.to_json`: one method per line with the knobs that were set, then the sorted metadata."""
     methods = [
         json.dumps({"name": method.name, "config": _config_of(method, step("$.methods", index))}, ensure_ascii=False)
         for index, method in enumerate(strategy)
@@ -72,22 +68,9 @@ def to_json(strategy: Strategy) -> str:
 
 
 def to_list(strategy: Strategy) -> list[Json]:
-    """Method names, and pairs of a name and the knobs that were set.
-
-    Raises:
-        StrategyError: a knob is not valid JSON.
-    """
+    """See `Strategy.to_list`."""
     configs = [(method.name, _config_of(method, step("$", index))) for index, method in enumerate(strategy)]
     return [[name, config] if config else name for name, config in configs]
-
-
-def save(strategy: Strategy, path: str | os.PathLike[str]) -> None:
-    """Write the strategy's file atomically: a reader sees the old file or the new one. One rank calls this.
-
-    Raises:
-        StrategyError: the strategy cannot be written as JSON, or the path cannot be written to.
-    """
-    write(path, to_json(strategy), FORMAT)
 
 
 def _from_json(text: str | bytes) -> Strategy:
@@ -291,20 +274,12 @@ def _item(given: Any, place: str) -> _Item:
         return _Item(place, given, place, None, place)
     if isinstance(given, Mapping):
         return _item_of_object(given, place)
-    if isinstance(given, (list, tuple)) and len(given) == 2 and isinstance(given[0], str):
-        return _Item(place, given[0], step(place, 0), given[1], step(place, 1))
-    if (
-        isinstance(given, (list, tuple))
-        and len(given) == 3
-        and isinstance(given[0], str)
-        and isinstance(given[2], bool)
-    ):
-        if given[2]:
+    is_named = isinstance(given, (list, tuple)) and len(given) in (2, 3) and isinstance(given[0], str)
+    if is_named and all(isinstance(tunable, bool) for tunable in given[2:]):
+        if any(given[2:]):
             logger.info("%s: tunable has no effect; finetune_strategy=True searches the knobs that are unset", place)
         return _Item(place, given[0], step(place, 0), given[1], step(place, 1))
-    hint = ""
-    if isinstance(given, (set, frozenset)):
-        hint = "; a set has no order: write a tuple"
+    hint = "; a set has no order: write a tuple" if isinstance(given, (set, frozenset)) else ""
     raise StrategyError(f"{place}: {shown(given)} is no method; {ITEM_FORMS}{hint}")
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from atorch.auto.strategy.method import METHODS, Exactness, Method
 from atorch.errors import StrategyError, shown
+from atorch.files import write
 
 if TYPE_CHECKING:
     from torch import nn
 
     from atorch.auto.context import Context
     from atorch.cost import Cost
-    from atorch.distributed.fingerprints import Facts
 
 M = TypeVar("M", bound=Method)
 
@@ -84,7 +84,7 @@ class Strategy(Sequence[Method]):
         """The text of the strategy's file; `Strategy.of` reads it back.
 
         Raises:
-            StrategyError: a knob or the metadata is not valid JSON.
+            StrategyError: a knob or the metadata is not valid JSON, or exceeds the limits of a file.
         """
         from atorch.auto.strategy import codec
 
@@ -101,14 +101,14 @@ class Strategy(Sequence[Method]):
         return codec.to_list(self)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the strategy's file atomically; of several processes, one calls this.
+        """Write the strategy's file atomically: a reader sees the old file or the new one. One process calls this.
 
         Raises:
             StrategyError: as `to_json`, or the path cannot be written to.
         """
         from atorch.auto.strategy import codec
 
-        codec.save(self, path)
+        write(path, self.to_json(), codec.FORMAT)
 
     @property
     def report(self) -> Any:
@@ -190,15 +190,14 @@ class Strategy(Sequence[Method]):
                 runs.
         """
         from atorch.distributed.collectives import call_on_all_ranks
-
-        call_on_all_ranks("Strategy.apply", lambda: self._facts(ctx), lambda: self.check(ctx))
-        self.check_optimizer(ctx)
-        return reduce(lambda folded, method: method.apply(folded), self.methods, replace(ctx, strategy=self))
-
-    def _facts(self, ctx: Context) -> Mapping[str, Facts]:
         from atorch.distributed.fingerprints import Fact, described_model
 
-        return {"strategy": {"the strategy": Fact(f"[{self}]")}, **described_model(ctx.root)}
+        own = {"the strategy": Fact(f"[{self}]")}
+        call_on_all_ranks(
+            "Strategy.apply", lambda: {"strategy": own, **described_model(ctx.root)}, lambda: self.check(ctx)
+        )
+        self.check_optimizer(ctx)
+        return reduce(lambda folded, method: method.apply(folded), self.methods, replace(ctx, strategy=self))
 
     def check(self, ctx: Context) -> None:
         """Raise the errors of `apply` that are known before anything is changed: see `Method.check`."""

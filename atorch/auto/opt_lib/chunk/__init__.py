@@ -133,13 +133,11 @@ class Chunk(Method):
             yield cls(hybrid=False)
 
     def check_optimizer(self, ctx: Context) -> None:
-        """Refuse a closure, and an optimizer that is not element-wise if processes share the chunks."""
         need_no_closure(ctx, self.name, "train with ddp, or without chunk")
         if replicas(ctx) > 1:
             need_listed(ctx, self.name, ELEMENTWISE)
 
     def check(self, ctx: Context) -> None:
-        """Check that no other method fixes parameters in memory; they are floating-point and their gradients dense."""
         for other in ctx.strategy:
             if other.name in _REFUSED:
                 raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")

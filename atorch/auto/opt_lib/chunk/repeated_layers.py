@@ -178,10 +178,7 @@ class LayerTrace(TorchDispatchMode):
         for module, own, earlier in zip(modules, block.modules(), before.modules(), strict=False):
             for name, value in vars(own).items():
                 if type(value) is int and value != vars(earlier)[name]:
-                    vars(module)[name] = _Counting(value, self._use)
-
-    def _use(self, *use: Any) -> None:
-        self._noted.append(use)
+                    vars(module)[name] = _Counting(value, lambda *use: self._noted.append(use))
 
     def _watched(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -195,7 +195,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 @contextmanager
 def _guarded(mode: AbstractContextManager[None], model: nn.Module) -> Iterator[None]:
-    """Enter `mode`, and raise if the run reaches the original model."""
     with mode, Originals(model):
         yield
 

@@ -127,12 +127,10 @@ class PipelineParallel(Method):
         return max(fitting, default=1)
 
     def check_optimizer(self, ctx: Context) -> None:
-        """Check that an optimizer of one stage's parameters computes the same as one of all parameters."""
         if size_of(ctx, "pipeline") > 1:
             need_same(ctx, self.name, "apart")
 
     def check(self, ctx: Context) -> None:
-        """Check for a loss function, enough blocks, and other methods that a pipeline can be combined with."""
         if size_of(ctx, "pipeline") > 1:
             from atorch.auto.opt_lib.pipeline_parallel.stages import check
 

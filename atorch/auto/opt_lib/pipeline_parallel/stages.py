@@ -64,7 +64,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     parts = cut(model, named, route, starts, mine, ctx.device)
     all_or_none(lambda: _need_training(ctx, parts, mine))
     group = mesh.group("pipeline")
-    tolerance = _rounding(ctx)
+    tolerance = FP8_ROUNDING if ctx.strategy.uses("fp8") else tolerance_of(ctx.compute_dtype)
 
     def finish(built: Built) -> Built:
         if built.args["use_optim_backward"] or built.loss_func is None:
@@ -153,13 +153,6 @@ def _few_rows(batch: Any) -> Any:
     return take(batch, 0, min(rows, SEEN_ROWS), rows)
 
 
-def _rounding(ctx: Context) -> float:
-    """The tolerance between the loss of a batch and that of its micro-batches."""
-    if ctx.strategy.uses("fp8"):
-        return FP8_ROUNDING
-    return tolerance_of(ctx.compute_dtype)
-
-
 class Batches:
     """The cut of a batch into micro-batches: set by micro_batch if it is in the strategy, else by the pipeline."""
 
@@ -193,14 +186,10 @@ class Batches:
     def count(self, rows: int) -> int:
         """The number of micro-batches of a batch of `rows` rows: as requested, or the next lower divisor."""
         most = self._count or (rows // self._size if self._size else 4 * self._stages)
-        fitting = (n for n in range(1, min(most, rows) + 1) if rows % n == 0 and self._suits(n))
-        return max(fitting, default=1)
-
-    def _suits(self, count: int) -> bool:
         schedule = self._method.schedule
-        if schedule == "interleaved" and count < self._stages:
-            return True
-        return uneven(self._stages, schedule, count) is None
+        few = self._stages if schedule == "interleaved" else 0  # it takes fewer micro-batches than stages, too
+        divisors = (number for number in range(1, min(most, rows) + 1) if rows % number == 0)
+        return max((n for n in divisors if n < few or uneven(self._stages, schedule, n) is None), default=1)
 
 
 def _plan_cut(
@@ -233,11 +222,7 @@ def _plan_cut(
 
 
 def _check_loss_reads(method: PipelineParallel, model: nn.Module, names: Sequence[str], route: Route) -> None:
-    """Warn of parameters that the last stage holds only for the loss function, which sees a process's first stage.
-
-    Raises:
-        StrategyError: the loss function reads the model, and processes hold several stages or DeepSpeed steps them.
-    """
+    """Warn of parameters that the last stage holds only for the loss function, which sees a process's first stage."""
     if method.pieces == 1 and method.backend == "torch":
         if names:
             logger.warning(

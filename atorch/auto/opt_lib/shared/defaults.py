@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from atorch.auto.opt_lib.ddp import Ddp
-from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.strategy import METHODS, Method, Strategy
 from atorch.cost.parallelism import REPLICA_AXES
@@ -53,12 +52,6 @@ def batch_place(strategy: Strategy, device_type: str) -> tuple[int, int]:
         return 0, 1
     mesh = Mesh(mode.slices, mode.rank_order, device_type)
     return mesh.rank(*BATCH_AXES), mesh.size(*BATCH_AXES)
-
-
-def has_fsdp(strategy: Strategy) -> bool:
-    """True if torch's FSDP2 shards parameters: under fsdp, and zero2 without another backend."""
-    sharding = strategy.get(Fsdp)  # finds zero2 too, a subclass
-    return sharding is not None and not sharding.engine
 
 
 def needs_values(methods: Iterable[Method | str]) -> str | None:

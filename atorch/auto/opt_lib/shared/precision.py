@@ -76,7 +76,6 @@ class Precision(Method):
         return super().of(config)
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        """Require compute capability 8.0 for bf16 on CUDA."""
         capability = cluster.device.capability
         if self.dtype == "bf16" and cluster.device.type == "cuda" and capability is not None and capability < (8, 0):
             have = ".".join(map(str, capability))

@@ -29,7 +29,7 @@ def on_samples(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
     Raises:
         ArgumentError: there is no batch for the method `name`.
     """
-    return _on_smallest(ctx, name, [_few_samples, _whole])
+    return _on_smallest(ctx, name, [_few_samples])
 
 
 def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
@@ -38,12 +38,13 @@ def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
     Raises:
         ArgumentError: there is no batch for the method `name`.
     """
-    return _on_smallest(ctx, name, [lambda batch: with_few_tokens(_few_samples(batch)), _few_samples, _whole])
+    return _on_smallest(ctx, name, [lambda batch: with_few_tokens(_few_samples(batch)), _few_samples])
 
 
 def _on_smallest(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Callable[[nn.Module], Any]:
     if ctx.sample_batch is None:
         raise ArgumentError(f"{name} watches the model at work before it splits it; give a dataset, or a sample_batch")
+    parts = [*parts, lambda batch: batch]
 
     def run(model: nn.Module) -> Any:
         batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
@@ -92,7 +93,3 @@ def _num_different(tokens: Tensor, start: int) -> int:
 
 def _few_samples(batch: Any) -> Any:
     return take(batch, 0, SAMPLES, batch_size(batch))
-
-
-def _whole(batch: Any) -> Any:
-    return batch

@@ -81,12 +81,23 @@ def check(ctx: Context, name: str, backend: str) -> None:
         _needed_optimizer(ctx, name)
     if backend != "deepspeed" or in_pipeline(ctx.strategy):
         return
-    _check_deepspeed(ctx, name)
+    sizes = {axis: size_of(ctx, axis) for axis in AXES}
+    if math.prod(sizes.values()) != sizes["data"] * sizes["zero"]:
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        raise StrategyError(
+            f"{name} with the deepspeed backend shares over all {ctx.world.size} processes, but parallel_mode has "
+            f"{axes}; use the default backend beside tensor or pipeline"
+        )
+    low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
+    if low or ctx.compute_dtype == torch.float16:
+        raise StrategyError(
+            f"{name} with the deepspeed backend keeps the fp32 weights itself, so it goes with fp32 or amp_native "
+            "bf16; leave out half and fp16, or use the default backend"
+        )
     _needed_optimizer(ctx, name)
     for method in ctx.strategy:
-        low = getattr(method, "dtype", None)
-        scales = low == "fp16" or getattr(method, "skip_if_nonfinite", False)
-        if scales or (method.name == "half" and low is not None):
+        scales = getattr(method, "dtype", None) == "fp16" or getattr(method, "skip_if_nonfinite", False)
+        if scales or method.name == "half":
             raise StrategyError(
                 f"{name} with the deepspeed backend keeps the fp32 weights and steps itself, so it goes with fp32 or "
                 "amp_native bf16; leave out half, fp16 and skip_if_nonfinite, or use the default backend"
@@ -121,22 +132,6 @@ def _needed_optimizer(ctx: Context, name: str) -> Any:
     if ctx.make_optimizer is None:
         raise StrategyError(f"{name} with this backend shares out gradients by optimizer; give optim_func, or use fsdp")
     return ctx.make_optimizer
-
-
-def _check_deepspeed(ctx: Context, name: str) -> None:
-    sizes = {axis: size_of(ctx, axis) for axis in AXES}
-    if math.prod(sizes.values()) != sizes["data"] * sizes["zero"]:
-        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        raise StrategyError(
-            f"{name} with the deepspeed backend shares over all {ctx.world.size} processes, but parallel_mode has "
-            f"{axes}; use the default backend beside tensor or pipeline"
-        )
-    low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
-    if low or ctx.compute_dtype == torch.float16:
-        raise StrategyError(
-            f"{name} with the deepspeed backend keeps the fp32 weights itself, so it goes with fp32 or amp_native "
-            "bf16; leave out half and fp16, or use the default backend"
-        )
 
 
 class DeepSpeedModel(ClipsItself, Wrapper):

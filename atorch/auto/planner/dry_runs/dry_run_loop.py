@@ -122,7 +122,6 @@ class DryRunLoop:
         return None
 
     def _training_s(self) -> float:
-        """The assumed seconds of training after the search."""
         limit = self._clock.limit or 0.0
         epoch_s = math.exp(self._guide.predictions[0][self._alive()].min()) * (self.job.epoch() or 0)
         return max(TRAINING_S, epoch_s, 0.0 if math.isinf(limit) else TRAINING_LIMITS * limit)
@@ -179,21 +178,18 @@ class DryRunLoop:
         return math.exp(mean[index] + deviations * deviation[index]) if measured is None else measured.step_s
 
     def observations(self, search: str) -> list[Observation]:
-        observations = []
-        for index, measurement in self.measured.items():
-            kind, ratio = self._starts_seen[index]
-            observations.append(
-                Observation(
-                    job=self.job.past.job,
-                    search=search,
-                    methods=tokens_of(self._candidates[index].strategy),
-                    estimate_s=max(self._candidates[index].estimate.step_s, 1e-12),
-                    step_s=measurement.step_s,
-                    start_kind=kind,
-                    start_ratio=ratio,
-                )
+        return [
+            Observation(
+                job=self.job.past.job,
+                search=search,
+                methods=tokens_of(self._candidates[index].strategy),
+                estimate_s=max(self._candidates[index].estimate.step_s, 1e-12),
+                step_s=measurement.step_s,
+                start_kind=self._starts_seen[index][0],
+                start_ratio=self._starts_seen[index][1],
             )
-        return observations
+            for index, measurement in self.measured.items()
+        ]
 
     def why_not(self, index: int, chosen: int) -> Rejected:
         """The reason against a composition that fits, with its time relative to the chosen one's."""

@@ -81,16 +81,16 @@ class FaultBarrier:
         self.elapsed_s = 0.0  # rank 0's seconds since the beginning, as of its last phase
         self.mesh: Mesh | None = None  # the mesh that a phase made
         self._crew, self._let_go, self._device = crew, let_go, world.device
-        self._timeout_s, self._began = timeout_s, time.monotonic()
+        self._timeout_s, self._began, self._is_on_cuda = timeout_s, time.monotonic(), world.device.type == "cuda"
         self._group = None
         self._made: dict[dist.ProcessGroup, None] = {}  # groups that the phases made
         self._others: Set[dist.ProcessGroup] = frozenset()  # other groups that existed when this phase began
         if world.size > 1:
-            self._group = dist.new_group(timeout=timedelta(seconds=timeout_s + (EARLY_S if self._is_watched else 0.0)))
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout_s + (EARLY_S if self._is_on_cuda else 0.0)))
 
     def connect(self) -> None:
         # NCCL connects in the first collective, and nothing wakes ranks that wait there for a rank that failed before.
-        if self._group is not None and self._device.type == "cuda":
+        if self._group is not None and self._is_on_cuda:
             dist.all_reduce(torch.zeros((), device=self._device), group=self._group)
 
     def together(self, work: Callable[[], Any]) -> list[Any] | None:
@@ -105,7 +105,7 @@ class FaultBarrier:
                     self.mesh = current()  # also after an error: peers may be waiting in the mesh's groups
                     if watch is not None:
                         self._own_groups()
-            if watch is not None and watch.has_aborted:  # aborted collectives need not raise
+            if watch is not None and watch.aborted:  # aborted collectives need not raise
                 raise RuntimeError("a peer failed, or was waited for too long")
         except Exception as error:  # users' modules and third parties' methods may raise anything
             failure = (time.time(), described(error))
@@ -123,13 +123,9 @@ class FaultBarrier:
             self.close()
         return None
 
-    @property
-    def _is_watched(self) -> bool:
-        return self._device.type == "cuda"
-
     def _watch(self) -> Watch | None:
         """A watch for the next phase; None if closing a group wakes ranks that wait in it."""
-        if self._group is None or not self._is_watched:
+        if self._group is None or not self._is_on_cuda:
             return None
         self._others = {group for group in _groups() if group not in self._made}
         key = f"atorch/given_up/{self._group.group_name}"
@@ -155,7 +151,7 @@ class FaultBarrier:
             dist.destroy_process_group(group)
             del group, mesh
             gc.collect()
-        if self._device.type == "cuda":
+        if self._is_on_cuda:
             torch.cuda.empty_cache()
 
 
@@ -173,12 +169,8 @@ class Watch:
     ) -> None:
         self._groups, self._store, self._key, self._until = groups, store, key, time.monotonic() + timeout_s
         self._done, self._lock = threading.Event(), threading.Lock()
-        self._aborted: list[dist.ProcessGroup] = []
+        self.aborted: list[dist.ProcessGroup] = []
         self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    @property
-    def has_aborted(self) -> bool:
-        return bool(self._aborted)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -192,7 +184,7 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._done.wait(LOOK_S):
-            if self._aborted or self._store.check([self._key]):
+            if self.aborted or self._store.check([self._key]):
                 self._abort()  # again: work that goes on may have made more
             elif time.monotonic() >= self._until:
                 self._give_up()
@@ -203,8 +195,8 @@ class Watch:
 
     def _abort(self) -> None:
         with self._lock:
-            new = [group for group in self._groups() if group not in self._aborted]
-            self._aborted += new
+            new = [group for group in self._groups() if group not in self.aborted]
+            self.aborted += new
             with _at_once(new):
                 for group in new:
                     group.abort()

@@ -201,17 +201,12 @@ COSTS: Mapping[str, StartCosts] = {
 
 @dataclass
 class Starts:
-    """Expected seconds of the starts of one job.
-
-    Args:
-        num_ops: operations that a compiler would see.
-        past: observations of earlier searches on the machine.
-    """
+    """Expected seconds of the starts of one job."""
 
     device_type: str
-    num_ops: float = 0.0
+    num_ops: float = 0.0  # operations that a compiler would see
     param_bytes: float = 0.0
-    past: Past = Past()
+    past: Past = Past()  # observations of earlier searches on the machine
     _ratios: dict[str, list[float]] = field(default_factory=dict)  # kind → logarithms of seen over expected
 
     def __post_init__(self) -> None:
@@ -228,9 +223,6 @@ class Starts:
             return "build"
         methods = frozenset(map(repr, strategy))
         return "warm" if methods in self._earlier or methods in self._began else "compile"
-
-    def expected_s(self, strategy: Strategy, step_s: float) -> float:
-        return self.of_kind(self.kind(strategy)) + FIRST_STEPS * step_s
 
     def of_kind(self, kind: str) -> float:
         """Seconds of a kind of start, without its steps."""

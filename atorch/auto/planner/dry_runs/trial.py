@@ -90,11 +90,8 @@ class Feed:
         Raises:
             ArgumentError: the loader has no batch.
         """
-        if (rank, size) not in self._batches:
-            self._batches[rank, size] = self._read(rank, size)
-        return self._batches[rank, size]
-
-    def _read(self, rank: int, size: int) -> list[Any]:
+        if (rank, size) in self._batches:
+            return self._batches[rank, size]
         if self.ctx.make_loader is None:
             raise ArgumentError("a dry run needs data; give a dataset")
         loader = self.ctx.make_loader(rank, size)
@@ -103,6 +100,7 @@ class Feed:
             batches = list(itertools.islice(loader, self.num_batches))
         if not batches:
             raise ArgumentError("the dataset has no full batch, so nothing can be dry-run; use a smaller batch_size")
+        self._batches[rank, size] = batches
         return batches
 
 
@@ -110,7 +108,8 @@ class Feed:
 def _preserved_position(loader: Any) -> Iterator[None]:
     """Restore the positions of samplers, datasets and generators afterwards."""
     parts = list(_parts(loader))
-    generators = {id(g): (g, g.get_state()) for g in map(_generator, parts) if g is not None}
+    found = [getattr(part, "generator", None) for part in parts]
+    generators = {id(g): (g, g.get_state()) for g in found if isinstance(g, torch.Generator)}
     stateful = [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
     states = [part.state_dict() for part in stateful]
     try:
@@ -132,11 +131,6 @@ def _parts(loader: Any) -> Iterator[Any]:
         seen.add(id(part))
         yield part
         waiting += [getattr(part, name, None) for name in ("dataset", "sampler", "batch_sampler", "batches", "stream")]
-
-
-def _generator(part: Any) -> torch.Generator | None:
-    generator = getattr(part, "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
 
 
 class Trial:
