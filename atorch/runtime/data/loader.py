@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from atorch.distributed.rng import preserved_rng
-from atorch.errors import ArgumentError, near_miss, shown
+from atorch.errors import ArgumentError, CheckpointError, near_miss, shown
 from atorch.model.pytree import refilled
 from atorch.runtime.data.sharded_stream import in_step, part_of
 
@@ -39,17 +39,133 @@ class Loader(DataLoader[Any]):
     group: dist.ProcessGroup | None = None
     """Ranks that stop together with this one; all of them must iterate."""
 
+    _epoch, _given = 0, 0  # batches given to the loop in this epoch
+    _start = 0  # batches that the next iteration leaves out
+    _began: torch.Tensor | None = None  # torch's random state when the epoch began
+    _after: _After | None = None  # in `_resumed`, the batches of indices that are left
+
     def __iter__(self) -> Any:
         self.was_read = True
-        batches = super().__iter__()
+        return self._counted(self._resumed() if self._start else self._begun())
+
+    def _begun(self) -> Iterator[Any]:
+        self._given, self._began = 0, torch.get_rng_state()
+        return self._together(super().__iter__())
+
+    def _resumed(self) -> Iterator[Any]:
+        """The batches from `_start`; restored random states stay as they are."""
+        self._given, self._start = self._start, 0
+        with preserved_rng():
+            if self._began is not None:  # samplers and workers draw their seeds again
+                torch.set_rng_state(self._began)
+            if self._must_read:
+                batches = super().__iter__()
+            else:
+                self._after = left = _After(super()._index_sampler, self._given)  # type: ignore[misc]
+                try:
+                    batches = super().__iter__()
+                finally:
+                    self._after = None
+                left.begin()
+        return itertools.islice(self._together(batches), self._given if self._must_read else 0, None)
+
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches if self.group is None else in_step(batches, self.group)
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._given += 1
+            yield batch
+        self._given = 0
+
+    @property
+    def _must_read(self) -> bool:
+        """True if batches can be left out only by reading them."""
+        return isinstance(self.dataset, IterableDataset) or self.batch_sampler is None
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The batches of indices to read, under the name by which torch asks for them."""
+        return super()._index_sampler if self._after is None else self._after  # type: ignore[misc]
+
+    @property
+    def _order(self) -> str:
+        """The origin of the order of samples: "epoch" and "stream" are the same on any number of ranks."""
+        if isinstance(self.dataset, IterableDataset):
+            return "part" if self.is_part else "stream"
+        kinds = (DistributedSampler, _RankShare)
+        return "epoch" if isinstance(self.sampler, kinds) or isinstance(self.batch_sampler, kinds) else "drawn"
+
+    @property
+    def _global_batch(self) -> int | None:
+        holder = self.dataset if isinstance(self.dataset, StreamShare) else self.sampler
+        num_ranks = getattr(holder, "num_replicas", None) or getattr(holder, "size", 1)
+        return None if self.batch_size is None else self.batch_size * num_ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, the batches that the loop was given in it, and the random state that it began with.
+
+        Batches are global, so a position means the same on any number of processes.
+        """
+        return {
+            "epoch": self._epoch, "given": self._given, "batch_size": self._global_batch, "order": self._order,
+            "began": self._began,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin at a position of `state_dict`; on other processes `began` is None.
+
+        Raises:
+            CheckpointError: within an epoch, global batches have another size, or samples another order.
+        """
+        if state["given"] and state["batch_size"] != self._global_batch:
+            raise CheckpointError(
+                f"the checkpoint was saved within an epoch of global batches of {state['batch_size']} samples, and "
+                f"they have {self._global_batch} now: samples would be seen twice or never. Use the same batch_size"
+            )
+        is_same = state["order"] == self._order and (state["began"] is not None or self._order in ("epoch", "stream"))
+        if state["given"] and not is_same:
+            raise CheckpointError(
+                "the checkpoint was saved within an epoch whose samples came in another order, since a sampler of your "
+                "own, or a stream's parts, depend on the number of processes. Resume on as many processes, or from the "
+                "end of an epoch"
+            )
+        self.set_epoch(state["epoch"])
+        self._start = self._given = state["given"]
+        self._began = state["began"]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the order of epoch `epoch`: the same in every run, different in each epoch."""
+        if epoch != self._epoch:
+            self._epoch, self._given, self._start = epoch, 0, 0
         drawers: tuple[Any, ...] = (self.sampler, self.batch_sampler, self.dataset)
         for drawer in drawers:
             if hasattr(drawer, "set_epoch"):
                 drawer.set_epoch(epoch)
+
+
+class _After:
+    """Batches of indices without the first ones, which are left out once."""
+
+    def __init__(self, batches: Any, start: int) -> None:
+        self._batches, self._start = batches, start
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._indices = iter(self._batches)
+        return self
+
+    def __next__(self) -> Any:
+        self.begin()
+        return next(self._indices)
+
+    def begin(self) -> None:
+        """Leave out the first ones; their sampler draws its seed with the first."""
+        for _ in itertools.islice(self._indices, self._start):
+            pass
+        self._start = 0
 
 
 class LargeSampler(DistributedSampler[Any]):
