@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from atorch import auto_accelerate
-from atorch.auto.opt_lib.checkpoint import Checkpoint
+from atorch.auto.opt_lib.checkpoint import ActivationCheckpoint
 from atorch.cost import Region, peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import StrategyError
@@ -109,7 +109,7 @@ def test_largest_children_train_as_they_did(no_reentrant: bool) -> None:
 def test_the_cache_of_a_language_model_is_not_filled_twice(no_reentrant: bool) -> None:
     model, plain = make_model(), make_model()
     plain.load_state_dict(model.state_dict())
-    _, result, _ = auto_accelerate(model, load_strategy=[Checkpoint(no_reentrant=no_reentrant)])
+    _, result, _ = auto_accelerate(model, load_strategy=[ActivationCheckpoint(no_reentrant=no_reentrant)])
     tokens = torch.randint(0, 32, (2, 8))
     for each in (result.model, plain):
         each.eval()  # no dropout, so that both compute the same
@@ -129,15 +129,18 @@ def test_selective_recomputation_keeps_what_its_cost_says() -> None:
     profile = transformer_profile(shape, 2, Implementation(itemsize=4.0))
     half = replace(profile, segments=tuple(replace(s, count=min(s.count, 2)) for s in profile.segments))
     said = [
-        peak_memory(replace(Checkpoint(selective=True).cost(plain_cost(each)), grad_itemsize=0.0)).activations
+        peak_memory(replace(ActivationCheckpoint(selective=True).cost(plain_cost(each)), grad_itemsize=0.0)).activations
         for each in (profile, half)
     ]
     assert (kept_bytes(4) - kept_bytes(2)) == pytest.approx(said[0] - said[1])
 
-    assert list(Checkpoint.choices(PROFILE, cluster())) == [Checkpoint(), Checkpoint(selective=True)]
+    assert list(ActivationCheckpoint.choices(PROFILE, cluster())) == [
+        ActivationCheckpoint(),
+        ActivationCheckpoint(selective=True),
+    ]
     kept = replace(BLOCK, outside=Region(), inside=Region(saved_bytes=100, selective_bytes=100))
-    assert list(Checkpoint.choices(replace(PROFILE, segments=(kept,)), cluster())) == [Checkpoint()]
-    assert not list(Checkpoint.choices(replace(PROFILE, segments=(EMBEDDING,)), cluster()))
+    assert list(ActivationCheckpoint.choices(replace(PROFILE, segments=(kept,)), cluster())) == [ActivationCheckpoint()]
+    assert not list(ActivationCheckpoint.choices(replace(PROFILE, segments=(EMBEDDING,)), cluster()))
 
 
 def kept_bytes(num_layers: int) -> int:
