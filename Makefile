@@ -1,7 +1,7 @@
 # Every target makes .venv itself when it is missing or out of date.
 #
 #   make demo       train a small language model, fully automatic, on two processes
-#   make test       the tests of every change: about twenty minutes on two cores
+#   make test       the tests of every change: about fifteen minutes on two cores
 #   make test-all   those and the slow ones: about an hour
 #   make test-nightly
 #                   all of them, with every matrix complete: hours

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from atorch.auto.accelerate import auto_accelerate, plan
     from atorch.auto.checkpointing import load_checkpoint, resume_or_start, save_checkpoint
     from atorch.auto.planner.plan import Plan
-    from atorch.auto.plugins import load_methods
     from atorch.auto.strategy import Strategy
+    from atorch.auto.strategy.method import load_methods
     from atorch.checkpoint.files import Checkpoint
     from atorch.cluster.spec import ClusterSpec
-    from atorch.runtime.fsdp.load_whole_state import load_whole_state
     from atorch.runtime.gradients.clip import clip_grad_norm
     from atorch.runtime.memory.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
     from atorch.runtime.straggler_detector import StragglerDetector
-    from atorch.runtime.tensor_parallel.state import whole_state
+    from atorch.runtime.tensor_parallel.state import load_whole_state, whole_state
 
 __version__ = "0.1.0"
 
@@ -39,8 +38,8 @@ _HOMES: Mapping[str, str] = {
     "clip_grad_norm": "atorch.runtime.gradients.clip",
     "is_recomputing": "atorch.runtime.memory.recompute",
     "load_checkpoint": "atorch.auto.checkpointing",
-    "load_methods": "atorch.auto.plugins",
-    "load_whole_state": "atorch.runtime.fsdp.load_whole_state",
+    "load_methods": "atorch.auto.strategy.method",
+    "load_whole_state": "atorch.runtime.tensor_parallel.state",
     "plan": "atorch.auto.accelerate",
     "resume_or_start": "atorch.auto.checkpointing",
     "save_checkpoint": "atorch.auto.checkpointing",

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import main
 from compare import Row, Samples, interleave
 
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
+from atorch.runtime.chunk.layout import Item, search
 from atorch.runtime.chunk.memory import ChunkSet
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.schedule.layout import Item, search
 
 BAR = 0.97
 CHUNKS = 8

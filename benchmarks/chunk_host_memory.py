@@ -25,8 +25,8 @@ from command import answer_of, main
 from compare import Row
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 
 VOCAB, SEQ = 50257, 32
 BARS = {False: 16.5, True: 14.5}  # bytes a parameter, by `in_place`

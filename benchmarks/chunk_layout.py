@@ -31,7 +31,7 @@ def rows(workload: Workload) -> Iterator[Row]:
     import torch
 
     from atorch.runtime.chunk.chunked import lay_out
-    from atorch.runtime.chunk.schedule.layout import Item, pack
+    from atorch.runtime.chunk.layout import Item, pack
 
     total = sum(parameter.numel() for parameter in workload.parameters.values())
     budget = max(access.other_bytes for access in workload.foreseen.accesses) + total

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-    from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
+    from atorch.runtime.chunk.pass_schedule import AccessTrace
 
 
 class Workload(NamedTuple):

@@ -34,8 +34,8 @@ from paced_link import Paced
 from small_llama import SEQ, VOCAB, make_model, make_tokens
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.chunk.transfer import Transfer
 
 LINK_BYTES_PER_S = 16e9

@@ -34,7 +34,7 @@ def row(workload: Workload, share: float) -> Row:
 
     from atorch.errors import OutOfBudgetError
     from atorch.runtime.chunk.chunked import course, lay_out
-    from atorch.runtime.chunk.schedule.pass_schedule import moments
+    from atorch.runtime.chunk.pass_schedule import moments
 
     sizes = [ITEM_BYTES * parameter.numel() for parameter in workload.parameters.values()]
     peak = max(access.other_bytes for access in workload.foreseen.accesses)

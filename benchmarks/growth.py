@@ -227,7 +227,7 @@ def counting(size: int) -> Iterator[Counted]:
 
 
 def _start(name: str, size: int) -> dict[str, float]:
-    from atorch.distributed.fake_world import fake_world
+    from atorch.distributed.local_collectives import fake_world
 
     model = a_model()
     data = torch.utils.data.TensorDataset(torch.zeros(4 * size * NODE, WIDTH))
@@ -265,7 +265,7 @@ def _start(name: str, size: int) -> dict[str, float]:
 
 def _ranking(shape: str, devices: str) -> dict[str, float]:
     import atorch.auto.opt_lib  # noqa: F401  registers the methods
-    from atorch.auto.planner.estimate.ranking import Told, Wanted, best_level, methods_of
+    from atorch.auto.planner.ranking import Told, Wanted, best_level, methods_of
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import plain_cost
     from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -292,7 +292,7 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
 
 def _chunks(name: str, num: int) -> dict[str, float]:
     from atorch.runtime.chunk.chunked import course, lay_out, pinned_in
-    from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
+    from atorch.runtime.chunk.pass_schedule import Access, AccessTrace
 
     widths, share = CHUNKED[name]
     parameters: dict[str, torch.nn.Parameter] = {}

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from atorch.auto.planner.best_first import TIE
 from atorch.auto.planner.cluster_search import answer
-from atorch.auto.planner.estimate.score import estimate_of, usable_bytes
-from atorch.auto.planner.search_space.best_first import TIE
+from atorch.auto.planner.estimate import estimate_of, usable_bytes
 from atorch.cost import ModelProfile, plain_cost, step_seconds
 from atorch.cost.transformer import Implementation, transformer_profile
 from atorch.errors import AtorchError

@@ -90,7 +90,7 @@ def traced_costs(make: Callable[[], tuple[nn.Module, int]]) -> list[float]:
     import torch
 
     from atorch.cluster.spec import ClusterSpec
-    from atorch.profiler.capture.unit_costs import unit_costs
+    from atorch.profiler.unit_costs import unit_costs
 
     with torch.device("meta"):
         model, tokens = make()

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from atorch.auto.job import make_context
 from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.estimate.ranking import Wanted, ranked
+from atorch.auto.planner.ranking import Wanted, ranked
 from atorch.auto.strategy import EXACTNESS
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds

@@ -38,9 +38,9 @@ from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.step_timing import Failure
 from atorch.auto.planner.dry_runs.surrogate_model import tokens_of
 from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
-from atorch.auto.planner.estimate.ranking import Wanted, best_level, compiles
 from atorch.auto.planner.plan import Scored
 from atorch.auto.planner.planner import compiled_ops
+from atorch.auto.planner.ranking import Wanted, best_level, compiles
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile, plain_cost

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, hstack
 
-from atorch.runtime.chunk.schedule.transfer_schedule import ScheduleStep
+from atorch.runtime.chunk.transfer_schedule import ScheduleStep
 
 
 def lower_bound(moments: Sequence[ScheduleStep], parameter_bytes: Sequence[int], budget_bytes: int) -> float:

@@ -180,7 +180,7 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         NoFeasiblePlanError: nothing fits; the nearest miss is named.
         ArgumentError, StrategyError: for an invalid argument.
     """
-    from atorch.auto.sources.source import is_source, plan_of
+    from atorch.auto.sources import is_source, plan_of
 
     if is_source(model):
         return plan_of(model, given, cluster, kargs)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from atorch.errors import ArgumentError, shown
-from atorch.runtime.optimizer.parameter_groups import need_own
+from atorch.runtime.optimizer.user_optimizer import need_own
 
 _OF_LOADER = frozenset(inspect.signature(DataLoader).parameters)
 _OF_ORDER = frozenset({"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})

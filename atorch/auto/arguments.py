@@ -28,7 +28,7 @@ from atorch.distributed import world as worlds
 from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import Fact, Facts, described, described_dataset, described_model, structure
 from atorch.errors import ArgumentError, near_miss
-from atorch.files.access import FileKind, check_target
+from atorch.files import FileKind, check_target
 
 MAX_SIMULATED = 32
 INSTEAD: Mapping[str, str] = {
@@ -85,7 +85,7 @@ def _bool(given: object) -> object:
 
 
 def _names(given: Any, info: ValidationInfo) -> tuple[str, ...] | None:
-    from atorch.auto.planner.search_space.method_names import names_in
+    from atorch.auto.planner.request import names_in
 
     return None if given is None else names_in(given, str(info.field_name))
 

@@ -33,7 +33,7 @@ from atorch.distributed.collectives import (
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import RandomState
 from atorch.errors import ArgumentError, CheckpointError, shown
-from atorch.files.access import AnyPath
+from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.model.meta_device import first_names
 from atorch.runtime.held_tensors import HeldStates, HeldTensor, StateTargets, held_states, held_tensors

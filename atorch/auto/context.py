@@ -27,14 +27,14 @@ from atorch.model.deferred_init import InitialValues, give_values
 from atorch.model.meta_device import give_memory, put, unfilled
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.data.loader import Loader, shares_out
-from atorch.runtime.fsdp.partial_state_dict import need_whole_to_save, tell_of_part
 from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
 from atorch.runtime.gradients.norm_guard import guard_gradients
 from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
 from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
 from atorch.runtime.memory.deferred_output import Deferred
-from atorch.runtime.optimizer.parameter_groups import keep_to
-from atorch.runtime.tensor_parallel.layout.model_layout import rows_of
+from atorch.runtime.optimizer.user_optimizer import keep_to
+from atorch.runtime.tensor_parallel.model_layout import rows_of
+from atorch.runtime.tensor_parallel.state import need_whole_to_save, tell_of_part
 
 if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep

@@ -30,9 +30,8 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, shown
 from atorch.model.user_functions import InputFormat, LossFunc, calling, scalar_loss
 from atorch.runtime.data.loader import make_loader, to_device
-from atorch.runtime.optimizer.fused_step import fuse
-from atorch.runtime.optimizer.parameter_groups import entries_of, in_group, is_group, need_own
-from atorch.runtime.optimizer.split_support import small
+from atorch.runtime.optimizer.user_optimizer import entries_of, in_group, is_group, need_own, small
+from atorch.runtime.optimizer.wrapped_optimizer import fuse
 
 Keywords = Annotated[dict[str, Any], PlainValidator(checked_keywords)]
 

@@ -30,14 +30,14 @@ from atorch.auto.context import Context
 from atorch.distributed.collectives import first_not_none, from_rank_zero, gather_objects, use_world_group
 from atorch.distributed.local_collectives import local_collectives
 from atorch.distributed.rng import preserved_rng
-from atorch.distributed.tensor_components import same_values
 from atorch.errors import ContradictionError
+from atorch.model.pytree import same_values
 from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluating, restored_state
-from atorch.runtime.data.batch_split import joined, num_rows, take
-from atorch.runtime.gradients.backward_targets import muted
+from atorch.model.user_functions import value_of
+from atorch.runtime.data.batches import joined, num_rows, take
+from atorch.runtime.gradients.backward import muted
 from atorch.runtime.gradients.clip import Spread
 from atorch.runtime.gradients.gradient_check import GradientSample, sample_of
-from atorch.runtime.loss.loss_value import value_of
 from atorch.units import format_bytes
 
 T = TypeVar("T")

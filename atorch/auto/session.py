@@ -31,10 +31,10 @@ from atorch.distributed.fingerprints import described_optimizer
 from atorch.distributed.mesh import AXES, BATCH_AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
+from atorch.model.copy_isolation import separate
 from atorch.model.deferred_init import InitialValues
 from atorch.model.meta_device import has_meta, need_values
-from atorch.model.storages import separate
-from atorch.runtime.data_parallel.batch_consistency import watch_batches
+from atorch.runtime.data.batches import watch_batches
 
 if TYPE_CHECKING:
     from atorch.auto.planner.plan import Plan
@@ -87,8 +87,7 @@ def _prepare(call: Request) -> tuple[Context, Strategy | None]:
 
 def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float) -> Plan:
     from atorch.auto.planner import search
-    from atorch.auto.planner.dry_runs.calibration import Calibration
-    from atorch.auto.planner.dry_runs.time_budget import TimeBudget
+    from atorch.auto.planner.dry_runs.time_budget import Calibration, TimeBudget
 
     options = call.options
     excluded = options.excluded
@@ -297,22 +296,22 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
 
 def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     """The strategy with the mesh that is estimated fastest, if it splits the model and gives no mesh."""
-    from atorch.auto.planner import mesh_inference
+    from atorch.auto.planner import estimate
     from atorch.auto.planner.dry_runs.trial import Feed
     from atorch.auto.planner.planner import starting_point
 
-    if not mesh_inference.lacks_degrees(strategy):
+    if not estimate.lacks_degrees(strategy):
         return strategy
     sampled = with_sample(ctx, strategy)
 
     def chosen() -> ParallelMode | None:
         if ctx.world.rank != 0:
             return None
-        return mesh_inference.fastest_mesh(strategy, *starting_point(sampled, Feed(sampled)), ctx.cluster)
+        return estimate.fastest_mesh(strategy, *starting_point(sampled, Feed(sampled)), ctx.cluster)
 
     mode = from_rank_zero(all_or_none(chosen))
     assert mode is not None, "rank 0 chose one"
-    completed = mesh_inference.on_mesh(strategy, mode, ctx.world.size)
+    completed = estimate.on_mesh(strategy, mode, ctx.world.size)
     idle = [name for name in strategy.names() if name not in completed.names()]
     without = f", without {' and '.join(idle)}, which would only cost" if idle else ""
     logger.warning("the strategy names no mesh; %s is estimated fastest%s", mode, without)

@@ -45,14 +45,14 @@ from atorch.distributed.collectives import gather_objects
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import AtorchError, StrategyError
 from atorch.model.state import Attributes, children_in_eval, evaluating, preserved_state
-from atorch.runtime.data.batch_split import num_rows, take
-from atorch.runtime.fsdp.partial_state_dict import own_state
-from atorch.runtime.gradients.backward_targets import muted
+from atorch.model.user_functions import value_of
+from atorch.runtime.data.batches import num_rows, take
+from atorch.runtime.gradients.backward import muted
 from atorch.runtime.gradients.clip import clip_grad_norm
 from atorch.runtime.gradients.gradient_check import farthest, not_as_written
-from atorch.runtime.loss.loss_value import value_of
 from atorch.runtime.memory.deferred_output import Deferred
 from atorch.runtime.precision.amp import LossScale
+from atorch.runtime.tensor_parallel.state import own_state
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 import typer
 
-from atorch.cli import calibrate, doctor, plan, selftest, strategy, visualize
+from atorch.cli import calibrate, doctor, plan, strategy, visualize
 from atorch.errors import AtorchError
 
 __all__ = ["app", "main"]
@@ -26,7 +26,7 @@ app = typer.Typer(
 app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
-app.command("test")(selftest.selftest)
+app.command("test")(doctor.selftest)
 app.add_typer(strategy.app, name="strategy")
 app.add_typer(visualize.app, name="visualize")
 

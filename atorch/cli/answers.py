@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError
-from atorch.files.access import check_target, write
+from atorch.files import check_target, write
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atorch.auto.sources.source import NEEDED, OPTIONAL, JobSource, source_of
+from atorch.auto.sources import NEEDED, OPTIONAL, JobSource, source_of
 from atorch.errors import ArgumentError, near_miss, shown
-from atorch.files.access import check_target
+from atorch.files import check_target
 from atorch.files.strict_json import Format, read_json
 from atorch.units import format_bytes, format_count, format_seconds
 
@@ -72,8 +72,7 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 
     from atorch.auto.plan_for_cluster import cluster_of
     from atorch.profiler.curve_fit import calibrated
-    from atorch.report.progress import telling
-    from atorch.report.text import table
+    from atorch.report.text import table, telling
 
     if named is None:
         raise ArgumentError("--runs needs the cluster that they ran on; give --cluster, such as 8xH100-80GB")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from atorch.auto.sources.source import JobSource, source_of
+from atorch.auto.sources import JobSource, source_of
 from atorch.cli.answers import NamedAnswer, Outputs, give
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
@@ -153,7 +153,7 @@ def _answers(
 
 def _answer(read: Read, spec: ClusterSpec, wanted: Mapping[str, Any], verify: int | None) -> NamedAnswer:
     from atorch.auto.plan_for_cluster import plan_for
-    from atorch.report.progress import telling
+    from atorch.report.text import telling
 
     return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
 
@@ -213,7 +213,7 @@ def _reader(source: JobSource, seq: int | None, *, once: bool) -> Read:
 
 def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     """Read the model, and write its size and the time that it took to standard error."""
-    from atorch.report.progress import telling
+    from atorch.report.text import telling
 
     began = time.monotonic()
     with telling(f"reading {source.title}"):

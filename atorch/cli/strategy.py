@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from atorch.files.access import write
+from atorch.files import write
 
 app = typer.Typer(help="Show and convert strategy files.", rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from atorch.errors import ArgumentError
-from atorch.files.access import check_target, write
+from atorch.files import check_target, write
 
 
 class _ProfileUnlessNamed(TyperGroup):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atorch.files.access import write
+from atorch.files import write
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError, StrategyError
-from atorch.model.user_functions import LossFunc
-from atorch.runtime.data.batch_split import num_rows, take
-from atorch.runtime.loss.loss_value import value_of
+from atorch.model.user_functions import LossFunc, value_of
+from atorch.runtime.data.batches import num_rows, take
 from atorch.runtime.loss.reduction import LossWeight, Rule
 from atorch.runtime.loss.rescaling import RankWeight
 from atorch.runtime.memory.deferred_output import Deferred

@@ -18,9 +18,8 @@ from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from atorch.cost.experts import busiest_load, kept_elements, saved_bytes
 from atorch.cost.pipeline_stages import StageCost
-from atorch.cost.profile import Matmul, Segment
+from atorch.cost.profile import Matmul, Segment, busiest_load, kept_elements, saved_bytes
 from atorch.cost.state import Cost, RecomputePolicy
 
 REMEMBERED = 2**14  # stages, in some tens of MB: a search returns to many of the recent ones

@@ -7,15 +7,22 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost.comm.collectives import LinkGroup, group_of, group_of_neighbours, rounds_of
-from atorch.cost.comm.communication import EXPERT_AXIS, beside_share, boundary_bytes, of_copy
+from atorch.cost.comm import (
+    EXPERT_AXIS,
+    LinkGroup,
+    beside_share,
+    boundary_bytes,
+    group_of,
+    group_of_neighbours,
+    of_copy,
+    rounds_of,
+)
 from atorch.cost.comm.offload import host_time
-from atorch.cost.experts import kept_elements
-from atorch.cost.kernels.gemm import ProductTimes
-from atorch.cost.kernels.operations import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
+from atorch.cost.gemm import ProductTimes
+from atorch.cost.kernels import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
 from atorch.cost.memory_timeline import micro_batch_share
 from atorch.cost.pipeline_stages import StageRange, StageRanges, cut_of
-from atorch.cost.profile import Segment
+from atorch.cost.profile import Segment, kept_elements
 from atorch.cost.state import Cost
 
 SHARPNESS = 2.5  # of the transition between launch-bound and work-bound; near it neither hides the other fully

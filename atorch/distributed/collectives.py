@@ -18,10 +18,10 @@ import torch.distributed as dist
 from atorch import errors
 from atorch.distributed.barrier_diagnostics import Arrivals, answered, listed
 from atorch.distributed.fingerprints import Fact, Facts, both_ways, digest
-from atorch.distributed.tensor_components import dense_parts
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import ArgumentError, AtorchError, shown
 from atorch.logs import OF_THIS_RANK, logger
+from atorch.model.pytree import dense_parts
 
 T = TypeVar("T")
 # torch 2.13 renamed the second of each pair to the first, and warns of the old name.

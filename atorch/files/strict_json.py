@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from atorch.errors import AtorchError, shown
-from atorch.files.access import AnyPath, FileKind, read_bytes
+from atorch.files import AnyPath, FileKind, read_bytes
 
 Json: TypeAlias = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from atorch.errors import CheckpointError, shown
-from atorch.files.access import AnyPath, FileKind, check_source
+from atorch.files import AnyPath, FileKind, check_source
 
 CHECKPOINT = FileKind("checkpoint", CheckpointError)
 

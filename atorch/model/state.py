@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.distributed.rng import preserved_rng
-from atorch.distributed.tensor_components import same_values
 from atorch.model.copy import lazy_clone
-from atorch.model.pytree import written_tensors
+from atorch.model.pytree import same_values, written_tensors
 from atorch.model.wrapper import Wrapper
 
 PLACES = 16  # elements of a written parameter at which changes are compared

@@ -1,21 +1,28 @@
-"""The structure of a model: its repeated blocks, and its modules found by class or by name.
+"""The structure of a model: its repeated blocks, its modules by class or name, and those that depend on positions.
 
 Sharding, checkpointing and compiling all work block by block, on any model: a block is one of several siblings of one
 class in a container, such as the layers of a transformer. Pipelines are cut between units, which are the blocks and
 other modules with parameters.
+
+Positions, masks and token types that a module makes by itself are as long as its input, but not computed from it. For a
+part of the tokens it makes them for the first positions, which are wrong for the tokens of a rank. `made_alone` detects
+them from shapes alone, without values.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.errors import StrategyError, near_miss, shown
-from atorch.model.method_override import is_override
+from atorch.model.pytree import tensors_in
+from atorch.model.wrapper import is_override
 
 _NAMES_OF_DEPTH = ("layer", "depth", "block")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -275,3 +282,32 @@ def _is_called(cls: type, name: str) -> bool:
 
 def _user_bases(module: nn.Module) -> Iterator[type]:
     return (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module)
+
+
+T = TypeVar("T")
+
+
+def made_alone(run: Callable[[], T], given: Iterable[Tensor]) -> tuple[T, list[torch.Size]]:
+    """The result of `run`, and the shapes of all tensors that it computes independently of `given`, in order.
+
+    Two runs that differ in the number of tokens alone give equal shapes if the code does not depend on positions.
+    """
+    with _IndependentShapes(given) as independent:
+        result = run()
+    return result, independent.shapes
+
+
+class _IndependentShapes(TorchDispatchMode):
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.shapes: list[torch.Size] = []
+        self._derived = {id(tensor): tensor for tensor in given}  # kept alive, so their ids stay unique
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = tensors_in(out)
+        if any(id(tensor) in self._derived for tensor in tensors_in((args, kwargs))):
+            self._derived.update((id(tensor), tensor) for tensor in made)
+        else:
+            self.shapes += [tensor.shape for tensor in made]
+        return out

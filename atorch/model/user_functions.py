@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from atorch.errors import ArgumentError, ContradictionError, shown
 
@@ -147,3 +147,24 @@ def _is_swapped(loss_func: LossFunc, batch: Any, output: Any) -> bool:
             return _is_scalar(loss_func(output, batch))
     except (*_OF_WRONG_TYPES, ValueError, RuntimeError):
         return False
+
+
+ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """True for exact classes of torch in `ELEMENTWISE`; subclasses may override the step."""
+    return type(optimizer) in ELEMENTWISE
+
+
+def value_of(loss: Any) -> torch.Tensor:
+    value: torch.Tensor = loss[0] if isinstance(loss, (list, tuple)) else loss
+    return value
+
+
+def with_value(loss: Any, value: torch.Tensor) -> Any:
+    """`loss` with `value` as its scalar, in the same structure."""
+    if not isinstance(loss, (list, tuple)):
+        return value
+    items = (value, *loss[1:])
+    return type(loss)(*items) if hasattr(loss, "_fields") else type(loss)(items)

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.patrickstar.config import Fp16Section
+from atorch.patrickstar.core import Fp16Section
 from atorch.patrickstar.outputs import ScaledBackward
 from atorch.patrickstar.profiler import profiler
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.memory import ChunkSet
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from atorch.runtime.gradients.clip import clip_grads
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
 from atorch.model.pytree import map_leaves
-from atorch.runtime.gradients.backward_targets import weakly
+from atorch.runtime.gradients.backward import weakly
 
 
 class ScaledBackward:

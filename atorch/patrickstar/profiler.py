@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atorch.errors import ArgumentError, CheckpointError, shown
-from atorch.files.access import write
+from atorch.files import write
 from atorch.files.strict_json import Format, read_json
 from atorch.logs import logger
 

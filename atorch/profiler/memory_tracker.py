@@ -13,10 +13,13 @@ counts separately: tensors labelled HOST keep that label, and so do results comp
 Collectives are counted by kind and group. Both families pass the dispatcher: those of `torch.distributed` (FSDP2,
 DistributedDataParallel) in the namespace c10d, and DTensor's functional ones in _c10d_functional. Bytes are those of
 the full payload: the result of an all-gather, the input of a reduce-scatter, the tensor of any other collective.
+
+`PeakMemory` measures the peak of a real run on a device instead.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.distributed.tensor_components import dense_parts
-from atorch.model.pytree import tensor_bytes, tensors_in
+from atorch.model.pytree import dense_parts, tensor_bytes, tensors_in
 
 HOST = "host"
 PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS = "parameters", "gradients", "optimizer", "masters"
@@ -288,3 +290,62 @@ def _group_name(args: Any, kwargs: Any) -> str:
             return group.group_name
     strings = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
     return strings[-1] if strings else ""
+
+
+class PeakMemory:
+    """Measures peaks relative to its creation: allocated bytes on CUDA, resident bytes of the process on CPU.
+
+    Resident bytes are full pages, including memory that the allocator keeps after a peak. Freed memory is returned to
+    the system first if the C library can do so (glibc), since its reuse would be invisible.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.kind = "allocated" if device.type == "cuda" else "resident set growth"
+        if device.type == "cpu":
+            _give_back()
+        self._before = self._now()
+        self.peak_bytes = 0.0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the peak inside; on CUDA the allocator has recorded it since creation."""
+        if self._device.type == "cuda":
+            yield
+            self._see(float(torch.cuda.max_memory_allocated(self._device)))
+            return
+        done = threading.Event()
+
+        def sample() -> None:
+            while not done.wait(0.002):
+                self._see(self._now())
+
+        sampler = threading.Thread(target=sample, daemon=True)
+        sampler.start()
+        try:
+            yield
+        finally:
+            self._see(self._now())
+            done.set()
+            sampler.join()
+
+    def _see(self, num_bytes: float) -> None:
+        self.peak_bytes = max(self.peak_bytes, num_bytes - self._before)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.memory_allocated(self._device))
+        import psutil
+
+        return float(psutil.Process().memory_info().rss)
+
+
+def _give_back() -> None:
+    """Let the C library return freed memory to the operating system, if it can."""
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -24,19 +24,16 @@ from atorch.distributed.local_collectives import local_collectives
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError
 from atorch.logs import logger, muted
-from atorch.model.alias_guard import OriginalReachedError, Originals
 from atorch.model.copy import copy_with, lazy_copy_with
-from atorch.model.elementwise_optimizers import is_elementwise
+from atorch.model.copy_isolation import OriginalReachedError, Originals
 from atorch.model.pytree import batch_size, map_tensors, tensor_bytes, tensors_in
 from atorch.model.structure import repeated_blocks
-from atorch.model.user_functions import LossFunc, MakeOptimizer
-from atorch.profiler.capture.block_equality import groups_of_alike
-from atorch.profiler.capture.block_reuse import Blocks
-from atorch.profiler.capture.devices import as_on
-from atorch.profiler.capture.length_extrapolation import TIMES, UNIT, at_length, foretold
-from atorch.profiler.capture.recording import Recorder, TooManyCallsError
-from atorch.profiler.capture.segments import Ownership, segments_of
-from atorch.profiler.capture.token_locality import watch_outside
+from atorch.model.user_functions import LossFunc, MakeOptimizer, is_elementwise
+from atorch.profiler.fakes import as_on
+from atorch.profiler.recording import Recorder, TooManyCallsError
+from atorch.profiler.repeated_blocks import Blocks, groups_of_alike
+from atorch.profiler.segments import Ownership, segments_of
+from atorch.profiler.token_dependence import TIMES, UNIT, at_length, foretold, watch_outside
 
 CallModel = Callable[[nn.Module, Any], Any]
 OfLength = tuple[int, Callable[[int], Any]]
@@ -233,7 +230,7 @@ def _on_fakes(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
 
 
 def _once(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder:
-    from atorch.profiler.capture.fakes import Fakes
+    from atorch.profiler.fakes import Fakes
 
     fakes = Fakes(dtype=torch.bfloat16 if job.numbers == "half" else None)
     equal = [[job.blocks[name] for name in group] for group in groups]

@@ -20,17 +20,17 @@ from torch.optim import Optimizer
 from atorch.checkpoint.boxes import Box, LogicalTensor, flat_boxes, whole_box
 from atorch.errors import CheckpointError
 from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
-from atorch.runtime.chunk.optimizer.states import SHARE
+from atorch.runtime.chunk.optimizer_slices import SHARE
 from atorch.runtime.chunk.parameter import ChunkedParameter
-from atorch.runtime.data_parallel.flat_shards import SLICES
-from atorch.runtime.fsdp.load_whole_state import named_tensors
+from atorch.runtime.data_parallel.buckets import SLICES
+from atorch.runtime.tensor_parallel.state import named_tensors
 from atorch.runtime.optimizer.wrapped_optimizer import local, local_state_dict
 from atorch.runtime.precision.master_weights import MASTER
-from atorch.runtime.tensor_parallel.layout.layout import Rows
-from atorch.runtime.tensor_parallel.layout.model_layout import rows_of
+from atorch.runtime.tensor_parallel.layout import Rows
+from atorch.runtime.tensor_parallel.model_layout import rows_of
 
 if TYPE_CHECKING:
-    from atorch.runtime.chunk.schedule.layout import ChunkSlot
+    from atorch.runtime.chunk.layout import ChunkSlot
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 """For each dim, the runs (start, length) of the whole dim that the local one has, one after the other."""

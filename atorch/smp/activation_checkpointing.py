@@ -18,7 +18,7 @@ from torch import nn
 
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
 from atorch.logs import say_once
-from atorch.model.method_override import lift_forward, override_forward
+from atorch.model.wrapper import lift_forward, override_forward
 from atorch.runtime.memory.recompute import chained, disable_checkpointing, recomputed
 from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.session import is_initialized, session

@@ -22,7 +22,7 @@ from atorch.errors import ArgumentError, check_bools, shown
 from atorch.model.deferred_init import InitialValues, give_values
 from atorch.model.meta_device import give_memory, has_meta, is_meta, like, unfilled
 from atorch.smp.session import is_initialized, session
-from atorch.smp.tensor.marks import tensor_parallelism as marking
+from atorch.smp.tensor import tensor_parallelism as marking
 
 ADVICE = (
     "Make that module outside of smp.delay_param_initialization(), or give its class a reset_parameters that writes "

@@ -14,12 +14,12 @@ from atorch.logs import logger
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import ScaledOptimizer
 from atorch.smp.checkpointing.states import CUTS, PARTIAL, meet, merged_state, shards_like, whole_over_shards
+from atorch.smp.inner_optimizer import stepping
 from atorch.smp.model import DistributedModel
 from atorch.smp.norms import ScaledApart, clip, spread_of
 from atorch.smp.session import session
+from atorch.smp.steps.precision import half_of, loss_scale_of
 from atorch.smp.tensor.split import TensorSplit
-from atorch.smp.training.inner_optimizer import stepping
-from atorch.smp.training.precision import half_of, loss_scale_of
 
 OptimizerState = dict[str, Any]
 

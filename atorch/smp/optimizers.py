@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atorch.errors import ArgumentError, shown
-from atorch.smp.training.fused_optimizer import Fused, KernelCall, TensorBucket, Tensors, wide, write
+from atorch.smp.inner_optimizer import Fused, KernelCall, TensorBucket, Tensors, wide, write
 
 __all__ = ["FusedLamb", "FusedNovoGrad"]
 

@@ -27,7 +27,7 @@ from atorch.model.meta_device import has_meta
 from atorch.model.pytree import tensor_bytes
 from atorch.model.state import preserved_state
 from atorch.model.structure import units as units_of
-from atorch.profiler.capture.unit_costs import unit_costs
+from atorch.profiler.unit_costs import unit_costs
 from atorch.runtime.pipeline.capture.partition import partition as least_largest
 from atorch.runtime.pipeline.capture.stage_dataflow import Route
 from atorch.runtime.pipeline.stage import STAGE

@@ -10,9 +10,8 @@ from atorch.errors import ArgumentError, check_bools, shown
 from atorch.model.pytree import map_tensors
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, session
-from atorch.smp.steps.exchange import starts_together, with_the_firsts_batch
 from atorch.smp.steps.first_step import partition
-from atorch.smp.steps.slicing import Slicing, StepArguments, outputs_of
+from atorch.smp.steps.slicing import Slicing, StepArguments, outputs_of, starts_together, with_the_firsts_batch
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from atorch import ClusterSpec, Strategy
-from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Estimate
 from atorch.cost import ModelProfile, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile

@@ -29,7 +29,7 @@ STRATEGIES: dict[str, tuple[int, list[Any]]] = {
     "tensor x fsdp": (4, [(MESH, ([("tensor", 2), ("zero", 2)], None)), "tensor_parallel", "fsdp"]),
     "tensor x zero1": (4, [(MESH, ([("tensor", 2), ("zero", 2)], None)), "tensor_parallel", "zero1"]),
     "pipeline": (2, [(MESH, ([("pipeline", 2)], None)), ("pipeline_parallel", {"micro_batches": 2})]),
-    "chunk": (1, [("chunk", {"budget_bytes": 700_000})]),
+    "chunk": (1, [("chunk", {"budget_bytes": 1_600_000})]),
     "chunk 2": (2, [("chunk", {"budget_bytes": 700_000})]),
     "half x fsdp": (2, [("half", "bf16"), "fsdp"]),
     "half x zero1": (2, [("half", "bf16"), "zero1"]),

@@ -27,7 +27,7 @@ from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.state import children_in_eval, preserved_state, restored_state
-from atorch.runtime.gradients.backward_targets import expects_none
+from atorch.runtime.gradients.backward import expects_none
 from tests.auto.planner.jobs import cluster
 from tests.auto.training import refusal, run_each
 from tests.pool import Pool

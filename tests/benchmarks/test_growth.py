@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from atorch.distributed.fake_world import fake_world
+from atorch.distributed.local_collectives import fake_world
 from atorch.distributed.mesh import Mesh
 from benchmarks.growth import NODE, in_process, strategies
 

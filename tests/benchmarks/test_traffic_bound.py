@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.transfer_schedule import ScheduleStep, TransferSchedule, schedule
+from atorch.runtime.chunk.transfer_schedule import ScheduleStep, TransferSchedule, schedule
 from benchmarks.traffic_bound import lower_bound
 
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from atorch.cli import main, selftest
+from atorch.cli import doctor, main
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_two_processes_train_as_one_does(capfd):
 )
 def test_a_failure_is_told(status, out, err, told, monkeypatch, capsys):
     done = subprocess.CompletedProcess([], status, out, err)
-    monkeypatch.setattr(selftest.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
     assert main(["test"]) == 1
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == (out, told)
@@ -34,6 +34,6 @@ def test_processes_that_hang_are_given_up(monkeypatch, capsys):
     def hang(*_: object, **keywords: object) -> None:
         raise subprocess.TimeoutExpired("torchrun", keywords["timeout"])
 
-    monkeypatch.setattr(selftest.subprocess, "run", hang)
+    monkeypatch.setattr(doctor.subprocess, "run", hang)
     assert main(["test"]) == 1
     assert "not done after" in capsys.readouterr().err

@@ -19,12 +19,12 @@ from torch import nn
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.simulate.simulated_pipeline import ranks_of_stages
-from atorch.auto.planner.simulate.simulation import Simulated, simulate
+from atorch.auto.planner.simulation import Simulated, simulate
+from atorch.auto.planner.small_simulation import ranks_of_stages
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory, plain_cost
-from atorch.cost.comm.communication import boundary_bytes, of_copy
+from atorch.cost.comm import boundary_bytes, of_copy
 from atorch.cost.memory import stage_memory
 from atorch.cost.pipeline_stages import stages_of
 from atorch.distributed.world import World

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
-from atorch.cost.comm.communication import of_copy
-from atorch.cost.experts import busiest_load, saved_bytes
+from atorch.cost.comm import of_copy
 from atorch.cost.parallelism import accumulate, arrange, replicate, shard
+from atorch.cost.profile import busiest_load, saved_bytes
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")

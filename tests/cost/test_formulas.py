@@ -16,7 +16,7 @@ from atorch.cost import (
     plain_cost,
     step_time,
 )
-from atorch.cost.comm.collectives import LinkGroup
+from atorch.cost.comm import LinkGroup
 from atorch.cost.memory import SLACK
 from atorch.cost.time import SHARPNESS
 

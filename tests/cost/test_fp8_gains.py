@@ -12,7 +12,7 @@ import pytest
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Matmul, Segment, plain_cost, step_time
-from atorch.cost.kernels.operations import takes_fp8
+from atorch.cost.kernels import takes_fp8
 from atorch.cost.parallelism import arrange, shard
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 

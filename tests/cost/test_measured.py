@@ -17,9 +17,8 @@ from atorch.auto.plan_for_cluster import subject_of
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile, peak_memory, plain_cost, step_seconds
-from atorch.cost.kernels.attention import fused_seconds
-from atorch.cost.kernels.gemm import GemmShape, ProductTimes
-from atorch.cost.kernels.operations import _pitch
+from atorch.cost.gemm import GemmShape, ProductTimes
+from atorch.cost.kernels import _pitch, fused_seconds
 from atorch.cost.profile import Segment
 
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks" / "measured" / "h200.json").read_text())

@@ -7,7 +7,7 @@ import pytest
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory, plain_cost
-from atorch.cost.comm.communication import of_copy, tokens_share
+from atorch.cost.comm import of_copy, tokens_share
 from atorch.cost.transformer import TransformerShape, transformer_profile
 
 GiB = 2**30

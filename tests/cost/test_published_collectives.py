@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost.comm.collectives import LinkGroup, group_of
+from atorch.cost.comm import LinkGroup, group_of
 
 # GB/s of the bus for 256 MB on so many nodes of 8 H100s over EFA: Ultra-Scale Playbook (nanotron), pp_comm_bandwidth.
 GATHERED_IN_2024 = {2: 184.6, 4: 119.0, 8: 69.0, 16: 55.0, 32: 28.0, 64: 11.0}

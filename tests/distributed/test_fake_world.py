@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.distributed.collectives import from_rank_zero, gather_objects
-from atorch.distributed.fake_world import Pretending, fake_world
+from atorch.distributed.local_collectives import Pretending, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.model.copy import copy_structure

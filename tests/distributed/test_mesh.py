@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from atorch.distributed import Mesh, parallel_group, parallel_group_size, parallel_rank, rank_table, use_mesh
 from atorch.distributed.collectives import use_world_group
-from atorch.distributed.fake_world import fake_world
+from atorch.distributed.local_collectives import fake_world
 from atorch.distributed.mesh import AXES, groups_along, own_group
 from atorch.errors import StrategyError
 from tests.auto.training import run_each

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from atorch.distributed.tensor_components import dense_parts, is_dense, same_values
+from atorch.model.pytree import dense_parts, is_dense, same_values
 
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "plain": lambda values: values,

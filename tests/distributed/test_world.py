@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.distributed import world
-from atorch.distributed.fake_world import fake_world
+from atorch.distributed.local_collectives import fake_world
 from atorch.logs import logger
 from tests.pool import Pool
 

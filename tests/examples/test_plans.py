@@ -6,7 +6,7 @@ import pytest
 
 from atorch.auto.plan_for_cluster import plan_for
 from atorch.auto.planner.plan import ClusterPlan
-from atorch.auto.sources.source import source_of
+from atorch.auto.sources import source_of
 from atorch.cluster.spec import ClusterSpec
 from tests.house.source import ROOT
 

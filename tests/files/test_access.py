@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atorch.errors import ArgumentError
-from atorch.files.access import FileKind, check_source, check_target, read_bytes, replacing, write
+from atorch.files import FileKind, check_source, check_target, read_bytes, replacing, write
 
 KIND = FileKind("note", ArgumentError, max_bytes=100)
 

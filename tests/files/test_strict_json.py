@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atorch.auto.planner.dry_runs.calibration import Calibration
+from atorch.auto.planner.dry_runs.time_budget import Calibration
 from atorch.auto.sources.config import job_of
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from atorch.auto.opt_lib.chunk import kept_by_products
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.model.structure import repeated_blocks
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

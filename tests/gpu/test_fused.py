@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from atorch.runtime.fused import FusedRMSNorm, Variant, fuse_cross_entropy, fuse_layer_norms
 from atorch.runtime.fused.attention import fuse_multihead_attention
-from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
-from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant
 from atorch.runtime.precision.fp8 import MIN_CAPABILITY, Fp8Recipe, convert_linears
 
 pytestmark = pytest.mark.gpu

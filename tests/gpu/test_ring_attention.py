@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atorch.runtime.context_parallel.kernels import (
+from atorch.runtime.context_parallel.load_balancing import (
     EFFICIENT,
     FLASH,
     FORMULA,
@@ -16,7 +16,7 @@ from atorch.runtime.context_parallel.kernels import (
     attend,
     gradients,
 )
-from atorch.runtime.context_parallel.kernels import _kernel as kernel_of
+from atorch.runtime.context_parallel.load_balancing import _kernel as kernel_of
 
 pytestmark = pytest.mark.gpu
 

@@ -35,8 +35,8 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/simulated_candidates.py:_outcome": (
         "a model may fail on fake tensors in any way; the plan stands, and says why not"
     ),
-    "atorch/auto/sources/source.py:_of_config.subject": "a library's model may fail anyhow; the error has a remedy",
-    "atorch/auto/sources/samples.py:SampleForm._num_features": "a model may fail on an image; there is a remedy",
+    "atorch/auto/sources/__init__.py:_of_config.subject": "a library's model may fail anyhow; the error has a remedy",
+    "atorch/auto/sources/config.py:SampleForm._num_features": "a model may fail on an image; there is a remedy",
     "atorch/checkpoint/files.py:save": "raised again, once the files of the failed save are removed",
     "atorch/distributed/collectives.py:call_on_all_ranks": "raised again on all ranks, which would wait for ever",
     "atorch/distributed/collectives.py:all_or_none": "raised again on all ranks, which would wait for ever",
@@ -54,7 +54,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/runtime/loss/reduction_probe.py:Look._losses": (
         "a loss may fail on a part of a batch in any way; the warning says so"
     ),
-    "atorch/runtime/optimizer/split_support.py:made_small": ("a user's optimizer may refuse small parameters"),
+    "atorch/runtime/optimizer/user_optimizer.py:made_small": ("a user's optimizer may refuse small parameters"),
     "atorch/runtime/pipeline/capture/graph_split.py:_export": (
         "a model may resist export in any way; the error says both reasons"
     ),
@@ -68,13 +68,11 @@ BLIND_EXCEPTS: Mapping[str, str] = {
         "the same, where a pipeline watches what modules hand over"
     ),
     "atorch/runtime/pipeline/schedules.py:TorchStage.backward_maybe_with_nosync": "raised again, or told to its owner",
-    "atorch/runtime/data/sharded_stream.py:_Fetched.__init__": (
-        "raised again, and told to others, who would wait for ever"
-    ),
+    "atorch/runtime/data/batches.py:_Fetched.__init__": ("raised again, and told to others, who would wait for ever"),
     "atorch/smp/steps/first_step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
     "atorch/smp/steps/runner.py:Runner.run": "raised on all processes at the end of the step",
     "atorch/smp/steps/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
-    "atorch/smp/training/sharding.py:ShardedPasses.step": "raised again, once the others know that they have to stop",
+    "atorch/smp/steps/averaging.py:ShardedPasses.step": "raised again, once the others know that they have to stop",
 }
 
 # Module-level objects that change while the program runs.
@@ -98,7 +96,7 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/logs.py:say_once": "what was said once a process; a model has many equal modules",
     "atorch/smp/model_creation.py:_delaying": "the context of delay_param_initialization; each thread has its own",
     "atorch/smp/session.py:_sessions": "smp.rank() and its kin take no argument; what smp.init made, in every thread",
-    "atorch/smp/tensor/marks.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",
+    "atorch/smp/tensor/__init__.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",
     "atorch/runtime/memory/recompute.py:_disabled": "disable_checkpointing() takes no argument; a ContextVar, as above",
     "atorch/runtime/memory/recompute.py:_pass": (
         "is_recomputing() takes no argument; a ContextVar, so each thread has its own"

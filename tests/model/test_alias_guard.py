@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from atorch import auto_accelerate
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.chunk.trace import foreseen
-from atorch.auto.planner.simulate.simulation import simulate
+from atorch.auto.planner.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
-from atorch.model.alias_guard import Originals
+from atorch.model.copy_isolation import Originals
 from atorch.profiler.trace import trace
 from atorch.runtime.tensor_parallel.split import derive_layout
 from tests.roads import BATCH, WIDTH, ByLambda, job

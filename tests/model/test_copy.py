@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from atorch.distributed.fake_world import fake_world
+from atorch.distributed.local_collectives import fake_world
 from atorch.errors import ArgumentError
 from atorch.model.copy import copy_structure, duplicate, duplicate_with, lazy_copy
-from atorch.profiler.capture.fakes import Fakes
+from atorch.profiler.fakes import Fakes
 from tests.roads import BATCH, ROADS, WIDTH, Plain, net, through
 
 

@@ -6,7 +6,7 @@ import io
 import torch
 from torch import nn
 
-from atorch.model.method_override import override
+from atorch.model.wrapper import override
 
 
 def plus(forward, value):

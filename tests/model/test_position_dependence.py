@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch.model.position_dependence import made_alone
+from atorch.model.structure import made_alone
 
 
 class Added(nn.Module):

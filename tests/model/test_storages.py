@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from atorch.model.copy import SMALL
-from atorch.model.storages import OwnMemory, emptied, separate, storage_of
+from atorch.model.copy_isolation import OwnMemory, emptied, separate, storage_of
 
 
 def at_once(device):

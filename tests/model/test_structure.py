@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from atorch.errors import StrategyError
-from atorch.model.method_override import override
 from atorch.model.structure import find_modules, module_names, repeated_blocks, units
+from atorch.model.wrapper import override
 from tests.profiler import families
 
 

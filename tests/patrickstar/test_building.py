@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.patrickstar.building import built
+from atorch.patrickstar.runtime import built
 
 
 def test_copies_are_new() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from atorch.errors import ArgumentError
 from atorch.files.config_dict import NoEffect, Section
-from atorch.patrickstar.config import EngineConfig
+from atorch.patrickstar.core import EngineConfig
 from tests.house.source import ROOT
 from tests.house.test_docs import table
 

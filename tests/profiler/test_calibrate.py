@@ -12,14 +12,13 @@ from atorch.cluster.microbenchmark import MATMUL_DTYPES
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.distributed.world import World
 from atorch.profiler import calibrate as calibration
-from atorch.profiler import timings
 from atorch.profiler.calibrate import Line, Products, calibrate
 
 CPU = torch.device("cpu")
 
 
 def test_timings_go_from_small_to_large_within_a_budget():
-    found = timings.products(torch.float32, CPU, 0.2)
+    found = calibration.products(torch.float32, CPU, 0.2)
     flops = [m * k * n for m, k, n in found]
     assert flops == sorted(flops)
     assert len(flops) > 4
@@ -31,15 +30,15 @@ def test_timings_go_from_small_to_large_within_a_budget():
         calls.append(name)
         return lambda: None
 
-    some = timings._growing({"big": 1e18, "small": 1.0}, make, CPU, 1e-3)
+    some = calibration._growing({"big": 1e18, "small": 1.0}, make, CPU, 1e-3)
     assert list(some) == calls == ["small"]
 
-    found = timings.attentions(torch.float32, CPU, 0.1)
+    found = calibration.attentions(torch.float32, CPU, 0.1)
     assert {(batch, head_dim) for batch, _, _, head_dim in found} == {(1, 64)}
 
 
 def _collectives(rank, size):
-    return timings.collectives(dist.group.WORLD, CPU, 0.2)
+    return calibration.collectives(dist.group.WORLD, CPU, 0.2)
 
 
 def test_all_processes_time_the_same_collectives(pool):
@@ -51,7 +50,7 @@ def test_all_processes_time_the_same_collectives(pool):
 
 @pytest.mark.gpu
 def test_copies_to_and_from_the_host():
-    found = timings.host_copies(torch.device("cuda"), 0.5)
+    found = calibration.host_copies(torch.device("cuda"), 0.5)
     assert {way for way, _ in found} == {"to device", "to host"}
 
 
@@ -88,19 +87,19 @@ def measuring(monkeypatch, share, rate):
     """Timings as of a device that reaches `share` of an H100's peaks, after 4 µs each, and links of `rate` bytes/s."""
     peaks = ClusterSpec.load("h100_80g").device.peak_flops
     dtypes = {getattr(torch, dtype): peaks[dtype] for dtype in MATMUL_DTYPES}
-    timings = calibration.timings
+
     monkeypatch.setattr(
-        timings, "products",
+        calibration, "products",
         lambda dtype, place, budget: {(m, k, n): 4e-6 + 2 * m * k * n / (share * dtypes[dtype]) for m, k, n in SHAPES},
     )  # fmt: skip
     monkeypatch.setattr(
-        timings, "attentions",
+        calibration, "attentions",
         lambda dtype, place, budget: {(1, 2, 4096, 64): 3.5 * 4 * 2 * 4096**2 * 64 / (0.4 * dtypes[dtype])},
     )  # fmt: skip
     sizes = [10.0**power for power in range(3, 9)]
     copies = {("to device", size): 1e-5 + size / rate for size in sizes}
     copies |= {("to host", size): 1e-5 + size / (2 * rate) for size in sizes}
-    monkeypatch.setattr(timings, "host_copies", lambda place, budget: copies)
+    monkeypatch.setattr(calibration, "host_copies", lambda place, budget: copies)
     monkeypatch.setattr(calibration, "copy_bandwidth", lambda place: 0.9 * 3.35e12)
     monkeypatch.setattr(calibration, "launch_seconds", lambda place: 6e-6)
 
@@ -188,7 +187,7 @@ def test_processes_of_one_node_stand_for_links_between_nodes(monkeypatch):
     # An all-reduce of two takes 2 hops and carries its bytes once; an all-gather half of both.
     found = {("all_reduce", size): 2e-4 + size / 2e9 for size in (1e3, 1e6)}
     found |= {("all_gather", size): 1e-4 + size / 2 / 2e9 for size in (1e3, 1e6)}
-    monkeypatch.setattr(calibration.timings, "collectives", lambda group, place, budget: found)
+    monkeypatch.setattr(calibration, "collectives", lambda group, place, budget: found)
     links, notes = calibration._links(cluster, False, World(rank=0, size=2, local_rank=0, device=CPU), 1.0)
     assert links["intra_node"] == LinkSpec(bandwidth=pytest.approx(2e9), latency_s=pytest.approx(1e-4))
     assert links["inter_node"] == links["intra_node"]

@@ -6,8 +6,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from atorch.profiler.memory_tracker import ACTIVATIONS, COMMUNICATION, HOST, OPTIMIZER, OTHER, PARAMETERS, LiveBytes
-from atorch.profiler.peak_memory import PeakMemory
+from atorch.profiler.memory_tracker import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    HOST,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    LiveBytes,
+    PeakMemory,
+)
 
 MiB = 2**20
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atorch.cost import plain_cost
-from atorch.cost.kernels.operations import optimizer_bytes
+from atorch.cost.kernels import optimizer_bytes
 from atorch.errors import ArgumentError
 from atorch.profiler.trace import optimizer_state_per_param, trace
 from tests.language_models import llama

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from atorch.report import progress
-from atorch.report.progress import line, search_progress
-from atorch.report.text import plan_report, show_plan, show_rejections
+from atorch.report import text
+from atorch.report.text import line, plan_report, search_progress, show_plan, show_rejections
 
 
 def plan_text(plan, max_rows=20):
@@ -96,8 +95,8 @@ def test_rejections_are_shown_where_nothing_was_chosen():
 
 
 def test_what_takes_long_is_told_and_for_how_long(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "AGAIN_S", 0.02)
-    with progress.telling("searching", after_s=0.0):
+    monkeypatch.setattr(text, "AGAIN_S", 0.02)
+    with text.telling("searching", after_s=0.0):
         deadline = time.monotonic() + 5
         while capsys.readouterr().err.count("searching …") == 0 and time.monotonic() < deadline:
             pass
@@ -107,6 +106,6 @@ def test_what_takes_long_is_told_and_for_how_long(capsys, monkeypatch):
 
 
 def test_what_takes_a_moment_is_not_told(capsys):
-    with progress.telling("searching"):
+    with text.telling("searching"):
         pass
     assert capsys.readouterr().err == ""

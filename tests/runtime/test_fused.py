@@ -17,9 +17,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch.runtime.fused import (
+    FusedRMSNorm,
+    Variant,
+    fuse_cross_entropy,
+    fuse_layer_norms,
+    fuse_rms_norms,
+    recognise,
+)
 from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
-from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
-from atorch.runtime.fused.rms_norm import FusedRMSNorm, Variant, fuse_rms_norms, recognise
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from atorch import logs
 from atorch.errors import ArgumentError
 from atorch.runtime.gradients.clip import Spread
+from atorch.smp.inner_optimizer import Fused, TensorBucket
 from atorch.smp.optimizers import FusedLamb, FusedNovoGrad
-from atorch.smp.training.fused_optimizer import Fused, TensorBucket
 from tests.pool import Pool
 from tests.smp.job import several
 

@@ -14,12 +14,12 @@ from pydantic import Field
 from typing_extensions import Self
 
 from atorch.auto.context import Built, Context
-from atorch.auto.opt_lib.shared.accumulation import in_buckets
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES, share_buffers
 from atorch.cost.parallelism import replicate as replica_cost
+from atorch.cost.state import in_buckets
 from atorch.runtime.data_parallel.replicate import average_before_steps, replicate
 from atorch.units import MiB
 

@@ -22,7 +22,6 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.offload import parameters_on_host
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
-from atorch.auto.opt_lib.shared.accumulation import reduce_once
 from atorch.auto.opt_lib.shared.model_requirements import (
     changes_modules,
     need_dense_gradients,
@@ -38,6 +37,7 @@ from atorch.compat.fsdp1_arguments import knobs_of, names_within, wrapped_names
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
 from atorch.cost.parallelism import shard as shard_cost
+from atorch.cost.state import reduce_once
 from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import StrategyError
 from atorch.model.structure import find_modules, module_names

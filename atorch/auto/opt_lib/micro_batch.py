@@ -19,10 +19,10 @@ from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
-from atorch.auto.opt_lib.shared.accumulation import reduce_once
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory
+from atorch.cost.state import reduce_once
 from atorch.distributed.collectives import is_distributed
 from atorch.errors import StrategyError
 from atorch.runtime.loss.reduction import tolerance_of

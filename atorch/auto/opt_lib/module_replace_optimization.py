@@ -20,9 +20,8 @@ from torch import nn
 from atorch.errors import StrategyError
 from atorch.model.module_swap import SwapReport, adopt_state, swap_candidates
 from atorch.registry import Registry
+from atorch.runtime.fused import fuse_cross_entropy, fuse_layer_norms, fuse_rms_norms
 from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
-from atorch.runtime.fused.kernels import fuse_cross_entropy, fuse_layer_norms
-from atorch.runtime.fused.rms_norm import fuse_rms_norms
 
 ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 

@@ -27,7 +27,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.memory.offload import HostOptimizer, host_bytes
 from atorch.runtime.memory.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
-from atorch.runtime.optimizer.parameter_groups import materialized
+from atorch.runtime.optimizer.user_optimizer import materialized
 
 OffloadFraction = Annotated[float, Field(ge=0, le=1)]
 

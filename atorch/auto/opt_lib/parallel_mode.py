@@ -15,7 +15,7 @@ from pydantic import field_validator
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.shared.divisibility import indivisible, uncuttable
+from atorch.auto.opt_lib.shared.model_requirements import indivisible, uncuttable
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile

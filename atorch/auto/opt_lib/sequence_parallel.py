@@ -16,8 +16,7 @@ from typing import ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.shared.divisibility import indivisible, uncuttable, unmet_tokens
-from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss
+from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible, uncuttable, unmet_tokens
 from atorch.auto.opt_lib.shared.sample_batch import on_samples
 from atorch.auto.strategy import Strategy
 from atorch.auto.strategy.method import Method, Phase, method
@@ -25,11 +24,11 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_sequence, whole_outside
 from atorch.distributed.collectives import all_or_none
+from atorch.distributed.rng import share_random_state
 from atorch.errors import StrategyError
 from atorch.runtime.precision.fp8 import without_fp8
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, check_tokens, split_between, split_stream
 from atorch.runtime.tensor_parallel import ModelLayout
-from atorch.runtime.tensor_parallel.random_numbers import share_random_state
 
 
 @method("sequence_parallel", phase=Phase.TENSOR)

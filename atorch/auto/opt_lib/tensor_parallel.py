@@ -21,8 +21,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.shared.defaults import has_fsdp
-from atorch.auto.opt_lib.shared.divisibility import indivisible
-from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss
+from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.auto.opt_lib.shared.sample_batch import on_few_tokens
 from atorch.auto.opt_lib.shared.zero_backends import in_pipeline
@@ -32,7 +31,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_tensor
 from atorch.distributed.collectives import from_rank_zero
-from atorch.distributed.rng import preserved_rng
+from atorch.distributed.rng import preserved_rng, share_random_state
 from atorch.errors import StrategyError, shown
 from atorch.logs import logger
 from atorch.model.copy import copy_structure, lazy_copy
@@ -40,8 +39,7 @@ from atorch.model.meta_device import has_meta
 from atorch.model.structure import num_repeats, repeated_blocks, shorten, told_of_all
 from atorch.runtime.precision.fp8 import log_indivisible_parts, without_fp8
 from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_parallel
-from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout, why_not_of
-from atorch.runtime.tensor_parallel.random_numbers import share_random_state
+from atorch.runtime.tensor_parallel.model_layout import ModelLayout, why_not_of
 
 FEW = 2  # blocks, the fewest that show repetition
 LAYOUT_KEY = "tensor_layout"

@@ -16,7 +16,6 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.ddp import averages_before_steps, looks_for_unused
-from atorch.auto.opt_lib.shared.accumulation import in_buckets
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
 from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named
 from atorch.auto.strategy.method import Method, Phase, method
@@ -24,6 +23,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.compat import need_backend
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES, shard_optimizer, share_buffers
+from atorch.cost.state import in_buckets
 from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 

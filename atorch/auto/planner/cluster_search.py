@@ -15,15 +15,14 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from atorch.auto.planner.estimate.candidate_table import EQUAL, CandidateTable
-from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
-from atorch.auto.planner.estimate.uncertainty import EstimateUncertainty
+from atorch.auto.planner.best_first import BestFound, best_first, uncollected
+from atorch.auto.planner.bounds import num_legal
+from atorch.auto.planner.candidate_table import EQUAL, CandidateTable
+from atorch.auto.planner.estimate import EstimateUncertainty, estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.explanation import Room, counterfactuals, remedies
 from atorch.auto.planner.plan import ClusterPlan, Estimate, Rejected, Scored, json_data
 from atorch.auto.planner.request import PlanJob, PlanRequest
-from atorch.auto.planner.search_space.best_first import BestFound, best_first, uncollected
-from atorch.auto.planner.search_space.bounds import num_legal
-from atorch.auto.planner.search_space.space import MESH, Space, plannable
+from atorch.auto.planner.space import MESH, Space, plannable
 from atorch.auto.strategy import Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, StepTimes, plain_cost

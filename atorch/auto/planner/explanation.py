@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
-from atorch.auto.planner.estimate.score import estimate_of, needs
+from atorch.auto.planner.candidate_table import CandidateTable
+from atorch.auto.planner.estimate import estimate_of, needs
 from atorch.auto.planner.plan import Counterfactual, Estimate
 from atorch.auto.planner.request import PlanJob
-from atorch.auto.planner.search_space.space import MESH, Level, SearchNode, Space
+from atorch.auto.planner.space import MESH, Level, SearchNode, Space
 from atorch.auto.strategy import EXACTNESS, Method
 from atorch.cost import Cost, ModelProfile, Segment, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds

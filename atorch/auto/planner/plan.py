@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from atorch.auto.planner.estimate.candidate_table import CandidateTable
+from atorch.auto.planner.candidate_table import CandidateTable
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost.memory import CATEGORIES
 from atorch.errors import ArgumentError, StrategyError
-from atorch.files.access import FileKind, write
+from atorch.files import FileKind, write
 from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

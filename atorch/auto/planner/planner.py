@@ -2,8 +2,8 @@
 
 Rank 0 decides on trials and the choice, and broadcasts its decisions. The trial with the largest expected gain is next
 (`dry_run_loop`), and every measurement corrects all estimates (`surrogate_model`). Compositions that are then close to
-the best are measured again in turns (`paired_benchmark`). Measurements are kept for the next search on the machine
-(`calibration`). Nothing is interrupted: the clock is checked between trials and their phases.
+the best are measured again in turns (`step_timing`). Measurements are kept for the next search on the machine
+(`time_budget`). Nothing is interrupted: the clock is checked between trials and their phases.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import torch
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
-from atorch.auto.planner.dry_runs.calibration import Calibration, Past, job_of
 from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compiled, quick_collections
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
-from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Starts, TimeBudget
+from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Calibration, Past, Starts, TimeBudget, job_of
 from atorch.auto.planner.dry_runs.trial import Feed, aside
-from atorch.auto.planner.estimate.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
-from atorch.auto.planner.estimate.score import usable_bytes
+from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
-from atorch.auto.planner.search_space.method_names import names_in
-from atorch.auto.planner.search_space.space import MESH
+from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
+from atorch.auto.planner.request import names_in
+from atorch.auto.planner.space import MESH
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -40,7 +39,7 @@ from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import batch_size
 from atorch.profiler.trace import trace
-from atorch.report.progress import Progress, search_progress
+from atorch.report.text import Progress, search_progress
 from atorch.units import format_bytes, format_seconds
 
 Show = Callable[[Progress], None]
@@ -66,7 +65,7 @@ def search(
         excluded, included, fixed: see `space.compositions`.
         precision: the least exact numbers that it may train in; None for "autocast", and for less exact ones only if
             nothing else fits.
-        time_limit: seconds for the search, exceeded by one start at most. None for a minute and a half, or 60 steps of
+        time_limit: seconds for the search, exceeded by one start at most. None for a minute and a half, or 30 steps of
             the choice if these take longer; infinity for no limit. Trials that are not worth their time are not run.
         verbose: show a line for every dry run even with a progress bar.
         progress: called on rank 0 after every dry run; None shows a progress bar, or lines without a terminal.

@@ -64,14 +64,14 @@ class Strategy(Sequence[Method]):
         Raises:
             StrategyError: an invalid item, with its place.
         """
-        from atorch.auto.strategy import codec, items
+        from atorch.auto.strategy import codec
 
         if isinstance(source, Strategy):
             return source
         if isinstance(source, (str, bytes, PathLike)):
             return codec.read(source)
         if isinstance(source, Iterable) and not isinstance(source, (Mapping, bytearray, memoryview)):
-            return items.strategy_of(list(source))
+            return codec.strategy_of(list(source))
         if isinstance(source, Mapping):
             remedy = "its path, or json.dumps of it" if "methods" in source else f"a list: {shown([*source.items()])}"
             raise StrategyError(f"a strategy cannot be made of {type(source).__name__} {shown(source)}; give {remedy}")

@@ -22,21 +22,19 @@ from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, synchronise
 from atorch.distributed.fingerprints import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
-from atorch.model.method_override import override
 from atorch.model.pytree import leaves_of, map_tensors, tensors_in
-from atorch.model.wrapper import Wrapper
-from atorch.patrickstar.config import EngineConfig
-from atorch.patrickstar.core import PatrickStarClient
+from atorch.model.wrapper import Wrapper, override
+from atorch.patrickstar.core import EngineConfig, PatrickStarClient
+from atorch.patrickstar.merge import load_parts, own_part
 from atorch.patrickstar.ops import FP16Adam, LossScaler, loss_scale_of
 from atorch.patrickstar.outputs import ScaledBackward, marked_output, passes_of, plain, scaled_backward
-from atorch.patrickstar.parts import load_parts, own_part
 from atorch.patrickstar.profiler import MemoryTier, profiler
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.pass_schedule import AccessTrace
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
-from atorch.runtime.chunk.schedule.schedule_cache import Courses
+from atorch.runtime.chunk.schedule_cache import Courses
 from atorch.runtime.gradients.clip import ClipsItself
 from atorch.units import format_bytes
 

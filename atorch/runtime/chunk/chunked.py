@@ -22,16 +22,16 @@ from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
-from atorch.model.method_override import override
+from atorch.model.wrapper import override
 from atorch.runtime.chunk.compiled import CompiledModules, outermost
 from atorch.runtime.chunk.gradients import GradientSink, Rounds, SharedGradients
+from atorch.runtime.chunk.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.pass_schedule import Access, AccessTrace, PassSchedule, Uses, moments
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
-from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, PassSchedule, Uses, moments
-from atorch.runtime.chunk.schedule.transfer_schedule import Shortfall, choose_pinned, schedule, transfer_cost
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
+from atorch.runtime.chunk.transfer_schedule import Shortfall, choose_pinned, schedule, transfer_cost
 from atorch.runtime.data_parallel.collective_order import CollectiveOrder
 from atorch.units import format_bytes
 

@@ -7,11 +7,17 @@ Processes that share chunks reduce gradients chunk by chunk. The device collects
 complete, each process receives the average of its share (`reduce_scatter`). All processes reduce chunks in the same
 order, that of completion in the trace, even if a batch skips some parameters on some of them. A parameter without a
 gradient on any process has none afterwards; one small all-reduce at the end of backward finds these.
+
+The host may step a chunk as soon as it has all gradients of its parameters (`EarlySteps`), while backward goes on. The
+host's step takes as long as backward on a device, or longer. In return a loop may do less between backward and its
+step: chunks refuse to be read (`ChunkMemory.need_whole`), and the optimizer's settings must not change. The first step
+is not early, so that a trial pass before training changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -19,10 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.optim import Optimizer
 
 from atorch.distributed.collectives import all_gather_single, host_comm_device, reduce_scatter_single
-from atorch.runtime.chunk.memory import ChunkSet, Keep
-from atorch.runtime.chunk.schedule.layout import ChunkLayout
+from atorch.errors import ArgumentError
+from atorch.runtime.chunk.layout import ChunkLayout
+from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet, Keep
 from atorch.runtime.chunk.transfer import Transfer, Wait, put
 from atorch.runtime.data_parallel.collective_order import (
     BACKWARD_ENDS,
@@ -256,3 +264,75 @@ class SharedGradients(GradientSink):
     def _zeros(self, chunk: int) -> Tensor:
         memory = self._chunks.chunks[chunk]
         return torch.zeros(memory.spec.numel, dtype=memory.dtype, device=self._chunks.device)
+
+
+Settings = Sequence[dict[str, Any]]
+
+
+class EarlySteps:
+    """A thread that steps chunks.
+
+    Args:
+        gradients: reports chunks whose gradients are complete.
+        chunks: all chunks.
+        optimizer: its settings apply to a step.
+        step: steps a chunk with complete gradients; called on the thread.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientSink,
+        chunks: Sequence[ChunkMemory],
+        optimizer: Optimizer,
+        step: Callable[[ChunkMemory], None],
+    ) -> None:
+        self._chunks, self._optimizer, self._step = chunks, optimizer, step
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stepping")
+        self._under_way: list[Future[None]] = []
+        self._settings: Settings = []
+        self._begins = False  # true from the first `end` on: the next backward pass steps early
+        gradients.complete = self._complete
+
+    def end(self) -> None:
+        """Wait for the steps in backward. Afterwards chunks may be read, and the next pass steps early.
+
+        Raises:
+            ArgumentError: the optimizer's settings changed after these steps began.
+        """
+        self._begins = True
+        while self._under_way:
+            self._under_way.pop().result()
+            if self._settings != _settings(self._optimizer):
+                raise ArgumentError(
+                    "the optimizer's settings changed between backward and its step, when chunk's step_in_backward had "
+                    "stepped by the earlier ones: call the scheduler after optim.step(), or leave out step_in_backward"
+                )
+        for memory in self._chunks:
+            memory.is_stepped = False
+
+    def _complete(self, chunk: int, wait: Wait) -> None:
+        if not self._begins:
+            return
+        memory = self._chunks[chunk]
+        memory.follow()
+        memory.is_stepped = True
+        if not self._under_way:
+            self._settings = _settings(self._optimizer)
+        self._under_way.append(self._thread.submit(self._work, memory, wait))
+
+    @torch.no_grad()
+    def _work(self, memory: ChunkMemory, wait: Wait) -> None:
+        wait()
+        self._step(memory)
+
+
+def _settings(optimizer: Optimizer) -> Settings:
+    """Settings of all groups, with numbers for tensors, which schedulers change in place."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, Tensor) else value
+
+    return [
+        {name: plain(value) for name, value in group.items() if name not in ("params", "fused")}
+        for group in optimizer.param_groups
+    ]

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.memory_ledger import MemoryLedger
-from atorch.runtime.chunk.transfer import locked, put
+from atorch.runtime.chunk.transfer import MemoryLedger, locked, put
 
 if TYPE_CHECKING:
-    from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSlot, ChunkSpec
+    from atorch.runtime.chunk.layout import ChunkLayout, ChunkSlot, ChunkSpec
 
 Keep = Callable[[Tensor, Tensor, bool], object]
 """Copies the second tensor into the first, or adds it."""

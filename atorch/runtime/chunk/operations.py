@@ -1,6 +1,6 @@
 """Operations on managed parameters: in a pass on the device, elsewhere on the host's copy.
 
-Every operation that takes a managed parameter comes here, forward and backward (`parameter`, `saved_tensors`). In a
+Every operation that takes a managed parameter comes here, forward and backward (`parameter`). In a
 pass, or while gradients are recorded, it runs on the device, with its chunks there. Elsewhere (`p.norm()`,
 `state_dict`, `p.copy_`) it runs on the host's copy. `p.grad` is the host's gradient.
 
@@ -24,12 +24,11 @@ from atorch.errors import ArgumentError
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.gradients import GradientSink, Rounds
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
-from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, manage
+from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Owner, manage, saved_as_handles
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.saved_tensors import Owner, saved_as_handles
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, CollectiveEvent
-from atorch.runtime.gradients.backward_targets import has_users_hooks, weakly
+from atorch.runtime.gradients.backward import has_users_hooks, weakly
 from atorch.runtime.gradients.norm_guard import NormGuard, guarded
 
 _TENSOR: Any = Tensor

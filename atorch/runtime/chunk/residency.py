@@ -21,10 +21,9 @@ from atorch.distributed.collectives import all_gather_single
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.gradients import Rounds
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
-from atorch.runtime.chunk.memory_ledger import MemoryLedger
 from atorch.runtime.chunk.parameter import point
-from atorch.runtime.chunk.schedule.pass_schedule import PassSchedule
-from atorch.runtime.chunk.transfer import Transfer, Wait, nothing
+from atorch.runtime.chunk.pass_schedule import PassSchedule
+from atorch.runtime.chunk.transfer import MemoryLedger, Transfer, Wait, nothing
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent, gather_zeros
 from atorch.units import format_bytes
 

@@ -1,4 +1,7 @@
-"""Copies between host and compute device: synchronous, or overlapped with computation."""
+"""Memory of the host and of the compute device: copies between them, and ledgers of the bytes in use in each.
+
+Copies are synchronous, or overlap computation.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from atorch.errors import CapabilityError
+from atorch.errors import CapabilityError, OutOfBudgetError
 from atorch.units import format_bytes
 
 Wait = Callable[[], None]
@@ -140,3 +143,32 @@ def locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:
         )
     weakref.finalize(owner, runtime.cudaHostUnregister, pages.data_ptr()).atexit = False
     return pages[:num_bytes].view(dtype)
+
+
+class MemoryLedger:
+    """Bytes in use in one memory, under a budget or, with None, without one. Not thread-safe."""
+
+    def __init__(self, name: str, budget_bytes: int | None = None) -> None:
+        self.name, self.budget_bytes = name, budget_bytes
+        self.used_bytes = self.peak_bytes = 0
+
+    def take(self, num_bytes: int, why: str) -> None:
+        """Add `num_bytes`, which `why` takes.
+
+        Raises:
+            OutOfBudgetError: they would exceed the budget; the ledger is unchanged.
+        """
+        used = self.used_bytes + num_bytes
+        if self.budget_bytes is not None and used > self.budget_bytes:
+            raise OutOfBudgetError(
+                f"{why} takes {format_bytes(num_bytes)} of the {self.name}, where {format_bytes(self.used_bytes)} of "
+                f"{format_bytes(self.budget_bytes)} are in use: {used - self.budget_bytes:,} bytes too many; raise the "
+                "budget by as many"
+            )
+        self.used_bytes, self.peak_bytes = used, max(self.peak_bytes, used)
+
+    def give(self, num_bytes: int) -> None:
+        """Release `num_bytes` that were taken."""
+        if num_bytes > self.used_bytes:
+            raise ValueError(f"{num_bytes} bytes were given back to the {self.name}, which lent {self.used_bytes}")
+        self.used_bytes -= num_bytes

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, CheckpointError, near_miss, shown
 from atorch.model.pytree import refilled
-from atorch.runtime.data.sharded_stream import in_step, part_of
+from atorch.runtime.data.batches import in_step, part_of
 
 LARGE = 2**24  # the most samples for torch's samplers, which list all indices: 36 bytes each on every rank
 AT_ONCE = 2**16  # indices drawn, or computed, at once

@@ -18,7 +18,7 @@ from torch import nn
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data_parallel.buckets import average
 from atorch.runtime.data_parallel.replicate import Replicated, replicas_of
-from atorch.runtime.fsdp.module_state import drop_unsharded_gradient, groups_of, reset
+from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, reset
 
 
 class Reduction:

@@ -26,12 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 from torch.optim import Optimizer
 
-from atorch.distributed.tensor_components import dense_parts, is_dense
 from atorch.errors import StrategyError
 from atorch.logs import logger
+from atorch.model.pytree import dense_parts, is_dense
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data_parallel.buckets import average, broadcast
-from atorch.runtime.gradients.backward_targets import Postponed, expects_none, is_captured, postpone, postponed, weakly
+from atorch.runtime.gradients.backward import Postponed, expects_none, is_captured, postpone, postponed, weakly
 from atorch.runtime.optimizer.wrapped_optimizer import before_steps
 
 

@@ -27,19 +27,21 @@ from atorch.distributed.fingerprints import Facts, described_optimizer, describe
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.data_parallel.buckets import broadcast, can_cut, gather, sliced_buckets
-from atorch.runtime.data_parallel.flat_shards import (
+from atorch.runtime.data_parallel.buckets import (
     SLICES,
+    broadcast,
+    can_cut,
     follow,
+    gather,
     gradient_values,
     lend_gradient,
     merged,
     origin,
     slice_of,
     sliced,
+    sliced_buckets,
 )
-from atorch.runtime.optimizer.parameter_groups import as_groups, tensor_of
-from atorch.runtime.optimizer.split_support import makes_elementwise
+from atorch.runtime.optimizer.user_optimizer import as_groups, makes_elementwise, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 

@@ -27,7 +27,7 @@ from atorch.runtime.data_parallel.collective_order import (
     gather_zeros,
     reduce_zeros,
 )
-from atorch.runtime.fsdp.module_state import groups_of
+from atorch.runtime.fsdp.groups import groups_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

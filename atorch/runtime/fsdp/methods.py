@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent
-from atorch.runtime.fsdp.module_state import drop_unsharded_gradient, groups_of
+from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of
 from atorch.runtime.fsdp.sharded_access import FACTORIES, ForwardPhase, ModelShard
-from atorch.runtime.gradients.backward_targets import weakly
+from atorch.runtime.gradients.backward import weakly
 
 if TYPE_CHECKING:
     from atorch.runtime.fsdp.collectives import FsdpPasses

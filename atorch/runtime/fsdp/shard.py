@@ -26,10 +26,8 @@ from atorch.logs import logger
 from atorch.model.deferred_init import InitialValues, give_values
 from atorch.model.meta_device import give_memory, has_meta, unfilled
 from atorch.runtime.data_parallel.buckets import broadcast
-from atorch.runtime.fsdp.groups import FsdpUnit
-from atorch.runtime.fsdp.module_state import end_forward, is_gathered, versions
-from atorch.runtime.gradients.backward_targets import has_users_hooks, weakly
-from atorch.runtime.gradients.no_double_backward import refuse_transforms
+from atorch.runtime.fsdp.groups import FsdpUnit, end_forward, is_gathered, versions
+from atorch.runtime.gradients.backward import has_users_hooks, refuse_transforms, weakly
 from atorch.runtime.memory.offload import within
 from atorch.runtime.optimizer.wrapped_optimizer import local
 

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from atorch.errors import ArgumentError
 from atorch.model.pytree import tensors_in
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent
-from atorch.runtime.fsdp.module_state import groups_of, show_sharded
-from atorch.runtime.gradients.no_double_backward import refuse_second_order
+from atorch.runtime.fsdp.groups import groups_of, show_sharded
+from atorch.runtime.gradients.backward import refuse_second_order
 
 _TENSOR: Any = Tensor
 READING = frozenset(("item", "tolist", "numpy", "is_nonzero", "equal", "allclose")) | {

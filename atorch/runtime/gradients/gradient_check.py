@@ -22,7 +22,7 @@ from atorch.model.state import ParameterWrite
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.gradients.clip import ClipsItself
 from atorch.runtime.gradients.norm_guard import unguard
-from atorch.runtime.tensor_parallel.layout.model_layout import ModelLayout
+from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 from atorch.runtime.tensor_parallel.state import whole_tensor
 
 PARAMETERS, ELEMENTS = 32, 16

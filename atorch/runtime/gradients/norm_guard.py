@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from atorch.errors import ArgumentError
 from atorch.runtime.fsdp.sharded_access import READING, ModelShard, as_shard, run, writes
-from atorch.runtime.gradients.backward_targets import expects_none, is_own
+from atorch.runtime.gradients.backward import expects_none, is_own
 
 _ORDINARY = frozenset(("__set__", "as_subclass", "to_local"))
 _SELECTING = frozenset(("__getitem__", "index_select", "gather", "masked_select", "take", "take_along_dim"))

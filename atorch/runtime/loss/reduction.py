@@ -13,6 +13,9 @@ again whenever the remaining rules differ on some process's batch, it runs two n
 apart, without gradient. Rules that do not explain the loss of the two are dropped. These runs put everything below the
 model's root in eval mode, since dropout would not draw the same twice. A named rule saves the runs, and one flag a step
 while several rules remain. The same rules weight the losses of several processes: see `rescaling`.
+
+A loss that is no weighted sum of its parts' (contrastive losses, rankings, medians) can be computed in a pipeline from
+all micro-batches together: see `Gathered`.
 """
 
 from __future__ import annotations
@@ -23,10 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from atorch.distributed.collectives import all_reduce_max, host_comm_device, world_group
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
+from atorch.model.pytree import map_tensors
+from atorch.model.user_functions import LossFunc, value_of
+from atorch.runtime.data.batches import merge
 
 IGNORED = -100  # label of targets that do not count, in torch and transformers
 LABELS = ("labels", "label", "targets", "target")
@@ -284,3 +291,51 @@ def _are_classes(entry: torch.Tensor) -> bool:
 def tolerance_of(dtype: torch.dtype | None) -> float:
     """Relative tolerance between a weighted sum of losses and the loss of the whole, computed in `dtype`."""
     return {torch.float16: 1e-3, torch.bfloat16: 5e-3}.get(dtype, 1e-4) if dtype is not None else 1e-4
+
+
+class Gathered:
+    """Collects the outputs of `count` micro-batches of `batch`; after backward, `loss` is the loss of all."""
+
+    def __init__(self, batch: Any, loss_func: LossFunc, count: int) -> None:
+        self._batch, self._loss_func, self._count = batch, loss_func, count
+        self._outputs: list[Any] = []
+        self._leaves: list[list[Tensor]] = []
+        self.loss: Any = None
+
+    def __call__(self, number: int, output: Any) -> Tensor:
+        """A stand-in for the loss of micro-batch `number`."""
+        tensors: list[Tensor] = []
+        leaves: list[Tensor] = []
+
+        def detach(leaf: Tensor) -> Tensor:
+            detached = leaf.detach().requires_grad_(leaf.requires_grad)
+            if leaf.requires_grad:
+                tensors.append(leaf)
+                leaves.append(detached)
+            return detached
+
+        self._outputs.append(map_tensors(detach, output))
+        self._leaves.append(leaves)
+        stand_in: Tensor = _Later.apply(self, number, *tensors)  # type: ignore[no-untyped-call]
+        return stand_in
+
+    def gradients(self, number: int) -> Sequence[Tensor | None]:
+        """The gradients of the full-batch loss with respect to the outputs of a micro-batch."""
+        if self.loss is None:
+            with torch.enable_grad():
+                output = merge(self._outputs, [1.0 / self._count] * self._count)
+                loss = self._loss_func(self._batch, output)
+                value_of(loss).backward()
+            self.loss = map_tensors(Tensor.detach, loss)
+        return [leaf.grad for leaf in self._leaves[number]]
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, number: int, *tensors: Tensor) -> Tensor:
+        ctx.gathered, ctx.number = gathered, number
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.gathered.gradients(ctx.number)

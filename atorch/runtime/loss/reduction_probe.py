@@ -17,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atorch.distributed.collectives import all_or_none, gather_objects, is_fake_world, world_group
 from atorch.errors import ArgumentError, StrategyError
-from atorch.model.method_override import override
 from atorch.model.pytree import is_strings, leaves_of, map_leaves, map_tensors, tensors_in
 from atorch.model.state import children_in_eval, preserved_state
-from atorch.model.user_functions import LossFunc
-from atorch.model.wrapper import Wrapper
-from atorch.runtime.data.batch_split import joined, portion, shared_rows
-from atorch.runtime.loss.loss_value import value_of
+from atorch.model.user_functions import LossFunc, value_of
+from atorch.model.wrapper import Wrapper, override
+from atorch.runtime.data.batches import joined, portion, shared_rows
 from atorch.runtime.loss.reduction import IGNORED, Losses, LossWeight, labels_of, tolerance_of
 from atorch.runtime.precision.fp8 import without_fp8
 

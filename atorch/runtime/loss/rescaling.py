@@ -29,9 +29,8 @@ from atorch.distributed.collectives import is_fake_world
 from atorch.errors import StrategyError
 from atorch.logs import OF_THIS_RANK, logger
 from atorch.model.pytree import tensors_in
-from atorch.model.user_functions import LossFunc
-from atorch.runtime.data.batch_split import shared_rows
-from atorch.runtime.loss.loss_value import value_of, with_value
+from atorch.model.user_functions import LossFunc, value_of, with_value
+from atorch.runtime.data.batches import shared_rows
 from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes, sums
 from atorch.runtime.loss.reduction_probe import ForwardHistory, Look, kind_of, losses_of
 

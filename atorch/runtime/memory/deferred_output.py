@@ -18,10 +18,16 @@ from torch import nn
 
 from atorch.errors import ArgumentError
 from atorch.model.pytree import map_tensors
+from atorch.model.user_functions import value_of, with_value
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.gradients.backward_targets import can_be_reached, is_asked, is_captured, postpone, postponed
-from atorch.runtime.gradients.no_double_backward import refuse_second_order
-from atorch.runtime.loss.loss_value import value_of, with_value
+from atorch.runtime.gradients.backward import (
+    can_be_reached,
+    is_asked,
+    is_captured,
+    postpone,
+    postponed,
+    refuse_second_order,
+)
 from atorch.runtime.optimizer.wrapped_optimizer import local
 
 

@@ -22,13 +22,12 @@ from torch import nn
 from atorch.distributed.local_collectives import local_collectives
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.model.method_override import override
 from atorch.model.pytree import map_tensors
 from atorch.model.state import children_in_eval, preserved_state
-from atorch.model.user_functions import LossFunc
-from atorch.runtime.data.batch_split import merge, num_rows, take
+from atorch.model.user_functions import LossFunc, value_of
+from atorch.model.wrapper import override
+from atorch.runtime.data.batches import merge, num_rows, take
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.loss.loss_value import value_of
 from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes
 from atorch.runtime.loss.reduction_probe import Look, kind_of, losses_of
 from atorch.runtime.loss.rescaling import RankWeight, by_kind, without_gradient

@@ -24,10 +24,9 @@ from atorch.distributed.world import local_world_size
 from atorch.errors import ArgumentError
 from atorch.logs import say_once
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.optimizer.fused_step import fuse
-from atorch.runtime.optimizer.parameter_groups import as_groups, materialized, tensor_of
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
+from atorch.runtime.optimizer.user_optimizer import as_groups, materialized, tensor_of
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, fuse, local
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from atorch.errors import ArgumentError
-from atorch.model.method_override import override
+from atorch.model.wrapper import override
 from atorch.runtime.memory.recompute import is_recomputing
 
 SMALL_BYTES = 2**18  # bytes that a link to the host sends in about the time of its latency

@@ -35,8 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from atorch.errors import ArgumentError, shown
 from atorch.logs import logger
-from atorch.runtime.memory.forward_state import COUNTER, ForwardState
-from atorch.runtime.memory.selective_recompute import selective_contexts
+from atorch.runtime.memory.forward_state import COUNTER, ForwardState, selective_contexts
 from atorch.runtime.precision.amp import casting_anew
 
 M = TypeVar("M", bound=nn.Module)

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from atorch.errors import ArgumentError
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.data_parallel.flat_shards import origin
-from atorch.runtime.optimizer.parameter_groups import entries_of
+from atorch.runtime.data_parallel.buckets import origin
+from atorch.runtime.optimizer.user_optimizer import entries_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
 
 

@@ -1,16 +1,25 @@
-"""An optimizer around another one, which learning-rate schedulers and users can treat as the inner one."""
+"""An optimizer around another one, which learning-rate schedulers and users can treat as the inner one; fused steps.
+
+If the user set neither `fused` nor `foreach`, the optimizer uses torch's fused kernel for its parameters, one pass
+instead of a dozen; results differ only by rounding. The kernels run linearly through memory. A CPU's silently gives
+wrong numbers if a gradient or state has another memory order than its parameter, and none takes sparse gradients. So
+each step checks first, and a group with such tensors uses torch's default implementation from then on.
+"""
 
 from __future__ import annotations
 
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from atorch.errors import ArgumentError
+from atorch.logs import logger
 
 
 class WrappedOptimizer(Optimizer):
@@ -175,3 +184,153 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+_KINDS = (Adam, AdamW, SGD, Adagrad)
+
+
+def fuse(optimizer: Any) -> None:
+    """Let groups of torch's optimizers step by fused kernels, if there are any and the user made no choice.
+
+    `defaults` stay as they are, and a `GradScaler` works as with any optimizer.
+    """
+    if type(optimizer) not in _KINDS:
+        return
+    groups = [group for group in optimizer.param_groups if _can_fuse(type(optimizer), group)]
+    for group in groups:
+        group["fused"] = True
+        for parameter in group["params"]:
+            _place_step(optimizer.state.get(parameter, {}), parameter)
+    if groups:
+        optimizer.register_step_pre_hook(_unfuse_unfit_groups)
+        optimizer.register_load_state_dict_pre_hook(_keep_implementation)
+
+
+def fused_by_default(optimizer: Any) -> str | None:
+    """The class name of the innermost optimizer, if it uses a kernel that `fuse` chose; else None."""
+    while isinstance(optimizer, WrappedOptimizer):
+        optimizer = optimizer.inner
+    chosen = _unfuse_unfit_groups in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return type(optimizer).__name__ if chosen and any(group["fused"] for group in optimizer.param_groups) else None
+
+
+def _can_fuse(kind: type[Any], group: Mapping[str, Any]) -> bool:
+    """True if a kernel takes the group's parameters together, with its settings."""
+    if group["fused"] is not None or group["foreach"] is not None or group["differentiable"]:
+        return False
+    samples = {(type(p), _local(p).device, p.dtype, _mesh(p)): p for p in group["params"]}
+    are_alike = len({_mesh(parameter) for parameter in samples.values()}) <= 1  # DTensors do not mix with others
+    return are_alike and all(_takes(kind, parameter, group) for parameter in samples.values())
+
+
+def _takes(kind: type[Any], like: Tensor, group: Mapping[str, Any]) -> bool:
+    """True if torch has a correct kernel for parameters like `like`, tested on a small parameter.
+
+    Kernels differ by device, dtype and torch version; up to torch 2.13 SGD's on CPUs left 16-bit parameters unchanged.
+    """
+    is_known = type(like) in (Tensor, nn.Parameter, FakeTensor) or hasattr(like, "placements")
+    if not (is_known and like.is_floating_point()):
+        return False
+    try:
+        plain, fused = (_stepped(kind, like, group, is_fused) for is_fused in (None, True))
+        if isinstance(plain, FakeTensor):
+            return True
+        start = _ramp(like)
+        return bool((fused - plain).norm() < max(1e-4, 8 * torch.finfo(like.dtype).eps) * (plain - start).norm())
+    except (RuntimeError, AssertionError, TypeError, ValueError):  # torch has no kernel, or not for the device
+        return False
+
+
+def _stepped(kind: type[Any], like: Tensor, group: Mapping[str, Any], is_fused: bool | None) -> Tensor:
+    """The local part of a small parameter like `like` after a few large steps."""
+    ramp = _ramp(like)
+    parameter = nn.Parameter(_spread(ramp.clone(), like))
+    optimizer: Optimizer = kind([parameter])
+    lr = torch.full_like(group["lr"], 0.5) if isinstance(group["lr"], Tensor) else 0.5
+    optimizer.param_groups[0].update({**group, "params": [parameter], "lr": lr, "fused": is_fused})
+    if is_fused:
+        _place_step(optimizer.state.get(parameter, {}), parameter)
+    for step in range(3):
+        parameter.grad = _spread((ramp * 7 + step).sin(), like)
+        optimizer.step()
+    local_part: Tensor = _local(parameter).detach()
+    return local_part
+
+
+def _ramp(like: Tensor) -> Tensor:
+    """Numbers from 0 to 1, enough for a kernel's vector loop and its remainder."""
+    ones: Tensor = _local(like).detach().new_ones(67, 67)
+    return ones.tril().sum(1) / 67  # cumsum raises under deterministic algorithms
+
+
+def _spread(values: Tensor, like: Any) -> Tensor:
+    if _mesh(like) is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(values, like.device_mesh, like.placements, run_check=False)
+
+
+def _unfuse_unfit_groups(optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before a step, turn the kernel off for groups with tensors that it does not support."""
+    has_closure = any(arg is not None for arg in (*args[1:], *kwargs.values()))  # it makes the gradients only later
+    with torch._C.DisableTorchFunctionSubclass():  # gradients may be guarded
+        for group in optimizer.param_groups:
+            if group["fused"] and (has_closure or not _group_fits(group, optimizer.state)):
+                group["fused"] = None
+                logger.info(
+                    "%s steps without its fused kernel from now on: there is a closure, or a gradient that is sparse, "
+                    "of another order or dtype than its parameter, or under momentum the first of its parameter",
+                    type(optimizer).__name__,
+                )
+
+
+def _group_fits(group: Mapping[str, Any], states: Mapping[Any, Any]) -> bool:
+    if group.get("momentum") and len({bool(states.get(p)) for p in group["params"] if p.grad is not None}) > 1:
+        return False  # the kernel initializes all momenta at once
+    return all(_parameter_fits(parameter, states) for parameter in group["params"])
+
+
+def _parameter_fits(parameter: Any, states: Mapping[Any, Any]) -> bool:
+    gradient = parameter.grad
+    if gradient is None:
+        return True
+    local_part = _local(parameter)
+    if not local_part.is_contiguous() and torch.empty_like(local_part, device="meta").stride() != local_part.stride():
+        return False  # it has gaps
+    if not _lies_as(local_part, _local(gradient)):
+        return False
+    for state in states.get(parameter, {}).values():
+        if isinstance(state, Tensor) and state.dim() and not _lies_as(local_part, _local(state)):
+            return False
+    return True
+
+
+def _lies_as(held: Tensor, other: Tensor) -> bool:
+    if other.layout is not torch.strided or other.dtype != held.dtype:
+        return False
+    return (other.is_contiguous() and held.is_contiguous()) or other.stride() == held.stride()
+
+
+def _keep_implementation(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """Replace the implementation choices in a loaded state by those of this optimizer."""
+    groups = [
+        {**theirs, "fused": mine["fused"], "foreach": mine["foreach"]}
+        for theirs, mine in zip(saved["param_groups"], optimizer.param_groups, strict=False)
+    ]
+    return {**saved, "param_groups": [*groups, *saved["param_groups"][len(groups) :]]}
+
+
+def _place_step(state: dict[str, Any], parameter: Tensor) -> None:
+    """Move the step count to the parameter's device, where a kernel reads it."""
+    if isinstance(state.get("step"), Tensor):
+        state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
+def _local(tensor: Any) -> Any:
+    """The local part of a DTensor; other tensors as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _mesh(tensor: Any) -> Any:
+    return tensor.device_mesh if hasattr(tensor, "placements") else None

@@ -26,20 +26,18 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import leaves_of, map_leaves, map_tensors
 from atorch.model.state import children_in_eval
-from atorch.model.user_functions import LossFunc
+from atorch.model.user_functions import LossFunc, value_of
 from atorch.model.wrapper import Wrapper
-from atorch.runtime.data.batch_split import merge, num_rows, take
+from atorch.runtime.data.batches import merge, num_rows, take
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.gradients.backward_targets import expects_none, is_captured, weakly
-from atorch.runtime.loss.loss_value import value_of
-from atorch.runtime.loss.reduction import LossWeight, Rule
+from atorch.runtime.gradients.backward import expects_none, is_captured, weakly
+from atorch.runtime.loss.reduction import Gathered, LossWeight, Rule
 from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
 from atorch.runtime.loss.rescaling import RankWeight, without_gradient
 from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss
-from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 from atorch.runtime.pipeline.engine import Engine, ModelArguments
-from atorch.runtime.pipeline.full_batch_loss import Gathered
-from atorch.runtime.pipeline.shared_parameters import Ties
+from atorch.runtime.pipeline.stage_placement import Ties
+from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
 

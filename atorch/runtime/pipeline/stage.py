@@ -6,7 +6,7 @@ returns the tensors that an earlier stage sent, or stand-ins of the right shape 
 need. The forward ends at the first call of a later stage, and the stage sends the tensors that are needed there.
 
 Each stage that calls a unit holds it, as it does a parameter outside of units that it needs. The gradients of those
-that several stages hold are summed (`shared_parameters`).
+that several stages hold are summed (`stage_placement`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
-from atorch.model.method_override import override, override_forward
 from atorch.model.pytree import map_leaves, tensors_in
 from atorch.model.state import preserved_state
+from atorch.model.wrapper import override, override_forward
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.pipeline.capture.shapes import TensorSpec, shape_of
 from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputIndex, Route
-from atorch.runtime.pipeline.remote_parameter import Away, need_values
+from atorch.runtime.pipeline.stand_ins import Away, TensorSpec, need_values, shape_of
 
 STAGE = "_atorch_stage"
 """The attribute of units with their stage and their name; on a stage's model the name is empty."""

@@ -23,9 +23,8 @@ from torch.optim import Optimizer
 
 from atorch.distributed.collectives import world_group
 from atorch.logs import logger
-from atorch.model.method_override import override_forward
-from atorch.model.user_functions import LossFunc
-from atorch.runtime.loss.loss_value import value_of, with_value
+from atorch.model.user_functions import LossFunc, value_of, with_value
+from atorch.model.wrapper import override_forward
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local_state_dict
 
 _LARGEST = 2.0**127  # the largest power of two in fp32, the dtype of the loss's gradient

@@ -34,8 +34,8 @@ from torch.nn import functional as F
 
 from atorch.errors import CapabilityError, StrategyError, near_miss
 from atorch.logs import logger
-from atorch.model.method_override import override, override_forward
 from atorch.model.module_swap import KeptModule, SwapReport, swap_candidates
+from atorch.model.wrapper import override, override_forward
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

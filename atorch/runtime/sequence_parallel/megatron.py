@@ -25,11 +25,14 @@ from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
 from atorch.model.state import evaluating
 from atorch.model.structure import repeated_blocks
-from atorch.runtime.gradients.no_double_backward import mapped
-from atorch.runtime.sequence_parallel.block_calls import RunModel, changed, copied, evaluate
+from atorch.runtime.gradients.backward import mapped
 from atorch.runtime.sequence_parallel.split_validation import (
     MOST,
     BlockStream,
+    RunModel,
+    changed,
+    copied,
+    evaluate,
     has_values,
     same,
     uses_random_numbers,
@@ -39,8 +42,8 @@ from atorch.runtime.sequence_parallel.token_split import Streams, check_output, 
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum, place_of
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
 from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, common_path
-from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
+from atorch.runtime.tensor_parallel.layout import BlockLayout, SplitRegion, common_path
+from atorch.runtime.tensor_parallel.split_forward import Inside, Read, present
 
 
 def gather_tokens(x: Tensor, share: TokenPartition, dim: int) -> Tensor:

@@ -1,15 +1,17 @@
-"""Trials, on one rank, of one block with split tokens.
+"""One evaluation of a model, and trials, on one rank, of its blocks with split tokens.
 
-The whole block runs once, and its attention calls are recorded. Then it runs on a rank's tokens, and attention returns
-the rank's part of the recorded results. If its queries, keys, masks and results match the whole block's, everything
-else in it works token by token. Trials also find the dim of tokens of each argument.
+An evaluation records the arguments of blocks, and the blocks that computed them. In a trial the whole block runs once,
+and its attention calls are recorded. Then it runs on a rank's tokens, and attention returns the rank's part of the
+recorded results. If its queries, keys, masks and results match the whole block's, everything else in it works token by
+token. Trials also find the dim of tokens of each argument.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any
 
@@ -17,14 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from atorch.distributed.rng import preserved_rng
-from atorch.model.state import preserved_modes
+from atorch.distributed.rng import preserved_rng, random_state
+from atorch.model.state import evaluating, preserved_modes
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
-from atorch.runtime.sequence_parallel.block_calls import changed, copied
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, map_by_place
 from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE, MISFITS
-from atorch.runtime.tensor_parallel.random_numbers import random_state
 
 HIDDEN = -1e4  # additive masks are below this where attention is masked
 MOST = 64  # maximum ways to cut the arguments that are tried
@@ -262,3 +262,80 @@ def _noting(block: nn.Module) -> Iterator[list[tuple[str, list[Tensor]]]]:
 
 def _storage(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
+
+
+RunModel = Callable[[nn.Module], Any]
+"""Calls the model on a batch and returns its output."""
+
+
+@dataclass
+class BlockCalls:
+    path: str
+    kind: Any
+    """Equal for blocks that can be analysed as one."""
+    origins: dict[str, tuple[str, str]]
+    """By place of an argument that an earlier block returned: its path, and the place in its output."""
+    num_calls: int = 1
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Evaluation:
+    """The blocks in order of their first calls, one call of each kind, and the model's output."""
+
+    blocks: dict[str, BlockCalls]
+    calls: dict[Any, ForwardCall]
+    output: Any
+
+
+def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: RunModel) -> Evaluation:
+    """Run the model once, in eval mode and without gradients."""
+    seen: dict[str, BlockCalls] = {}
+    calls: dict[Any, ForwardCall] = {}
+    outputs: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # by id; kept alive so that ids stay unique
+
+    def before(path: str) -> Callable[..., None]:
+        def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
+            if path in seen:
+                seen[path].num_calls += 1
+                return
+            tensors = by_place((args, kwargs))
+            origins = {place: outputs[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in outputs}
+            kind = _kind(block, tensors, origins)
+            if kind not in calls:
+                calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
+            seen[path] = BlockCalls(path, kind, origins)
+
+        return hook
+
+    def after(path: str) -> Callable[..., None]:
+        def hook(block: nn.Module, args: Any, output: Any) -> None:
+            seen[path].outputs = by_place(output)
+            outputs.update({id(tensor): (tensor, (path, place)) for place, tensor in seen[path].outputs.items()})
+
+        return hook
+
+    handles = [block.register_forward_pre_hook(before(path), with_kwargs=True) for path, block in blocks.items()]
+    handles += [block.register_forward_hook(after(path)) for path, block in blocks.items()]
+    try:
+        with evaluating(model):
+            return Evaluation(seen, calls, run(model))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def copied(data: Any) -> Any:
+    """A deep copy of `data`; tensors in its containers become detached clones."""
+    return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
+
+
+def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> Any:
+    """`data` with `change(tensor, dim)` at the places of `dims`."""
+    return map_by_place(lambda place, tensor: change(tensor, dims[place]) if place in dims else tensor, data)
+
+
+def _kind(block: nn.Module, tensors: Mapping[str, Tensor], origins: Mapping[str, Any]) -> Any:
+    parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
+    arguments = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
+    return type(block), parameters, arguments

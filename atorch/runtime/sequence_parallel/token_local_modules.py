@@ -20,17 +20,27 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from atorch.distributed.collectives import gather_objects
-from atorch.model.method_override import override
-from atorch.model.position_dependence import made_alone
+from atorch.distributed.rng import RankStream
 from atorch.model.state import evaluating
-from atorch.model.structure import outside_of
-from atorch.runtime.sequence_parallel.block_calls import RunModel, changed, copied
-from atorch.runtime.sequence_parallel.sharded_tokens import Tokens, is_by_tokens, own_tokens, split_tokens
-from atorch.runtime.sequence_parallel.split_validation import cut_along, uses_random_numbers, usual
-from atorch.runtime.sequence_parallel.token_partition import TokenPartition
+from atorch.model.structure import made_alone, outside_of
+from atorch.model.wrapper import override
+from atorch.runtime.sequence_parallel.split_validation import (
+    RunModel,
+    changed,
+    copied,
+    cut_along,
+    uses_random_numbers,
+    usual,
+)
+from atorch.runtime.sequence_parallel.token_partition import (
+    TokenPartition,
+    Tokens,
+    is_by_tokens,
+    own_tokens,
+    split_tokens,
+)
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
 from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS
-from atorch.runtime.tensor_parallel.random_numbers import RankStream
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor
 
 

@@ -20,15 +20,24 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import gather_objects
 from atorch.errors import AtorchError, StrategyError
-from atorch.model.method_override import override
 from atorch.model.state import evaluating
 from atorch.model.structure import repeated_blocks
+from atorch.model.wrapper import override
 from atorch.runtime.sequence_parallel.attention import AttentionCall, Exchange, exchange_attention
-from atorch.runtime.sequence_parallel.block_calls import Evaluation, RunModel, changed, evaluate
-from atorch.runtime.sequence_parallel.sharded_tokens import own_tokens, split_tokens
-from atorch.runtime.sequence_parallel.split_validation import BlockStream, Whole, find_stream, run_whole, same, try_part
+from atorch.runtime.sequence_parallel.split_validation import (
+    BlockStream,
+    Evaluation,
+    RunModel,
+    Whole,
+    changed,
+    evaluate,
+    find_stream,
+    run_whole,
+    same,
+    try_part,
+)
 from atorch.runtime.sequence_parallel.token_local_modules import compute_by_token, drawing, find_by_token
-from atorch.runtime.sequence_parallel.token_partition import TokenPartition
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition, own_tokens, split_tokens
 from atorch.runtime.tensor_parallel.derive.block_sandbox import by_place
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor, whole_of
 

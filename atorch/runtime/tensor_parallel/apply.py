@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from atorch.runtime.tensor_parallel.collectives import fork, reduce, share
+from atorch.distributed.rng import RankStream
 from atorch.runtime.tensor_parallel.derive.block_sandbox import map_by_place
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows, SplitRegion
-from atorch.runtime.tensor_parallel.local_views import Inside, Read, present
-from atorch.runtime.tensor_parallel.random_numbers import RankStream
+from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, SplitRegion
+from atorch.runtime.tensor_parallel.split_forward import Inside, Read, fork, present, reduce, share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

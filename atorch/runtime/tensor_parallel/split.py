@@ -19,20 +19,17 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks
 from atorch.distributed.fingerprints import described_call
-from atorch.distributed.rng import preserved_rng
+from atorch.distributed.rng import preserved_rng, random_state
 from atorch.errors import ArgumentError, StrategyError
-from atorch.model.alias_guard import Originals
+from atorch.model.copy_isolation import Originals
 from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
-from atorch.runtime.tensor_parallel.derive.attention_heads import with_attributes
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart, fresh
-from atorch.runtime.tensor_parallel.derive.derive import derive
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse, SeeProducts
-from atorch.runtime.tensor_parallel.derive.multihead_attention import make_splittable
-from atorch.runtime.tensor_parallel.derive.reference_forward import EvaluateModel, Ranks, Watched
-from atorch.runtime.tensor_parallel.derive.split_validation import why_refused
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, SplitRegion, Unsplit
-from atorch.runtime.tensor_parallel.layout.layout_selection import settled
-from atorch.runtime.tensor_parallel.layout.model_layout import (
+from atorch.runtime.tensor_parallel.derive import derive
+from atorch.runtime.tensor_parallel.derive.attention_heads import make_splittable, with_attributes
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, MatmulUse, SeeProducts, apart, fresh
+from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel, Ranks, Watched, why_refused
+from atorch.runtime.tensor_parallel.layout import BlockLayout, SplitRegion, Unsplit
+from atorch.runtime.tensor_parallel.layout_selection import settled
+from atorch.runtime.tensor_parallel.model_layout import (
     Alike,
     ManualLayout,
     ModelLayout,
@@ -42,13 +39,12 @@ from atorch.runtime.tensor_parallel.layout.model_layout import (
     shapes_of,
     why_not_of,
 )
-from atorch.runtime.tensor_parallel.layout.parameter_filter import (
+from atorch.runtime.tensor_parallel.parameter_filter import (
     groups_among,
     has_pair,
     vocabulary_among,
     with_those_alone,
 )
-from atorch.runtime.tensor_parallel.random_numbers import random_state
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, derive_vocabulary, split_vocabulary
 
 if TYPE_CHECKING:

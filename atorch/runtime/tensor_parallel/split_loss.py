@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from atorch.runtime.gradients.no_double_backward import first_order
-from atorch.runtime.tensor_parallel.collectives import fork, join, reduce
+from atorch.runtime.gradients.backward import first_order
 from atorch.runtime.tensor_parallel.sharded_activation import DimSharding, SplitTensor, to_part, whole_of
+from atorch.runtime.tensor_parallel.split_forward import fork, join, reduce
 
 
 @dataclass(frozen=True)

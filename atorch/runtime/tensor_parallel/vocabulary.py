@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atorch.model.method_override import override
+from atorch.model.wrapper import override
 from atorch.runtime.tensor_parallel.apply import ForkArguments, RowsOfWhole, ShardingContext, SharedHook, Sum, this_part
-from atorch.runtime.tensor_parallel.collectives import gather
-from atorch.runtime.tensor_parallel.derive.matmul_tracker import MatmulUse
-from atorch.runtime.tensor_parallel.layout.layout import Rows, Unsplit
-from atorch.runtime.tensor_parallel.local_views import present
+from atorch.runtime.tensor_parallel.derive.block_sandbox import MatmulUse
+from atorch.runtime.tensor_parallel.layout import Rows, Unsplit
 from atorch.runtime.tensor_parallel.sharded_activation import from_part
 from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation
+from atorch.runtime.tensor_parallel.split_forward import gather, present
 from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 
 

@@ -19,7 +19,7 @@ import torch
 
 from atorch.distributed.barrier_diagnostics import listed
 from atorch.errors import ArgumentError, CheckpointError, check_bools, shown
-from atorch.files.access import check_source, replacing
+from atorch.files import check_source, replacing
 from atorch.files.weights import CHECKPOINT, read_weights
 from atorch.logs import OF_THIS_RANK, logger
 from atorch.smp.checkpointing.states import is_partial, merged

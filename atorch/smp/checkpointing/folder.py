@@ -28,7 +28,7 @@ import torch
 from atorch.distributed.collectives import all_or_none, all_reduce_max, call_on_all_ranks, from_rank_zero
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, CheckpointError, check_bools, shown
-from atorch.files.access import AnyPath, check_target, write
+from atorch.files import AnyPath, check_target, write
 from atorch.files.strict_json import Format, read_json
 from atorch.files.weights import CHECKPOINT, read_weights
 from atorch.logs import logger

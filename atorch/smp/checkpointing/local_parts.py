@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
 from atorch.model.wrapper import Wrapper
-from atorch.runtime.tensor_parallel.layout.model_layout import full_name
-from atorch.smp.nn.distributed_module import DistributedModule
+from atorch.runtime.tensor_parallel.model_layout import full_name
+from atorch.smp.nn.layers import DistributedModule
 from atorch.smp.tensor.split import TensorSplit
 
 

@@ -1,9 +1,8 @@
 """`smp.nn`: modules that the first step splits over the tensor ranks, and a fused layer norm."""
 
 from atorch.smp.nn import huggingface
-from atorch.smp.nn.distributed_module import DistributedEmbedding, DistributedLinear, DistributedModule
 from atorch.smp.nn.language_model import DistributedTransformerLMHead
-from atorch.smp.nn.layer_norm import FusedLayerNorm
+from atorch.smp.nn.layers import DistributedEmbedding, DistributedLinear, DistributedModule, FusedLayerNorm
 from atorch.smp.nn.transformer import (
     DistributedAttentionLayer,
     DistributedTransformer,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atorch.errors import ArgumentError
-from atorch.smp.nn.distributed_module import DistributedModule, drawn_normal
+from atorch.smp.nn.layers import DistributedModule, drawn_normal
 from atorch.smp.nn.transformer import DistributedTransformer
 
 MASKED = -1e4

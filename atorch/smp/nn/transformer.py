@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atorch.errors import ArgumentError, near_miss, shown
-from atorch.smp.nn.distributed_module import DistributedModule, drawn_normal, need_layernorm, refuse
+from atorch.smp.nn.layers import DistributedModule, drawn_normal, need_layernorm, refuse
 
 
 class DistributedAttentionLayer(DistributedModule):

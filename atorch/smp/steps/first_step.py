@@ -26,9 +26,8 @@ from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.memory.recompute import turn_off_caches
 from atorch.runtime.pipeline.capture.stage_dataflow import Reads, Route, route_of
 from atorch.runtime.pipeline.engine import Engine
-from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import cut, holders
-from atorch.runtime.pipeline.stage_placement import PlacedSchedule, by_torch
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, by_torch
 from atorch.smp.activation_checkpointing import tell_places
 from atorch.smp.checkpointing.states import blank_copy
 from atorch.smp.config import Config
@@ -36,13 +35,12 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.partitioning import Division, auto_units, divided_by_cost, divided_by_hand, units_by_hand
 from atorch.smp.session import Session, tracing
-from atorch.smp.steps.averaging import Averaging, PartReduction
+from atorch.smp.steps.averaging import Averaging, PartReduction, check_degrees, sharded
 from atorch.smp.steps.micro_batch_run import Body
+from atorch.smp.steps.precision import half_of, halve, widen_output
 from atorch.smp.steps.runner import Faults, Runner
 from atorch.smp.steps.slicing import StepArguments
 from atorch.smp.tensor.split import TensorSplit, split_marked
-from atorch.smp.training.precision import half_of, halve, widen_output
-from atorch.smp.training.sharding import check_degrees, sharded
 
 Function = Callable[..., Any]
 

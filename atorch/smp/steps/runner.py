@@ -22,19 +22,16 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import map_tensors
 from atorch.runtime.data_parallel.buckets import broadcast
-from atorch.runtime.pipeline.capture.shapes import sizes_of
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.pipeline import from_place
-from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import stage_of
-from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, turns
+from atorch.runtime.pipeline.stand_ins import sizes_of
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
-from atorch.smp.steps.averaging import Averaging
-from atorch.smp.steps.exchange import Start, StepResults, has_begun_none
+from atorch.smp.steps.averaging import Averaging, ShardedPasses
 from atorch.smp.steps.micro_batch_run import Body, Owners
-from atorch.smp.steps.slicing import StepArguments, beginnings
-from atorch.smp.training.sharding import ShardedPasses
+from atorch.smp.steps.slicing import Start, StepArguments, StepResults, beginnings, has_begun_none
 
 LOOKS = 3
 """Number of first steps whose batches are compared over the processes of a pipeline."""

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError, near_miss, shown
 from atorch.logs import logger
-from atorch.model.method_override import is_override, override
 from atorch.model.module_swap import Swap, adopt_state, swap_modules
+from atorch.model.wrapper import is_override, override
 from atorch.smp.activation_checkpointing import OPTIONS
-from atorch.smp.nn.distributed_module import WITHOUT_EFFECT
-from atorch.smp.tensor.marks import TensorMark, current_mark, mark_of, put_mark, set_tensor_parallelism
+from atorch.smp.nn.layers import WITHOUT_EFFECT
+from atorch.smp.tensor import TensorMark, current_mark, mark_of, put_mark, set_tensor_parallelism
 
 C = TypeVar("C", bound=type[nn.Module])
 Hook = Callable[..., Any]

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import all_or_none, require_equal, synchronise
 from atorch.distributed.mesh import Mesh
+from atorch.distributed.rng import share_random_state
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.tensor_parallel import ModelLayout, Rows, tensor_parallel
-from atorch.runtime.tensor_parallel.layout.model_layout import full_name, rows_of
-from atorch.runtime.tensor_parallel.random_numbers import share_random_state
+from atorch.runtime.tensor_parallel.model_layout import full_name, rows_of
 from atorch.runtime.tensor_parallel.state import whole_tensor
 from atorch.smp.activation_checkpointing import without_checkpointing
 from atorch.smp.model_creation import delayed_values, fill
-from atorch.smp.tensor.marks import marked_parameters
+from atorch.smp.tensor import marked_parameters
 
 UNKNOWN = "nothing splits it, and by themselves only linear layers and tables are split"
 MANY = 4

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from atorch.auto.opt_lib.chunk import trace
 from atorch.auto.opt_lib.chunk.trace import foreseen
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
+from atorch.runtime.chunk.pass_schedule import AccessTrace
 from tests import language_models
 
 WIDTH, VOCAB, ROWS, TOKENS = 16, 50, 2, 8

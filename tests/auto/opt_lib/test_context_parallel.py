@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 import tests.contract.test_cost_against_simulation as contract
 from atorch.auto.opt_lib.context_parallel import ContextParallel
-from atorch.auto.planner.estimate.score import useful_flops
-from atorch.auto.planner.simulate.simulation import simulate
+from atorch.auto.planner.estimate import useful_flops
+from atorch.auto.planner.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.errors import AtorchError
 from atorch.profiler.memory_tracker import CommCounter
-from atorch.runtime.sequence_parallel.sharded_tokens import Tokens
+from atorch.runtime.sequence_parallel.token_partition import Tokens
 from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 from tests.auto.opt_lib import context_job
 from tests.auto.opt_lib.context_job import BATCH, accelerated, trained

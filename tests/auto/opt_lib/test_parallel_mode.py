@@ -8,9 +8,8 @@ import pytest
 
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.opt_lib.shared.defaults import complete, idle_axes
-from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
-from atorch.auto.planner.mesh_inference import fastest_mesh, lacks_degrees, on_mesh
+from atorch.auto.opt_lib.shared.defaults import complete, disagreement, idle_axes
+from atorch.auto.planner.estimate import fastest_mesh, lacks_degrees, on_mesh
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost

@@ -18,7 +18,7 @@ import tests.contract.job as contract
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel, _check_neighbours
-from atorch.auto.planner.simulate.simulation import simulate
+from atorch.auto.planner.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory

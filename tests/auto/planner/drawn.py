@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from atorch.auto.planner.search_space.space import SearchNode, Space, plannable
+from atorch.auto.planner.space import SearchNode, Space, plannable
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import Cost, Matmul, ModelProfile, Region, Segment, plain_cost
 from atorch.cost.transformer import Experts, Implementation, LatentAttention, TransformerShape, transformer_profile

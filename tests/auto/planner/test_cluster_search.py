@@ -7,10 +7,9 @@ import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.opt_lib.fp8 import Fp8
+from atorch.auto.planner.best_first import TIE
 from atorch.auto.planner.cluster_search import WORTH, answer
-from atorch.auto.planner.estimate.score import estimate_of
-from atorch.auto.planner.estimate.uncertainty import CLEAR
-from atorch.auto.planner.search_space.best_first import TIE
+from atorch.auto.planner.estimate import CLEAR, estimate_of
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import plain_cost

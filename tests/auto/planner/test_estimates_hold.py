@@ -16,16 +16,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.estimate.score import estimate_of, usable_bytes, usable_host_bytes
-from atorch.auto.planner.search_space.best_first import best_first
-from atorch.auto.planner.search_space.space import SearchNode, compositions
+from atorch.auto.planner.best_first import best_first
+from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes
+from atorch.auto.planner.space import SearchNode, compositions
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import Cost, StepTimes, peak_memory
-from atorch.cost.comm.collectives import group_of, group_of_neighbours, rounds_of
-from atorch.cost.comm.communication import EXPERT_AXIS, boundary_bytes, of_copy
+from atorch.cost.comm import EXPERT_AXIS, boundary_bytes, group_of, group_of_neighbours, of_copy, rounds_of
 from atorch.cost.comm.offload import BYTES_A_CORE
-from atorch.cost.kernels.gemm import peak_flops
+from atorch.cost.gemm import peak_flops
 from atorch.cost.memory import beside_host, stage_memory
 from atorch.cost.pipeline_stages import StageCost, stages_of
 from atorch.cost.time import MEETING_S

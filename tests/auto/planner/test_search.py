@@ -18,9 +18,9 @@ from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, told
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.step_timing import measure
 from atorch.auto.planner.dry_runs.trial import Feed, Trial, candidate
-from atorch.auto.planner.estimate.ranking import Wanted, ranked
-from atorch.auto.planner.estimate.score import RESERVE
+from atorch.auto.planner.estimate import RESERVE
 from atorch.auto.planner.planner import starting_point
+from atorch.auto.planner.ranking import Wanted, ranked
 from atorch.auto.strategy import Strategy
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.model.pytree import local_part, tensor_bytes

@@ -107,5 +107,5 @@ def test_the_limit_is_told_where_the_user_gave_none(
     stopped = mock.patch.object(planner, "starting_point", side_effect=KeyboardInterrupt)
     with stopped, caplog.at_level(logging.INFO, "atorch"), pytest.raises(KeyboardInterrupt):
         planner.search(context(), time_limit=limit, progress=lambda _: None)
-    told = "the search takes at most 1 min 26 s, or 60 steps of what it chooses where these take longer; give"
+    told = "the search takes at most 1 min 26 s, or 30 steps of what it chooses where these take longer; give"
     assert (told in caplog.text) == is_told

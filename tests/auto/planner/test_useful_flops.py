@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.auto.planner.estimate.score import useful_flops, utilisation_peak
+from atorch.auto.planner.estimate import useful_flops, utilisation_peak
 from atorch.auto.strategy import Strategy
 from atorch.cost import plain_cost
 from atorch.cost.transformer import TransformerShape, transformer_profile

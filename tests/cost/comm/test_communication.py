@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
-from atorch.cost.comm.collectives import TREE_PIECE, Link, LinkGroup, group_of, group_of_neighbours
-from atorch.cost.comm.communication import BESIDE_OTHERS, IN_CHUNKS, boundary_bytes, of_copy
+from atorch.cost.comm import (
+    BESIDE_OTHERS,
+    IN_CHUNKS,
+    TREE_PIECE,
+    Link,
+    LinkGroup,
+    boundary_bytes,
+    group_of,
+    group_of_neighbours,
+    of_copy,
+)
 from atorch.cost.parallelism import (
     accumulate,
     arrange,

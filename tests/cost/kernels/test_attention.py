@@ -6,8 +6,8 @@ import pytest
 
 from atorch.cluster.spec import ClusterSpec, KernelSpec
 from atorch.cost import Region, Segment
-from atorch.cost.kernels.attention import fused_seconds, written_seconds
-from atorch.cost.kernels.gemm import ProductTimes
+from atorch.cost.gemm import ProductTimes
+from atorch.cost.kernels import fused_seconds, written_seconds
 from atorch.errors import ArgumentError
 
 A100, H100 = (ClusterSpec.load(name).device for name in ("a100_80g", "h100_80g"))

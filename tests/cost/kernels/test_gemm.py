@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, Efficiency
-from atorch.cost.kernels.gemm import GemmShape, ProductTimes
+from atorch.cost.gemm import GemmShape, ProductTimes
 
 H100 = ClusterSpec.load("h100_80g").device
 A100 = ClusterSpec.load("a100_80g").device

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from torch import nn
 
-from atorch.profiler.capture.block_equality import groups_of_alike
+from atorch.profiler.repeated_blocks import groups_of_alike
 
 
 class Block(nn.Module):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.profiler.capture.dataflow import OpNode, derive
+from atorch.profiler.dataflow import OpNode, derive
 
 STREAM = 1  # the value that enters every block here
 TOKENS = 10

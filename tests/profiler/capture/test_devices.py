@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.model.pytree import map_tensors
-from atorch.profiler.capture.devices import as_on
-from atorch.profiler.capture.fakes import Fakes
+from atorch.profiler.fakes import Fakes, as_on
 from atorch.profiler.trace import trace
 from tests.profiler.families import FAMILIES, call, deepseek, gpt2, gpt_oss, loss_of, t5
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from atorch.errors import ArgumentError
-from atorch.profiler.capture.fakes import Fakes
+from atorch.profiler.fakes import Fakes
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from atorch.profiler.capture.length_extrapolation import foretold
+from atorch.profiler.token_dependence import foretold
 from atorch.profiler.trace import trace
 from tests.profiler.totals import total
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.profiler.capture.operations import AttentionOp, MatmulOp, attention_of, kind_of, product_of
+from atorch.profiler.operations import AttentionOp, MatmulOp, attention_of, kind_of, product_of
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from atorch.cluster.spec import DeviceSpec
-from atorch.cost.kernels.gemm import ProductTimes
-from atorch.cost.kernels.operations import seconds_of_copy
+from atorch.cost.gemm import ProductTimes
+from atorch.cost.kernels import seconds_of_copy
 from atorch.cost.state import plain_cost
 from atorch.model.structure import units
-from atorch.profiler.capture.unit_costs import UnitCost, unit_costs
+from atorch.profiler.unit_costs import UnitCost, unit_costs
 from tests.profiler import families
 from tests.profiler.totals import total
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from atorch.runtime.chunk.layout import Item, pack
 from atorch.runtime.chunk.memory import ChunkSet
-from atorch.runtime.chunk.schedule.layout import Item, pack
 
 
 def chunks_of(

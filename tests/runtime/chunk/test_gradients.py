@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from tests.pool import on_ranks
 
 

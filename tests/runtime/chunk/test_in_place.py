@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.schedule.schedule_cache import Courses
+from atorch.runtime.chunk.schedule_cache import Courses
 from tests.pool import on_ranks
 from tests.runtime.chunk.test_training import CPU, FAMILIES, adam, assert_same_bits, fresh, needed, train
 

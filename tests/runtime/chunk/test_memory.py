@@ -11,9 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.errors import ArgumentError, CapabilityError, OutOfBudgetError
 from atorch.profiler.memory_tracker import LiveBytes
+from atorch.runtime.chunk.layout import Item, pack
 from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
-from atorch.runtime.chunk.memory_ledger import MemoryLedger
-from atorch.runtime.chunk.schedule.layout import Item, pack
+from atorch.runtime.chunk.transfer import MemoryLedger
 from tests.runtime.chunk.stand_in import chunks_of
 
 CPU = torch.device("cpu")

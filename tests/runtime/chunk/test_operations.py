@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.operations import Operations
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from tests.pool import Pool
 from tests.runtime.chunk import test_training as training
 from tests.runtime.chunk.test_training import CPU, adam, fresh, of_logits, tokens, train

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import OutOfBudgetError
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from tests.runtime.chunk.test_training import CPU, Live, adam, host_tensors, needed, of_logits, tokens
 from tests.runtime.sharing import VOCAB
 

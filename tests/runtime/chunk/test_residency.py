@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import StrategyError
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
 from tests.pool import on_ranks
 
 WIDTH, CPU = 8, torch.device("cpu")

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import OutOfBudgetError
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.operations import Operations
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
-from atorch.runtime.chunk.schedule.schedule_cache import Courses
+from atorch.runtime.chunk.pass_schedule import AccessTrace
+from atorch.runtime.chunk.schedule_cache import Courses
 from atorch.runtime.chunk.transfer import Transfer
 from benchmarks.paced_link import Paced
 from tests.runtime.sharing import SEQ, VOCAB, Awkward

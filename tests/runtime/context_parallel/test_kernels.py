@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from atorch.runtime.context_parallel.kernels import (
+from atorch.runtime.context_parallel.load_balancing import (
     CPU,
     EFFICIENT,
     FLASH,
@@ -22,7 +22,7 @@ from atorch.runtime.context_parallel.kernels import (
     _kernel,
     attend,
 )
-from atorch.runtime.context_parallel.kernels import gradients as part_gradients
+from atorch.runtime.context_parallel.load_balancing import gradients as part_gradients
 
 BATCH, HEADS, GROUPS, ROWS, DIM = 2, 4, 2, 8, 8
 
@@ -43,7 +43,7 @@ def masks() -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("kernel", [CPU, FORMULA], ids=["fused", "formula"])
 @pytest.mark.parametrize("name", masks())
 def test_it_is_torchs_attention(kernel: Kernel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atorch.runtime.context_parallel.kernels._kernel", lambda _: kernel)
+    monkeypatch.setattr("atorch.runtime.context_parallel.load_balancing._kernel", lambda _: kernel)
     mask, is_causal = masks()[name], name == "causal"
     inputs = [each.requires_grad_() for each in tensors()]
     expected = scaled_dot_product_attention(*inputs, mask, is_causal=is_causal, enable_gqa=True)
@@ -132,7 +132,7 @@ def test_the_efficient_kernel_gets_results_as_it_lays_them_out(
         return query, key, value, None
 
     monkeypatch.setattr(
-        "atorch.runtime.context_parallel.kernels._aten",
+        "atorch.runtime.context_parallel.load_balancing._aten",
         SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward),
     )
     query = torch.randn(BATCH, HEADS, ROWS, DIM)

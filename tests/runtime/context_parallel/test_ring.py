@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from atorch.cost.comm.communication import of_copy
+from atorch.cost.comm import of_copy
 from atorch.cost.parallelism import split_context
 from atorch.errors import ArgumentError
 from atorch.profiler.memory_tracker import CommCounter

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from atorch.runtime.context_parallel import Deal, RingExchange
-from atorch.runtime.context_parallel import ring_dispatch as exchanges
+from atorch.runtime.context_parallel import ring as exchanges
 from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition
 from tests.pool import on_ranks
 

@@ -10,7 +10,7 @@ import torch
 
 from atorch.errors import ArgumentError
 from atorch.model.pytree import map_leaves
-from atorch.runtime.data.batch_split import merge, num_rows, take
+from atorch.runtime.data.batches import merge, num_rows, take
 
 
 class Pair(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.runtime.data_parallel.batch_consistency import LOOKS, watch_batches
+from atorch.runtime.data.batches import LOOKS, watch_batches
 from tests.auto.opt_lib.sharing_job import Tokens, accelerated
 from tests.pool import Pool, on_ranks
 

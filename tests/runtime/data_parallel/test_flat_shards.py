@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.data_parallel.flat_shards import follow, gradient_values, lend_gradient, origin, slice_of
+from atorch.runtime.data_parallel.buckets import follow, gradient_values, lend_gradient, origin, slice_of
 
 WHERE = slice(5, 14)
 

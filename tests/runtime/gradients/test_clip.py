@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 
-from atorch.compat.fairscale_zero import shard_gradients, shard_states
+from atorch.auto.opt_lib.shared.zero_backends import shard_gradients, shard_states
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError
 from atorch.runtime.data_parallel.replicate import replicate

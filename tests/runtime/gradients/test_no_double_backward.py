@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atorch.errors import ArgumentError
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
-from atorch.runtime.tensor_parallel.collectives import fork, gather, reduce, share
+from atorch.runtime.tensor_parallel.split_forward import fork, gather, reduce, share
 from tests.pool import on_ranks
 
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from atorch.errors import ArgumentError
+from atorch.runtime.memory.forward_state import policy
 from atorch.runtime.memory.recompute import checkpoint_wrapper
-from atorch.runtime.memory.selective_recompute import policy
 
 ATEN = torch.ops.aten
 

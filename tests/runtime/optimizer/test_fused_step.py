@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from atorch.runtime.optimizer.fused_step import fuse, fused_by_default
+from atorch.runtime.optimizer.wrapped_optimizer import fuse, fused_by_default
 
 KINDS = {
     "adamw": partial(AdamW, lr=0.02, weight_decay=0.1),

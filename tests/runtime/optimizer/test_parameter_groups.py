@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.optimizer.parameter_groups import keep_to
+from atorch.runtime.optimizer.user_optimizer import keep_to
 
 
 class Taking(nn.Sequential):

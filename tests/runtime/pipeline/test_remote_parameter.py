@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.pipeline.remote_parameter import Away, need_values
+from atorch.runtime.pipeline.stand_ins import Away, need_values
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from atorch.errors import StrategyError
 from atorch.report.schedule import expected_bubble, timeline
 from atorch.runtime.data_parallel.gradient_sync import Reduction
-from atorch.runtime.pipeline.capture.shapes import shape_of
 from atorch.runtime.pipeline.schedules import PassKind, StagePass, make_schedule, order, stages_of, torch_stage
+from atorch.runtime.pipeline.stand_ins import shape_of
 from tests.pool import Pool
 
 SIZES = [(2, 2), (2, 6), (4, 4), (4, 16), (8, 16)]

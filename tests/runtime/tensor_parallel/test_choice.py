@@ -15,8 +15,8 @@ from atorch.errors import StrategyError
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.derive.block_sandbox import apart, fresh, map_by_place, tensors_of
-from atorch.runtime.tensor_parallel.derive.reference_forward import Watched
-from atorch.runtime.tensor_parallel.layout.layout_selection import Option, choose, counted, most_spared
+from atorch.runtime.tensor_parallel.derive.split_validation import Watched
+from atorch.runtime.tensor_parallel.layout_selection import Option, choose, counted, most_spared
 from tests.pool import on_ranks
 from tests.runtime.tensor_parallel.models import batch, make
 from tests.runtime.tensor_parallel.test_split import mesh_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart
-from atorch.runtime.tensor_parallel.derive.derive import derive
 from atorch.runtime.tensor_parallel.split import with_draws
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch.model.method_override import override
-from atorch.runtime.tensor_parallel.local_views import Inside, present
+from atorch.model.wrapper import override
+from atorch.runtime.tensor_parallel.split_forward import Inside, present
 
 WIDTH = 4
 

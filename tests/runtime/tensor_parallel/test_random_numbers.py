@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atorch.distributed.rng import preserved_rng
-from atorch.runtime.tensor_parallel.random_numbers import RankStream
+from atorch.distributed.rng import RankStream, preserved_rng
 
 CPU = torch.device("cpu")
 

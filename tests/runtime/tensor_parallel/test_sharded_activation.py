@@ -21,7 +21,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import speaking
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.sequence_parallel import TokenPartition
-from atorch.runtime.sequence_parallel.sharded_tokens import split_tokens
+from atorch.runtime.sequence_parallel.token_partition import split_tokens
 from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation
 from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 from atorch.runtime.tensor_parallel.vocabulary import split_logits

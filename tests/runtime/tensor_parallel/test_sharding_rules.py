@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atorch.runtime.sequence_parallel.sharded_tokens import Tokens
-from atorch.runtime.sequence_parallel.token_partition import TokenPartition
+from atorch.runtime.sequence_parallel.token_partition import TokenPartition, Tokens
 from atorch.runtime.tensor_parallel.sharding_rules import local_call
 from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import atorch.smp as smp
 from atorch import logs
-from atorch.smp.nn import layer_norm
+from atorch.smp.nn import layers
 
 SHAPES: list[Any] = [6, (6,), [3, 6], torch.Size([2, 3, 6])]
 
@@ -58,7 +58,7 @@ def test_apexs_kernel_is_called_on_cuda(monkeypatch: pytest.MonkeyPatch, affine:
     module, plain, x = smp.nn.FusedLayerNorm(4, 0.1, affine), nn.LayerNorm(4, 0.1, affine), torch.randn(3, 4)
     assert torch.equal(module(x), plain(x))
     assert calls == []
-    monkeypatch.setattr(layer_norm, "_is_cuda", lambda input: True)
+    monkeypatch.setattr(layers, "_is_cuda", lambda input: True)
     assert torch.equal(module(x), plain(x))
     assert calls == ["affine" if affine else "plain"]
 

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import atorch.smp as smp
-from atorch.smp.tensor.marks import marked_parameters
+from atorch.smp.tensor import marked_parameters
 
 
 def marked(model: nn.Module) -> set[str]:

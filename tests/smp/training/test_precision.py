@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import atorch.smp as smp
-from atorch.smp.training.precision import DynamicScale, loss_scale_of
+from atorch.smp.steps.precision import DynamicScale, loss_scale_of
 from tests.contract.job import distance as relative_distance
 from tests.contract.job import updates
 from tests.pool import Pool

@@ -39,18 +39,16 @@ from atorch.distributed.collectives import all_reduce_max
 from atorch.distributed.host_memory import is_simulated
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, StrategyError
-from atorch.model.elementwise_optimizers import ELEMENTWISE
 from atorch.model.meta_device import unfilled
 from atorch.model.pytree import batch_size, tensors_in
-from atorch.model.user_functions import LossFunc
+from atorch.model.user_functions import ELEMENTWISE, LossFunc, value_of
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.memory import ChunkSet, stand_in
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
-from atorch.runtime.chunk.schedule.schedule_cache import Courses, Foresee
-from atorch.runtime.data.batch_split import take
-from atorch.runtime.loss.loss_value import value_of
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
+from atorch.runtime.chunk.schedule_cache import Courses, Foresee
+from atorch.runtime.data.batches import take
 
 DEFAULT_FRACTION = 0.9
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")

@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from atorch.model.copy import Convert, copy_with
 from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.structure import repeated_blocks, tell_depth
-from atorch.profiler.capture.block_equality import are_alike, groups_of_alike
-from atorch.profiler.capture.block_reuse import described, like
-from atorch.runtime.chunk.schedule.depth_extrapolation import ENDS, FEWEST
+from atorch.profiler.repeated_blocks import are_alike, described, groups_of_alike, like
+from atorch.runtime.chunk.pass_schedule import ENDS, FEWEST
 
 _PERIODS = 8  # blocks of the longest period
 _LOOKED_AT = 4 * _PERIODS  # blocks in which a period is searched

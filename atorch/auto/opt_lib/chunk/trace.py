@@ -17,17 +17,15 @@ from atorch.auto.opt_lib.chunk.repeated_layers import LayerTrace, Stack, stack_o
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger
-from atorch.model.alias_guard import OriginalReachedError, Originals
 from atorch.model.copy import copy_with
+from atorch.model.copy_isolation import OriginalReachedError, Originals
 from atorch.model.pytree import local_part, map_tensors, tensors_in
-from atorch.profiler.capture.devices import as_on
-from atorch.profiler.capture.fakes import Fakes
+from atorch.profiler.fakes import Fakes, as_on
 from atorch.profiler.memory_tracker import BUFFERS, HOST, PARAMETERS, LiveBytes
 from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import host_values
-from atorch.runtime.chunk.schedule.depth_extrapolation import FEWEST, deeper, stretches
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace
-from atorch.runtime.chunk.schedule.trace import trace
+from atorch.runtime.chunk.pass_schedule import FEWEST, AccessTrace, deeper, stretches
+from atorch.runtime.chunk.trace import trace
 
 
 def foreseen(

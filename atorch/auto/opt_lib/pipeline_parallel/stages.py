@@ -12,18 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, deepspeed, uneven
-from atorch.auto.opt_lib.pipeline_parallel.cut import even_cut
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, deepspeed, even_cut, uneven
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy import Phase, Strategy
-from atorch.cost.kernels.gemm import peak_flops
+from atorch.cost.gemm import peak_flops
 from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.model.copy import copy_structure
 from atorch.model.structure import repeated_blocks, units
-from atorch.runtime.data.batch_split import num_rows, take
+from atorch.runtime.data.batches import num_rows, take
 from atorch.runtime.loss.reduction import Rule, tolerance_of
 from atorch.runtime.memory.recompute import turn_off_caches
 from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
@@ -31,8 +30,8 @@ from atorch.runtime.pipeline.capture.stage_dataflow import Route, route_of
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.pipeline.schedules import stages_of
-from atorch.runtime.pipeline.shared_parameters import Ties
 from atorch.runtime.pipeline.stage import ShapeOracle, cut, held_for_loss, holders
+from atorch.runtime.pipeline.stage_placement import Ties
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:

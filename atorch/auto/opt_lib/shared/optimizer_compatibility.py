@@ -18,8 +18,8 @@ from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.profiler.trace import optimizer_state_per_param
-from atorch.runtime.optimizer.fused_step import fused_by_default
-from atorch.runtime.optimizer.split_support import ShardKind, made_small, needs_closure, refusal
+from atorch.runtime.optimizer.user_optimizer import ShardKind, made_small, needs_closure, refusal
+from atorch.runtime.optimizer.wrapped_optimizer import fused_by_default
 
 _WHAT: Mapping[ShardKind, str] = {
     "apart": "gives each process the optimizer of some of the parameters",

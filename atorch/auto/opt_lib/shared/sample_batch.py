@@ -11,7 +11,7 @@ from atorch.auto.context import Context
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.model.pytree import batch_size, map_tensors, tensors_in
-from atorch.runtime.data.batch_split import take
+from atorch.runtime.data.batches import take
 
 # Unlike usual numbers of processes, heads or features, so that a size identifies its dim.
 SAMPLES = 3

@@ -10,27 +10,29 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from atorch.auto.planner.dry_runs.calibration import Observation, Past
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
-from atorch.auto.planner.dry_runs.paired_benchmark import (
+from atorch.auto.planner.dry_runs.step_timing import (
     MIN_TURNS,
     SURE,
     TIE,
+    DryRuns,
+    Failure,
     Verdict,
+    failure_of,
     in_turns,
+    measure,
     num_turns,
     seconds_needed,
 )
-from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, failure_of, measure
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate, tokens_of
-from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
+from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Observation, Past, Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Trial
-from atorch.auto.planner.estimate.ranking import simplest
-from atorch.auto.planner.estimate.score import usable_bytes
+from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Measurement, Rejected, Scored
+from atorch.auto.planner.ranking import simplest
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.report.progress import Progress
+from atorch.report.text import Progress
 from atorch.units import format_seconds
 
 MAX_RUNS = 16
@@ -39,9 +41,11 @@ STEPS, LEAST = 5, 2  # steps of a dry run after its start, typically and at leas
 TRAINING_S = 1200.0  # assumed length of training, at least an epoch; trials must pay off within it
 TRAINING_LIMITS = 30.0  # and at least this many times the user's time limit of the search
 PATIENCE, FAILURE_CHARGE = 12, 1.0  # after so many failures without success, a start is charged so many trainings
+LONG, QUICK = 1 / 3, 0.1  # a start of a third of the time that is left waits for a run that takes a tenth of it
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
+AHEAD = 0.25  # standard deviations by which an unmeasured choice is ahead of the baseline
 ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
 
 
@@ -104,7 +108,11 @@ class DryRunLoop:
         self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
         in_time = starts_s + LEAST * steps_s <= self._clock.left
         if choice not in self.measured and in_time[choice]:
-            return choice  # others are compared with it, and its start is needed anyway
+            # Others are compared with it, and its start is needed anyway. But it may leave no time, and fail.
+            quick = self._taken() & (starts_s + STEPS * steps_s < QUICK * starts_s[choice])
+            if self.measured or starts_s[choice] < LONG * self._clock.left or not quick.any():
+                return choice
+            return int(np.where(quick, self._guide.expected(starts_s / training_s), np.inf).argmin())
         again = self._starts_s(["warm" if kind == "compile" else kind for kind in self._kinds])
         gains = self._guide.gains(choice, again / training_s)
         saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - starts_s - STEPS * steps_s, 0.0)
@@ -152,7 +160,7 @@ class DryRunLoop:
             margin = np.full(len(taken), TIE)
             # The baseline is the fallback, unless a candidate that ran is faster than the baseline's expected time.
             if all(expected[self.baseline] < expected[index] for index in self.measured):
-                margin[self.baseline] = max(TIE, math.sqrt(self._guide.apart(best)[self.baseline]))
+                margin[self.baseline] = max(TIE, AHEAD * math.sqrt(self._guide.apart(best)[self.baseline]))
             ties = np.flatnonzero(expected <= expected[best] + margin).tolist()
         else:
             ties = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]

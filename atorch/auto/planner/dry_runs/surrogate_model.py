@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from atorch.auto.planner.dry_runs.calibration import Past
+from atorch.auto.planner.dry_runs.time_budget import Past
 from atorch.auto.planner.plan import Scored
 from atorch.auto.strategy import Strategy
 from atorch.cost.uncertainty import SIGMA

@@ -28,9 +28,9 @@ from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.copy import copy_with, typical_values
+from atorch.model.copy_isolation import OwnMemory, emptied, separate
 from atorch.model.pytree import local_part
-from atorch.model.storages import OwnMemory, emptied, separate
-from atorch.profiler.peak_memory import PeakMemory
+from atorch.profiler.memory_tracker import PeakMemory
 
 NUM_BATCHES = 8
 

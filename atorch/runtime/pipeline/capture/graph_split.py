@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from atorch.errors import StrategyError
-from atorch.model.method_override import lift_forward, override_forward
+from atorch.model.wrapper import lift_forward, override_forward
 
 SEGMENTS = "atorch_segments"
 """The child module of a model that has its segments."""

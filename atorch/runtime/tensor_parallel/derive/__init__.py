@@ -1,1 +1,300 @@
-"""Derivation of the splits of a block from the block itself, and their validation on copies."""
+"""Derives the splits of a block from its gradients: the rows of parameters that meet each part of a product's input.
+
+Take a product `z @ W` as the row split and cut z into one part per rank. A part's gradient is exactly zero at every row
+that it does not depend on. If the parts meet rows of their own, those parameters are the column split, for any
+computation in between: attention, gates, experts, norms over heads. The result has the exact rows of fused projections,
+and the shared rows of key and value heads that several ranks need.
+
+The result of every product becomes a leaf. Gradients then reach the parameters next to z and no further, and need no
+product with a weight. A row of a weight is then a column of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from atorch.runtime.tensor_parallel.derive.block_sandbox import (
+    ForwardCall,
+    MatmulUse,
+    SeeProducts,
+    draw_weights,
+    fresh,
+    weights_of,
+)
+from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, SplitRegion, Unsplit
+
+# A unit may be dead on every token for one draw of weights. Draws go on while parts meet rows unevenly and the last
+# few draws met new ones: of 4,096 units behind a ReLU, three samples and two draws leave several dead.
+DRAWS = 2
+IN_VAIN = 3
+MOST_DRAWS = 32
+
+Masks = list[Tensor]
+"""A mask for each part of z: True at nonzero gradients."""
+
+
+def derive(block: nn.Module, call: ForwardCall, degree: int) -> BlockLayout:
+    """The ways to split `block`, a copy by `block_sandbox.apart` whose weights may change, over `degree` ranks.
+
+    Groups may share parameters: then not all of them can be split at once.
+    """
+    row_by_weight: dict[str, _Row] = {}
+    products: dict[str, MatmulUse] = {}
+    numbers_met: list[int] = []
+    for seed in range(MOST_DRAWS):
+        if seed:
+            draw_weights(block, seed)
+        pass_ = _Pass(block, call)
+        products = {**weights_of(pass_.products), **products}
+        for weight in weights_of(pass_.products):
+            _add_evidence(pass_, weight, degree, row_by_weight.setdefault(weight, _Row()))
+        groups, kept, is_uneven = _groups(block, row_by_weight, products, degree)
+        numbers_met.append(sum(row.num_met for row in row_by_weight.values()))
+        if seed + 1 >= DRAWS and not is_uneven:
+            break
+        if seed + 1 >= DRAWS + IN_VAIN and numbers_met[-1 - IN_VAIN] == numbers_met[-1]:
+            break
+    met = {name for group in groups for name in group.parameters}
+    kept = [unsplit for unsplit in kept if unsplit.name not in met]
+    missing = [name for name in products if name not in met and name not in {unsplit.name for unsplit in kept}]
+    kept += [Unsplit(name, "its input cannot be cut, and no split follows it") for name in missing]
+    return BlockLayout(tuple(groups), tuple(kept))
+
+
+@dataclass
+class _Row:
+    """Facts of one weight as a row split, over all draws."""
+
+    size: int = 0
+    head_size: int = 0
+    """The number of neighbours in z that belong together; 0 if z cannot be cut."""
+    results: dict[str, Masks] = field(default_factory=dict)
+    others: dict[str, Masks] = field(default_factory=dict)
+    inputs: dict[str, Masks] = field(default_factory=dict)
+    is_dead: bool = False
+    """True if z depends on other products' results, but no draw has shown that of its first element."""
+
+    @property
+    def is_partly_met(self) -> bool:
+        """True if no part of z meets some element of a parameter that no product uses."""
+        return not all(bool(torch.stack(parts).any(0).all()) for parts in self.others.values())
+
+    @property
+    def num_met(self) -> int:
+        """The number of rows that the parts of z meet."""
+        met = (self.results, self.others, self.inputs)
+        return sum(int(mask.sum()) for masks in met for parts in masks.values() for mask in parts)
+
+    @property
+    def heads(self) -> int:
+        return self.size // self.head_size if self.head_size else 1
+
+    def unfit(self, degree: int) -> str | None:
+        """The reason why this is no row split, empty if z cannot be cut at all; None if it is one."""
+        if self.heads == 1:
+            return ""
+        if self.heads % degree:
+            unit = "heads" if self.head_size > 1 else "columns"
+            return f"{degree} ranks do not divide its {self.heads} {unit}"
+        return None
+
+
+class _Pass:
+    """One forward pass of a block, cut at the results of its products."""
+
+    def __init__(self, block: nn.Module, call: ForwardCall) -> None:
+        self.products: list[MatmulUse] = []
+        self.results: list[Tensor] = []
+        self.parameters = dict(block.named_parameters())
+        (args, kwargs), self.inputs = fresh(call)
+        with SeeProducts(self.parameters, self._cut):
+            block(*args, **kwargs)
+        weights = {product.weight for product in self.products}
+        self.others = {name: p for name, p in self.parameters.items() if name not in weights}
+
+    def _cut(self, product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
+        with torch.no_grad():
+            result = compute()
+        self.products.append(product)
+        self.results.append(result.requires_grad_())
+        return result.clone()  # models may change results in place, and a leaf must not be
+
+    def reached(self, weight: str, start: int, stop: int) -> list[Tensor | None]:
+        """The gradients of [start, stop) of the weight's inputs at all results, other parameters and inputs."""
+        outputs, grads = [], []
+        for product in self.products:
+            z = product.input
+            if product.weight == weight and z.requires_grad:
+                grad = torch.zeros_like(z)
+                part = grad[..., start:stop]
+                part.copy_(torch.rand(part.shape, generator=torch.Generator().manual_seed(start)) + 0.5)
+                outputs.append(z)
+                grads.append(grad)
+        leaves = [*self.results, *self.others.values(), *self.inputs.values()]
+        if not outputs:
+            return [None] * len(leaves)
+        return list(torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True))
+
+    def by_weight(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """The rows of each weight at which its results have gradients."""
+        rows: dict[str, Tensor] = {}
+        for product, grad in zip(self.products, grads, strict=False):
+            if grad is not None:
+                size = self.parameters[product.weight].shape[product.out_dim]
+                used = (grad != 0).flatten(0, -2).any(0).cpu()
+                mask = rows.setdefault(product.weight, torch.zeros(size, dtype=torch.bool))
+                mask[product.start : product.start + len(used)] |= used
+        return {weight: mask for weight, mask in rows.items() if mask.any()}
+
+
+def _add_evidence(pass_: _Pass, weight: str, degree: int, row: _Row) -> None:
+    product = next(use for use in pass_.products if use.weight == weight)
+    row.size = product.input.shape[-1]
+    met = pass_.by_weight(pass_.reached(weight, 0, row.size))
+    if weight in met:
+        return  # z depends on its own result: loops are not split
+    size = _head_size(pass_, weight, row.size)
+    row.head_size = max(row.head_size, size or 0)
+    row.is_dead = not row.head_size and size is None and bool(met)
+    if not size or row.heads % degree:
+        return
+    step = row.size // degree
+    for rank in range(degree):
+        grads = pass_.reached(weight, step * rank, step * (rank + 1))
+        results, rest = grads[: len(pass_.results)], grads[len(pass_.results) :]
+        others, inputs = rest[: len(pass_.others)], rest[len(pass_.others) :]
+        _mark(row.results, pass_.by_weight(results), rank, degree)
+        _mark(row.others, _nonzero(pass_.others, others), rank, degree)
+        _mark(row.inputs, _nonzero(pass_.inputs, inputs), rank, degree)
+
+
+def _head_size(pass_: _Pass, weight: str, size: int) -> int | None:
+    """The number of neighbours in z that belong together: 1 for units, a head's width for attention; 0 if all do.
+
+    None if the first meets nothing.
+
+    Two that belong together meet the same rows of, say, the queries; the first has fewer rows in common with the next
+    head.
+    """
+
+    def meets(index: int) -> set[tuple[str, int]]:
+        rows = pass_.by_weight(pass_.reached(weight, index, index + 1))
+        return {(name, row) for name, mask in rows.items() for row in mask.nonzero().flatten().tolist()}
+
+    first = meets(0)
+    if not first:
+        return None
+    if size < 2:
+        return 0
+    shared = len(first & meets(1))
+    if not shared:
+        return 1
+    divisors = [divisor for divisor in range(2, size // 2 + 1) if size % divisor == 0]
+    return next((divisor for divisor in divisors if len(first & meets(divisor)) < shared), 0)
+
+
+def _mark(masks: dict[str, Masks], new: Mapping[str, Tensor], rank: int, degree: int) -> None:
+    for name, mask in new.items():
+        parts = masks.setdefault(name, [torch.zeros_like(mask) for _ in range(degree)])
+        parts[rank] |= mask
+
+
+def _nonzero(tensors: Mapping[str, Tensor], grads: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    masks = {name: (grad != 0).cpu() for name, grad in zip(tensors, grads, strict=True) if grad is not None}
+    return {name: mask for name, mask in masks.items() if mask.any()}
+
+
+def _groups(
+    block: nn.Module, row_by_weight: Mapping[str, _Row], products: Mapping[str, MatmulUse], degree: int
+) -> tuple[list[SplitRegion], list[Unsplit], bool]:
+    """The splits, the weights that are no row split, and True if more draws might change that."""
+    parameters = dict(block.named_parameters())
+    biases = {name: product.bias for name, product in products.items()}
+    groups: list[SplitRegion] = []
+    kept: list[Unsplit] = []
+    is_uneven = any(row.is_dead or row.is_partly_met for row in row_by_weight.values())
+    for weight, row in row_by_weight.items():
+        reason = row.unfit(degree)
+        if reason is None:
+            group = _group(weight, row, products, parameters, biases, degree)
+            if isinstance(group, SplitRegion):
+                groups.append(group)
+            else:
+                reason, is_uneven = group, True
+        if reason:
+            cut_through = row.head_size > 1 and row.heads % degree
+            kept.append(Unsplit(weight, reason, row.heads if cut_through else 0))
+    return groups, kept, is_uneven
+
+
+def _group(
+    weight: str,
+    row: _Row,
+    products: Mapping[str, MatmulUse],
+    parameters: Mapping[str, nn.Parameter],
+    biases: Mapping[str, str | None],
+    degree: int,
+) -> SplitRegion | str:
+    """The split whose row is `weight`, or the reason why there is none."""
+    columns: dict[str, Rows] = {}
+    tied: dict[str, Rows] = {}
+    inside: list[str] = []
+    for name in (column for column in products if column in row.results):
+        rows = _rows(row.results[name], products[name].out_dim)
+        if rows is None:
+            return f"the parts of its input meet {name} unevenly"
+        columns[name] = rows
+        bias = biases[name]
+        if bias is not None:
+            tied[bias] = Rows(parameters[bias].dim() - 1, rows.by_rank)
+    if not any(rows.has_own for rows in columns.values()):
+        return "the parts of its input meet no rows of their own"
+    unmet = [name for name, rows in columns.items() if rows.num_met < parameters[name].shape[rows.dim]]
+    if unmet:
+        return f"the parts of its input meet some rows of {', '.join(unmet)}, and not all"
+    for name, masks in row.others.items():
+        split = _split(masks)
+        if split is None:
+            inside.append(name)
+        else:
+            tied[name] = split
+    inputs: dict[str, Rows | None] = {name: _split(masks) for name, masks in row.inputs.items()}
+    if any(rows is not None and not rows.is_in_order for rows in inputs.values()):
+        return "it meets an argument of the block in a pattern that depends on the batch"
+    product = products[weight]
+    forks: dict[int, list[str]] = {}
+    for name in columns:
+        forks.setdefault(id(products[name].input), []).append(name)
+    return SplitRegion(
+        row=weight,
+        row_part=Rows.even(product.in_dim, row.size, degree),
+        row_bias=biases[weight],
+        columns=columns,
+        forks=tuple(tuple(names) for names in forks.values()),
+        tied=tied,
+        inside=tuple(inside),
+        inputs=inputs,
+        heads=row.heads,
+    )
+
+
+def _rows(masks: Masks, dim: int) -> Rows | None:
+    """The rows that the parts of z meet: own or shared ones; None if some part meets fewer than another."""
+    counts = {int(mask.sum()) for mask in masks}
+    return Rows.where(dim, masks) if len(counts) == 1 and 0 not in counts else None
+
+
+def _split(masks: Masks) -> Rows | None:
+    """The rows along the first dim where the parts of z meet disjoint rows that cover it, or None."""
+    for dim in range(masks[0].dim()):
+        across = [other for other in range(masks[0].dim()) if other != dim]
+        along = [mask.any(tuple(across)) if across else mask for mask in masks]
+        met = torch.stack(along).sum(0)
+        rows = _rows(along, dim)
+        if rows is not None and int(met.max()) == 1 and int(met.min()) == 1:
+            return rows
+    return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.schedule.pass_schedule import AccessTrace, PassSchedule
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 
 
 class Net(nn.Module):

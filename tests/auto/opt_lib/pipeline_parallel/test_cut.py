@@ -9,11 +9,10 @@ from torch import nn
 
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
-from atorch.auto.opt_lib.pipeline_parallel.cut import even_cut, tied_calls
+from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel, even_cut, tied_calls
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.distributed.fake_world import fake_world
+from atorch.distributed.local_collectives import fake_world
 
 WIDTH = 64
 

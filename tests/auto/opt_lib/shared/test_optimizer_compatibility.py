@@ -12,7 +12,7 @@ from torch import nn
 
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
-from atorch.runtime.optimizer.split_support import ShardKind, made_small, needs_closure, refusal
+from atorch.runtime.optimizer.user_optimizer import ShardKind, made_small, needs_closure, refusal
 from tests.auto.opt_lib.optimizer_job import KINDS, METHODS, answer, concerns
 from tests.auto.training import run_each
 from tests.contract.job import arguments, make_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from atorch.auto.planner import search
-from atorch.auto.planner.dry_runs.calibration import KEPT, Calibration, Observation, Past, job_of
 from atorch.auto.planner.dry_runs.surrogate_model import DRIFT, Surrogate, tokens_of
+from atorch.auto.planner.dry_runs.time_budget import KEPT, Calibration, Observation, Past, job_of
 from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.strategy import Strategy

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from atorch.auto.planner.dry_runs.paired_benchmark import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
-from atorch.auto.planner.dry_runs.time_budget import DEFAULT_S, DEFAULT_STARTS, DEFAULT_STEPS, KEPT, TimeBudget
-from atorch.auto.planner.estimate.ranking import simplest
+from atorch.auto.planner.dry_runs.step_timing import LONGER, LOOKS, MIN_TURNS, Verdict, in_turns
+from atorch.auto.planner.dry_runs.time_budget import DEFAULT_S, DEFAULT_STARTS, DEFAULT_STEPS, RESERVED, TimeBudget
 from atorch.auto.planner.plan import Estimate, Scored
+from atorch.auto.planner.ranking import simplest
 from atorch.auto.strategy import Strategy
 
 
@@ -66,11 +66,11 @@ def test_the_default_limit_grows_with_what_is_chosen_and_a_given_one_does_not():
     now = [100.0]
     clock = TimeBudget(None, now=lambda: now[0])
     now[0] += 10
-    assert clock.left == pytest.approx(DEFAULT_S * (1 - KEPT) - 10)
+    assert clock.left == pytest.approx(DEFAULT_S * (1 - RESERVED) - 10)
     clock.expects(step_s=100.0, start_s=1.0)
-    assert clock.left == pytest.approx(DEFAULT_STEPS * 100 * (1 - KEPT) - 10)
+    assert clock.left == pytest.approx(DEFAULT_STEPS * 100 * (1 - RESERVED) - 10)
     clock.expects(step_s=1.0, start_s=100.0)
-    assert clock.left == pytest.approx(DEFAULT_STARTS * 100 * (1 - KEPT) - 10)
+    assert clock.left == pytest.approx(DEFAULT_STARTS * 100 * (1 - RESERVED) - 10)
     given = TimeBudget(3.0, now=lambda: now[0])
     given.expects(100.0, 100.0)
     now[0] += 4

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch.auto.planner import ranking as rankings
+from atorch.auto.planner.bounds import Bounds
+from atorch.auto.planner.candidate_table import CATEGORIES, CandidateTable, preferred
 from atorch.auto.planner.dry_runs import dry_run_loop
 from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate
 from atorch.auto.planner.dry_runs.time_budget import Starts, TimeBudget
 from atorch.auto.planner.dry_runs.trial import Feed
-from atorch.auto.planner.estimate import ranking as rankings
-from atorch.auto.planner.estimate.candidate_table import CATEGORIES, CandidateTable, preferred
-from atorch.auto.planner.estimate.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked
-from atorch.auto.planner.estimate.uncertainty import CLEAR, EstimateUncertainty, _saved, _saved_by_kind
+from atorch.auto.planner.estimate import CLEAR, EstimateUncertainty, _saved, _saved_by_kind
 from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.search_space.bounds import Bounds
+from atorch.auto.planner.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Memory, ModelProfile, plain_cost

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
-from atorch.auto.planner.estimate.candidate_table import CandidateTable, intricacy, least_intricacy, preferred
-from atorch.auto.planner.search_space.best_first import best_first
-from atorch.auto.planner.search_space.bounds import Bounds, num_legal
-from atorch.auto.planner.search_space.space import Space, plannable
+from atorch.auto.planner.best_first import best_first
+from atorch.auto.planner.bounds import Bounds, num_legal
+from atorch.auto.planner.candidate_table import CandidateTable, intricacy, least_intricacy, preferred
+from atorch.auto.planner.space import Space, plannable
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import StepTimes, peak_memory, plain_cost, step_seconds

@@ -14,13 +14,13 @@ from atorch.auto.opt_lib.checkpoint import ActivationCheckpoint
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
-from atorch.auto.opt_lib.shared.mesh_constraints import disagreement
+from atorch.auto.opt_lib.shared.defaults import disagreement
 from atorch.auto.planner.dry_runs.trial import Feed
-from atorch.auto.planner.estimate.ranking import Wanted, ranked
-from atorch.auto.planner.estimate.score import estimate_of
+from atorch.auto.planner.estimate import estimate_of
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.search_space.method_names import less_exact as less_exact_names
-from atorch.auto.planner.search_space.space import compositions, plannable
+from atorch.auto.planner.ranking import Wanted, ranked
+from atorch.auto.planner.request import less_exact as less_exact_names
+from atorch.auto.planner.space import compositions, plannable
 from atorch.auto.strategy import EXACTNESS, METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost

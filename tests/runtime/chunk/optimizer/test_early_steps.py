@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from benchmarks.paced_link import Paced
 from tests.runtime.chunk.test_training import FAMILIES, assert_same_bits, in_chunks, train
 

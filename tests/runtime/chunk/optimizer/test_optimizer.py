@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from atorch.errors import ArgumentError, CheckpointError, OutOfBudgetError
 from atorch.profiler.memory_tracker import LiveBytes
-from atorch.runtime.chunk.optimizer import optimizer_slices
-from atorch.runtime.chunk.optimizer.optimizer import ChunkOptimizer
+from atorch.runtime.chunk import optimizer_slices
+from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
 from tests.pool import on_ranks

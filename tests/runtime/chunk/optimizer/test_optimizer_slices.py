@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from atorch.runtime.chunk.optimizer import optimizer_slices
+from atorch.runtime.chunk import optimizer_slices
 
 NUMEL = 3 * 2**24
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from atorch.runtime.chunk.schedule.depth_extrapolation import FEWEST, PassStretch, deeper, stretches
-from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace
+from atorch.runtime.chunk.pass_schedule import FEWEST, Access, AccessTrace, PassStretch, deeper, stretches
 
 Size = Callable[[int, int], Sequence[int]]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.layout import ChunkLayout, ChunkSlot, ChunkSpec, Filling, Item, Packer, pack, search
+from atorch.runtime.chunk.layout import ChunkLayout, ChunkSlot, ChunkSpec, Filling, Item, Packer, pack, search
 
 KINDS = st.sampled_from([("float32", True), ("float32", False), ("bfloat16", True)])
 ITEMS = st.lists(st.tuples(st.integers(0, 9), KINDS), max_size=12).map(

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.pass_schedule import Access, AccessTrace, Uses, moments
-from atorch.runtime.chunk.schedule.transfer_schedule import StepRuns
+from atorch.runtime.chunk.pass_schedule import Access, AccessTrace, Uses, moments
+from atorch.runtime.chunk.transfer_schedule import StepRuns
 
 CHUNK_OF = {"first": 0, "second": 1}
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.schedule.transfer_schedule import (
+from atorch.runtime.chunk.transfer_schedule import (
     ScheduleStep,
     Shortfall,
     StepRuns,

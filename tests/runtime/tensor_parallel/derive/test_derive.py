@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart, record_calls
-from atorch.runtime.tensor_parallel.derive.derive import derive
-from atorch.runtime.tensor_parallel.layout.layout import BlockLayout, Rows
+from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows
 
 WIDTH, TOKENS = 8, 6
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.tensor_parallel.layout.layout import Rows
+from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.state import in_own_order
 
 

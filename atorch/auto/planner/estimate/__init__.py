@@ -1,1 +1,0 @@
-"""Estimates of compositions by arithmetic: their scores, their uncertainty, and the ranking that follows."""

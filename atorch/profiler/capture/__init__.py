@@ -1,1 +1,0 @@
-"""Capture of a running model: its operations, segments and equal blocks."""

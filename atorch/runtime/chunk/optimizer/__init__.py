@@ -1,1 +1,0 @@
-"""Optimizers over chunks: slices to step, their states, and steps within backward."""

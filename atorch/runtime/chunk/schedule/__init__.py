@@ -1,1 +1,0 @@
-"""Schedules of chunks: their layout, traces of passes, and transfers under a byte budget."""

@@ -1,1 +1,0 @@
-"""Layouts of tensor parallelism as plain data, derived or given by hand."""

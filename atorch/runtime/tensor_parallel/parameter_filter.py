@@ -1,0 +1,187 @@
+"""Splits of selected parameters: a layout restricted to them, and layers that are split by themselves.
+
+A linear layer is split by columns and its result gathered; a table has each rank look up its own rows, and the results
+are summed. Both need that no other module uses the parameter, which one recorded evaluation shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from atorch.model.state import evaluating, preserved_state
+from atorch.runtime.tensor_parallel.derive.block_sandbox import MatmulUse
+from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel
+from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, Unsplit
+from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name
+from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, why_whole
+
+Holders = Mapping[str, nn.Module]
+"""The modules that hold one parameter, by the parameter's full name in each."""
+
+
+def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Iterable[str], degree: int) -> Vocabulary:
+    """Splits of single matrices `among` the model's parameters that no split of `cut` takes.
+
+    among: full names, which must include all names of a tied parameter.
+    """
+    cut_ids = {id(model.get_parameter(name)) for name in cut}
+    by_id: dict[int, tuple[nn.Parameter, dict[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in cut_ids:
+                name = f"{path}.{attribute}" if path else attribute
+                by_id.setdefault(id(parameter), (parameter, {}))[1][name] = module
+    selected = {
+        key: (parameter, holders)
+        for key, (parameter, holders) in by_id.items()
+        if not among.isdisjoint(holders) and all(_is_known(name, module) for name, module in holders.items())
+    }
+    if not selected:
+        return Vocabulary({}, {}, {})
+    uses = _Uses({key: frozenset(holders.values()) for key, (_, holders) in selected.items()})
+    with preserved_state(model), evaluating(model), uses.watching(), uses:
+        run(model)
+    splits = Vocabulary({}, {}, {})
+    for key, (parameter, holders) in selected.items():
+        splits = _with(splits, model, holders, Rows.even(0, parameter.shape[0], degree), among, uses.why_whole(key))
+    return splits
+
+
+def _with(
+    splits: Vocabulary, model: nn.Module, holders: Holders, rows: Rows, among: Set[str], reason: str | None
+) -> Vocabulary:
+    """`splits` with one more parameter, split or kept."""
+    first, others = next(iter(holders)), sorted(holders.keys() - among)
+    if others:
+        reason = f"it is tied to {', '.join(others)}, which is not to be split"
+    reason = reason or why_whole(list(holders.values()), rows)
+    if reason is not None:
+        return Vocabulary(splits.lookups, splits.logits, splits.biases, (*splits.kept, Unsplit(first, reason)))
+    lookups, logits, biases = dict(splits.lookups), dict(splits.logits), dict(splits.biases)
+    for name, module in holders.items():
+        (lookups if isinstance(module, nn.Embedding) else logits)[name] = rows
+        bias = name.removesuffix("weight") + "bias"
+        if module._parameters.get("bias") is not None:
+            biases[bias] = Rows(0, rows.by_rank)
+    return Vocabulary(lookups, logits, biases, splits.kept)
+
+
+def _is_known(name: str, module: nn.Module) -> bool:
+    """True if a name is the weight of a linear layer or a table with torch's own forward."""
+    kind = next((cls for cls in (nn.Linear, nn.Embedding) if isinstance(module, cls)), None)
+    is_own = kind is not None and type(module).forward is kind.forward and "forward" not in vars(module)
+    return is_own and name.rpartition(".")[2] == "weight"
+
+
+class _Uses(TorchFunctionMode):
+    """Records parameters that are used while no module that holds them computes, and modules that are called."""
+
+    def __init__(self, holders: Mapping[int, Set[nn.Module]]) -> None:
+        super().__init__()
+        self._holders = holders  # by the parameter's id
+        self._computing: list[nn.Module] = []
+        self._called: set[nn.Module] = set()
+        self._elsewhere: set[int] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record inside when the holders compute."""
+        with ExitStack() as stack:
+            for module in {module for held in self._holders.values() for module in held}:
+                stack.callback(module.register_forward_pre_hook(self._enter).remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._computing.append(module)
+        self._called.add(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._computing.pop()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        used = {
+            id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)
+        } & self._holders.keys()
+        if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
+            self._elsewhere |= {key for key in used if self._holders[key].isdisjoint(self._computing)}
+        return result
+
+    def why_whole(self, parameter: int) -> str | None:
+        """The reason why a parameter, by its id, cannot be split by itself, or None."""
+        if parameter in self._elsewhere:
+            return "it is used outside of the modules that hold it"
+        return None if self._holders[parameter] <= self._called else "the batch did not reach it"
+
+
+def has_pair(block: nn.Module, path: str, only: Set[str]) -> bool:
+    """True if a block holds two matrices to split, the minimum of a group."""
+    parameters = block.named_parameters(remove_duplicate=False)
+    return (
+        len({parameter for name, parameter in parameters if parameter.dim() > 1 and full_name(path, name) in only}) > 1
+    )
+
+
+def groups_among(layout: BlockLayout, path: str, only: Set[str]) -> BlockLayout:
+    """The part of a block's layout that splits only parameters in `only`."""
+    groups, kept = [], list(layout.kept)
+    for group in layout.groups:
+        others = [name for name in group.parameters if full_name(path, name) not in only]
+        if others:
+            reason = f"it goes with {', '.join(others)}, which is not to be split"
+            kept += [Unsplit(name, reason) for name in group.parameters]
+        else:
+            groups.append(group)
+    return BlockLayout(tuple(groups), tuple(kept))
+
+
+def vocabulary_among(
+    vocabulary: Vocabulary, model: nn.Module, products: Iterable[MatmulUse], only: Set[str]
+) -> Vocabulary:
+    """The part of the vocabulary whose tables are in `only` under all their names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    dropped = {name for aliases in names.values() if not only >= set(aliases) for name in aliases}
+    biases = {product.bias for product in products if product.weight in dropped}
+    return vocabulary.without(dropped, biases)
+
+
+def with_those_alone(layout: ModelLayout, model: nn.Module, run: EvaluateModel, only: Set[str]) -> ModelLayout:
+    """The layout with layers that are split by themselves; of kept parameters it lists only those in `only`."""
+    cut = {
+        full_name(path, name) for path, block in layout.blocks.items() for group in block.groups for name in group.rows
+    }
+    cut |= {*layout.vocabulary.lookups, *layout.vocabulary.logits}
+    alone = derive_alone(model, run, only, cut, layout.degree)
+    covered = {*alone.lookups, *alone.logits, *(unsplit.name for unsplit in alone.kept)}
+    listed = {name for name in only if name not in covered}
+    return replace(
+        layout,
+        kinds=tuple(_with_kept(kind, listed) for kind in layout.kinds),
+        vocabulary=replace(layout.vocabulary, kept=_among(layout.vocabulary.kept, listed)),
+        outside=(),
+        alone=alone,
+    )
+
+
+def _with_kept(kind: Alike, listed: Set[str]) -> Alike:
+    """A kind of blocks with only those kept parameters that are `listed` for any of its blocks."""
+    kept = tuple(
+        unsplit for unsplit in kind.layout.kept if any(full_name(path, unsplit.name) in listed for path in kind.paths)
+    )
+    return replace(kind, layout=replace(kind.layout, kept=kept))
+
+
+def _among(kept: Iterable[Unsplit], listed: Set[str]) -> tuple[Unsplit, ...]:
+    return tuple(unsplit for unsplit in kept if unsplit.name in listed)

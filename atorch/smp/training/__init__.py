@@ -1,1 +1,0 @@
-"""Optimizers, precision and sharded data parallelism of `smp`."""
