@@ -324,9 +324,11 @@ class Checkpoint:
 
     def _decoded(self, value: Any) -> dict[str, Any]:
         try:
-            data = decoded(value, self.read)
+            data = decoded(value, functools.cache(self.read))  # one tensor, however often it is named
         except RecursionError:
             data = None
         if not isinstance(data, dict):
-            raise CheckpointError(f"{self.path}: its plain data is {shown(value)}, no dict; load another checkpoint")
+            raise CheckpointError(
+                f"{self.path}: its plain data is no dict, or nested too deep; load another checkpoint"
+            )
         return data

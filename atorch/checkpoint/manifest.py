@@ -92,13 +92,11 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     if start is None or int(start[1]) != zlib.crc32(data[start.end() :]):
         raise CheckpointError(f"{path} has changed since it was written, or is cut short; load another checkpoint")
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON of a checkpoint ({error}); load another checkpoint") from None
-    try:
-        return _checked(content, step)
+        return _checked(json.loads(data), step)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON of a checkpoint ({error}); load another checkpoint") from None
 
 
 def _checked(content: Any, step: int) -> Manifest:

@@ -168,11 +168,11 @@ def copy_values(target: Tensor, source: Tensor) -> None:
 
 @contextmanager
 def reporting(what: str) -> Iterator[None]:
-    """Raise OSErrors of the block as CheckpointErrors."""
+    """Raise OSErrors of the block, and ValueErrors for names with a NUL, as CheckpointErrors."""
     try:
         yield
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"{what}: {why}; earlier checkpoints stay as they are") from error
 
 

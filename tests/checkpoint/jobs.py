@@ -90,7 +90,8 @@ def small_blocks(num_bytes: int = 32) -> Iterator[None]:
 
 def bits(values: Tensor) -> bytes:
     """The values as bytes, NaN and all."""
-    flat = values.detach().contiguous().reshape(-1)
+    values = values.detach().view(torch.uint8) if values.itemsize == 1 else values.detach()
+    flat = values.contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
