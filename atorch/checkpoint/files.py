@@ -152,10 +152,8 @@ def _listed(tensors: Mapping[str, LogicalTensor]) -> list[_Listed]:
         _check_pieces(name, tensor)
         for box, values in tensor.pieces:
             if values.layout != torch.strided or values.is_meta:
-                raise CheckpointError(
-                    f"{name!r} {box} has no values in memory as strided tensors have them; save those"
-                )
-        boxes = [tuple(box) for box, _ in tensor.pieces if box.numel]
+                raise CheckpointError(f"{name!r} {box} has no values of its own in memory; save a dense tensor")
+        boxes = [(box.offsets, box.sizes) for box, _ in tensor.pieces if box.numel]
         listed.append((name, tuple(tensor.shape), dtype_name(name, tensor.dtype), boxes))
     return listed
 
@@ -194,7 +192,8 @@ def _owned(listed: Sequence[list[_Listed]], rank: int) -> set[_Key]:
         for name, boxes in holders.items()
         for box, ranks in boxes.items()
     ]
-    loads, owned = [0] * len(listed), set()
+    loads = [0] * len(listed)
+    owned: set[_Key] = set()
     for _, size, name, box, ranks in sorted(items):
         writer = min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] -= size
@@ -328,7 +327,5 @@ class Checkpoint:
         except RecursionError:
             data = None
         if not isinstance(data, dict):
-            raise CheckpointError(
-                f"{self.path}: its plain data is no dict, or nested too deep; load another checkpoint"
-            )
+            raise CheckpointError(f"{self.path}: its plain data is no dict, or is too deep; load another checkpoint")
         return data

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,7 +169,7 @@ def _fields(given: Any, number: int, what: str) -> list[Any]:
     return given
 
 
-def _need(given: Any, kind: Callable[[], Any], what: str) -> Any:
+def _need(given: Any, kind: type[Any], what: str) -> Any:
     if type(given) is not kind:
-        raise CheckpointError(f"{what} is {shown(given)}, not of type {getattr(kind, '__name__', '')}")
+        raise CheckpointError(f"{what} is {shown(given)}, not of type {kind.__name__}")
     return given
