@@ -24,6 +24,7 @@ from atorch.checkpoint.shard_file import (
     check_name,
     copy_values,
     dtype_name,
+    empty,
     write_shard,
 )
 from atorch.distributed.collectives import (
@@ -259,7 +260,7 @@ class Checkpoint:
             CheckpointError: as `load`.
         """
         saved = self._saved(name)
-        tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        tensor = empty(saved.shape, DTYPES[saved.dtype])
         self._load({name: LogicalTensor(saved.shape, tensor.dtype, [(whole_box(saved.shape), tensor)])})
         return tensor
 

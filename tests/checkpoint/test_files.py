@@ -18,7 +18,7 @@ from atorch.checkpoint.boxes import Box, LogicalTensor, flat_boxes, whole_box
 from atorch.checkpoint.files import Checkpoint, save, steps
 from atorch.checkpoint.shard_file import BLOCK_BYTES, DTYPES
 from atorch.errors import CheckpointError
-from tests.checkpoint.jobs import Ranks, bits, in_boxes, save_state, saved_number, small_blocks, whole
+from tests.checkpoint.jobs import Ranks, as_bits, bits, in_boxes, save_state, saved_number, small_blocks, whole
 from tests.checkpoint.test_boxes import cut
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -35,11 +35,10 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
 
 def laid_out(values: torch.Tensor, draw: random.Random) -> torch.Tensor:
     """The same values in other strides."""
-    if values.itemsize == 1 and values.dtype != torch.uint8:  # torch does not copy each of these dtypes
-        return laid_out(values.view(torch.uint8), draw).view(values.dtype)
     dims = list(range(values.dim()))
     draw.shuffle(dims)
-    return values.permute(dims).contiguous().permute([dims.index(dim) for dim in range(values.dim())])
+    turned = as_bits(values).permute(dims).contiguous()
+    return turned.permute([dims.index(dim) for dim in range(values.dim())]).view(values.dtype)
 
 
 def divided(draw: random.Random, values: torch.Tensor, ranks: int) -> list[list[Box]]:
