@@ -190,6 +190,7 @@ def kill_once(folder: Path, ranks: int, same_step: bool, draw: random.Random) ->
     return inside
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("trials", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path: Path, trials: int) -> None:
     draw = random.Random(trials)

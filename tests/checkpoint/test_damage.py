@@ -225,6 +225,7 @@ def mutate(draw: random.Random, value: Any) -> None:
             return
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("trials", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_fuzzed_files(tmp_path: Path, trials: int) -> None:
     """Whatever is in its files, a checkpoint is read as it was written, or refused."""
