@@ -227,7 +227,7 @@ class Checkpoint:
         self._maps: dict[int, MappedShard] = {}
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], step: int | None = None) -> Self:
+    def open(cls, folder: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
         """Open the checkpoint of `step`, by default the newest complete one. All ranks call it together.
 
         Raises:
@@ -237,7 +237,7 @@ class Checkpoint:
         found = from_rank_zero(all_or_none(lambda: commit.path_of(Path(folder), step) if rank == 0 else None))
         assert found is not None, "rank 0 has looked"
 
-        def opened() -> Self:
+        def opened() -> Checkpoint:
             checkpoint = cls(found[1], read_manifest(found[1], found[0]))
             for number in range(len(checkpoint._manifest.shards)) if rank == 0 else ():
                 checkpoint._mapped(number)
