@@ -17,6 +17,7 @@ from torch import Tensor
 from atorch.errors import CheckpointError
 
 _MAX_TANGLED = 256  # boxes that are compared pair by pair, where no straight cut separates them
+_MAX_WORK = 256  # steps for each box; cuts along each dim take few
 
 
 class Box(NamedTuple):
@@ -130,21 +131,19 @@ def _overlap(name: str, boxes: list[Box]) -> tuple[Box, Box] | None:
     groups, work = [boxes], 0
     while groups:
         group = groups.pop()
-        work += len(group)
         parts = next((parts for dim in range(len(group[0].sizes)) if len(parts := _cut(group, dim)) > 1), None)
         if parts is not None:
             groups += [part for part in parts if len(part) > 1]
-            continue
-        group.sort()  # equal ones become neighbours
-        compared = itertools.combinations(group, 2) if len(group) <= _MAX_TANGLED else itertools.pairwise(group)
-        found = next((pair for pair in compared if intersection(*pair) is not None), None)
-        if found is not None:
-            return found
-        work += len(group) ** 2
-        if len(group) > _MAX_TANGLED or work > 64 * len(boxes) + _MAX_TANGLED**2:
-            raise CheckpointError(
-                f"{name!r}: no straight cuts separate its {len(boxes):,} boxes; cut it along its dims"
-            )
+            work += len(group)
+        else:
+            group.sort()  # equal ones become neighbours
+            is_small = len(group) <= _MAX_TANGLED
+            for one, other in itertools.combinations(group, 2) if is_small else itertools.pairwise(group):
+                if intersection(one, other) is not None:
+                    return one, other
+            work += len(group) ** 2 if is_small else _MAX_WORK * len(boxes) + 1
+        if work > _MAX_WORK * len(boxes):
+            raise CheckpointError(f"{name!r}: no straight cuts separate its {len(boxes):,} boxes; cut it along dims")
     return None
 
 

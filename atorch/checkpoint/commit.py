@@ -17,8 +17,6 @@ from pathlib import Path
 from atorch.checkpoint.manifest import MANIFEST, Manifest
 from atorch.checkpoint.shard_file import reporting
 from atorch.errors import CheckpointError
-from atorch.files import access
-from atorch.files.weights import CHECKPOINT
 
 _STEP = re.compile(r"step-(\d{9,18})|\.step-(\d{9,18})\.old")
 _PART = re.compile(r"\.step-\d{9,18}\.[0-9a-f]{16}\.part")
@@ -80,8 +78,10 @@ def publish(part: Path, manifest: Manifest, keep_last: int | None, keep_every: i
                 os.rename(old, final)
             raise
         _sync(folder)
-    access.write(folder / "newest", f"{_name(max(complete_steps(folder)))}\n", CHECKPOINT)
     with reporting(f"{final} is complete, but older ones cannot be removed"):
+        pointer = folder / ".newest.part"
+        pointer.write_text(f"{_name(max(complete_steps(folder)))}\n")
+        os.replace(pointer, folder / "newest")
         _settle(folder)
         kept = {step, *sorted(complete_steps(folder))[-keep_last:]} if keep_last is not None else set()
         for other, path in complete_steps(folder).items() if kept else ():

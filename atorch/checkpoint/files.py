@@ -24,6 +24,7 @@ from atorch.checkpoint.shard_file import (
     check_name,
     copy_values,
     dtype_name,
+    empty,
     write_shard,
 )
 from atorch.distributed.collectives import (
@@ -152,10 +153,8 @@ def _listed(tensors: Mapping[str, LogicalTensor]) -> list[_Listed]:
         _check_pieces(name, tensor)
         for box, values in tensor.pieces:
             if values.layout != torch.strided or values.is_meta:
-                raise CheckpointError(
-                    f"{name!r} {box} has no values in memory as strided tensors have them; save those"
-                )
-        boxes = [tuple(box) for box, _ in tensor.pieces if box.numel]
+                raise CheckpointError(f"{name!r} {box} has no values of its own in memory; save a dense tensor")
+        boxes = [(box.offsets, box.sizes) for box, _ in tensor.pieces if box.numel]
         listed.append((name, tuple(tensor.shape), dtype_name(name, tensor.dtype), boxes))
     return listed
 
@@ -194,7 +193,8 @@ def _owned(listed: Sequence[list[_Listed]], rank: int) -> set[_Key]:
         for name, boxes in holders.items()
         for box, ranks in boxes.items()
     ]
-    loads, owned = [0] * len(listed), set()
+    loads = [0] * len(listed)
+    owned: set[_Key] = set()
     for _, size, name, box, ranks in sorted(items):
         writer = min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] -= size
@@ -227,7 +227,7 @@ class Checkpoint:
         self._maps: dict[int, MappedShard] = {}
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], step: int | None = None) -> Self:
+    def open(cls, folder: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
         """Open the checkpoint of `step`, by default the newest complete one. All ranks call it together.
 
         Raises:
@@ -237,7 +237,7 @@ class Checkpoint:
         found = from_rank_zero(all_or_none(lambda: commit.path_of(Path(folder), step) if rank == 0 else None))
         assert found is not None, "rank 0 has looked"
 
-        def opened() -> Self:
+        def opened() -> Checkpoint:
             checkpoint = cls(found[1], read_manifest(found[1], found[0]))
             for number in range(len(checkpoint._manifest.shards)) if rank == 0 else ():
                 checkpoint._mapped(number)
@@ -260,7 +260,7 @@ class Checkpoint:
             CheckpointError: as `load`.
         """
         saved = self._saved(name)
-        tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        tensor = empty(saved.shape, DTYPES[saved.dtype])
         self._load({name: LogicalTensor(saved.shape, tensor.dtype, [(whole_box(saved.shape), tensor)])})
         return tensor
 
@@ -324,9 +324,9 @@ class Checkpoint:
 
     def _decoded(self, value: Any) -> dict[str, Any]:
         try:
-            data = decoded(value, self.read)
+            data = decoded(value, functools.cache(self.read))  # one tensor, however often it is named
         except RecursionError:
             data = None
         if not isinstance(data, dict):
-            raise CheckpointError(f"{self.path}: its plain data is {shown(value)}, no dict; load another checkpoint")
+            raise CheckpointError(f"{self.path}: its plain data is no dict, or is too deep; load another checkpoint")
         return data

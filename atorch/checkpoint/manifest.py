@@ -7,7 +7,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,13 +92,11 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     if start is None or int(start[1]) != zlib.crc32(data[start.end() :]):
         raise CheckpointError(f"{path} has changed since it was written, or is cut short; load another checkpoint")
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON of a checkpoint ({error}); load another checkpoint") from None
-    try:
-        return _checked(content, step)
+        return _checked(json.loads(data), step)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON of a checkpoint ({error}); load another checkpoint") from None
 
 
 def _checked(content: Any, step: int) -> Manifest:
@@ -171,7 +169,7 @@ def _fields(given: Any, number: int, what: str) -> list[Any]:
     return given
 
 
-def _need(given: Any, kind: Callable[[], Any], what: str) -> Any:
+def _need(given: Any, kind: type[Any], what: str) -> Any:
     if type(given) is not kind:
-        raise CheckpointError(f"{what} is {shown(given)}, not of type {getattr(kind, '__name__', '')}")
+        raise CheckpointError(f"{what} is {shown(given)}, not of type {kind.__name__}")
     return given

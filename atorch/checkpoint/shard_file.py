@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import mmap
 import operator
 import os
@@ -55,6 +56,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
 }
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Dtypes that safetensors does not have: the dtype in the file, and the dims that follow those of the tensor.
 _STORED_AS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "C128": ("F64", (2,)),
@@ -142,10 +144,12 @@ def _write(handle: int, data: memoryview) -> None:
 
 def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """The bytes of `values` as `dtype` in order, in blocks that hold until the next one."""
-    is_in_place = values.is_contiguous() and not values.is_conj() and not values.is_neg()
-    flat = values.reshape(-1) if is_in_place and values.dtype == dtype and values.device.type == "cpu" else None
+    is_as_stored = values.dtype == dtype and not values.is_conj() and not values.is_neg()
+    flat = values.view(-1) if is_as_stored and values.device.type == "cpu" and values.is_contiguous() else None
+    if flat is not None and flat.stride() != (1,):  # a single element may have any stride
+        flat = None
     length = BLOCK_BYTES // dtype.itemsize
-    staging = None if flat is not None else torch.empty(min(length, values.numel()), dtype=dtype)
+    staging = None if flat is not None else empty((min(length, values.numel()),), dtype)
     for start in range(0, values.numel(), length):
         stop = min(start + length, values.numel())
         if staging is None:
@@ -159,20 +163,27 @@ def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield memoryview(block.view(torch.uint8).numpy())
 
 
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without values on the CPU. torch itself warns of some dtypes."""
+    return torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
+
+
 def copy_values(target: Tensor, source: Tensor) -> None:
     """Copy values, cast to the target's dtype."""
-    if target.dtype == source.dtype and target.itemsize == 1:  # torch does not copy each of these dtypes
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    is_as_stored = not any(values.is_conj() or values.is_neg() for values in (target, source))
+    if target.dtype == source.dtype and target.itemsize in _BITS and is_as_stored:
+        bits = _BITS[target.itemsize]  # torch does not copy values of each dtype, or warns of it
+        target, source = target.view(bits), source.view(bits)
     target.copy_(source)
 
 
 @contextmanager
 def reporting(what: str) -> Iterator[None]:
-    """Raise OSErrors of the block as CheckpointErrors."""
+    """Raise OSErrors of the block, and ValueErrors for names with a NUL, as CheckpointErrors."""
     try:
         yield
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"{what}: {why}; earlier checkpoints stay as they are") from error
 
 

@@ -35,6 +35,9 @@ class Ranks:
                 return work(rank)
             except CheckpointError as error:
                 return error
+            except BaseException:
+                self._barrier.abort()
+                raise
 
         with self._as_world(), ThreadPoolExecutor(self.size) as threads:
             return list(threads.map(run_as, range(self.size)))
@@ -90,8 +93,14 @@ def small_blocks(num_bytes: int = 32) -> Iterator[None]:
 
 def bits(values: Tensor) -> bytes:
     """The values as bytes, NaN and all."""
-    flat = values.detach().contiguous().reshape(-1)
+    flat = as_bits(values.detach()).clone(memory_format=torch.contiguous_format).reshape(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def as_bits(values: Tensor) -> Tensor:
+    """The values as integers of their width: torch does not copy values of each dtype."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.view(integers.get(values.itemsize, values.dtype))
 
 
 def state(number: int) -> dict[str, LogicalTensor]:
