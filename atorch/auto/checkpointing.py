@@ -27,7 +27,6 @@ from atorch.distributed.collectives import (
     checked_barrier,
     from_rank_zero,
     gather_objects,
-    is_distributed,
     world_group,
 )
 from atorch.distributed.mesh import BATCH_AXES
@@ -81,10 +80,11 @@ def save_checkpoint(
         CheckpointError: something cannot be saved, or not be written. The older checkpoints are untouched.
     """
     _need_result(result, "save_checkpoint")
-    if is_distributed():
-        checked_barrier("save_checkpoint", world_group())
+    group = world_group()
+    if group is not None:
+        checked_barrier("save_checkpoint", group)
     held, states = all_or_none(lambda: _held(result))
-    own = {
+    own: dict[str, Any] = {
         "masters": sorted(states.masters) if states else [],
         "groups": [group["params"] for group in states.groups] if states else [],
         "values": dict(states.values) if states else {},
@@ -195,7 +195,7 @@ def _first(ranks: Sequence[Mapping[str, Any]], buffer: str) -> tuple[int, int]:
 
 def _checksum(tensor: Tensor) -> int:
     values = tensor.detach().cpu().contiguous()
-    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy()) if values.numel() else 0
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data) if values.numel() else 0
 
 
 def _optimizer_facts(optim: Optimizer, states: HeldStates, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -188,14 +188,14 @@ def _owned(listed: Sequence[list[_Listed]], rank: int) -> set[_Key]:
                 holders[name][box].append(holder)
     for name, (_, shape, _) in saved.items():
         check_cover(name, shape, list(holders[name]))
-    items = [
+    sized = [
         (len(ranks) > 1, -box.numel * DTYPES[saved[name][2]].itemsize, name, box, ranks)
         for name, boxes in holders.items()
         for box, ranks in boxes.items()
     ]
     loads = [0] * len(listed)
     owned: set[_Key] = set()
-    for _, size, name, box, ranks in sorted(items):
+    for _, size, name, box, ranks in sorted(sized):
         writer = min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] -= size
         if writer == rank:

@@ -160,7 +160,7 @@ def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
             for box, at in flat_boxes(values.shape, start, stop):
                 part = block[at : at + box.numel].view(box.sizes)
                 copy_values(part, values[box.slices(Box((0,) * values.dim(), tuple(values.shape)))])
-        yield memoryview(block.view(torch.uint8).numpy())
+        yield block.view(torch.uint8).numpy().data
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -23,11 +23,11 @@ from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
 from atorch.runtime.chunk.optimizer_slices import SHARE
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data_parallel.buckets import SLICES
-from atorch.runtime.tensor_parallel.state import named_tensors
 from atorch.runtime.optimizer.wrapped_optimizer import local, local_state_dict
 from atorch.runtime.precision.master_weights import MASTER
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import rows_of
+from atorch.runtime.tensor_parallel.state import named_tensors
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSlot
@@ -120,7 +120,7 @@ def _overlaps(runs: Sequence[tuple[int, int]], offset: int, size: int) -> Iterat
 def held_tensors(model: nn.Module) -> list[HeldTensor]:
     """The parameters and persistent buffers of which this rank has a part; FSDP2's are sharded again first."""
     facts: Any = getattr(model, "_atorch", None)
-    layout, mesh = getattr(facts, "layout", None), getattr(facts, "mesh", None)
+    layout, mesh = getattr(facts, "layout", None), facts and facts.mesh
     rows = {} if layout is None else layout.rows
     for module in model.modules():
         reshard: Any = getattr(module, "reshard", None)

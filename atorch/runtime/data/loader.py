@@ -61,7 +61,7 @@ class Loader(DataLoader[Any]):
             if self._must_read:
                 batches = super().__iter__()
             else:
-                self._after = left = _After(super()._index_sampler, self._given)  # type: ignore[misc]
+                self._after = left = _After(super()._index_sampler, self._given)
                 try:
                     batches = super().__iter__()
                 finally:
@@ -86,7 +86,7 @@ class Loader(DataLoader[Any]):
     @property
     def _index_sampler(self) -> Any:
         """The batches of indices to read, under the name by which torch asks for them."""
-        return super()._index_sampler if self._after is None else self._after  # type: ignore[misc]
+        return super()._index_sampler if self._after is None else self._after
 
     @property
     def _order(self) -> str:
@@ -98,8 +98,8 @@ class Loader(DataLoader[Any]):
 
     @property
     def _global_batch(self) -> int | None:
-        holder = self.dataset if isinstance(self.dataset, StreamShare) else self.sampler
-        num_ranks = getattr(holder, "num_replicas", None) or getattr(holder, "size", 1)
+        holder: Any = self.dataset if isinstance(self.dataset, StreamShare) else self.sampler
+        num_ranks: int = getattr(holder, "num_replicas", None) or getattr(holder, "size", 1)
         return None if self.batch_size is None else self.batch_size * num_ranks
 
     def state_dict(self) -> dict[str, Any]:
