@@ -1,8 +1,8 @@
 """Saves a training run and resumes it, under any strategy and on any number of processes.
 
 A checkpoint has the model's whole tensors and the optimizer's states by name, whichever processes held their parts: see
-`runtime/held_tensors.py`. On the same number of processes a run goes on bit for bit. On another number, or under
-another strategy, it goes on as the uninterrupted one up to rounding, with other random numbers in dropout.
+`runtime/optimizer/held_tensors.py`. On the same number of processes a run goes on bit for bit. On another number, or
+under another strategy, it goes on as the uninterrupted one up to rounding, with other random numbers in dropout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.model.meta_device import first_names
-from atorch.runtime.held_tensors import HeldStates, HeldTensor, StateTargets, held_states, held_tensors
+from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, StateTargets, held_states, held_tensors
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import MASTER
@@ -44,7 +44,7 @@ MODEL, OPTIM = "model.", "optim."
 
 
 class Resumed(NamedTuple):
-    """What `load_checkpoint` returns."""
+    """The step of a loaded checkpoint, and its extra data."""
 
     step: int
     extra: dict[str, Any]  # plain values; objects with `load_state_dict` were loaded in place
@@ -148,7 +148,10 @@ def load_checkpoint(
 
 
 def resume_or_start(folder: AnyPath, result: AccelerateResult, extra: Mapping[str, Any] | None = None) -> int:
-    """Load the newest complete checkpoint in `folder` and return its step; 0 if there is none."""
+    """Load the newest complete checkpoint in `folder` and return its step; 0 if there is none.
+
+    Collective: all processes call it. `folder`, `result` and `extra` are those of `load_checkpoint`.
+    """
     if not from_rank_zero(bool(steps(folder))):
         return 0
     resumed = load_checkpoint(folder, result, extra=extra)

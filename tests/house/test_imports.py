@@ -23,6 +23,7 @@ DEFERRED = (
 )
 
 PUBLIC = {
+    "Checkpoint",
     "ClusterSpec",
     "Plan",
     "StragglerDetector",
@@ -32,9 +33,12 @@ PUBLIC = {
     "checkpoint_wrapper",
     "clip_grad_norm",
     "is_recomputing",
+    "load_checkpoint",
     "load_methods",
     "load_whole_state",
     "plan",
+    "resume_or_start",
+    "save_checkpoint",
     "whole_state",
 }
 
