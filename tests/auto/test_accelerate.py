@@ -189,6 +189,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"finetune_strategy": "no"}, "finetune_strategy is 'no'; it is True or False"),
     ({"ignore_dryrun_on_load_strategy": "no"}, "'no'; it is True or False"),
     ({"sampler_seed": "1"}, "sampler_seed is '1'"),
+    *(({"loss_weight": wrong}, "loss_weight") for wrong in (None, 3, "")),
     ({"dataloader_args": {"num_workers": "2"}}, "with these dataloader_args: "),
     ({"dataloader_args": {"shuffle": "no"}}, "shuffle 'no'; it is True or False"),
     ({"dataloader_args": {"collate_fn": "x"}}, "collate_fn 'x', which cannot be called"),

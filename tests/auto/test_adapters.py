@@ -160,17 +160,6 @@ def test_an_optimizer_that_would_differ_is_refused(make: Any, told: str) -> None
         auto_accelerate(model, make(model), load_strategy=[])
 
 
-def test_settings_are_given_once() -> None:
-    model = model_of()
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        ArgumentError, match="optim_func is an optimizer that was made already, .* leave optim_args out"
-    ):
-        auto_accelerate(model, optim, optim_args={"lr": 1.0}, load_strategy=[])
-    with pytest.raises(ArgumentError, match="dataset is a DataLoader .* leave dataloader_args out"):
-        auto_accelerate(model, None, loading.DataLoader(PAIRS), dataloader_args={"batch_size": 2}, load_strategy=[])
-
-
 def seeded(worker: int) -> None:
     torch.manual_seed(worker)
 

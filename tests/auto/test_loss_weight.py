@@ -10,17 +10,11 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from atorch import auto_accelerate
-from atorch.errors import ArgumentError
 from atorch.profiler.memory_tracker import CommCounter
 from tests.auto import loss_job
 from tests.auto.training import accelerate, assert_trains_like_plain, messages, run_each
 
 EXACT = 1e-4
-
-
-def count_mask(batch):
-    return batch["mask"].sum()
 
 
 SPLIT_BY_DATA = {
@@ -280,33 +274,6 @@ def compiled(rank, size, beside):
     counters.clear()
     off = loss_job.deviation(rank, size, "causal", [beside, ("compile", {"backend": "aot_eager"})], verify=False)
     return off, counters["stats"]["unique_graphs"]
-
-
-def named(rank, size, name, loss_weight):
-    make, loss_func = loss_job.LOSSES[name]
-    data, calls = loss_job.Samples(), []
-
-    def counted(batch, output):
-        calls.append(1)
-        return loss_func(batch, output)
-
-    result = loss_job.accelerated(make, counted, loss_weight=loss_weight)
-    shares = [loss_job.batch_of(data, *range(4 * i, 4 * i + 4)) for i in range(size)]
-    return loss_job.gradient_error(result, make, loss_func, shares, rank), len(calls)
-
-
-def test_a_named_rule_is_taken_as_it_is(pool):
-    cases = [("sum", "sum"), ("labels", "labels"), ("causal", "shifted_labels"), ("mask", "mask"), ("mask", count_mask)]
-    for by_rank in run_each(pool, named, cases):
-        for error, calls in by_rank:
-            assert error <= EXACT
-            assert calls == 1
-
-
-@pytest.mark.parametrize("wrong", [None, 3, ""])
-def test_wrong_rules_are_refused(wrong):
-    with pytest.raises(ArgumentError, match="loss_weight"):
-        auto_accelerate(loss_job.Net(), load_strategy=[], loss_weight=wrong)
 
 
 @pytest.mark.nightly

@@ -23,46 +23,6 @@ from tests.runtime import sharing
 from tests.runtime.sharing import make
 
 
-def differing(rank: int, size: int, axes: list[Any], method: str | None) -> list[str]:
-    """Names whose whole values are not what they were."""
-    strategy = [("parallel_mode", (axes, None)), "tensor_parallel", *([method] if method else [])]
-    result, before = accelerated(strategy, "awkward"), make("awkward").state_dict()
-    state = atorch.whole_state(result.model)
-    if method in (None, "zero1"):  # else parts are DTensors
-        assert any(part.shape != before[name].shape for name, part in result.model.state_dict().items())
-    return [name for name in before | state if not torch.equal(state[name], before[name])]
-
-
-@pytest.mark.parametrize(
-    ("method", "ranks"),
-    [
-        (None, 2),
-        ("zero1", 4),
-        pytest.param("fsdp", 4, marks=pytest.mark.nightly),
-        pytest.param("zero2", 4, marks=pytest.mark.nightly),
-    ],
-)
-def test_the_state_is_whole_beside_tensor_parallel(pool: Pool, method: str | None, ranks: int) -> None:
-    axes = [["tensor", 2], ["data", 2]] if ranks == 4 else [["tensor", 2]]
-    assert pool.run(differing, axes, method, ranks=ranks) == [[]] * ranks
-
-
-def staged(rank: int, size: int) -> list[str]:
-    """Names whose whole values are not what they were."""
-    strategy = [("parallel_mode", ([["pipeline", 2]], None)), "pipeline_parallel"]
-    result, before = accelerated(strategy, "llama"), make("llama").state_dict()
-    assert len(result.model.state_dict()) < len(before)
-    state = atorch.whole_state(result.model)
-    assert list(state) == list(before)
-    return [name for name in before if not torch.equal(state[name], before[name])]
-
-
-def test_the_state_is_that_of_all_stages_and_asked_for_together(pool: Pool) -> None:
-    assert pool.run(staged) == [[], []]
-
-    assert pool.run(asked_alone)[0] == "whole_state is called on rank 0 but not on 1; call it on all together"
-
-
 def asked_alone(rank: int, size: int) -> str:
     result = accelerated(["fsdp"], "awkward")
     if rank:
@@ -74,6 +34,10 @@ def asked_alone(rank: int, size: int) -> str:
     ):
         atorch.whole_state(result.model)
     return str(error.value)
+
+
+def test_the_state_is_asked_for_together(pool: Pool) -> None:
+    assert pool.run(asked_alone)[0] == "whole_state is called on rank 0 but not on 1; call it on all together"
 
 
 def made(model: nn.Module, strategy: list[Any]) -> tuple[Any, Any]:
@@ -175,6 +139,8 @@ CLIPPED: dict[int, list[tuple[list[Any], str]]] = {
         ([FP16, "ddp"], "loss scale"),
         ([("half", "fp16"), "fsdp"], "loss scale"),
         ([over(("tensor", 2)), "tensor_parallel"], "the axis tensor"),
+        ([over(("sequence", 2)), "sequence_parallel"], ""),
+        ([over(("context", 2)), ("context_parallel", {"load_balance": False})], ""),
         ([over(("pipeline", 2)), PIPELINE], "of one stage"),
         ([over(("pipeline", 2)), ZERO_BUBBLE], "of one stage"),
     ],

@@ -183,17 +183,6 @@ def test_on_two_processes(pool: Pool) -> None:
         assert means == pytest.approx(expected, rel=1e-6), first[0]
 
 
-@pytest.mark.nightly
-def test_a_search_takes_ddp_for_a_model_that_leaves_parameters_unused(pool: Pool) -> None:
-    first, second = pool.run(search)
-    means = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
-    assert means == pytest.approx(plainly(Unused), rel=1e-2)
-
-
-def search(rank: int, size: int) -> list[float]:
-    return trained(Unused, None, time_limit=6, included=["ddp"], calibration=False)
-
-
 @pytest.mark.parametrize(("after", "is_in"), [(1.0, True), (0.99, True), (0.1, False), (0.4, False)])
 def test_a_change_is_recognised(after: float, is_in: bool) -> None:
     before = torch.zeros(3)

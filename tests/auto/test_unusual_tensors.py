@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
-from atorch import auto_accelerate, clip_grad_norm
+from atorch import clip_grad_norm
 from atorch.distributed.collectives import gather_objects
-from atorch.errors import StrategyError
 from tests.auto.training import accelerate, accelerated_steps, run_each, steps
 from tests.pool import Pool
 
@@ -201,8 +200,3 @@ def test_what_grows_and_what_is_complex_train_as_in_plain_pytorch(change: Any, g
     assert found == pytest.approx(norms, rel=1e-4)
     for one, other in zip(result.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.detach(), other.detach())
-
-
-def test_complex_parameters_are_not_sharded() -> None:
-    with pytest.raises(StrategyError, match="fsdp cannot compute with factor, a parameter of torch.complex64"):
-        auto_accelerate(Net(complex_parameter), torch.optim.SGD, load_strategy=["fsdp"])

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from atorch.cost.uncertainty import COVERED, KINDS, OWN
-from benchmarks.published.bands import Bands, Run, by_expected, fitted, own_of, pairs_of, report
+from benchmarks.published.bands import Bands, Run, by_expected, fitted, pairs_of, report
 from benchmarks.published.leave_out import leave_one_out
 from tests.benchmarks.test_leave_out import runs as rows_of
 from tests.benchmarks.test_metrics import run as result
@@ -66,18 +66,6 @@ def test_pairs_and_sources_are_ordered_by_what_is_expected():
     ]
     ordered = sorted(by_expected(runs, bands), key=lambda each: each.estimated_s)
     assert [each.row_id for each in ordered] == ["plain", "split", "slow"]
-
-
-def test_what_is_of_each_run_alone_is_read_off_their_order():
-    draw = random.Random(1)
-    bands = Bands(dict.fromkeys(KINDS, 0.2), -1.3, 1.3, 0.0)
-    cells = []
-    for cell in range(60):
-        for number in range(6):
-            e, error = 1 + 0.04 * number, draw.gauss(0.0, 0.1)
-            each = result(f"{cell}-{number}", e * math.exp(error), e, cell=(str(cell),))
-            cells.append(Run(each, error, shares(products=1.0)))
-    assert own_of(pairs_of(cells, bands)) == pytest.approx(0.1, abs=0.03)
 
 
 def test_the_report_prints_what_bands_hold_of_each_source(capsys):

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
-import torch.distributed as dist
 
-from atorch.distributed.local_collectives import fake_world
-from atorch.distributed.mesh import Mesh
 from benchmarks.growth import NODE, in_process, strategies
 
 OF_NIGHT = ("pipeline_parallel of 8 stages", "fsdp, nodes as replicas")  # others split and share likewise
@@ -27,22 +21,3 @@ def test_a_start_on_thousands_asks_as_often_as_on_few(name: str) -> None:
     # Of every axis of a mesh all groups are named by all; one of each axis is this process's, and has connections.
     assert many["groups"] <= 2 * 4096
     assert many["descriptors"] <= 1.5 * 4096
-
-
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_groups_of_one_are_made_by_their_member_alone(axis: str) -> None:
-    """By all they would be as many as there are processes."""
-    made: list[dict[str, Any]] = []
-    real: Any = dist.new_group
-
-    def new_group(ranks: Any, **how: Any) -> Any:
-        made.append({"ranks": list(ranks), **how})
-        return real(ranks, **how)
-
-    with fake_world(4096, rank=7), mock.patch.object(dist, "new_group", new_group):
-        mesh = Mesh((("zero", NODE), ("data", 4096 // NODE)), None, "cpu")
-        assert mesh.group(axis).size() == 1
-        assert [each["ranks"] for each in made] == [[7]]
-        assert made[0]["use_local_synchronization"], "the others neither make it nor are waited for"
-        assert mesh.group("zero", axis) is mesh.group("zero")
-        assert len(made) == 1 + 4096 // NODE

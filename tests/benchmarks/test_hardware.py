@@ -10,18 +10,13 @@ from benchmarks.published.hardware import cluster_described, network_of
 @pytest.mark.parametrize(
     ("text", "per_node"),
     [
-        ("A100-80GB (8/node NVSwitch; multi: 800 Gbps IB/node)", 1e11),
-        ("A100-80GB-SXM4 (4x100Gb RoCE/node)", 5e10),
-        ("V100-SXM2-16GB (8/node NVLink, 100Gb EDR IB)", 1.25e10),
-        ("A100-80GB (NVLink, 800 Gb/s RDMA/node)", 1e11),
-        ("A100-80GB (NVLink, 4x100Gb Omni-Path/node)", 5e10),
-        ("A100-80GB-SXM (8/node, 4x Omni-Path 100)", 5e10),
-        ("H100-96GB (NVLink, 400Gb/s RDMA per GPU)", 4e11),
-        ("H200-141GB (NVLink, 400Gb/s CX-7 per GPU)", 4e11),
-        ("H100-80GB-SXM", None),
-        ("B200-SXM 8x", None),
+        ("A100-80GB (8/node NVSwitch; multi: 800 Gbps IB/node)", 1e11), ("A100-80GB-SXM4 (4x100Gb RoCE/node)", 5e10),
+        ("V100-SXM2-16GB (8/node NVLink, 100Gb EDR IB)", 1.25e10), ("A100-80GB (NVLink, 800 Gb/s RDMA/node)", 1e11),
+        ("A100-80GB (NVLink, 4x100Gb Omni-Path/node)", 5e10), ("A100-80GB-SXM (8/node, 4x Omni-Path 100)", 5e10),
+        ("H100-96GB (NVLink, 400Gb/s RDMA per GPU)", 4e11), ("H200-141GB (NVLink, 400Gb/s CX-7 per GPU)", 4e11),
+        ("H100-80GB-SXM", None), ("B200-SXM 8x", None),
     ],
-)
+)  # fmt: skip
 def test_a_network_is_shared_by_the_devices_of_a_node(text, per_node):
     expected = {} if per_node is None else {"inter_node.bandwidth": per_node / 8}
     assert network_of(text.lower(), 8) == expected
@@ -30,21 +25,15 @@ def test_a_network_is_shared_by_the_devices_of_a_node(text, per_node):
 @pytest.mark.parametrize(
     ("text", "memory_gb", "name"),
     [
-        ("H100-80GB-SXM (EFA)", 80, "NVIDIA H100 80GB HBM3"),
-        ("A100-40GB PCIe", 40, "NVIDIA A100-PCIE-40GB"),
-        ("A100 PCIe", 80, "NVIDIA A100 80GB PCIe"),
-        ("A800-80GB", 80, "NVIDIA A800-SXM4-80GB"),
+        ("H100-80GB-SXM (EFA)", 80, "NVIDIA H100 80GB HBM3"), ("A100-40GB PCIe", 40, "NVIDIA A100-PCIE-40GB"),
+        ("A100 PCIe", 80, "NVIDIA A100 80GB PCIe"), ("A800-80GB", 80, "NVIDIA A800-SXM4-80GB"),
         ("H100-96GB HBM2e 500W Grand Teton", 96, "NVIDIA H100 96GB HBM2e (500 W)"),
-        ("MI300X", 192, "AMD Instinct MI300X"),
-        ("DGX-GB300", None, "NVIDIA GB300"),
-        ("Tesla V100-SXM2", 32, "Tesla V100-SXM2-32GB"),
-        ("L4, 8/node", 24, "NVIDIA L4"),
-        ("H100 PCIe", 80, "NVIDIA H100 PCIe"),
-        ("Tesla P100", 16, "Tesla V100-SXM2-16GB"),
-        ("", 40, "NVIDIA A100-SXM4-40GB"),
-        ("", None, "NVIDIA A100-SXM4-80GB"),
+        ("MI300X", 192, "AMD Instinct MI300X"), ("DGX-GB300", None, "NVIDIA GB300"),
+        ("Tesla V100-SXM2", 32, "Tesla V100-SXM2-32GB"), ("L4, 8/node", 24, "NVIDIA L4"),
+        ("H100 PCIe", 80, "NVIDIA H100 PCIe"), ("Tesla P100", 16, "Tesla V100-SXM2-16GB"),
+        ("", 40, "NVIDIA A100-SXM4-40GB"), ("", None, "NVIDIA A100-SXM4-80GB"),
     ],
-)
+)  # fmt: skip
 def test_the_nearest_known_device(text, memory_gb, name):
     assert cluster_described(text, memory_gb, 16, None).device.name == name
 

@@ -96,15 +96,6 @@ def test_errors_are_of_the_estimate_over_the_measured():
     assert figures["regret_top1_mean"] is None
 
 
-def test_a_summary_has_the_keys_of_the_json():
-    assert list(metrics.summary([])) == [
-        "rows", "refused", "memory_median_err", "memory_p95_err", "fits_precision", "fits_recall", "time_mape",
-        "time_median_err", "spearman_median", "regret_top1_mean", "regret_top1_p95", "regret_top3_mean",
-        "allocated_median_err", "allocated_p95_err", "ranked_cells", "cells_with_oom_in_first_three",
-        "cells_with_labels",
-    ]  # fmt: skip
-
-
 def test_cells_and_the_first_three():
     many = [run(f"many{i}", 1.0 + i, 1.0 + i, global_batch=64.0) for i in range(5)]
     few = [run(f"few{i}", 1.0 + i, 1.0 + i, global_batch=8.0 * (1 + i)) for i in range(3)]

@@ -365,17 +365,6 @@ def test_numbers_are_kept_and_reduced_in_as_many_bits_as_frameworks_do():
     assert itemsizes(framework="ATorch", tp="1", pp="1", dp="16") == (4, 4, 0, 8)
 
 
-def test_sends_of_nanotron_wait_on_many_nodes_and_where_tensor_ranks_are_on_four():
-    def waited(**given):
-        return cost_of(row(framework="nanotron", global_batch="4096", dp="", zero="0", **given)).extra_s
-
-    assert waited(n_gpus="256", tp="2", pp="4") == waited(n_gpus="512", tp="2", pp="1") == 0
-    assert waited(n_gpus="512", tp="2", pp="2") == pytest.approx(0.26 * 2 * 16)  # two a micro-batch
-    assert waited(n_gpus="512", tp="2", pp="4") == pytest.approx(0.26 * (4 * 32 + 2 * 2))  # four, and the filling
-    assert waited(n_gpus="64", tp="32", pp="2", heads="32") == pytest.approx(0.26 * 2 * 2048)
-    assert cost_of(row(n_gpus="512", dp="", global_batch="4096")).extra_s == 0  # another framework
-
-
 @pytest.mark.parametrize(
     ("words", "framework", "scaling"),
     [

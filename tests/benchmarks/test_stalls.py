@@ -7,7 +7,7 @@ from tests.benchmarks.test_rows import row
 
 
 def slow(seconds, *given):
-    """Which of some runs stalled, by their places; of 16 devices, in two stages, in micro-batches of 2 of 64."""
+    """Places of the runs that stalled; of 16 devices, in two stages, in micro-batches of 2 of 64."""
     rows = [row(row_id=f"{place}", **each) for place, each in enumerate(given)]
     return set(stalled(rows, {f"{place}": each for place, each in enumerate(seconds)}))
 

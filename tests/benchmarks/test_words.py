@@ -34,13 +34,6 @@ def test_nanotron_copies_the_pieces_of_every_rank_under_zero():
     assert 0.5 * copied() < with_stages < 0.6 * copied()
 
 
-def test_launches_of_nanotron_by_its_source_and_its_runs():
-    def launches(knows_runs, **given):
-        return cost_of(replace(row(framework="nanotron", **given), knows_runs=knows_runs)).ops_scale
-
-    assert [launches(False, tp="2"), launches(False, tp="1", dp="8"), launches(True, tp="1", dp="8")] == [3.0, 2.0, 2.6]
-
-
 @pytest.mark.parametrize(("group", "shared"), [("", 8), ("4", 4), ("all", 16), ("64", 16)])
 def test_over_how_many_neighbours_zero_shares_out(group, shared):
     given = {"framework": "InternEvo", "tp": "1", "pp": "1", "dp": "16"}

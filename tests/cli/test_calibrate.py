@@ -13,7 +13,6 @@ from atorch.profiler import calibrate as calibration
 
 @pytest.fixture
 def measured(monkeypatch):
-    """What a calibration would find, and the budgets that it was given."""
     cluster = replace(
         ClusterSpec.load("2x4xL4"), sources={"device": "measured by atorch calibrate", "intra_node": "[a guess]"}
     )

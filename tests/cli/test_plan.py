@@ -167,13 +167,6 @@ def test_where_nothing_fits_on_one_of_several_the_others_are_told(tmp_path, caps
     assert "1xV100-16GB: nothing fits" in told
 
 
-def test_one_node_of_many_devices_is_told(capsys):
-    assert plan(*SMALL, *FEW, "--batch", "64", "--cluster", "64xH100-80GB", "--top", "1") == 0
-    assert "64xH100-80GB is one node of 64 devices; 8x8xH100-80GB would be 8 nodes of 8" in capsys.readouterr().err
-    assert main(["plan", "--help"]) == 0
-    assert "64xH100-80GB is one node of 64" in " ".join(capsys.readouterr().out.split())
-
-
 def test_a_file_that_says_nothing_of_a_node_has_none_that_is_too_large(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ClusterSpec.load("1xL4").save("mine.json")

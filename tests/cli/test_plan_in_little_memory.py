@@ -50,5 +50,4 @@ def test_a_plan_takes_little_memory(name, tmp_path):
 
 
 def limited():
-    """What is taken beyond this is refused, before the machine is out of memory."""
     resource.setrlimit(resource.RLIMIT_DATA, (4 * MOST_BYTES, 4 * MOST_BYTES))

@@ -17,7 +17,6 @@ LINK = LinkSpec(bandwidth=1e9, latency_s=1e-5)
 
 
 def leaves(data, above=""):
-    """The place of every figure."""
     for key, value in data.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{above}{key}.")
@@ -94,32 +93,22 @@ def test_the_figures_of_a_file_agree_with_each_other(name):
 @pytest.mark.parametrize(
     ("written", "nodes", "devices", "device"),
     [
-        ("8x8xH100-80GB", 8, 8, "NVIDIA H100 80GB HBM3"),
-        ("8xH100-80GB", 1, 8, "NVIDIA H100 80GB HBM3"),
-        ("h100_80g", 1, 8, "NVIDIA H100 80GB HBM3"),
-        ("NVIDIA H100 80GB HBM3", 1, 8, "NVIDIA H100 80GB HBM3"),
+        ("8x8xH100-80GB", 8, 8, "NVIDIA H100 80GB HBM3"), ("8xH100-80GB", 1, 8, "NVIDIA H100 80GB HBM3"),
+        ("h100_80g", 1, 8, "NVIDIA H100 80GB HBM3"), ("NVIDIA H100 80GB HBM3", 1, 8, "NVIDIA H100 80GB HBM3"),
         ("16 x 4 × a100 sxm4 40gib", 16, 4, "NVIDIA A100-SXM4-40GB"),
-        ("2X1XV100-SXM2-16GB", 2, 1, "Tesla V100-SXM2-16GB"),
-        ("4x4090", 1, 4, "NVIDIA GeForce RTX 4090"),
-        ("RTX_4090", 1, 8, "NVIDIA GeForce RTX 4090"),
-        ("B200-180GB", 1, 8, "NVIDIA B200"),
-        ("8xMI300X", 1, 8, "AMD Instinct MI300X"),
-        ("H200", 1, 8, "NVIDIA H200"),
-        ("64xH100", 1, 64, "NVIDIA H100 80GB HBM3"),
-        ("16x8xH100-96GB-HBM2e", 16, 8, "NVIDIA H100 96GB HBM2e (500 W)"),
-        ("8xA100-PCIe-80GB", 1, 8, "NVIDIA A100 80GB PCIe"),
-        ("NVIDIA A100 80GB PCIe", 1, 8, "NVIDIA A100 80GB PCIe"),
-        ("8xL40S", 1, 8, "NVIDIA L40S"),
-        ("2x72xGB200", 2, 72, "NVIDIA GB200"),
-        ("p5.48xlarge", 1, 8, "NVIDIA H100 80GB HBM3"),
-        ("16 x p4d.24xlarge", 16, 8, "NVIDIA A100-SXM4-40GB"),
+        ("2X1XV100-SXM2-16GB", 2, 1, "Tesla V100-SXM2-16GB"), ("4x4090", 1, 4, "NVIDIA GeForce RTX 4090"),
+        ("RTX_4090", 1, 8, "NVIDIA GeForce RTX 4090"), ("B200-180GB", 1, 8, "NVIDIA B200"),
+        ("8xMI300X", 1, 8, "AMD Instinct MI300X"), ("H200", 1, 8, "NVIDIA H200"),
+        ("64xH100", 1, 64, "NVIDIA H100 80GB HBM3"), ("16x8xH100-96GB-HBM2e", 16, 8, "NVIDIA H100 96GB HBM2e (500 W)"),
+        ("8xA100-PCIe-80GB", 1, 8, "NVIDIA A100 80GB PCIe"), ("NVIDIA A100 80GB PCIe", 1, 8, "NVIDIA A100 80GB PCIe"),
+        ("8xL40S", 1, 8, "NVIDIA L40S"), ("2x72xGB200", 2, 72, "NVIDIA GB200"),
+        ("p5.48xlarge", 1, 8, "NVIDIA H100 80GB HBM3"), ("16 x p4d.24xlarge", 16, 8, "NVIDIA A100-SXM4-40GB"),
         ("32xa3-megagpu-8g", 32, 8, "NVIDIA H100 80GB HBM3"),
         ("4xStandard_ND96isr_H100_v5", 4, 8, "NVIDIA H100 80GB HBM3"),
         ("2xBM.GPU.H100.8", 2, 8, "NVIDIA H100 80GB HBM3"),
-        ("18xStandard_ND128isr_NDR_GB200_v6", 18, 4, "NVIDIA GB200"),
-        ("CPU", 1, 2, "CPU"),
+        ("18xStandard_ND128isr_NDR_GB200_v6", 18, 4, "NVIDIA GB200"), ("CPU", 1, 2, "CPU"),
     ],
-)
+)  # fmt: skip
 def test_a_name_is_read_as_people_write_it(written, nodes, devices, device):
     cluster = ClusterSpec.load(written)
     assert (cluster.num_nodes, cluster.devices_per_node, cluster.device.name) == (nodes, devices, device)
@@ -176,27 +165,17 @@ def test_overrides_are_told_as_such():
 @pytest.mark.parametrize(
     ("name", "memory_gib", "known"),
     [
-        ("NVIDIA H100 80GB HBM3", 79.3, "h100_80g"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "a100_40g"),
-        ("NVIDIA A100-SXM4-80GB", 79.2, "a100_80g"),
-        ("Tesla V100-SXM2-16GB", 15.8, "v100_16g"),
-        ("NVIDIA L4", 22.0, "l4"),
-        ("AMD Instinct MI300X", 191.7, "mi300x"),
-        ("NVIDIA H100 PCIe", 79.1, "h100_pcie_80g"),
-        ("NVIDIA H100 NVL", 93.1, "h100_nvl_94g"),
-        ("NVIDIA L40S", 44.5, "l40s"),
-        ("NVIDIA A100 80GB PCIe", 79.2, "a100_pcie_80g"),
-        ("NVIDIA A100-PCIE-40GB", 39.4, "a100_pcie_40g"),
-        ("NVIDIA A10", 22.1, "a10"),
-        ("NVIDIA A10G", 22.0, "a10g"),
-        ("Tesla T4", 14.6, "t4"),
-        ("NVIDIA GB200", 184.3, "gb200"),
-        ("NVIDIA B200", 178.4, "b200"),
-        ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"),
-        ("NVIDIA GH200 144G HBM3e", 141.0, None),
+        ("NVIDIA H100 80GB HBM3", 79.3, "h100_80g"), ("NVIDIA A100-SXM4-40GB", 39.4, "a100_40g"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100_80g"), ("Tesla V100-SXM2-16GB", 15.8, "v100_16g"),
+        ("NVIDIA L4", 22.0, "l4"), ("AMD Instinct MI300X", 191.7, "mi300x"),
+        ("NVIDIA H100 PCIe", 79.1, "h100_pcie_80g"), ("NVIDIA H100 NVL", 93.1, "h100_nvl_94g"),
+        ("NVIDIA L40S", 44.5, "l40s"), ("NVIDIA A100 80GB PCIe", 79.2, "a100_pcie_80g"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100_pcie_40g"), ("NVIDIA A10", 22.1, "a10"), ("NVIDIA A10G", 22.0, "a10g"),
+        ("Tesla T4", 14.6, "t4"), ("NVIDIA GB200", 184.3, "gb200"), ("NVIDIA B200", 178.4, "b200"),
+        ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"), ("NVIDIA GH200 144G HBM3e", 141.0, None),
         ("NVIDIA L40", 44.5, None),
     ],
-)
+)  # fmt: skip
 def test_a_device_finds_its_file(name, memory_gib, known):
     device = DeviceSpec(type="cuda", name=name, memory_bytes=memory_gib * GiB, capability=(9, 1))
     plain = ClusterSpec(device=device, num_nodes=2, devices_per_node=4, intra_node=LINK, inter_node=LINK)

@@ -54,6 +54,7 @@ def test_the_least_that_a_file_must_have():
         ("device.name", 7, "device.name = 7; it is text"),
         ("device.efficiency", {"matmul": 1.2}, "device.efficiency.matmul = 1.2; it is a share"),
         ("device.efficiency", {"matmull": 0.5}, "unknown device.efficiency.matmull; did you mean 'matmul'"),
+        ("device.attention", {"flash9": {"forward": 0.5, "backward": 0.5}}, "device.attention.flash9"),
         ("device.matmul_efficiency", 0.5, "unknown device.matmul_efficiency; did you mean 'efficiency'"),
         ("device", [], r"has \[\] at device; it is an object"),
         ("devices_per_node", 2.5, "devices_per_node = 2.5; it is a whole number"),

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.cluster.microbenchmark import MATMUL_DTYPES
-from atorch.cluster.spec import ClusterSpec, Efficiency
+from atorch.cluster.microbenchmark import MATMUL_DTYPES, copy_bandwidth, measured, measured_link
+from atorch.cluster.spec import ClusterSpec, DeviceSpec, Efficiency
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 
@@ -64,3 +64,28 @@ def test_detecting_a_cpu_measures_it():
 def test_what_was_detected_is_plain_data():
     cluster = ClusterSpec.detect(ALONE)
     assert ClusterSpec.of_json_data(json.loads(json.dumps(cluster.to_json_data()))) == cluster
+
+
+def test_a_copy_counts_what_is_read_and_written(monkeypatch):
+    monkeypatch.setattr("atorch.cluster.microbenchmark.seconds", lambda work, place: 0.5)
+    assert copy_bandwidth(ALONE.device) == 2 * 4 * 2**23 / 0.5
+
+
+def test_measuring_draws_no_random_number():
+    before = torch.get_rng_state()
+    measured(DeviceSpec(type="cpu", name="cpu", memory_bytes=1e9), ALONE.device)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _link(rank, size):
+    return measured_link(World(rank=rank, size=size, local_rank=rank, device=ALONE.device))
+
+
+def test_a_link_is_measured_by_two(pool):
+    for link in pool.run(_link, ranks=2):
+        assert 0 < link.latency_s < 1
+        assert 1e3 < link.bandwidth < 1e14
+
+
+def test_one_process_takes_a_default():
+    assert _link(0, 1).bandwidth == pytest.approx(1e10)

@@ -119,8 +119,13 @@ def test_each_method_alone(pool: Pool, name: str) -> None:
 
 PIPELINE = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
 MEGATRON = ["tensor_parallel", ("sequence_parallel", {"mode": "megatron"})]
+SEQUENCE, CONTEXT = (("parallel_mode", ([(axis, 2)], None)) for axis in ("sequence", "context"))
 KNOBS: dict[int, list[tuple[list[Any], str, float]]] = {
     2: [
+        ([("amp_native", "fp16"), "zero1"], "eager", 1e-2),
+        ([("half", "fp16"), "zero1"], "eager", 1e-2),
+        ([SEQUENCE, "module_replace", "sequence_parallel"], "eager", EXACT),
+        ([CONTEXT, ("context_parallel", {"load_balance": False})], "sdpa", EXACT),
         ([("checkpoint", {"selective": True})], "eager", EXACT),
         ([("checkpoint", {"selective": True}), *strategy_of("fsdp", "amp_native")], "eager", band("amp_native")),
         ([*strategy_of("fsdp"), ("offload", {"parameters": 0.5})], "eager", EXACT),

@@ -116,7 +116,6 @@ def assert_as_simulated(expected: Sequence[Simulated], run: Callable[[], list[Ob
 APART = ("compile", "chunk")
 """Methods that are left out of a simulation, or for which there is none; it says so."""
 
-HYBRID = ("parallel_mode", ([("zero", 4), ("data", 2)], None))
 TENSOR = ("parallel_mode", ([("tensor", 2)], None))
 SEQUENCE = ("parallel_mode", ([("sequence", 2)], None))
 CONTEXT = ("parallel_mode", ([("context", 2)], None))
@@ -183,38 +182,6 @@ def test_a_simulation_is_what_two_real_processes_do(pool: Pool, composition: tup
     ranks = 2 if "zero1" in composition else 1  # it pads the last slice; else all hold as much
     expected = [simulated(composition, 2, rank) for rank in range(ranks)]
     assert_as_simulated(expected, lambda: pool.run(real, composition, ranks=2))
-
-
-COUNTED = 3 * 8.0
-"""Bytes of a rank's figures on what the loss is a mean over: labels, shifted labels, rows."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "composition",
-    [
-        pytest.param(each, id=named(each), marks=[] if each == ("zero1",) else pytest.mark.nightly)
-        for each in (("fsdp", "half"), (HYBRID, "fsdp"), ("zero1",))
-    ],
-)
-def test_eight_fake_ranks_send_as_often_as_two(composition: tuple[Any, ...]) -> None:
-    """The calls along an axis do not depend on its size; each gather of zero1 is of slices that make the whole."""
-    one = simulated(tuple(each for each in composition if each is not HYBRID), 2).collectives
-    calls = {kind: sum(count for (k, _), (count, _) in one.items() if k == kind) for kind, _ in one}
-    many = simulated(composition, 8).collectives
-    if "zero1" in composition:
-        (few_calls, few_bytes), (num_calls, num_bytes) = (each["all_reduce", ("data",)] for each in (one, many))
-        assert num_calls == few_calls
-        assert num_bytes - 8 * COUNTED == few_bytes - 2 * COUNTED, "gradients; and what counts in each rank's batch"
-        assert many["all_gather", ("data",)] == pytest.approx(one["all_gather", ("data",)], rel=1e-2), (
-            "slices may be padded"
-        )
-        return
-    shared = ("zero",) if HYBRID in composition else ("data",)
-    everybody = ("zero", "data") if HYBRID in composition else ("data",)  # is told what counts in each batch
-    assert {kind: count for (kind, along), (count, _) in many.items() if along in (shared, everybody)} == calls
-    if HYBRID in composition:
-        assert many["all_reduce", ("data",)][0] == calls["reduce_scatter"]
 
 
 def test_what_foresees_its_own_passes_is_not_simulated() -> None:

@@ -28,7 +28,7 @@ from atorch.distributed.collectives import (
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
 from tests.auto.training import run_each
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 def test_one_process_decides_alone() -> None:
@@ -55,18 +55,12 @@ class OwnError(CapabilityError):
 ERRORS = {"strategy": StrategyError("bad"), "own": OwnError("te", 2), "foreign": KeyError("x")}
 
 
-def exchange(rank: int, size: int) -> Any:
-    return (
-        is_distributed(),
-        gather_objects({"rank": rank}),
-        from_rank_zero(f"from {rank}"),
-        all_or_none(lambda: rank * 10),
-    )
-
-
-def test_values_travel(pool: Pool) -> None:
-    told = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-    assert pool.run(exchange, ranks=3) == [(True, told, "from 0", rank * 10) for rank in range(3)]
+@on_ranks(3)
+def test_values_travel(rank: int, size: int) -> None:
+    assert is_distributed()
+    assert gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert from_rank_zero(f"from {rank}") == "from 0"
+    assert all_or_none(lambda: rank * 10) == rank * 10
 
 
 def fail_on(rank: int, size: int, failing: list[int], name: str) -> tuple[str, str]:
@@ -108,8 +102,9 @@ def test_a_difference_is_an_error_on_every_rank(pool: Pool) -> None:
     assert found == [[expected] * 3 for _, expected in cases]
 
 
-def called_apart(rank: int, size: int) -> tuple[str, int]:
-    """What is told of 1,000 values of which three are rank 1's own and one is rank 2's; the most that travelled."""
+@on_ranks(3)
+def test_what_differs_is_named_without_sending_all_to_all(rank: int, size: int) -> None:
+    """Of 1,000 values three are rank 1's own, and one is rank 2's."""
     values = list(range(1000))
     for place in {0: (), 1: (5, 500, 700), 2: (600,)}[rank]:
         values[place] = -1
@@ -122,18 +117,14 @@ def called_apart(rank: int, size: int) -> tuple[str, int]:
 
     with mock.patch.object(dist, "all_gather_object", measured), pytest.raises(ArgumentError) as caught:
         call_on_all_ranks("call", lambda: {"given": described("given", values)}, lambda: rank)
-    return str(caught.value), max(sent)
+    told = str(caught.value)
+    assert "given[5] is 5 on ranks 0, 2 and -1 on rank 1; given[500] is 500 on ranks 0, 2 and -1 on rank 1" in told
+    assert "given[600] is 600 on ranks 0, 1 and -1 on rank 2" in told
+    assert max(sent) < 1000
 
 
-def test_what_differs_is_named_without_sending_all_to_all(pool: Pool) -> None:
-    for told, sent in pool.run(called_apart, ranks=3):
-        assert "given[5] is 5 on ranks 0, 2 and -1 on rank 1; given[500] is 500 on ranks 0, 2 and -1 on rank 1" in told
-        assert "given[600] is 600 on ranks 0, 1 and -1 on rank 2" in told
-        assert sent < 1000
-
-
-def all_is_well(rank: int, size: int) -> list[str]:
-    """The collectives of decisions in which nothing goes wrong."""
+@on_ranks(2)
+def test_where_all_is_well_a_few_numbers_are_exchanged(rank: int, size: int) -> None:
     called: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
@@ -145,123 +136,91 @@ def all_is_well(rank: int, size: int) -> list[str]:
 
         return call
 
-    names = ("all_reduce", "all_gather_object", "broadcast_object_list", "broadcast")
     with ExitStack() as stack:
-        for name in names:
+        for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "broadcast"):
             stack.enter_context(mock.patch.object(dist, name, noted(name)))
         all_or_none(lambda: rank)
         require_equal(["a"] * 1000, "the strategy", StrategyError)
         call_on_all_ranks("call", lambda: {"given": described("given", list(range(1000)))}, lambda: rank)
         synchronise([torch.ones(3), torch.zeros(2, 2)])
-    return called
+    assert called == ["all_reduce"] * 4
 
 
-def test_where_all_is_well_a_few_numbers_are_exchanged(pool: Pool) -> None:
-    assert pool.run(all_is_well) == [["all_reduce"] * 4] * 2
-
-
-def align(rank: int, size: int, case: str) -> Any:
-    torch.manual_seed(0 if case == "same" else rank)
+def convolutions(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-    if case == "shapes" and rank == 1:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model.register_buffer("phases", torch.polar(torch.ones(3), torch.randn(3)))
-    tensors = [*model.parameters(), *model.buffers()]
-    try:
-        synchronise([*tensors, torch.empty(3, device="meta")])
-    except ArgumentError as error:
-        return str(error)
-    return [tensor.tolist() for tensor in tensors], [tensor.requires_grad for tensor in tensors]
+    return model
 
 
-def test_every_rank_gets_the_values_of_rank_0_of_models_that_are_alike(pool: Pool) -> None:
-    *found, told = run_each(pool, align, [("same",), ("different",), ("shapes",)])
-    torch.manual_seed(0)
-    expected = torch.nn.Conv2d(3, 4, 3).weight.tolist()
-    for zero, one in found:
-        assert zero == one
-        assert zero[0][0] == expected
-        assert zero[1][:4] == [True] * 4
-    assert all(text.startswith("the model differs between processes") for text in told)
+@on_ranks(2)
+def test_every_rank_gets_the_values_of_rank_0_of_models_that_are_alike(rank: int, size: int) -> None:
+    expected = convolutions(0).state_dict()
+    for seed in (0, rank):
+        model = convolutions(seed)
+        synchronise([*model.parameters(), *model.buffers(), torch.empty(3, device="meta")])
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    other = torch.nn.Linear(2, 2) if rank else convolutions(0)
+    with pytest.raises(ArgumentError, match="^the model differs between processes"):
+        synchronise([*other.parameters(), *other.buffers()])
 
 
-def align_one_bit(rank: int, size: int) -> list[list[float]]:
-    """Tensors that differ in one bit at their start, middle or end, and one whose elements lie apart."""
-    found = []
+@on_ranks(2)
+def test_one_bit_is_seen_wherever_it_lies(rank: int, size: int) -> None:
+    """At the start, middle or end of a tensor; and in one whose elements lie apart."""
     for place in (0, 7, 10):
         whole = torch.ones(14, dtype=torch.bfloat16)
         tensors = [whole[3:], torch.ones(2, 3).t(), torch.empty(0), torch.tensor(1.0), torch.tensor([True, False])]
         if rank == 1:
             tensors[0][place] = 1.0078125
         synchronise(tensors)
-        found.append(tensors[0].tolist())
+        assert tensors[0].tolist() == [1.0] * 11
     apart = (torch.arange(8.0) + rank)[::2]
     synchronise([apart])
-    return [*found, apart.tolist()]
+    assert apart.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_one_bit_is_seen_wherever_it_lies(pool: Pool) -> None:
-    assert pool.run(align_one_bit) == [[*[[1.0] * 11] * 3, [0.0, 2.0, 4.0, 6.0]]] * 2
-
-
-def meet_twice(rank: int, size: int, absent: int) -> str:
+@on_ranks(2)
+def test_who_does_not_come_to_a_meeting_is_named(rank: int, size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     checked_barrier("store()", group)
-    if rank == absent:
-        return "absent"
+    if rank == 1:
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MEETING", timedelta(seconds=0.01))
         patch.setattr(collectives, "TIMEOUT", timedelta(seconds=0.1))
-        with pytest.raises(ArgumentError) as caught:
+        with pytest.raises(ArgumentError, match=r"store\(\) is called on rank 0 but not on 1"):
             checked_barrier("store()", group)
-    return str(caught.value)
-
-
-def test_who_does_not_come_to_a_meeting_is_named(pool: Pool) -> None:
-    told = pool.run(meet_twice, 1)
-    assert told == ["store() is called on rank 0 but not on 1; call it on all together", "absent"]
-
-
-def waited_in_vain(rank: int, size: int, call: str, ends: bool) -> str:
-    """What rank 1 brings about that does not come, and, unless it ends, is there while the others wait."""
-    group = dist.new_group(timeout=timedelta(seconds=0.3))
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        if not ends:
-            store.wait(["told"])
-        return "absent"
-    calls = {
-        "together": lambda: all_or_none(lambda: rank, group),
-        "gather_objects": lambda: gather_objects(rank, group),
-        "agreed": lambda: call_on_all_ranks("plan", lambda: {}, lambda: rank, group=group),
-    }
-    with pytest.raises(ArgumentError) as caught:
-        calls[call]()
-    if store.add("caught", 1) == size - 1:
-        store.set("told", "")
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("call", "ends"), [("together", False), ("together", True), ("gather_objects", False), ("agreed", False)]
 )
-def test_who_does_not_come_to_an_exchange_is_named_when_time_is_up(pool: Pool, call: str, ends: bool) -> None:
-    first, absent, last = pool.run(waited_in_vain, call, ends, ranks=3)
-    assert absent == "absent"
-    for told in (first, last):
-        assert "rank 1 did not come to an exchange in which ranks 0, 2 waited" in told
-        assert told.startswith("plan got no answer from the other processes") == (call == "agreed")
+@on_ranks(3)
+def test_who_does_not_come_to_an_exchange_is_named_when_time_is_up(rank: int, size: int, call: str, ends: bool) -> None:
+    """Rank 1, which unless it ends is there while the others wait."""
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        if not ends:
+            store.wait(["told"])
+        return
+    calls = {
+        "together": lambda: all_or_none(lambda: rank, group),
+        "gather_objects": lambda: gather_objects(rank, group),
+        "agreed": lambda: call_on_all_ranks("plan", lambda: {}, lambda: rank, group=group),
+    }
+    with pytest.raises(ArgumentError, match="rank 1 did not come to an exchange in which ranks 0, 2 waited") as caught:
+        calls[call]()
+    assert str(caught.value).startswith("plan got no answer from the other processes") == (call == "agreed")
+    if store.add("caught", 1) == size - 1:
+        store.set("told", "")
 
 
-def lost(rank: int, size: int) -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    with pytest.raises(ArgumentError) as caught:
-        answered(lambda: fail(RuntimeError("Connection reset by peer")), group)
-    return str(caught.value)
-
-
-def test_where_all_came_it_is_the_connection(pool: Pool) -> None:
-    told = "all processes came to an exchange, and lost their connection in it (Connection reset by peer)"
-    assert pool.run(lost) == [told, told]
+@on_ranks(2)
+def test_where_all_came_it_is_the_connection(rank: int, size: int) -> None:
+    told = r"all processes came to an exchange, and lost their connection in it \(Connection reset by peer\)"
+    with pytest.raises(ArgumentError, match=told):
+        answered(lambda: fail(RuntimeError("Connection reset by peer")), dist.group.WORLD)

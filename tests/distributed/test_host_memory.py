@@ -17,7 +17,7 @@ from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk import chunked
 from tests.auto.training import refusal, run_each
 from tests.foreign.script import Samples, accelerated
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 MiB = 2**20
 
@@ -51,7 +51,6 @@ def job(width: int = 724, blocks: int = 2) -> dict[str, Any]:
 
 
 def free(num_bytes: int) -> Any:
-    """Inside, so much host memory is free."""
     return mock.patch.object(psutil, "virtual_memory", return_value=SimpleNamespace(available=num_bytes, total=2**40))
 
 
@@ -88,31 +87,21 @@ def test_what_does_not_fit_is_refused_on_all_processes(pool: Pool, processes: in
     run_each(pool, with_free, [(strategy, enough) for strategy, _, enough in cases], ranks=processes)
 
 
-def in_place(rank: int, size: int) -> list[tuple[float, bool]]:
-    """Losses where gradients fit beside 16-bit parameters and where they do not, and whether a warning says so."""
-    strategy, found = [("half", {"dtype": "bf16"}), CHUNK], []
-    for free_bytes in (2**40, 14 * MiB):
-        with mock.patch.object(chunked.logger, "warning") as warned:
-            loss = with_free(rank, size, strategy, free_bytes)
-        found.append((loss, any("lie in the place" in call.args[0] for call in warned.call_args_list)))
-    return found
+@on_ranks(1)
+def test_gradients_take_the_place_of_parameters_where_that_fits(rank: int, size: int) -> None:
+    """Where they do not fit beside 16-bit parameters, which a warning says."""
+    strategy = [("half", "bf16"), CHUNK]
+    beside = with_free(rank, size, strategy, 2**40)
+    with mock.patch.object(chunked.logger, "warning") as warned:
+        assert with_free(rank, size, strategy, 14 * MiB) == beside
+    assert any("lie in the place" in call.args[0] for call in warned.call_args_list)
 
 
-def test_gradients_take_the_place_of_parameters_where_that_fits(pool: Pool) -> None:
-    (((beside, _), (instead, is_told)),) = pool.run(in_place, ranks=1)
-    assert beside == instead
-    assert is_told
-
-
-def filled(rank: int, size: int) -> list[float]:
-    """Losses where the host has room for what costs the least traffic, and where the device must be filled."""
-    # Of 16 MiB, one of 16 blocks on the device costs the least traffic, and four have room there.
+@on_ranks(1)
+def test_the_device_is_filled_where_the_host_is_short(rank: int, size: int) -> None:
+    """Of 16 MiB, one of 16 blocks on the device costs the least traffic, and four have room there."""
     strategy = [("chunk", {"budget_bytes": 5 * MiB})]
-    return [with_free(rank, size, strategy, free_bytes, 256, 16) for free_bytes in (2**40, 9 * MiB)]
-
-
-def test_the_device_is_filled_where_the_host_is_short(pool: Pool) -> None:
-    ((ample, short),) = pool.run(filled, ranks=1)
+    ample, short = (with_free(rank, size, strategy, free_bytes, 256, 16) for free_bytes in (2**40, 9 * MiB))
     assert ample == short
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from atorch.distributed.collectives import all_gather_single, reduce_scatter_single
 from atorch.distributed.local_collectives import are_collectives_local, local_collectives
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 def gathered(mine: Tensor) -> list[Tensor]:
@@ -76,38 +76,30 @@ def finite(made: Any) -> bool:
     return all(bool(each.isfinite().all()) for each in (made if isinstance(made, list) else [made]))
 
 
-def alone_and_together(rank: int, size: int) -> list[Any]:
-    """Whether each call gives alone, on rank 0 alone, what has the sizes of what all get together."""
-    made = []
+@on_ranks(2, timeout=30)
+def test_a_process_alone_gets_what_has_the_sizes_that_all_get(rank: int, size: int) -> None:
+    alone = []
     if rank == 0:
         with local_collectives():
-            made = [call(torch.ones(2, 3)) for call in CALLS]
+            alone = [call(torch.ones(2, 3)) for call in CALLS]
     together = [shapes(call(torch.ones(2, 3))) for call in CALLS]
-    return [shapes(each) == real and finite(each) for each, real in zip(made, together, strict=False)]
+    assert rank or list(map(shapes, alone)) == together
+    assert all(map(finite, alone))
 
 
-def test_a_process_alone_gets_what_has_the_sizes_that_all_get(pool: Pool) -> None:
-    assert pool.run(alone_and_together, timeout=30) == [[True] * len(CALLS), []]
-
-
-def of_parts(rank: int, size: int) -> tuple[list[tuple[int, ...]], list[bool]]:
-    """What DTensors do to their parts, and where backward believes to be."""
+@on_ranks(2, timeout=30)
+def test_what_parts_of_tensors_do_is_alone_too(rank: int, size: int) -> None:
     mesh, told = init_device_mesh("cpu", (size,)), []
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    found = []
     if rank == 0:
         with local_collectives():
             made = weight.redistribute(mesh, [Replicate()]).to_local()
             made.register_hook(lambda _: told.append(are_collectives_local()))
             made.sum().backward()
-            assert weight.grad is not None
-            found = [tuple(made.shape), tuple(weight.grad.to_local().shape)]
+        assert (made.shape, weight.grad.to_local().shape) == ((4, 4), (2, 4))
+        assert told == [True]
     dist.barrier()
-    return found, [*told, are_collectives_local()]
-
-
-def test_what_parts_of_tensors_do_is_alone_too(pool: Pool) -> None:
-    assert pool.run(of_parts, timeout=30) == [([(4, 4), (2, 4)], [True, False]), ([], [False])]
+    assert not are_collectives_local()
 
 
 def test_where_nobody_else_is_nothing_changes() -> None:

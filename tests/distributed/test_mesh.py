@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from datetime import timedelta
@@ -14,14 +13,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from atorch.distributed import Mesh, parallel_group, parallel_group_size, parallel_rank, rank_table, use_mesh
 from atorch.distributed.collectives import use_world_group
 from atorch.distributed.local_collectives import fake_world
 from atorch.distributed.mesh import AXES, groups_along, own_group
 from atorch.errors import StrategyError
-from tests.auto.training import run_each
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 
 def test_the_table_of_the_document() -> None:
@@ -41,7 +41,6 @@ def test_the_product_of_axes() -> None:
 
 @st.composite
 def arrangements(draw: st.DrawFn) -> tuple[list[tuple[str, int]], int, list[int]]:
-    """Slices, the number of ranks, and an order of them."""
     names = draw(st.lists(st.sampled_from(AXES), unique=True, max_size=4))
     slices = [(name, draw(st.integers(1, 4))) for name in names]
     world_size = math.prod(size for _, size in slices)
@@ -145,21 +144,6 @@ def summed(value: float, group: dist.ProcessGroup) -> float:
     return tensor.item()
 
 
-def make_groups(rank: int, size: int, slices: Any, order: Any) -> Any:
-    mesh = Mesh(slices, order, "cpu")
-    sums = {}
-    for names in [("data",), ("tensor",), ("data", "tensor"), ("zero",)]:
-        group = mesh.group(*names)
-        assert group is mesh.group(*names)
-        assert dist.get_process_group_ranks(group) == mesh.ranks(*names)
-        assert dist.get_rank(group) == mesh.rank(*names)
-        sums["×".join(names)] = summed(2.0**rank, group)
-    with use_mesh(mesh):
-        assert parallel_group("data") is mesh.group("data")
-        assert (parallel_rank("tensor"), parallel_group_size("tensor")) == (mesh.rank("tensor"), 2)
-    return sums
-
-
 ARRANGED = [
     (slices, order)
     for slices in ((("tensor", 2), ("data", 2)), (("data", 2), ("tensor", 2)))
@@ -167,103 +151,66 @@ ARRANGED = [
 ]
 
 
-def test_groups_reduce_over_the_ranks_of_the_table(pool: Pool) -> None:
-    for case, by_rank in zip(ARRANGED, run_each(pool, make_groups, ARRANGED, ranks=4), strict=True):
-        table = rank_table(case[0], 4, case[1])
-        for rank, sums in enumerate(by_rank):
-            for name in ("tensor", "data"):
-                mine = next(group for group in table[name] if rank in group)
-                assert sums[name] == sum(2.0**member for member in mine)
-            assert (sums["data×tensor"], sums["zero"]) == (15.0, 2.0**rank)
+@on_ranks(4)
+def test_groups_reduce_over_the_ranks_of_the_table(rank: int, size: int) -> None:
+    for slices, order in ARRANGED:
+        mesh, table = Mesh(slices, order, "cpu"), rank_table(slices, 4, order)
+        of_axis = {(name,): next(group for group in table[name] if rank in group) for name in ("data", "tensor")}
+        for names, members in {**of_axis, ("data", "tensor"): range(4), ("zero",): [rank]}.items():
+            group = mesh.group(*names)
+            assert group is mesh.group(*names)
+            assert dist.get_process_group_ranks(group) == mesh.ranks(*names)
+            assert dist.get_rank(group) == mesh.rank(*names)
+            assert summed(2.0**rank, group) == sum(2.0**member for member in members)
+        with use_mesh(mesh):
+            assert parallel_group("data") is mesh.group("data")
+            assert (parallel_rank("tensor"), parallel_group_size("tensor")) == (mesh.rank("tensor"), 2)
 
 
-def shard_over_device_mesh(rank: int, size: int, slices: Any, order: Any) -> Any:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = Mesh(slices, order, "cpu")
-    inner, outer = mesh.device_mesh("tensor"), mesh.device_mesh("data")
-    both = mesh.device_mesh("tensor", "data")
-    assert both.mesh_dim_names == ("data", "tensor")
-    assert mesh.device_mesh("zero", "data").shape == (2, 1)
-    assert inner.get_group() is mesh.group("tensor")
-    assert outer.get_local_rank() == mesh.rank("data")
+@on_ranks(4)
+def test_a_device_mesh_shards_in_the_order_of_the_mesh(rank: int, size: int) -> None:
     whole = torch.arange(8.0)
-    for device_mesh, placements in [(inner, [Shard(0)]), (outer, [Shard(0)])]:
-        torch.testing.assert_close(distribute_tensor(whole, device_mesh, placements).full_tensor(), whole)
-    local = distribute_tensor(whole, both, [Shard(0), Shard(0)]).to_local()
-    return (mesh.rank("data"), mesh.rank("tensor")), local.tolist()
+    for slices, order in ARRANGED:
+        mesh = Mesh(slices, order, "cpu")
+        inner, outer = mesh.device_mesh("tensor"), mesh.device_mesh("data")
+        both = mesh.device_mesh("tensor", "data")
+        assert both.mesh_dim_names == ("data", "tensor")
+        assert mesh.device_mesh("zero", "data").shape == (2, 1)
+        assert inner.get_group() is mesh.group("tensor")
+        assert outer.get_local_rank() == mesh.rank("data")
+        for device_mesh in (inner, outer):
+            assert torch.equal(distribute_tensor(whole, device_mesh, [Shard(0)]).full_tensor(), whole)
+        local = distribute_tensor(whole, both, [Shard(0), Shard(0)]).to_local()
+        assert torch.equal(local, whole.view(2, 2, 2)[mesh.rank("data"), mesh.rank("tensor")])
 
 
-def test_a_device_mesh_shards_in_the_order_of_the_mesh(pool: Pool) -> None:
-    for found in run_each(pool, shard_over_device_mesh, ARRANGED, ranks=4):
-        shards = dict(found)
-        assert [value for place in sorted(shards) for value in shards[place]] == list(range(8))
-
-
-def train_on_two_axes(rank: int, size: int) -> bool:
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = Mesh((("tensor", 2), ("data", 2)), None, "cpu")
-    torch.manual_seed(0)
-    model, plain = nn.Linear(4, 8), nn.Linear(4, 8)
-    plain.load_state_dict(model.state_dict())
-    parallelize_module(model, mesh.device_mesh("tensor"), ColwiseParallel(output_layouts=None))
-    fully_shard(model, mesh=mesh.device_mesh("data"))
-    batch = torch.randn(2, 3, 4)
-    model(batch[mesh.rank("data")]).sum().backward()
-    (plain(batch[0]).sum() / 2 + plain(batch[1]).sum() / 2).backward()
-    assert plain.weight.grad is not None
-    grad: Any = model.weight.grad
-    torch.testing.assert_close(grad.full_tensor(), plain.weight.grad)
-    return True
-
-
-def test_methods_that_shard_over_different_axes_compose(pool: Pool) -> None:
-    assert all(pool.run(train_on_two_axes, ranks=4))
-
-
-def parameter_on_a_second_mesh(rank: int, size: int) -> list[float]:
-    from torch.distributed.tensor import DTensor, Shard
-
+@on_ranks(2)
+def test_a_mesh_like_a_closed_one_has_groups_of_its_own(rank: int, size: int) -> None:
     for value in (1.0, 2.0):
         group = dist.new_group()
         with use_world_group(group):
             mesh = Mesh((("data", size),), None, "cpu")
             local = torch.full((1,), value + rank)
-            parameter = torch.nn.Parameter(DTensor.from_local(local, mesh.device_mesh("data"), [Shard(0)]))
-            whole = parameter.full_tensor().tolist()  # type: ignore[attr-defined]
+            parameter: Any = nn.Parameter(DTensor.from_local(local, mesh.device_mesh("data"), [Shard(0)]))
+            assert parameter.full_tensor().tolist() == [value, value + 1]
             mesh.close()
         dist.destroy_process_group(group)
-    return whole
 
 
-def test_a_mesh_like_a_closed_one_has_groups_of_its_own(pool: Pool) -> None:
-    assert pool.run(parameter_on_a_second_mesh, ranks=2) == [[2.0, 3.0]] * 2
-
-
-def joined(rank: int, size: int, slices: Any) -> dict[str, Any]:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = Mesh(slices, None, "cpu")
-    both = mesh.joined_mesh(("data", "sequence"))
-    assert mesh.joined_mesh(("data", "sequence")) is both
-    whole = torch.arange(8.0)
-    spread = distribute_tensor(whole, both, [Shard(0)])
-    assert mesh.joined_mesh(("data",), ("sequence", "context")).mesh_dim_names == ("data", "sequence")
-    return {
-        "ranks": both.mesh.tolist(),
-        "place": both.get_local_rank() == mesh.rank("data", "sequence") == both.get_group().rank(),
-        "whole": spread.full_tensor().tolist() == whole.tolist(),
-        "own": spread.to_local().tolist() == whole.chunk(both.size())[both.get_local_rank()].tolist(),
-    }
-
-
-def test_axes_are_joined_in_the_order_of_ranks(pool: Pool) -> None:
+@on_ranks(4)
+def test_axes_are_joined_in_the_order_of_ranks(rank: int, size: int) -> None:
     slices = (("sequence", 2), ("data", 2))
-    for seen in itertools.chain(*run_each(pool, joined, [(slices,), (slices[::-1],)], ranks=4)):
-        assert seen == {"ranks": [0, 1, 2, 3], "place": True, "whole": True, "own": True}
+    for arranged in (slices, slices[::-1]):
+        mesh = Mesh(arranged, None, "cpu")
+        both = mesh.joined_mesh(("data", "sequence"))
+        assert mesh.joined_mesh(("data", "sequence")) is both
+        assert mesh.joined_mesh(("data",), ("sequence", "context")).mesh_dim_names == ("data", "sequence")
+        assert both.mesh.tolist() == [0, 1, 2, 3]
+        assert both.get_local_rank() == mesh.rank("data", "sequence") == both.get_group().rank()
+        whole = torch.arange(8.0)
+        spread = distribute_tensor(whole, both, [Shard(0)])
+        assert torch.equal(spread.full_tensor(), whole)
+        assert torch.equal(spread.to_local(), whole.chunk(both.size())[both.get_local_rank()])
 
 
 def test_joined_axes_beside_tensor_are_in_the_usual_order() -> None:

@@ -29,6 +29,23 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
+def _arguments(
+    make: Callable[[], nn.Module], sample: Callable[[int], Any], loss_func: Any, optim_func: Any,
+    optim_args: dict[str, Any], form: str = "unpack_sequence", rows: int = ROWS, **more: Any,
+) -> Arguments:  # fmt: skip
+    """Of auto_accelerate, for batches of so many samples; `more` goes over them."""
+    return {
+        "model": _seeded(make),
+        "optim_func": optim_func,
+        "optim_args": optim_args,
+        "dataset": Samples(rows, sample),
+        "loss_func": loss_func,
+        "model_input_format": form,
+        "dataloader_args": {"batch_size": BATCH},
+        **more,
+    }
+
+
 def _tokens(index: int, num: int, least: int = 0) -> Tensor:
     return torch.randint(least, VOCAB, (num,), generator=drawn(index))
 
@@ -43,19 +60,12 @@ def _mingpt(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Ar
         y[:5] = -1
         return x, y
 
-    model = _seeded(lambda: texts.MinGPT(3, 16 * scale, 2, 2, 11, dropout))
     return [
-        {
-            "model": model,
-            "optim_func": torch.optim.AdamW,
-            "optim_args": {"lr": 3e-3, "betas": (0.9, 0.95)},
-            "optim_param_func": texts.mingpt_groups,
-            "dataset": Samples(ROWS, sample),
-            "loss_func": _second,
-            "model_input_format": "unpack_sequence",
-            "dataloader_args": {"batch_size": BATCH},
-        }
-    ]
+        _arguments(
+            lambda: texts.MinGPT(3, 16 * scale, 2, 2, 11, dropout), sample, _second, torch.optim.AdamW,
+            {"lr": 3e-3, "betas": (0.9, 0.95)}, optim_param_func=texts.mingpt_groups,
+        )
+    ]  # fmt: skip
 
 
 def _second(batch: Any, output: Any) -> Tensor:
@@ -68,17 +78,11 @@ def _nanogpt(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[A
         return text[:-1], text[1:]
 
     return [
-        {
-            "model": _seeded(lambda: texts.NanoGPT(VOCAB, 16 * scale, 2, 2, 16, dropout)),
-            "optim_func": texts.fused_adamw,
-            "optim_args": {"lr": 3e-3, "betas": (0.9, 0.95)},
-            "optim_param_func": texts.nanogpt_groups,
-            "dataset": Samples(ROWS, sample),
-            "loss_func": _second,
-            "model_input_format": "unpack_sequence",
-            "dataloader_args": {"batch_size": BATCH},
-        }
-    ]
+        _arguments(
+            lambda: texts.NanoGPT(VOCAB, 16 * scale, 2, 2, 16, dropout), sample, _second, texts.fused_adamw,
+            {"lr": 3e-3, "betas": (0.9, 0.95)}, optim_param_func=texts.nanogpt_groups,
+        )
+    ]  # fmt: skip
 
 
 def _word_language_model(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
@@ -92,16 +96,12 @@ def _word_language_model(processes: int = 1, dropout: float = 0.0, scale: int = 
         return columns[column][start : start + bptt], columns[column][start + 1 : start + 1 + bptt]
 
     return [
-        {
-            "model": _seeded(lambda: texts.RNNModel(VOCAB, 12 * scale, 2, dropout)),
-            "optim_func": torch.optim.SGD,
-            "optim_args": {"lr": 5.0},
-            "dataset": Samples(pieces * BATCH, sample),
-            "loss_func": lambda batch, output: F.nll_loss(output[0], batch[1].reshape(-1)),
-            "model_input_format": "unpack_sequence",
-            "dataloader_args": {"batch_size": BATCH, "collate_fn": _columns},
-        }
-    ]
+        _arguments(
+            lambda: texts.RNNModel(VOCAB, 12 * scale, 2, dropout), sample,
+            lambda batch, output: F.nll_loss(output[0], batch[1].reshape(-1)), torch.optim.SGD, {"lr": 5.0},
+            rows=pieces * BATCH, dataloader_args={"batch_size": BATCH, "collate_fn": _columns},
+        )
+    ]  # fmt: skip
 
 
 def _columns(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -119,44 +119,26 @@ def _vae(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Argum
         bce = F.binary_cross_entropy(recon, batch["x"].view(-1, 36), reduction="sum")
         return bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
 
-    return [
-        {
-            "model": _seeded(lambda: images.VAE(36, 32 * scale, 4)),
-            "optim_func": torch.optim.SGD,  # where the script has Adam, which hides how large gradients are
-            "optim_args": {"lr": 1e-4},
-            "dataset": Samples(ROWS, sample),
-            "loss_func": loss_func,
-            "model_input_format": "unpack_dict",
-            "dataloader_args": {"batch_size": BATCH},
-        }
-    ]
+    # The script has Adam, which hides how large gradients are.
+    sgd = torch.optim.SGD
+    return [_arguments(lambda: images.VAE(36, 32 * scale, 4), sample, loss_func, sgd, {"lr": 1e-4}, form="unpack_dict")]
 
 
 def _dcgan(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
     """The discriminator, and the generator. Each is told of a pass of its own; the loop puts one behind the other."""
-    latent = 6
-    net_d = _seeded(lambda: images.Discriminator(6 * scale).apply(images.dcgan_weights))
-    net_g = _seeded(lambda: images.Generator(latent, 6 * scale).apply(images.dcgan_weights))
-    common = {
-        "optim_func": torch.optim.Adam,
-        "optim_args": {"lr": 2e-4, "betas": (0.5, 0.999)},
-        "dataloader_args": {"batch_size": BATCH},
-    }
+    latent, adam = 6, (torch.optim.Adam, {"lr": 2e-4, "betas": (0.5, 0.999)})
     return [
-        {
-            "model": net_d,
-            "dataset": Samples(ROWS, lambda index: (_picture(index)[:1].tanh(), torch.tensor(1.0))),
-            "loss_func": lambda batch, output: F.binary_cross_entropy(output, batch[1]),
-            "model_input_format": "unpack_sequence",
-            **common,
-        },
-        {
-            "model": net_g,
-            "dataset": Samples(ROWS, lambda index: torch.randn(latent, 1, 1, generator=drawn(index))),
-            "loss_func": lambda noise, fake: fake.square().mean(),
-            **common,
-        },
-    ]
+        _arguments(
+            lambda: images.Discriminator(6 * scale).apply(images.dcgan_weights),
+            lambda index: (_picture(index)[:1].tanh(), torch.tensor(1.0)),
+            lambda batch, output: F.binary_cross_entropy(output, batch[1]), *adam,
+        ),
+        _arguments(
+            lambda: images.Generator(latent, 6 * scale).apply(images.dcgan_weights),
+            lambda index: torch.randn(latent, 1, 1, generator=drawn(index)),
+            lambda noise, fake: fake.square().mean(), *adam, model_input_format=None,
+        ),
+    ]  # fmt: skip
 
 
 def _gcn(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
@@ -173,19 +155,14 @@ def _gcn(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Argum
         "idx_val": torch.arange(9, 15),
     }
     return [
-        {
-            "model": _seeded(lambda: texts.GCN(features, 16 * scale, classes, dropout)),
-            "optim_func": torch.optim.Adam,
-            "optim_args": {"lr": 0.01, "weight_decay": 5e-4},
-            "dataset": Samples(processes, lambda index: graph),
-            "loss_func": lambda graph, output: F.nll_loss(
-                output[graph["idx_train"]], graph["labels"][graph["idx_train"]]
-            ),
-            "prepare_input": lambda graph, device: {name: value.to(device) for name, value in graph.items()},
-            "model_input_format": "unpack_dict",
-            "dataloader_args": {"batch_size": processes, "collate_fn": _only},
-        }
-    ]
+        _arguments(
+            lambda: texts.GCN(features, 16 * scale, classes, dropout), lambda index: graph,
+            lambda graph, output: F.nll_loss(output[graph["idx_train"]], graph["labels"][graph["idx_train"]]),
+            torch.optim.Adam, {"lr": 0.01, "weight_decay": 5e-4}, form="unpack_dict", rows=processes,
+            prepare_input=lambda graph, device: {name: value.to(device) for name, value in graph.items()},
+            dataloader_args={"batch_size": processes, "collate_fn": _only},
+        )
+    ]  # fmt: skip
 
 
 def _only(samples: Sequence[Any]) -> Any:
@@ -203,16 +180,12 @@ def _packed_lstm(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> li
         return {"text": pad_sequence(text, batch_first=True), "lengths": lengths, "labels": torch.stack(labels)}
 
     return [
-        {
-            "model": _seeded(lambda: texts.PackedTagger(VOCAB, 8 * scale, 3, dropout)),
-            "optim_func": torch.optim.Adam,
-            "optim_args": {"lr": 1e-2},
-            "dataset": Samples(ROWS, sample),
-            "loss_func": lambda batch, output: F.cross_entropy(output, batch["labels"]),
-            "model_input_format": "unpack_dict",
-            "dataloader_args": {"batch_size": BATCH, "collate_fn": collate},
-        }
-    ]
+        _arguments(
+            lambda: texts.PackedTagger(VOCAB, 8 * scale, 3, dropout), sample,
+            lambda batch, output: F.cross_entropy(output, batch["labels"]), torch.optim.Adam, {"lr": 1e-2},
+            form="unpack_dict", dataloader_args={"batch_size": BATCH, "collate_fn": collate},
+        )
+    ]  # fmt: skip
 
 
 def _own_loss(batch: Any, output: Any) -> Tensor:
@@ -243,23 +216,16 @@ def _bert(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Argu
         intermediate_size=32 * scale, max_position_embeddings=32,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
-    model = _seeded(lambda: BertForMaskedLM(config))
-    return [_hugging_face(model, Samples(ROWS, sample), collate_fn=collate)]
+    return [_hugging_face(lambda: BertForMaskedLM(config), sample, collate_fn=collate)]
 
 
-def _hugging_face(model: nn.Module, dataset: Samples, **loader: Any) -> Arguments:
+def _hugging_face(make: Callable[[], nn.Module], sample: Callable[[int], Any], **loader: Any) -> Arguments:
     """A model that knows its own loss, with AdamW and a linear schedule."""
-    return {
-        "model": model,
-        "optim_func": torch.optim.AdamW,
-        "optim_args": {"lr": 1e-3, "weight_decay": 0.01},
-        "dataset": dataset,
-        "loss_func": _own_loss,
-        "model_input_format": "unpack_dict",
-        "dataloader_args": {"batch_size": BATCH, **loader},
-        "lr_scheduler_cls": torch.optim.lr_scheduler.LinearLR,
-        "lr_scheduler_args": {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 10},
-    }
+    return _arguments(
+        make, sample, _own_loss, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.01}, form="unpack_dict",
+        dataloader_args={"batch_size": BATCH, **loader}, lr_scheduler_cls=torch.optim.lr_scheduler.LinearLR,
+        lr_scheduler_args={"start_factor": 1.0, "end_factor": 0.1, "total_iters": 10},
+    )  # fmt: skip
 
 
 def _whisper(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
@@ -276,7 +242,7 @@ def _whisper(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[A
         max_source_positions=8, max_target_positions=16, dropout=dropout, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, decoder_start_token_id=1, suppress_tokens=[], begin_suppress_tokens=[], use_cache=False,
     )  # fmt: skip
-    return [_hugging_face(_seeded(lambda: WhisperForConditionalGeneration(config)), Samples(ROWS, sample))]
+    return [_hugging_face(lambda: WhisperForConditionalGeneration(config), sample)]
 
 
 def _t5(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
@@ -291,7 +257,7 @@ def _t5(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Argume
         vocab_size=VOCAB, d_model=16 * scale, d_kv=8 * scale, d_ff=32 * scale, num_layers=2, num_heads=2,
         dropout_rate=dropout, decoder_start_token_id=0, pad_token_id=0, use_cache=False,
     )  # fmt: skip
-    return [_hugging_face(_seeded(lambda: T5ForConditionalGeneration(config)), Samples(ROWS, sample))]
+    return [_hugging_face(lambda: T5ForConditionalGeneration(config), sample)]
 
 
 def _picture(index: int, size: int = 8) -> Tensor:
@@ -308,53 +274,37 @@ def _unet(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Argu
         return F.cross_entropy(output, batch["mask"]) + images.dice_loss(F.softmax(output.float(), dim=1), truth)
 
     return [
-        {
-            "model": _seeded(lambda: images.UNet(3, 2, 4 * scale)),
-            "optim_func": torch.optim.RMSprop,
-            "optim_args": {"lr": 1e-4, "weight_decay": 1e-8, "momentum": 0.9},
-            "dataset": Samples(ROWS, sample),
-            "loss_func": loss_func,
-            "model_input_format": "unpack_dict",
-            "dataloader_args": {"batch_size": BATCH},
-        }
-    ]
+        _arguments(
+            lambda: images.UNet(3, 2, 4 * scale), sample, loss_func, torch.optim.RMSprop,
+            {"lr": 1e-4, "weight_decay": 1e-8, "momentum": 0.9}, form="unpack_dict",
+        )
+    ]  # fmt: skip
 
 
-def _classes(model: nn.Module, loss_func: Any = None, **more: Any) -> Arguments:
-    """Pictures of three classes."""
-    return {
-        "model": model,
-        "dataset": Samples(ROWS, lambda index: (_picture(index), torch.tensor(index % 3))),
-        "loss_func": loss_func or (lambda batch, output: F.cross_entropy(output, batch[1])),
-        "model_input_format": "unpack_sequence",
-        "dataloader_args": {"batch_size": BATCH},
-        **more,
-    }
+def _of_class(index: int) -> tuple[Tensor, Tensor]:
+    """A picture of one of three classes."""
+    return _picture(index), torch.tensor(index % 3)
 
 
 def _resnet(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
     return [
-        _classes(
-            _seeded(lambda: images.ResNet(3, 4 * scale)),
-            optim_func=torch.optim.SGD,
-            optim_args={"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-4},
-            lr_scheduler_cls=torch.optim.lr_scheduler.StepLR,
-            lr_scheduler_args={"step_size": 3, "gamma": 0.1},
+        _arguments(
+            lambda: images.ResNet(3, 4 * scale), _of_class, lambda batch, output: F.cross_entropy(output, batch[1]),
+            torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-4},
+            lr_scheduler_cls=torch.optim.lr_scheduler.StepLR, lr_scheduler_args={"step_size": 3, "gamma": 0.1},
         )
-    ]
+    ]  # fmt: skip
 
 
 def _vit(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
     return [
-        _classes(
-            _seeded(lambda: images.VisionTransformer(8, 2, 2, 2, 16 * scale, 3, dropout)),
+        _arguments(
+            lambda: images.VisionTransformer(8, 2, 2, 2, 16 * scale, 3, dropout), _of_class,
             lambda batch, output: F.cross_entropy(output, batch[1], label_smoothing=0.11),
-            optim_func=torch.optim.AdamW,
-            optim_args={"lr": 3e-3, "weight_decay": 0.3},
-            lr_scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
-            lr_scheduler_args={"T_max": 10},
+            torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.3},
+            lr_scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR, lr_scheduler_args={"T_max": 10},
         )
-    ]
+    ]  # fmt: skip
 
 
 def _timm(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
@@ -374,15 +324,12 @@ def _timm(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Argu
         ]
 
     return [
-        _classes(
-            _seeded(lambda: images.ConvNeXt(3, 8 * scale, dropout)),
+        _arguments(
+            lambda: images.ConvNeXt(3, 8 * scale, dropout), sample,
             lambda batch, output: torch.sum(-batch[1] * F.log_softmax(output, dim=-1), dim=-1).mean(),
-            dataset=Samples(ROWS, sample),
-            optim_func=torch.optim.AdamW,
-            optim_args={"lr": 2e-3},
-            optim_param_func=groups,
+            torch.optim.AdamW, {"lr": 2e-3}, optim_param_func=groups,
         )
-    ]
+    ]  # fmt: skip
 
 
 SCRIPTS: Mapping[str, Script] = {

@@ -142,6 +142,7 @@ def check(pool: Pool, name: str, strategy: str, processes: int) -> None:
     [
         ("dpo", "zero2"),
         ("experts", "zero1"),
+        ("experts", "chunk"),
         ("experts_in_backward", "ddp"),
         ("steps_in_hooks", "zero1"),
         ("vq", "checkpoint"),

@@ -7,40 +7,16 @@ import atorch
 
 # Imported by the functions that use them. Some of it comes with torch itself: only what atorch adds is counted.
 DEFERRED = (
-    "rich",
-    "scipy",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor",
-    "torch._dynamo",
-    "torch._inductor",
-    "torchao",
-    "transformers",
-    "typer",
-    "deepspeed",
+    "rich", "scipy", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor", "torch._dynamo", "torch._inductor", "torchao", "transformers", "typer", "deepspeed",
     "fairscale",
-)
+)  # fmt: skip
 
 PUBLIC = {
-    "Checkpoint",
-    "ClusterSpec",
-    "Plan",
-    "StragglerDetector",
-    "Strategy",
-    "auto_accelerate",
-    "checkpoint_sequential",
-    "checkpoint_wrapper",
-    "clip_grad_norm",
-    "is_recomputing",
-    "load_checkpoint",
-    "load_methods",
-    "load_whole_state",
-    "plan",
-    "resume_or_start",
-    "save_checkpoint",
-    "whole_state",
-}
+    "Checkpoint", "ClusterSpec", "Plan", "StragglerDetector", "Strategy", "auto_accelerate", "checkpoint_sequential",
+    "checkpoint_wrapper", "clip_grad_norm", "is_recomputing", "load_checkpoint", "load_methods", "load_whole_state",
+    "plan", "resume_or_start", "save_checkpoint", "whole_state",
+}  # fmt: skip
 
 
 def loaded(statement: str) -> set[str]:

@@ -5,8 +5,10 @@ import io
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from atorch.model.wrapper import override
+from tests.pool import on_ranks
 
 
 def plus(forward, value):
@@ -71,16 +73,11 @@ def test_a_slice_of_an_overridden_container_works():
     assert module[1:](torch.tensor(3.0)).item() == 13.0
 
 
-def sharded(rank, size):
-    from torch.distributed.fsdp import fully_shard
-
+@on_ranks(2)
+def test_sharding_between_overrides(rank, size):
     module = nn.Sequential(nn.Linear(2, 2, bias=False))
     nn.init.ones_(module[0].weight)
     override(module, "forward", plus, 1.0)
     fully_shard(module)
     override(module, "__call__", times, 10.0)
-    return module(torch.ones(2)).tolist()
-
-
-def test_sharding_between_overrides(pool):
-    assert pool.run(sharded) == [[30.0, 30.0]] * 2
+    assert module(torch.ones(2)).tolist() == [30.0, 30.0]

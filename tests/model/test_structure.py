@@ -14,6 +14,7 @@ from atorch.errors import StrategyError
 from atorch.model.structure import find_modules, module_names, repeated_blocks, units
 from atorch.model.wrapper import override
 from tests.profiler import families
+from tests.profiler.families import Residual, ResNet
 
 
 def model_of(family: Callable[[], families.Given]) -> Callable[[], nn.Module]:
@@ -39,30 +40,8 @@ def clip() -> nn.Module:
     return CLIPModel(CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}))
 
 
-class Residual(nn.Module):
-    """Two convolutions around which the input is added."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(channels, channels, 3), nn.BatchNorm2d(channels), nn.ReLU())
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images + self.body(images)
-
-
 class Wide(Residual):
     """A residual block of a class of its own."""
-
-
-class ResNet(nn.Module):
-    """Stem, stages of residual blocks, head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-        self.layer1 = nn.Sequential(Residual(4), Residual(4))
-        self.layer2 = nn.Sequential(nn.Conv2d(4, 8, 1), Residual(8), Residual(8))
-        self.head = nn.Linear(8, 10)
 
 
 class ByAttributes(nn.Module):
@@ -70,7 +49,10 @@ class ByAttributes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.other = Residual(4), Residual(4), Wide(4)
+        self.first, self.second, self.other = Residual(4, 4), Residual(4, 4), Wide(4, 4)
+
+
+BLOCKS = ["layer1.0", "layer1.1", *(f"layer2.{n}" for n in range(3))]  # of a ResNet
 
 
 def mlp() -> nn.Module:
@@ -79,7 +61,7 @@ def mlp() -> nn.Module:
 
 def nested() -> nn.Module:
     return nn.ModuleDict(
-        {"a": nn.Sequential(Residual(4), Residual(4)), "b": nn.ModuleList([nn.Sequential(Wide(4), Wide(4))])}
+        {"a": nn.Sequential(*(Residual(4, 4) for _ in range(2))), "b": nn.Sequential(*(Wide(4, 4) for _ in range(2)))}
     )
 
 
@@ -95,9 +77,9 @@ def without_parameters() -> nn.Module:
         (gpt2, [f"transformer.h.{n}" for n in range(3)]),
         (bert, [f"bert.encoder.layer.{n}" for n in range(3)]),
         (t5, ["encoder.block.0", "encoder.block.1", "decoder.block.0"]),
-        (ResNet, ["layer1.0", "layer1.1", "layer2.1", "layer2.2"]),
+        (ResNet, BLOCKS),
         (ByAttributes, ["first", "second"]),
-        (nested, ["a.0", "a.1", "b.0.0", "b.0.1"]),
+        (nested, ["a.0", "a.1", "b.0", "b.1"]),
         (mlp, []),
         (without_parameters, []),
         (nn.Module, []),
@@ -111,7 +93,6 @@ def test_repeated_blocks(make: Callable[[], nn.Module], paths: list[str]) -> Non
 
 
 def check(found: Mapping[str, nn.Module], model: nn.Module, paths: list[str]) -> None:
-    """The modules are those of the model at the paths, and do not overlap."""
     assert list(found) == paths
     assert all(module is model.get_submodule(path) for path, module in found.items())
     inner = [id(module) for block in found.values() for module in block.modules()]
@@ -143,7 +124,7 @@ class Patched(nn.Module):
         self.encoder = nn.Module()
         self.encoder.scale = nn.Parameter(torch.ones(4))
         self.encoder.tokens = self.embedding
-        self.encoder.layers = nn.Sequential(Residual(4), Residual(4))
+        self.encoder.layers = nn.Sequential(Residual(4, 4), Residual(4, 4))
         self.encoder.attention = nn.MultiheadAttention(4, 2)
 
 
@@ -152,7 +133,7 @@ class Patched(nn.Module):
     [
         (llama, ["model.embed_tokens", *(f"model.layers.{n}" for n in range(3)), "model.norm", "lm_head"]),
         (gpt2, [f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "h.2", "ln_f")] + ["lm_head"]),
-        (ResNet, ["stem.0", "stem.1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "head"]),
+        (ResNet, ["stem.0", "stem.1", *BLOCKS, "head"]),
         (Patched, ["embedding", "encoder.layers.0", "encoder.layers.1", "encoder.attention"]),
         (mlp, ["0", "2", "4"]),
         (nn.Module, []),
@@ -179,12 +160,12 @@ def test_units_hold_every_parameter_and_do_not_overlap(make: Callable[[], nn.Mod
         ("head", ["head"]),
         (".head", ["head"]),
         ("layer2.1.body", ["layer2.1.body"]),
-        ("body", ["layer1.0.body", "layer1.1.body", "layer2.1.body", "layer2.2.body"]),
-        ("body.1", ["layer1.0.body.1", "layer1.1.body.1", "layer2.1.body.1", "layer2.2.body.1"]),
-        ("Residual", ["layer1.0", "layer1.1", "layer2.1", "layer2.2"]),
-        (f"{Residual.__module__}.Residual", ["layer1.0", "layer1.1", "layer2.1", "layer2.2"]),
+        ("body", [f"{block}.body" for block in BLOCKS]),
+        ("body.1", [f"{block}.body.1" for block in BLOCKS]),
+        ("Residual", BLOCKS),
+        (f"{Residual.__module__}.Residual", BLOCKS),
         ("torch.nn.modules.linear.Linear", ["head"]),
-        ("_NormBase", ["stem.1", "layer1.0.body.1", "layer1.1.body.1", "layer2.1.body.1", "layer2.2.body.1"]),
+        ("_NormBase", ["stem.1", *(f"{block}.body.{place}" for block in BLOCKS for place in (1, 4))]),
         ("ResNet", [""]),
     ],
 )
@@ -211,7 +192,7 @@ def test_a_class_means_its_subclasses_only_where_it_is_not_there_itself() -> Non
     [
         ("Residul", r"fsdp atorch_wrap_cls names 'Residul', but ResNet has no module .*; did you mean 'Residual'\?"),
         ("layer1.00", r"did you mean 'layer1.0'\?"),
-        ("", "known: BatchNorm2d, Conv2d, Linear, ReLU, ResNet, Residual"),
+        ("", "known: BatchNorm2d, Conv2d, Identity, Linear, MaxPool2d, ReLU, ResNet, Residual"),
         ("Module", "has no module of that class or name"),
         ("os.system", "has no module of that class or name"),
     ],

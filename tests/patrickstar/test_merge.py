@@ -19,7 +19,6 @@ from tests.house.source import ROOT
 
 
 def save(folder: Path, *states: Any) -> str:
-    """The states as files of ranks, and their pattern."""
     for rank, state in enumerate(states):
         torch.save(state, folder / f"checkpoint-{rank}.pt")
     return str(folder / "checkpoint-*.pt")

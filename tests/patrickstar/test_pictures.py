@@ -58,13 +58,6 @@ def test_access_has_the_guides_sections_from_the_bottom() -> None:
     assert len(on_host.get_paths()) == sum(stay.tier == "CPU" for stay in stays)
 
 
-def test_kinds_beside_the_guides_come_above_them() -> None:
-    profile = recorded()
-    gradients = [each._replace(kind="GRADIENT") for each in profile.chunks if each.kind == "MOMENTUM"]
-    figure = draw(profile.model_copy(update={"chunks": (*gradients, *profile.chunks)}), "access").figure
-    assert figure.axes[1].get_yticklabels()[-1].get_text().startswith("GRADIENT")
-
-
 def test_files_are_whole_and_the_same_again() -> None:
     page, again = (draw(recorded(chunks=4), "access").page().decode() for _ in range(2))
     assert page == again

@@ -151,7 +151,6 @@ def test_groups_cross_one_kind_of_link_and_the_slowest_process_counts(monkeypatc
 
 
 def leaves(data, above=""):
-    """The place of every figure, that of a source aside."""
     for key, value in data.items():
         if isinstance(value, dict) and key != "sources":
             yield from leaves(value, f"{above}{key}.")

@@ -50,7 +50,6 @@ def width(band):
 
 
 def shared(uncertainty, shares):
-    """What kinds of work add to the spread of a plan's error, without what is the plan's own."""
     return math.sqrt(uncertainty.spread(shares) ** 2 - OWN**2)
 
 

@@ -60,21 +60,6 @@ def test_the_picture_has_every_pass_where_and_as_long_as_it_is(drawn: Timeline) 
     assert float(picture.get("width", "")) >= left + tick * drawn.num_ticks
 
 
-def test_the_picture_needs_nothing_else_and_has_a_dark_mode(drawn: Timeline) -> None:
-    text = schedule_svg(drawn, "title")
-    assert "prefers-color-scheme: dark" in text
-    assert text.count("http") == 1  # the name of the format
-    assert "<script" not in text
-
-
-def test_later_stages_of_a_process_are_lighter(interleaved: Timeline) -> None:
-    picture = ElementTree.fromstring(schedule_svg(interleaved, "title"))
-    boxes = [box for box in picture.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
-    first, second, *_ = (sum(bytes.fromhex(box.get("fill", "")[1:])) for box in boxes)
-    assert second > first
-    assert "lighter: later stages" in "".join(picture.itertext())
-
-
 def gpipe(processes: int, micro_batches: int) -> list[list[PassId]]:
     return [
         [(kind, stage, each) for kind in ("forward", "backward") for each in range(micro_batches)]
@@ -90,27 +75,6 @@ def test_passes_start_when_the_process_is_free_and_what_they_need_is_there() -> 
     assert drawn.num_ticks == 9
     assert drawn.bubble == pytest.approx(6 / 18)
     assert [drawn.most_held(process) for process in (0, 1)] == [2, 2]
-
-
-def test_gradients_of_weights_wait_for_those_of_inputs_and_nobody_for_them() -> None:
-    order: list[list[PassId]] = [
-        [("forward", 0, 0), ("input", 0, 0), ("weight", 0, 0)],
-        [("forward", 1, 0), ("input", 1, 0), ("weight", 1, 0)],
-    ]
-    first, second = timeline(order).processes
-    assert [each.start for each in first] == [0, 3, 4]
-    assert [each.start for each in second] == [1, 2, 3]
-
-
-def test_several_stages_of_a_process_share_it() -> None:
-    order: list[list[PassId]] = [
-        [("forward", 0, 0), ("forward", 2, 0), ("backward", 2, 0), ("backward", 0, 0)],
-        [("forward", 1, 0), ("backward", 1, 0)],
-    ]
-    drawn = timeline(order)
-    assert drawn.stages(0) == [0, 2]
-    assert [each.start for each in drawn.processes[0]] == [0, 2, 3, 7]
-    assert drawn.most_held(0) == 1.0  # half a micro-batch in each of two stages
 
 
 def test_an_order_that_waits_for_itself_is_refused() -> None:

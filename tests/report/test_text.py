@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from atorch.report import text
-from atorch.report.text import line, plan_report, search_progress, show_plan, show_rejections
+from atorch.report.text import line, plan_report, search_progress, show_rejections
 
 
 def plan_text(plan, max_rows=20):
@@ -60,12 +60,6 @@ def test_a_plan_that_was_not_measured():
     text = plan_text({**PLAN, "measured": None, "rejected": []})
     assert "not measured" in text
     assert "Why not" not in text, "there is nothing to say"
-
-
-def test_show_writes_to_a_console():
-    page = io.StringIO()
-    show_plan(PLAN, console=Console(file=page, width=100))
-    assert "Why not" in page.getvalue()
 
 
 STATE = SimpleNamespace(done=1, total=4, strategy="amp_native(dtype=[bf16])", step_s=0.01, best_s=0.01, left_s=6.0)

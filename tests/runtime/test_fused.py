@@ -26,6 +26,7 @@ from atorch.runtime.fused import (
     recognise,
 )
 from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
+from tests import language_models
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,21 +59,20 @@ def operations(run: Callable[[], object]) -> Operations:
 
 
 def bert() -> nn.Module:
-    return transformers.BertModel(transformers.BertConfig(vocab_size=64, attn_implementation="eager", **SIZES))
+    return language_models.bert(attn_implementation="eager").bert
 
 
 def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0,
-            attn_implementation="eager",
-        )
-    )  # fmt: skip
+    return language_models.gpt2(attn_implementation="eager")
 
 
 def llama(**knobs: Any) -> nn.Module:
-    knobs = {"vocab_size": 64, "num_key_value_heads": 2, "attn_implementation": "eager", **SIZES, **knobs}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**knobs))
+    return language_models.llama(**{"attn_implementation": "eager", **knobs})
+
+
+def gemma2() -> nn.Module:
+    sizes = {**SIZES, "vocab_size": 64, "head_dim": 8, "num_key_value_heads": 2}
+    return transformers.Gemma2Model(transformers.Gemma2Config(attn_implementation="eager", **sizes))
 
 
 def clip() -> nn.Module:
@@ -113,15 +113,17 @@ def gradients(model: nn.Module, forward: Callable[[nn.Module], torch.Tensor]) ->
     return output.detach(), torch.cat([grad.flatten() for grad in grads if grad is not None])
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+Forward = Callable[[nn.Module], torch.Tensor]
+
+
+def assert_as(before: tuple[torch.Tensor, torch.Tensor], model: nn.Module, forward: Forward) -> None:
+    for found, wanted in zip(gradients(model, forward), before, strict=True):
+        assert (found - wanted).norm() <= 1e-5 * wanted.norm()
 
 
 class TestHuggingFace:
     @pytest.mark.parametrize(("make", "forward"), MODELS)
-    def test_sdpa_runs_and_computes_the_same(
-        self, make: Callable[[], nn.Module], forward: Callable[[nn.Module], torch.Tensor]
-    ) -> None:
+    def test_sdpa_runs_and_computes_the_same(self, make: Callable[[], nn.Module], forward: Forward) -> None:
         model = make().eval()
         before = gradients(model, forward)
         eager = operations(lambda: forward(model))
@@ -134,31 +136,26 @@ class TestHuggingFace:
         fused = operations(lambda: forward(model))
         assert fused.count("softmax") == 0
         assert fused.count("scaled_dot_product") == (4 if make is clip else 2)
-        for found, wanted in zip(gradients(model, forward), before, strict=True):
-            assert_close(found, wanted)
+        assert_as(before, model, forward)
 
-    def test_what_is_on_sdpa_already_or_cannot_be_stays(self) -> None:
-        report = use_sdpa(llama(attn_implementation="sdpa"))
+    @pytest.mark.parametrize(
+        ("make", "knob", "reason"),
+        [
+            (lambda: llama(attn_implementation="sdpa"), None, "LlamaForCausalLM is on sdpa already"),
+            (gpt2, "reorder_and_upcast_attn", "fp32"),
+            (llama, "output_attentions", "output_attentions"),
+            (gemma2, None, "Gemma2Model does not support SDPA"),
+        ],
+    )
+    def test_what_is_on_sdpa_already_or_cannot_be_stays(self, make: Any, knob: str | None, reason: str) -> None:
+        model = make()
+        if knob is not None:
+            setattr(model.config, knob, True)
+        before = model.config._attn_implementation
+        report = use_sdpa(model)
         assert report.swapped == ()
-        assert [kept.reason for kept in report.kept] == ["LlamaForCausalLM is on sdpa already"]
-        upcast = gpt2()
-        upcast.config.reorder_and_upcast_attn = True
-        attentions = llama()
-        attentions.config.output_attentions = True
-        capped = transformers.Gemma2Model(
-            transformers.Gemma2Config(
-                vocab_size=64, head_dim=8, num_key_value_heads=2, attn_implementation="eager", **SIZES
-            )
-        )
-        for model, reason in (
-            (upcast, "fp32"),
-            (attentions, "output_attentions"),
-            (capped, "Gemma2Model does not support SDPA"),
-        ):
-            report = use_sdpa(model)
-            assert report.swapped == ()
-            assert reason in report.kept[0].reason
-            assert model.config._attn_implementation == "eager"
+        assert reason in report.kept[0].reason
+        assert model.config._attn_implementation == before
 
     def test_a_submodel_that_cannot_does_not_hold_back_the_others(self) -> None:
         model = clip()
@@ -217,8 +214,7 @@ class TestMultiheadAttention:
         assert list(model.state_dict()) == list(state)
         seen = operations(lambda: model(x, **inputs))
         assert (seen.count("scaled_dot_product"), seen.count("softmax")) == (1, 0)
-        for found, wanted in zip(gradients(model, lambda m: m(x, **inputs)), before, strict=True):
-            assert_close(found, wanted)
+        assert_as(before, model, lambda m: m(x, **inputs))
 
     @pytest.mark.parametrize("average", [True, False])
     def test_weights_are_the_same_with_gradients_when_they_are_read(self, average: bool) -> None:
@@ -359,8 +355,7 @@ class TestRMSNorm:
         report = fuse_rms_norms(model)
         assert [swap.names[0] for swap in report.swapped][-1] == "model.norm"
         assert len(report.swapped) == 5
-        for found, wanted in zip(gradients(model, tokens), before, strict=True):
-            assert_close(found, wanted)
+        assert_as(before, model, tokens)
         one_norm = 24 * 32 * 4
         assert saved - saved_bytes(lambda: tokens(model)) >= 5 * 0.8 * one_norm
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import atorch.smp as smp
+from tests import language_models
 from tests.contract.job import distance as relative_distance
 from tests.contract.job import updates
 
@@ -20,18 +20,7 @@ ROWS, SEQ, VOCAB, MICROBATCHES, STEPS = 8, 12, 64, 4, 3
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQ, n_embd=32, n_layer=4, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=SEQ,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    return language_models.gpt2(VOCAB, layers=4, heads=2, positions=SEQ, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
 
 
 class CNN(nn.Module):
@@ -47,7 +36,11 @@ class CNN(nn.Module):
         return torch.log_softmax(self.fc2(torch.relu(self.fc1(torch.flatten(x, 1)))), dim=1)
 
 
-MODELS: Mapping[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "cnn": CNN}
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "llama": lambda: language_models.llama(VOCAB, 32, 64, 4, 2, 2, max_position_embeddings=SEQ),
+    "cnn": CNN,
+}
 
 
 def made(kind: str) -> nn.Module:
@@ -76,7 +69,6 @@ def sgd(model: nn.Module, reduction: str = "mean") -> torch.optim.Optimizer:
 
 @contextmanager
 def begun(config: Mapping[str, Any]) -> Iterator[None]:
-    """A session with this configuration."""
     smp.init(dict(config))
     try:
         yield
@@ -85,7 +77,6 @@ def begun(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def several(rank: int, size: int, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The results of several functions, each with its arguments, in one group of processes."""
     return [function(rank, size, *arguments) for function, *arguments in calls]
 
 
@@ -153,8 +144,6 @@ def trained(
 
 
 class Plain(NamedTuple):
-    """The results of plain training on whole batches."""
-
     losses: list[list[float]]  # of each replica's batches
     norms: list[float]  # before clipping
     model: nn.Module
@@ -199,7 +188,6 @@ def plainly_trained(
 
 
 def distance(kind: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """How far what training changed is from what it should be: the contract's measure, on states of the model."""
     before = made(kind).state_dict()
     assert list(got) == list(expected)
     return relative_distance(updates(before, dict(got)), updates(before, dict(expected)))

@@ -21,8 +21,6 @@ from atorch.smp.steps.slicing import outputs_of
 
 
 class Model(nn.Module):
-    """A model with the methods that scripts call."""
-
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
         self.module = module
@@ -56,7 +54,6 @@ class Model(nn.Module):
 
 
 def plain_packages() -> Mapping[str, ModuleType]:
-    """Modules by the names under which scripts import them."""
     smp = ModuleType("smdistributed.modelparallel.torch")
     made: dict[str, Any] = {}
 

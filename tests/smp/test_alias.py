@@ -44,7 +44,6 @@ if __name__ == "__main__":
 
 
 def started(rank: int, size: int, folder: str, arguments: list[str]) -> str:
-    """The script's words in a process that begins with the alias, as `python -m atorch.smp.alias` does."""
     before, told = (list(sys.argv), list(sys.path)), io.StringIO()
     os.environ["SMP_CONFIG"] = json.dumps({"partitions": size, "horovod": False})
     sys.argv[:], sys.path[:0] = ["alias", *arguments], [folder]

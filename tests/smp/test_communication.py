@@ -14,86 +14,41 @@ from atorch.distributed import collectives
 from atorch.errors import ArgumentError
 from atorch.smp.session import _sessions, session
 from tests.auto.training import messages
-from tests.pool import Pool
-from tests.smp.job import begun, several
+from tests.pool import Pool, on_ranks
+from tests.smp.job import begun
 
 OBJECT = {"a": [1, "two"], "b": None}
 
 
-def exchanged(rank: int, size: int) -> dict[str, Any]:
-    """What this rank gets by every documented way, of four with 2 stages and 2 replicas."""
-    smp.init({"partitions": 2, "ddp": True})
-    got: dict[str, Any] = {}
-    if smp.pp_rank() == 0:
-        smp.broadcast({"from": rank, **OBJECT}, smp.PP_GROUP)
-    else:
-        got["pp"] = smp.recv_from(0, smp.RankType.PP_RANK)
-    if rank == 3:
-        smp.broadcast("all", group=smp.CommGroup.WORLD)
-    else:
-        got["world"] = smp.recv_from(3, rank_type=smp.RankType.WORLD_RANK)
-    # Around a ring everyone sends before anyone receives.
-    smp.send(("first", rank), (rank + 1) % size, smp.RankType.WORLD_RANK)
-    smp.send(("second", rank), (rank + 1) % size, smp.RankType.WORLD_RANK)
-    got["ring"] = [smp.recv_from((rank - 1) % size, smp.RankType.WORLD_RANK) for _ in range(2)]
-    smp.send(rank, smp.dp_rank(), smp.RankType.DP_RANK)  # to itself
-    got["self"] = smp.recv_from(smp.dp_rank(), smp.RankType.DP_RANK)
-    got["dp"] = smp.allgather(rank, smp.CommGroup.DP_GROUP)
-    got["mp"] = smp.allgather({"rank": rank}, smp.MP_GROUP)
-    smp.barrier()
-    smp.dp_barrier()
-    smp.mp_barrier()
-    smp.barrier(smp.RDP_GROUP)
-    smp.shutdown()
-    return got
-
-
-def test_objects_arrive(pool: Pool) -> None:
-    results = pool.run(exchanged, ranks=4)
-    for rank, got in enumerate(results):
-        first = rank // 2 * 2
-        assert got.get("pp") == (None if rank == first else {"from": first, **OBJECT})
-        assert got.get("world") == (None if rank == 3 else "all")
-        assert got["ring"] == [("first", (rank - 1) % 4), ("second", (rank - 1) % 4)]
-        assert got["self"] == rank
-        assert got["dp"] == [rank % 2, rank % 2 + 2]
-        assert got["mp"] == [{"rank": first}, {"rank": first + 1}]
-
-
-def tensors(rank: int, size: int) -> tuple[int, torch.Tensor, bool]:
-    """The bytes that a row of a large tensor takes on its way, and the row."""
-    smp.init({"partitions": 2})
-    if rank == 0:
-        large = torch.arange(100_000.0).reshape(1000, 100).requires_grad_()
-        row = large[1]
-        smp.send({"row": row}, 1, smp.RankType.PP_RANK)
-        with torch.no_grad():
-            large.zero_()  # what was sent stays what it was
-        got = {"row": torch.zeros(0)}
-    else:
-        got = smp.recv_from(0, smp.RankType.PP_RANK)
-    smp.shutdown()
-    return got["row"].untyped_storage().nbytes(), got["row"], got["row"].requires_grad
-
-
-def in_order(rank: int, size: int) -> int:
-    """Whether a process had come to take what another broadcast, once that had returned there."""
-    smp.init({"partitions": 2})
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        smp.broadcast("x", smp.PP_GROUP)
-        store.set("returned", "")
-    else:
-        with pytest.raises(RuntimeError, match="[Tt]imeout"):
-            store.wait(["returned"], timedelta(milliseconds=200))
-        assert smp.recv_from(0, smp.RankType.PP_RANK) == "x"
-        store.wait(["returned"], timedelta(seconds=30))
-    smp.shutdown()
-    return rank
+@on_ranks(4)
+def test_objects_arrive(rank: int, size: int) -> None:
+    """By every documented way, of four processes with 2 stages and 2 replicas."""
+    first, before = rank // 2 * 2, (rank - 1) % size
+    with begun({"partitions": 2, "ddp": True}):
+        if smp.pp_rank() == 0:
+            smp.broadcast({"from": rank, **OBJECT}, smp.PP_GROUP)
+        else:
+            assert smp.recv_from(0, smp.RankType.PP_RANK) == {"from": first, **OBJECT}
+        if rank == 3:
+            smp.broadcast("all", group=smp.CommGroup.WORLD)
+        else:
+            assert smp.recv_from(3, rank_type=smp.RankType.WORLD_RANK) == "all"
+        # Around a ring everyone sends before anyone receives.
+        for word in ("first", "second"):
+            smp.send((word, rank), (rank + 1) % size, smp.RankType.WORLD_RANK)
+        got = [smp.recv_from(before, smp.RankType.WORLD_RANK) for _ in range(2)]
+        assert got == [("first", before), ("second", before)]
+        smp.send(rank, smp.dp_rank(), smp.RankType.DP_RANK)  # to itself
+        assert smp.recv_from(smp.dp_rank(), smp.RankType.DP_RANK) == rank
+        assert smp.allgather(rank, smp.CommGroup.DP_GROUP) == [rank % 2, rank % 2 + 2]
+        assert smp.allgather({"rank": rank}, smp.MP_GROUP) == [{"rank": first}, {"rank": first + 1}]
+        smp.barrier()
+        smp.dp_barrier()
+        smp.mp_barrier()
+        smp.barrier(smp.RDP_GROUP)
 
 
 def lonely(rank: int, size: int, way: str, path: str) -> list[str]:
-    """What rank 0 is told that waits for rank 1 in vain, once the group's time-out has passed."""
     dist.destroy_process_group()
     patience = timedelta(seconds=1)
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2, timeout=patience)
@@ -129,55 +84,60 @@ def test_who_is_waited_for_in_vain_is_named(pool: Pool, tmp_path: Any, way: str,
     assert told in pool.run(lonely, way, str(tmp_path / "store"))[0][0]
 
 
-def untaken(rank: int, size: int) -> tuple[list[str], int]:
-    """What a rank is told at the end that sent two objects, of which one was taken; how many it kept before."""
+@on_ranks(2)
+def test_what_nobody_took_is_told_at_the_end(rank: int, size: int) -> None:
     smp.init({"partitions": 2})
-    kept, told = 0, []
     if rank == 0:
         smp.send("one", 1, smp.RankType.PP_RANK)
         smp.barrier()
         smp.barrier()
         smp.send("two", 1, smp.RankType.PP_RANK)
-        kept = len(session().messages._sent)  # what was taken has gone
+        assert len(session().messages._sent) == 1, "what was taken has gone"
         with messages() as told:
             session().messages.deliver(timedelta(milliseconds=100))
         smp.barrier()
+        (line,) = told
+        assert "rank 0 has sent an object that rank 1 did not take" in line
     else:
         smp.barrier()
         assert smp.recv_from(0, smp.RankType.PP_RANK) == "one"
         smp.barrier()
         smp.barrier()
     _sessions.clear()
-    return told, kept
 
 
-def test_what_nobody_took_is_told_at_the_end(pool: Pool) -> None:
-    told, kept = pool.run(untaken)[0]
-    (line,) = told
-    assert line.endswith("smp.send: rank 0 has sent an object that rank 1 did not take; call smp.recv_from there")
-    assert kept == 1
+@on_ranks(2)
+def test_a_part_of_a_tensor_travels_alone(rank: int, size: int) -> None:
+    with begun({"partitions": 2}):
+        if rank == 0:
+            large = torch.arange(100_000.0).reshape(1000, 100).requires_grad_()
+            smp.send({"row": large[1]}, 1, smp.RankType.PP_RANK)
+            with torch.no_grad():
+                large.zero_()  # what was sent stays what it was
+        else:
+            row = smp.recv_from(0, smp.RankType.PP_RANK)["row"]
+            assert row.untyped_storage().nbytes() == 400, "not what it is a view of"
+            assert torch.equal(row, torch.arange(100.0) + 100)
+            assert not row.requires_grad
 
 
-def again(rank: int, size: int) -> list[str]:
-    """What travels after a second `init`."""
-    got = []
-    for text in ("first", "second"):
-        with begun({"partitions": 2}):
-            if rank == 0:
-                smp.send(text, 1, smp.RankType.PP_RANK)
-            else:
-                got.append(smp.recv_from(0, smp.RankType.PP_RANK))
-    return got
-
-
-def test_tensors_travel_alone_broadcasts_return_once_taken_and_sessions_count_apart(pool: Pool) -> None:
-    found = pool.run(several, [(tensors,), (in_order,), (again,)])
-    num_bytes, row, requires_grad = found[1][0]
-    assert num_bytes == 400, "not what it is a view of"
-    assert torch.equal(row, torch.arange(100.0) + 100)
-    assert not requires_grad
-    assert [answers[1] for answers in found] == [0, 1]
-    assert found[1][2] == ["first", "second"]
+@on_ranks(2)
+def test_broadcasts_return_once_taken_and_sessions_count_apart(rank: int, size: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    with begun({"partitions": 2}):
+        if rank == 0:
+            smp.broadcast("first", smp.PP_GROUP)
+            store.set("returned", "")
+        else:
+            with pytest.raises(RuntimeError, match="[Tt]imeout"):
+                store.wait(["returned"], timedelta(milliseconds=200))
+            assert smp.recv_from(0, smp.RankType.PP_RANK) == "first"
+            store.wait(["returned"], timedelta(seconds=30))
+    with begun({"partitions": 2}):
+        if rank == 0:
+            smp.send("second", 1, smp.RankType.PP_RANK)
+        else:
+            assert smp.recv_from(0, smp.RankType.PP_RANK) == "second"
 
 
 def test_one_process_talks_to_itself() -> None:

@@ -1,20 +1,13 @@
-"""A configuration of smp as a strategy trains as smp does, and what has no counterpart is named."""
+"""A configuration of smp as a strategy, in which what has no counterpart is named."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import atorch.smp as smp
-from atorch import auto_accelerate
-from atorch.distributed import parallel_rank
 from atorch.errors import ArgumentError
-from atorch.runtime.tensor_parallel import whole_state
-from tests.pool import Pool
-from tests.smp.job import MICROBATCHES, STEPS, VOCAB, batch_of, distance, made, plainly_trained
 
 STRATEGIES: list[tuple[dict[str, Any], list[Any]]] = [
     ({}, [("parallel_mode", [("data", 1)])]),
@@ -85,52 +78,3 @@ def test_what_has_no_counterpart_is_named(
 def test_what_init_refuses_is_refused() -> None:
     with pytest.raises(ArgumentError, match="pipeline_parallel_degree"):
         smp.strategy_of({"pipeline_parallel_degre": 2})
-
-
-def loss_of(batch: Any, output: Any) -> Tensor:
-    ids = batch["input_ids"]
-    return torch.nn.functional.cross_entropy(output["logits"][:, :-1].reshape(-1, VOCAB), ids[:, 1:].flatten())
-
-
-def accelerated(rank: int, size: int, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    strategy = smp.strategy_of({"microbatches": MICROBATCHES, "ddp": True, **config})
-    _, result, _ = auto_accelerate(
-        made("gpt2"),
-        torch.optim.SGD,
-        loss_func=loss_of,
-        optim_args={"lr": 0.1, "momentum": 0.9},
-        model_input_format="unpack_dict",
-        sample_batch={"input_ids": batch_of("gpt2", 0, 0)[0]},
-        load_strategy=strategy,
-    )
-    assert result is not None
-    losses = []
-    for step in range(STEPS):
-        batch = {"input_ids": batch_of("gpt2", step, parallel_rank("data"))[0]}
-        loss = result.loss_func(batch, result.model(**batch))
-        loss.backward()
-        result.optim.step()
-        result.optim.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, whole_state(result.model)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "config"),
-    [
-        (2, 1, {"partitions": 2}),
-        pytest.param(2, 2, {}, marks=pytest.mark.nightly),
-        pytest.param(4, 2, {"partitions": 2, "pipeline": "simple"}, marks=pytest.mark.nightly),
-        pytest.param(2, 2, {"shard_optimizer_state": True}, marks=pytest.mark.nightly),
-        pytest.param(2, 1, {"tensor_parallel_degree": 2, "prescaled_batch": True}, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_model_trains_as_plainly_and_so_as_with_smp(
-    pool: Pool, ranks: int, replicas: int, config: dict[str, Any]
-) -> None:
-    """Training by smp is held to plain training in tests/smp/test_parity.py."""
-    plain = plainly_trained("gpt2", replicas)
-    mean = sum(map(sum, plain.losses)) / replicas
-    for losses, whole in pool.run(accelerated, config, ranks=ranks):
-        assert sum(losses) == pytest.approx(mean, rel=2e-2)  # their own rows', or the mean over replicas
-        assert distance("gpt2", {name: whole[name] for name in plain.state}, plain.state) < 1e-4

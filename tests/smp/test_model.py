@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -11,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import atorch.smp as smp
 from atorch.distributed import collectives
 from atorch.smp.checkpointing import states
-from tests.auto.training import messages, run_each
-from tests.pool import Pool
-from tests.smp.job import begun, several
+from tests.auto.training import messages
+from tests.pool import Pool, on_ranks
+from tests.smp.job import begun
 from tests.smp.test_step import Blocks, model_of, rows, said, train
 
 
@@ -30,7 +30,6 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def plain_gradients(*batches: Tensor) -> dict[str, Tensor]:
-    """The mean over batches of plain gradients."""
     torch.manual_seed(0)
     model = Blocks()
     for batch in batches:
@@ -42,20 +41,18 @@ def same(found: dict[str, Tensor], right: dict[str, Tensor], factor: float = 1.0
     return all(torch.allclose(each, factor * right[name], rtol=1e-4, atol=1e-7) for name, each in found.items())
 
 
-def in_order(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_the_first_step_partitions_loads_and_calls_hooks_in_this_order(rank: int, size: int) -> None:
     events: list[str] = []
     with begun({"microbatches": 2, "partitions": size}):
         model = model_of()
         optimizer = sgd(model)
-        before = [said(call) for call in (model.local_state_dict, lambda: list(model.local_parameters()))]
-        events += ["told early" for each in before if "before the model was partitioned" in each]
-        events.append(str(model.partitioned))
-        other = {name: torch.full_like(each, 0.25) for name, each in model.state_dict().items()}
-        model.load_state_dict(other)
-        value = next(iter(model.parameters()))
-        events.append("not loaded yet" if float(value[0, 0].detach()) != 0.25 else "loaded early")
-        removed = model.register_post_partition_hook(lambda: events.append("never"))
-        removed.remove()
+        for call in (model.local_state_dict, lambda: list(model.local_parameters())):
+            assert "before the model was partitioned" in said(call)
+        assert not model.partitioned
+        model.load_state_dict({name: torch.full_like(each, 0.25) for name, each in model.state_dict().items()})
+        assert float(next(model.parameters())[0, 0].detach()) != 0.25, "not loaded yet"
+        model.register_post_partition_hook(lambda: events.append("never")).remove()
 
         def hook(given: Any, its_optimizer: Any) -> None:
             assert (given, its_optimizer) == (model, optimizer)
@@ -73,23 +70,8 @@ def in_order(rank: int, size: int) -> list[str]:
 
         with torch.no_grad():
             step(model, rows())
-        events.append(said(lambda: model.register_post_partition_hook(hook))[:60])
-    return events
-
-
-def test_the_first_step_partitions_loads_and_calls_hooks_in_this_order(pool: Pool) -> None:
-    for events in pool.run(in_order):
-        assert events == [
-            "told early",
-            "told early",
-            "False",
-            "not loaded yet",
-            "hook: partitioned True, loaded True",
-            "model True",
-            "forward",
-            "forward",
-            "ArgumentError: the model is partitioned already; register ho",
-        ]
+        assert "partitioned already" in said(lambda: model.register_post_partition_hook(hook))
+    assert events == ["hook: partitioned True, loaded True", "model True", "forward", "forward"]
 
 
 def parts_of(rank: int, size: int) -> tuple[list[str], list[str], list[str], list[str]]:
@@ -127,40 +109,30 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, float]] = {
 }
 
 
-def optioned(rank: int, size: int, how: str, partitions: int) -> Any:
-    options, steps, _ = OPTIONS[how]
-    with begun({"microbatches": 2, "partitions": partitions, "ddp": True}):
-        model = model_of(**options)
-        replica = smp.dp_rank()
-        for step in range(steps):
-            before = gradients(model) if step else None
-            train(model, rows() + replica)
-        averaging = model.runner.averaging
-        buckets = averaging._buckets
-        inside = all(
-            bucket.buffer().data_ptr() <= each.grad.data_ptr() < bucket.buffer().data_ptr() + bucket.buffer().nbytes
-            for bucket in buckets
-            for each in bucket.parameters()
-        )
-        return gradients(model), before, averaging._next, len(buckets), inside
-
-
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_options_of_averaging(pool: Pool, partitions: int) -> None:
+def averaged(rank: int, size: int) -> None:
     right = plain_gradients(rows(), rows() + 1)
-    for results in pool.run(several, [(optioned, how, partitions) for how in OPTIONS], ranks=2 * partitions):
-        for how, (found, before, overlapped, buckets, inside) in zip(OPTIONS, results, strict=True):
-            assert same(found, right, OPTIONS[how][2]), how
-            assert overlapped == (0 if how == "at the end" else buckets)
-            assert (buckets > 2) == (how == "small buckets")
-            assert inside == (how == "views")
-            if how == "every second":
-                assert not same(before, right), "the first of two passes is not averaged"
+    for how, (options, steps, factor) in OPTIONS.items():
+        with begun({"microbatches": 2, "partitions": size // 2, "ddp": True}):
+            model = model_of(**options)
+            for step in range(steps):
+                assert not step or not same(gradients(model), right), "the first of two passes is not averaged"
+                train(model, rows() + smp.dp_rank())
+            assert same(gradients(model), right, factor), how
+            averaging = model.runner.averaging
+            buckets = averaging._buckets
+            assert averaging._next == (0 if how == "at the end" else len(buckets))
+            assert (len(buckets) > 2) == (how == "small buckets")
+            held = [(bucket.buffer(), each.grad) for bucket in buckets for each in bucket.parameters()]
+            inside = [0 <= grad.data_ptr() - whole.data_ptr() < whole.nbytes for whole, grad in held]
+            assert all(inside) == (how == "views")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_options_of_averaging(pool: Pool, ranks: int) -> None:
+    pool.run(averaged, ranks=ranks)
 
 
 class Branching(Blocks):
-    """Leaves a layer unused where it is told to."""
-
     def forward(self, x: Tensor, unused: bool) -> Tensor:
         for number, layer in enumerate(self.layers):
             if not (unused and number == 2):
@@ -168,7 +140,12 @@ class Branching(Blocks):
         return x
 
 
-def unused_on_one(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_parameters_that_a_replica_leaves_unused_count_as_zero_there(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    plain = Branching()
+    for unused in (False, True):
+        (plain(rows(), unused).square().mean() / 2).backward()
     with begun({"microbatches": 2, "ddp": True}):
         torch.manual_seed(0)
         model = smp.DistributedModel(Branching())
@@ -178,21 +155,11 @@ def unused_on_one(rank: int, size: int) -> Any:
             model.backward(model(x, unused).square().mean())
 
         step(model, rows(), rank == 1)
-        one = gradients(model)
+        assert same(gradients(model), {name: each.grad for name, each in plain.named_parameters()})
         model.zero_grad()
         step(model, rows(), True)
-        return one, [name for name, each in model.named_parameters() if each.grad is None]
-
-
-def test_parameters_that_a_replica_leaves_unused_count_as_zero_there(pool: Pool) -> None:
-    torch.manual_seed(0)
-    plain = Branching()
-    for unused in (False, True):
-        (plain(rows(), unused).square().mean() / 2).backward()
-    right = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
-    for one, none in pool.run(unused_on_one):
-        assert same(one, right)
-        assert none == ["layers.2.weight", "layers.2.bias"]
+        without = [name for name, each in model.named_parameters() if each.grad is None]
+    assert without == ["layers.2.weight", "layers.2.bias"]
 
 
 class Counting(Blocks):
@@ -209,69 +176,57 @@ class Counting(Blocks):
         return super().forward(x)
 
 
-def buffers(rank: int, size: int, broadcasts: bool) -> float:
-    with begun({"microbatches": 1, "ddp": True}):
-        torch.manual_seed(0)
-        model = smp.DistributedModel(Counting(), broadcast_buffers=broadcasts)
-        for _ in range(2):
-            train(model, torch.full((2, 8), float(rank + 1)))
-        return float(model.module.seen)
+@on_ranks(2)
+def test_buffers_begin_a_step_as_the_first_replicas(rank: int, size: int) -> None:
+    for broadcasts, seen in ((True, [2.0, 3.0]), (False, [2.0, 4.0])):
+        with begun({"microbatches": 1, "ddp": True}):
+            model: Any = smp.DistributedModel(Counting(), broadcast_buffers=broadcasts)
+            for _ in range(2):
+                train(model, torch.full((2, 8), float(rank + 1)))
+            assert float(model.module.seen) == seen[rank]
 
 
-def test_buffers_begin_a_step_as_the_first_replicas(pool: Pool) -> None:
-    assert run_each(pool, buffers, [(True,), (False,)]) == [[2.0, 3.0], [2.0, 4.0]]
-
-
-def hooked(rank: int, size: int) -> Any:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
+@on_ranks(2)
+def test_a_communication_hook_made_for_torch_reduces(rank: int, size: int) -> None:
+    right, seen = plain_gradients(rows(), rows() + 1), []
     with begun({"microbatches": 2, "ddp": True}):
         model = model_of()
-        seen: list[int] = []
 
         def hook(state: Any, bucket: Any) -> Any:
             seen.append(bucket.index())
             return default_hooks.bf16_compress_hook(state, bucket)
 
         model.register_comm_hook(None, hook)
-        twice = said(lambda: model.register_comm_hook(None, hook))
+        assert "one communication hook" in said(lambda: model.register_comm_hook(None, hook))
         train(model, rows() + rank)
-        return gradients(model), seen, twice
+        found = gradients(model)
+    assert seen == [0]
+    assert all(torch.allclose(each, right[name], rtol=2e-2, atol=1e-5) for name, each in found.items())
+    assert not same(found, right), "it went through bf16"
 
 
-def test_a_communication_hook_made_for_torch_reduces(pool: Pool) -> None:
-    right = plain_gradients(rows(), rows() + 1)
-    for found, seen, twice in pool.run(hooked):
-        assert seen == [0]
-        assert "one communication hook" in twice
-        assert all(torch.allclose(each, right[name], rtol=2e-2, atol=1e-5) for name, each in found.items())
-        assert not same(found, right), "it went through bf16"
-
-
-def uneven(rank: int, size: int, divides: bool) -> Any:
-    with begun({"microbatches": 2, "ddp": True}):
-        model = model_of()
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        with model.join(divide_by_initial_world_size=divides):
-            for step in range(3 if rank else 1):
-                optimizer.zero_grad()
-                train(model, rows() + step + 10 * rank)
-                optimizer.step()
-        return {name: each.clone() for name, each in model.state_dict().items()}
-
-
-def test_replicas_join_with_uneven_numbers_of_batches(pool: Pool) -> None:
-    for divides, found in zip((True, False), run_each(pool, uneven, [(True,), (False,)]), strict=True):
+@on_ranks(2)
+def test_replicas_join_with_uneven_numbers_of_batches(rank: int, size: int) -> None:
+    for divides in (True, False):
         torch.manual_seed(0)
         plain = Blocks()
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        optimizer: Any = torch.optim.SGD(plain.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
             batches = [rows() + step + 10 * rank for rank in range(2) if rank or step < 1]
             for batch in batches:
                 (plain(batch).square().mean() / (2 if divides else len(batches))).backward()
             optimizer.step()
-        for state, (name, value) in itertools.product(found, plain.state_dict().items()):
+        with begun({"microbatches": 2, "ddp": True}):
+            model = model_of()
+            optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            with model.join(divide_by_initial_world_size=divides):
+                for step in range(3 if rank else 1):
+                    optimizer.zero_grad()
+                    train(model, rows() + step + 10 * rank)
+                    optimizer.step()
+            state = model.state_dict()
+        for name, value in plain.state_dict().items():
             assert torch.allclose(state[name], value, rtol=1e-4, atol=1e-6)
 
 
@@ -281,52 +236,32 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def alone_in_a_collective(rank: int, size: int, call: str) -> str:
+@on_ranks(2, timeout=60)
+def test_a_state_that_some_ranks_do_not_ask_for_names_them(rank: int, size: int) -> None:
     soon = timedelta(seconds=0.1)
-    with begun({"microbatches": 2, **STATES[call]}):
-        model = model_of()
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        train(model, rows())
-        with mock.patch.object(states, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
-            ask = model.state_dict if call.startswith("model") else optimizer.state_dict
-            message = said(ask) if rank == 0 else ""
-        dist.barrier()
-        return message
+    for call, config in STATES.items():
+        with begun({"microbatches": 2, **config}):
+            model = model_of()
+            optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            train(model, rows())
+            with mock.patch.object(states, "PATIENCE", soon), mock.patch.object(collectives, "MEETING", soon):
+                ask = model.state_dict if call.startswith("model") else optimizer.state_dict
+                told = said(ask) if rank == 0 else ""
+            dist.barrier()
+        assert rank or (call in told and "on rank 0 but not on 1" in told)
 
 
-def test_a_state_that_some_ranks_do_not_ask_for_names_them(pool: Pool) -> None:
-    found = run_each(pool, alone_in_a_collective, [(call,) for call in STATES], timeout=60)
-    for call, (message, _) in zip(STATES, found, strict=True):
-        assert call in message
-        assert "on rank 0 but not on 1" in message
-
-
-def on_the_host(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_the_whole_model_comes_to_the_host(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
     with begun({"microbatches": 2, "partitions": size}):
         model = model_of()
         train(model, rows())
         whole = model.cpu().module
-        return float(whole(rows()).mean().detach()), list(whole.state_dict()), said(lambda: train(model, rows()))
-
-
-def test_the_whole_model_comes_to_the_host(pool: Pool) -> None:
-    torch.manual_seed(0)
-    plain = Blocks()
-    for value, names, after in pool.run(on_the_host):
-        assert value == pytest.approx(float(plain(rows()).mean().detach()), rel=1e-5)
-        assert names == list(plain.state_dict())
-        assert "model.cpu()" in after
-
-
-def differing(rank: int, size: int, how: str) -> str:
-    with begun({"microbatches": 2, "partitions": 2, "ddp": True}):
-        torch.manual_seed(0)
-        model = smp.DistributedModel(
-            Blocks(5 if how == "model" and rank == 3 else 4), bucket_cap_mb=1 if how == "options" and rank == 2 else 25
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if how == "optimizer" and rank == 1 else 0.1)
-        smp.DistributedOptimizer(optimizer)
-        return said(lambda: train(model, rows(6 if how == "batch" and rank == 1 else 8)))
+        torch.testing.assert_close(whole(rows()), plain(rows()))
+        assert list(whole.state_dict()) == list(plain.state_dict())
+        assert "model.cpu()" in said(lambda: train(model, rows()))
 
 
 DIFFERENCES = {
@@ -337,19 +272,24 @@ DIFFERENCES = {
 }
 
 
-def test_a_process_that_differs_is_told_on_all(pool: Pool) -> None:
-    for found in pool.run(several, [(differing, how) for how in DIFFERENCES], ranks=4, timeout=40):
-        for how, message in zip(DIFFERENCES, found, strict=True):
-            assert DIFFERENCES[how] in message
+@on_ranks(4, timeout=40)
+def test_a_process_that_differs_is_told_on_all(rank: int, size: int) -> None:
+    for how, told in DIFFERENCES.items():
+        with begun({"microbatches": 2, "partitions": 2, "ddp": True}):
+            torch.manual_seed(0)
+            model = smp.DistributedModel(
+                Blocks(5 if how == "model" and rank == 3 else 4),
+                bucket_cap_mb=1 if how == "options" and rank == 2 else 25,
+            )
+            lr = 0.2 if how == "optimizer" and rank == 1 else 0.1
+            smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr))
+            batch = rows(6 if how == "batch" and rank == 1 else 8)
+            assert told in said(lambda model=model, batch=batch: train(model, batch))
 
 
-def own_batches(rank: int, size: int, differ: bool) -> list[str]:
-    with begun({"microbatches": 2, "partitions": 2}), messages() as told:
-        train(model_of(), rows() + rank * differ)
-    return told
-
-
-def test_processes_of_a_pipeline_with_batches_of_their_own_are_warned(pool: Pool) -> None:
-    alike, apart = pool.run(several, [(own_batches, False), (own_batches, True)])[0]
-    assert not any("different batches" in message for message in alike)
-    assert any("different batches" in message for message in apart)
+@on_ranks(2)
+def test_processes_of_a_pipeline_with_batches_of_their_own_are_warned(rank: int, size: int) -> None:
+    for differ in (False, True):
+        with begun({"microbatches": 2, "partitions": 2}), messages() as told:
+            train(model_of(), rows() + rank * differ)
+        assert rank or any("different batches" in message for message in told) == differ

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.model_creation import delayed_values, fill
-from tests.pool import Pool
+from tests.language_models import gpt2
+from tests.pool import on_ranks
 from tests.smp.job import begun
 
 CPU = torch.device("cpu")
@@ -81,11 +81,10 @@ def test_filled_values_are_those_of_apply() -> None:
 
 
 def test_transformers_initialize_as_they_do() -> None:
-    config = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=16, n_positions=8)
     with smp.delay_param_initialization():
-        model = transformers.GPT2LMHeadModel(config)
+        model: Any = gpt2(16, 8, heads=2, positions=8)
     assert storage_bytes(model) == 0
-    plain = transformers.GPT2LMHeadModel(config)
+    plain: Any = gpt2(16, 8, heads=2, positions=8)
     torch.manual_seed(5)
     plain.apply(plain._init_weights)
     torch.manual_seed(5)
@@ -117,22 +116,15 @@ def test_what_replaces_a_parameter_keeps_its_values() -> None:
     assert not model.bias.is_meta
 
 
-def test_one_parameter_in_two_modules_stays_one() -> None:
-    with smp.delay_param_initialization():
-        shared = nn.Parameter(torch.ones(2))
-        first, second = nn.Module(), nn.Module()
-        first.a, second.b = shared, shared
-    assert first.a is second.b
-    assert first.a.is_meta
-
-
-def test_marks_and_kinds_stay() -> None:
+def test_marks_kinds_and_ties_stay() -> None:
     with smp.delay_param_initialization():
         marked = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
         marked.marked = True  # type: ignore[attr-defined]
-        module = nn.Module()
-        module.a = marked
+        module, other = nn.Module(), nn.Module()
+        module.a, other.b = marked, marked
         lazy = nn.LazyLinear(3)
+    assert module.a is other.b
+    assert module.a.is_meta
     assert (module.a.marked, module.a.dtype, module.a.requires_grad) == (True, torch.bfloat16, False)
     assert not lazy.weight.is_meta
 
@@ -178,9 +170,12 @@ def test_model_creation_marks_for_tensor_parallelism(enabled: bool) -> None:
     assert all(mark.enabled and mark.config == {"fused_softmax": True} for mark in marks.values())
 
 
-def part_filled(rank: int, size: int) -> tuple[list[str], dict[str, Any]]:
-    """What a process has that keeps one half of a model, after a seed of its own."""
-    torch.manual_seed(100)
+@on_ranks(2)
+def test_each_process_fills_what_it_holds(rank: int, size: int) -> None:
+    """One half of a model, after a seed of its own."""
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    torch.manual_seed(7)
+    plain.apply(reset)
     with smp.delay_param_initialization():
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     values = delayed_values(model)
@@ -188,14 +183,6 @@ def part_filled(rank: int, size: int) -> tuple[list[str], dict[str, Any]]:
         delattr(model[1 - rank], name)
     torch.manual_seed(7 + rank)
     fill([model], CPU, values)
-    return list(model.state_dict()), {name: value.tolist() for name, value in model.state_dict().items()}
-
-
-def test_each_process_fills_what_it_holds(pool: Pool) -> None:
-    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    torch.manual_seed(7)
-    plain.apply(reset)
-    expected = {name: value.tolist() for name, value in plain.state_dict().items()}
-    for rank, (names, values) in enumerate(pool.run(part_filled)):
-        assert names == [f"{rank}.weight", f"{rank}.bias"]
-        assert values == {name: expected[name] for name in names}
+    state = model.state_dict()
+    assert list(state) == [f"{rank}.weight", f"{rank}.bias"]
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in state.items())

@@ -17,7 +17,7 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.config import ModelOptions
 from tests.house.source import ROOT
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.smp.job import begun
 
 KINDS = ("MP", "DP", "PP", "TP", "RDP")
@@ -163,7 +163,9 @@ class Layers(nn.Module):
         return self.out(self.norm(x + self.down(torch.relu(self.up(self.layer(x)))) + self.shift))
 
 
-def asked(rank: int, size: int, degree: int) -> dict[str, Any]:
+@pytest.mark.parametrize("degree", [1, 2])
+@on_ranks(2)
+def test_a_split_model_says_what_is_averaged_where(rank: int, size: int, degree: int) -> None:
     with begun({"tensor_parallel_degree": degree, "ddp": True}):
         model = smp.DistributedModel(Layers())
 
@@ -175,25 +177,14 @@ def asked(rank: int, size: int, degree: int) -> dict[str, Any]:
 
         train(model, torch.randn(4, 8))
         named = dict(model.local_named_parameters())
-        return {
-            "modules": [type(module).__name__ for module in model.distributed_modules()],
-            "split": sorted(name for name, each in named.items() if model.is_distributed_parameter(each)),
-            "buffers": [model.is_distributed_buffer(each) for each in model.local_buffers()],
-            "scaled": {model.is_scaled_batch_parameter(each) for each in named.values()},
-            "scaled buffers": {model.is_scaled_batch_buffer(each) for each in model.local_buffers()},
-            "over dp": len(list(model.default_reducer_named_parameters())),
-            "over rdp": len(list(model.scaled_batch_reducer_named_parameters())),
-            "all": len(named),
-        }
-
-
-def test_a_split_model_says_what_is_averaged_where(pool: Pool) -> None:
-    for found in pool.run(asked, 2):
+        modules = [type(module).__name__ for module in model.distributed_modules()]
+        split = sorted(name for name, each in named.items() if model.is_distributed_parameter(each))
         inner = [f"layer.{name}" for name in ("dense1.bias", "dense1.weight", "dense2.weight")]
-        assert found["split"] == ["down.weight", *inner, "up.bias", "up.weight"]
-        assert found["modules"] == ["Linear", "Linear", "DistributedTransformerOutputLayer", "Linear", "Linear"]
-        assert (found["buffers"], found["scaled"], found["scaled buffers"]) == ([False], {True}, {True})
-        assert (found["over dp"], found["over rdp"]) == (0, found["all"])
-    for found in pool.run(asked, 1):
-        assert (found["modules"], found["split"], found["scaled"]) == ([], [], {False})
-        assert (found["over dp"], found["over rdp"]) == (found["all"], 0)
+        is_split = degree == 2
+        assert split == ["down.weight", *inner, "up.bias", "up.weight"] * is_split
+        assert modules == ["Linear", "Linear", "DistributedTransformerOutputLayer", "Linear", "Linear"] * is_split
+        assert {model.is_scaled_batch_parameter(each) for each in named.values()} == {is_split}
+        assert [model.is_distributed_buffer(each) for each in model.local_buffers()] == [False]
+        assert [model.is_scaled_batch_buffer(each) for each in model.local_buffers()] == [is_split]
+        assert len(list(model.default_reducer_named_parameters())) == len(named) * (not is_split)
+        assert len(list(model.scaled_batch_reducer_named_parameters())) == len(named) * is_split

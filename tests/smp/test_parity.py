@@ -79,7 +79,6 @@ def clip(call: str, how: float, model: Any, optimizer: Any) -> Any:
 def clipped(
     rank: int, size: int, kind: str, config: dict[str, Any], call: str, how: float
 ) -> tuple[Trained, list[str]]:
-    """The results of training, and the logged messages."""
     with messages() as told:
         return trained(rank, size, kind, config, "mean", Way(clip=partial(clip, call, how))), told
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from tests.auto.training import messages
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.smp.job import begun, gpt2, several
 from tests.smp.test_step import WIDTH, Blocks, rows, said, train
 
@@ -34,32 +34,37 @@ class Nested(nn.Module):
         return y
 
 
-def nested(rank: int, size: int, active: int, pipeline: str) -> Any:
-    config = {"microbatches": 4, "partitions": 3, "auto_partition": False, "active_microbatches": active}
-    with begun({**config, "pipeline": pipeline}):
-        torch.manual_seed(0)
-        model = smp.DistributedModel(Nested(smp.partition))
-        outside = said(lambda: smp.partition(3).__enter__())
-        loss = train(model, rows()).reduce_mean().item()
-        found = {name: parameter.grad for name, parameter in model.local_named_parameters()}
-        return loss, found, model.division.partition_of, model.division.places, outside
+def assert_gradients(found: dict[str, nn.Parameter], plain: nn.Module) -> None:
+    for name, parameter in found.items():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 
 
-def test_the_innermost_context_decides_and_a_partition_may_be_visited_twice(pool: Pool) -> None:
+def by_hand(whole: Blocks) -> Any:
+    """A layer on each partition."""
+    for number, layer in enumerate(whole.layers):
+        smp.set_partition(layer, number)
+    return smp.DistributedModel(whole)
+
+
+@on_ranks(3)
+def test_the_innermost_context_decides_and_a_partition_may_be_visited_twice(rank: int, size: int) -> None:
     torch.manual_seed(0)
     plain = Nested()
     right = plain(rows()).square().mean()
     right.backward()
-    schedules = ((1, "interleaved"), (5, "interleaved"), (2, "simple"))
-    for rank, results in enumerate(pool.run(several, [(nested, *schedule) for schedule in schedules], ranks=3)):
-        for loss, found, places, stages, outside in results:
-            assert loss == pytest.approx(float(right.detach()), rel=1e-5)
+    for active, pipeline in ((1, "interleaved"), (5, "interleaved"), (2, "simple")):
+        config = {"microbatches": 4, "partitions": 3, "auto_partition": False, "active_microbatches": active}
+        with begun({**config, "pipeline": pipeline}):
+            torch.manual_seed(0)
+            model: Any = smp.DistributedModel(Nested(smp.partition))
+            assert "0 to 2" in said(lambda: smp.partition(3).__enter__())
+            assert float(train(model, rows()).reduce_mean()) == pytest.approx(float(right.detach()), rel=1e-5)
+            places = model.division.partition_of
             assert places == {"child0": 1, "child1": 2, "child2": 1, "child3": 0}
-            assert stages == (1, 2, 1, 0)
+            assert model.division.places == (1, 2, 1, 0)
+            found = dict(model.local_named_parameters())
             assert {name.partition(".")[0] for name in found} == {name for name, at in places.items() if at == rank}
-            assert "0 to 2" in outside
-            for name, gradient in found.items():
-                torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+            assert_gradients(found, plain)
 
 
 class Again(Blocks):
@@ -69,26 +74,18 @@ class Again(Blocks):
         return torch.tanh(self.layers[0](super().forward(x)))
 
 
-def called_again(rank: int, size: int) -> dict[str, Any]:
-    with begun({"microbatches": 2, "partitions": 2, "auto_partition": False, "ddp": True}):
-        torch.manual_seed(0)
-        whole = Again(2)
-        for number, layer in enumerate(whole.layers):
-            smp.set_partition(layer, number)
-        model: Any = smp.DistributedModel(whole)
-        train(model, rows() + smp.dp_rank())
-        assert model.division.places == (0, 1, 0)
-        return {name: parameter.grad for name, parameter in model.local_named_parameters()}
-
-
-def test_replicas_average_a_layer_of_two_stages_once_both_have_run(pool: Pool) -> None:
+@on_ranks(4)
+def test_replicas_average_a_layer_of_two_stages_once_both_have_run(rank: int, size: int) -> None:
     torch.manual_seed(0)
     plain = Again(2)
     for replica in range(2):
         (plain(rows() + replica).square().mean() / 2).backward()
-    for found in pool.run(called_again, ranks=4):
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    with begun({"microbatches": 2, "partitions": 2, "auto_partition": False, "ddp": True}):
+        torch.manual_seed(0)
+        model = by_hand(Again(2))
+        train(model, rows() + smp.dp_rank())
+        assert model.division.places == (0, 1, 0)
+        assert_gradients(dict(model.local_named_parameters()), plain)
 
 
 class TiedEnds(Blocks):
@@ -99,27 +96,20 @@ class TiedEnds(Blocks):
         self.layers[1].weight = self.layers[0].weight
 
 
-def tied_by_hand(rank: int, size: int) -> dict[str, Any]:
-    with begun({"microbatches": 2, "partitions": 2, "auto_partition": False}):
-        torch.manual_seed(0)
-        whole = TiedEnds()
-        for number, layer in enumerate(whole.layers):
-            smp.set_partition(layer, number)
-        model = smp.DistributedModel(whole)
-        for number in range(2):
-            train(model, rows() + number)
-        return {name: parameter.grad for name, parameter in model.local_named_parameters()}
-
-
-def test_gradients_of_a_weight_on_two_partitions_add_up_over_steps(pool: Pool) -> None:
+@on_ranks(2)
+def test_gradients_of_a_weight_on_two_partitions_add_up_over_steps(rank: int, size: int) -> None:
     torch.manual_seed(0)
     plain = TiedEnds()
     for number in range(2):
         plain(rows() + number).square().mean().backward()
-    for found in pool.run(tied_by_hand):
+    with begun({"microbatches": 2, "partitions": 2, "auto_partition": False}):
+        torch.manual_seed(0)
+        model = by_hand(TiedEnds())
+        for number in range(2):
+            train(model, rows() + number)
+        found = dict(model.local_named_parameters())
         assert len(found) == 2
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+        assert_gradients(found, plain)
 
 
 class Uneven(nn.Module):
@@ -181,47 +171,31 @@ def test_modules_that_share_a_parameter_are_together(pool: Pool) -> None:
     assert sorted(set(found.values())) == [0, 1]
 
 
-def told(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_what_is_where_is_told_by_the_first_process(rank: int, size: int) -> None:
     with messages() as found, begun({"microbatches": 2, "partitions": size}):
         train(smp.DistributedModel(Blocks(2)), rows())
-    return found
+    told = "\n".join(found)
+    assert rank or "traced on the CPU" in told or torch.cuda.is_available()
+    assert rank or "the model was partitioned:\npartition 0: layers.0" in told
+    assert ("partition 1: layers.1" in told) == (rank == 0)
 
 
-def test_what_is_where_is_told_by_the_first_process(pool: Pool) -> None:
-    first, second = pool.run(told)
-    whole = "\n".join(first)
-    assert "traced on the CPU" in whole or torch.cuda.is_available()
-    assert "the model was partitioned:\npartition 0: layers.0" in whole
-    assert "partition 1: layers.1" in whole
-    assert not any("partition 1" in each for each in second)
+@on_ranks(2)
+def test_contexts_are_ignored_where_partitions_are_automatic_and_may_be_missing(rank: int, size: int) -> None:
+    for place, config in ((1, {}), (0, {"auto_partition": False, "default_partition": 1})):
+        with begun({"microbatches": 2, "partitions": size, **config}):
+            model = Blocks(2)
+            with smp.partition(place):
+                model.layers[0] = nn.Linear(WIDTH, WIDTH)
+            made: Any = smp.DistributedModel(model)
+            train(made, rows())
+            assert dict(made.division.partition_of) == {"layers.0": 0, "layers.1": 1}
 
 
-def contexts(rank: int, size: int, how: str) -> Any:
-    config: dict[str, Any] = {"microbatches": 2, "partitions": size, "auto_partition": how == "auto"}
-    if how == "default":
-        config["default_partition"] = 1
-    with begun(config):
-        with smp.partition(0 if how == "default" else 1):
-            first = nn.Linear(WIDTH, WIDTH)
-        model = Blocks(2)
-        model.layers[0] = first
-        made = smp.DistributedModel(model)
-        message = said(lambda: train(made, rows()))
-        return message, None if made.division is None else dict(made.division.partition_of)
-
-
-def test_contexts_are_ignored_where_partitions_are_automatic_and_may_be_missing(pool: Pool) -> None:
-    for results in pool.run(several, [(contexts, "auto"), (contexts, "default")]):
-        assert results == [("", {"layers.0": 0, "layers.1": 1})] * 2
-
-
-def empty(rank: int, size: int, count: int) -> str:
-    with begun({"microbatches": 2, "partitions": size, "auto_partition": count > 0}):
-        made = smp.DistributedModel(Blocks(max(count, 1)))
-        return said(lambda: train(made, rows()))
-
-
-def test_partitions_that_would_be_empty_are_refused(pool: Pool) -> None:
-    for by_hand, automatic in pool.run(several, [(empty, 0), (empty, 1)]):
-        assert "partition 1 of 2 has no module" in by_hand
-        assert "2 partitions need as many modules" in automatic
+@on_ranks(2)
+def test_partitions_that_would_be_empty_are_refused(rank: int, size: int) -> None:
+    for is_automatic, told in ((False, "partition 1 of 2 has no module"), (True, "2 partitions need as many modules")):
+        with begun({"microbatches": 2, "partitions": size, "auto_partition": is_automatic}):
+            made = smp.DistributedModel(Blocks(1))
+            assert told in said(lambda made=made: train(made, rows()))

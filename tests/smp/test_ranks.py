@@ -12,9 +12,8 @@ import torch.distributed as dist
 import atorch.smp as smp
 from atorch.distributed.mesh import groups_along, own_group
 from atorch.smp.config import Config
-from atorch.smp.ranks import process_group, ranks_of
 from atorch.smp.session import AXES_OF, slices
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.smp.job import begun
 
 KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
@@ -81,41 +80,25 @@ def test_placements_by_arithmetic(placement: str, pipeline: int, tensor: int) ->
         assert found == {kind: ranks for kind, ranks in expected(config, rank).items() if kind != "world"}
 
 
-def found_by_names(rank: int, size: int, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each configuration: every rank, size and group by its documented name, and a sum over each group."""
-    answers = []
-    for config in given:
-        smp.init(config)
-        answer: dict[str, Any] = {"rank": smp.rank(), "size": smp.size()}
-        answer |= {"local_rank": smp.local_rank(), "local_size": smp.local_size()}
-        for kind in KINDS:
-            answer[kind] = getattr(smp, f"get_{kind}_group")()
-            group = getattr(smp, f"get_{kind}_process_group")()
-            assert dist.get_process_group_ranks(group) == answer[kind]
-            total = torch.tensor(2**rank)
-            dist.all_reduce(total, group=group)
-            assert total.item() == sum(2**each for each in answer[kind])
-            if kind != "world":
-                answer[f"{kind}_rank"] = getattr(smp, f"{kind}_rank")()
-                answer[f"{kind}_size"] = getattr(smp, f"{kind}_size")()
-                assert dist.get_rank(group) == answer[f"{kind}_rank"]
-        smp.shutdown()
-        answers.append(answer)
-    return answers
-
-
-def test_on_four_processes(pool: Pool) -> None:
+@on_ranks(4)
+def test_on_four_processes(rank: int, size: int) -> None:
+    """Every rank, size and group by its documented name, and a sum over each group."""
     tensor = {"tensor_parallel_degree": 2, "placement_strategy": "TDP"}
-    given = [{"ddp": True, **config} for config in (tensor, *(config for config, _ in PUBLISHED))]
-    for rank, answers in enumerate(pool.run(found_by_names, given, ranks=4)):
-        for config, answer in zip(given, answers, strict=True):
-            groups = expected(Config.read(config), rank, 4)
-            assert {kind: answer[kind] for kind in KINDS} == groups
-            assert answer["rank"] == answer["local_rank"] == rank
-            assert answer["size"] == answer["local_size"] == 4
-            for kind in KINDS[1:]:
-                assert answer[f"{kind}_rank"] == groups[kind].index(rank)
-                assert answer[f"{kind}_size"] == len(groups[kind])
+    for config in (tensor, *(config for config, _ in PUBLISHED)):
+        groups = expected(Config.read({"ddp": True, **config}), rank, 4)
+        with begun({"ddp": True, **config}):
+            assert (smp.rank(), smp.local_rank(), smp.size(), smp.local_size()) == (rank, rank, 4, 4)
+            for kind in KINDS:
+                assert getattr(smp, f"get_{kind}_group")() == groups[kind]
+                group = getattr(smp, f"get_{kind}_process_group")()
+                assert dist.get_process_group_ranks(group) == groups[kind]
+                total = torch.tensor(2**rank)
+                dist.all_reduce(total, group=group)
+                assert total.item() == sum(2**each for each in groups[kind])
+                if kind != "world":
+                    place = getattr(smp, f"{kind}_rank")()
+                    assert place == dist.get_rank(group) == groups[kind].index(rank)
+                    assert getattr(smp, f"{kind}_size")() == len(groups[kind])
 
 
 def test_sharded_replicas_are_replicas() -> None:
@@ -123,16 +106,3 @@ def test_sharded_replicas_are_replicas() -> None:
     for rank in range(8):
         assert own_group(rank, slices(config, 8), range(8), AXES_OF["rdp"]) == expected(config, rank)["rdp"]
         assert own_group(rank, slices(config, 8), range(8), ("zero",)) == [rank // 4 * 4 + rank % 2 + i for i in (0, 2)]
-
-
-def test_one_process_is_in_every_group_alone() -> None:
-    with begun({}):
-        for kind in KINDS:
-            assert getattr(smp, f"get_{kind}_group")() == [0]
-            assert dist.get_world_size(getattr(smp, f"get_{kind}_process_group")()) == 1
-        for kind in KINDS[1:]:
-            assert getattr(smp, f"{kind}_rank")() == 0
-            assert getattr(smp, f"{kind}_size")() == 1
-        assert [smp.rank(), smp.size(), smp.local_rank(), smp.local_size()] == [0, 1, 0, 1]
-        assert ranks_of(smp.RankType.PP_RANK) == [0]
-        assert process_group(smp.WORLD) is smp.get_world_process_group()

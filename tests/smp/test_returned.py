@@ -25,7 +25,6 @@ class Opaque:
 
 
 def stepped(rank: int, size: int) -> list[tuple[Any, int]]:
-    """What steps returned, and with how many broadcasts."""
     answers = []
     with begun({"microbatches": 2, "partitions": size}):
         model = model_of()

@@ -29,7 +29,7 @@ Parameters = dict[str, Any]
 
 
 def printed(rank: int, size: int, script: str, arguments: tuple[str, ...], parameters: Parameters | None) -> str:
-    """What a script prints on this process; `parameters` are the launcher's; None runs it plainly."""
+    """The output of a script on this process; `parameters` are the launcher's; None runs it plainly."""
     before, told = list(sys.argv), io.StringIO()
     packages = {name: held for name, held in sys.modules.items() if name.startswith("smdistributed")}
     try:
@@ -59,7 +59,6 @@ def printed(rank: int, size: int, script: str, arguments: tuple[str, ...], param
 
 
 def numbers(text: str, before: str) -> list[float]:
-    """Those that stand behind some words."""
     found = [float(each) for each in re.findall(re.escape(before) + r":? ([-\d.e]+)", text)]
     assert found, text
     return found
@@ -71,11 +70,10 @@ DEGREES = {"pipeline 2": (2, PIPELINE_2), "data 2": (2, DATA_2), "pipeline 2 dat
 
 
 def sampled(names: Collection[str], sample: str) -> list[Any]:
-    """All names, of which one is not nightly."""
     return [pytest.param(name, marks=[] if name == sample else pytest.mark.nightly) for name in names]
 
 
-@pytest.mark.parametrize("amp", sampled("01", "0"))
+@pytest.mark.parametrize("amp", sampled("01", "1"))
 @pytest.mark.parametrize("degrees", sampled(DEGREES, "pipeline 2 data 2"))
 def test_mnist(pool: Pool, tmp_path: Path, degrees: str, amp: str) -> None:
     ranks, parameters = DEGREES[degrees]
@@ -90,8 +88,9 @@ def test_mnist(pool: Pool, tmp_path: Path, degrees: str, amp: str) -> None:
     for name, value in models[0].items():
         torch.testing.assert_close(models[1][name], value, rtol=1e-3, atol=1e-4)
 
-    again = pool.run(printed, "mnist.py", ("--load", "full", "--model-dir", folders[1]), parameters, ranks=ranks)[0]
-    (right,) = pool.run(printed, "mnist.py", ("--load", "full", "--model-dir", folders[0]), None, ranks=1)
+    # Each goes on from what the other has saved.
+    again = pool.run(printed, "mnist.py", ("--load", "full", "--model-dir", folders[0]), parameters, ranks=ranks)[0]
+    (right,) = pool.run(printed, "mnist.py", ("--load", "full", "--model-dir", folders[1]), None, ranks=1)
     assert numbers(again, "Average loss") == pytest.approx(numbers(right, "Average loss"), rel=1e-3)
 
 

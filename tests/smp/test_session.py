@@ -13,14 +13,13 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.config import Config
 from atorch.smp.session import AXES_OF, session, slices
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.smp.job import begun, several
 from tests.smp.test_step import Blocks, rows, said, train
 
 
 @pytest.fixture
 def ended() -> Iterator[None]:
-    """Whatever a test begins is ended."""
     yield
     if smp.is_initialized():
         smp.shutdown()
@@ -69,7 +68,6 @@ def test_a_fault_leaves_nothing_begun() -> None:
 
 
 def begin(rank: int, size: int, given: list[dict[str, Any]]) -> str:
-    """What `init` with this rank's configuration raised, or the axes."""
     try:
         smp.init(given[rank])
     except ArgumentError as error:
@@ -107,36 +105,24 @@ def test_the_session_is_read_by_name() -> None:
             smp.state.cfgs  # noqa: B018
 
 
-def placed_late(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_modules_that_exist_are_put_on_partitions(rank: int, size: int) -> None:
     with begun({"partitions": 2, "microbatches": 2, "auto_partition": False}):
         model = smp.DistributedModel(Blocks())
         layers = model.get_module().layers
-        refused = said(lambda: smp.set_partition(layers[0], 2)), said(lambda: smp.set_partition("layers", 0))
+        assert "2 partitions, 0 to 1" in said(lambda: smp.set_partition(layers[0], 2))
+        assert "give a torch.nn.Module" in said(lambda: smp.set_partition("layers", 0))
         for number, layer in enumerate(layers.children()):
             smp.set_partition(layer, int(number > 0))
         train(model, rows())
-        late = said(lambda: smp.set_partition(model.get_module(), 0))
-        return sorted(name for name, _ in model.local_named_parameters()), refused, late
+        assert "after the first smp.step" in said(lambda: smp.set_partition(model.get_module(), 0))
+        mine = {name.rpartition(".")[0] for name, _ in model.local_named_parameters()}
+        assert mine == ({"layers.1", "layers.2", "layers.3"} if rank else {"layers.0"})
 
 
-def test_modules_that_exist_are_put_on_partitions(pool: Pool) -> None:
-    first, second = pool.run(placed_late)
-    assert first[0] == ["layers.0.bias", "layers.0.weight"]
-    assert len(second[0]) == 6
-    for _, refused, late in (first, second):
-        assert "2 partitions, 0 to 1" in refused[0]
-        assert "give a torch.nn.Module" in refused[1]
-        assert "after the first smp.step" in late
-
-
-def test_outputs_lose_their_graphs() -> None:
+def test_outputs_lose_their_graphs_and_are_a_sequence() -> None:
     outputs = smp.StepOutput([torch.ones(2, requires_grad=True) * 2, "text"])
     assert outputs.outputs[0].requires_grad
-    detached = outputs.detach()
-    assert not detached.outputs[0].requires_grad
-    assert detached.outputs[1] == "text"
-
-
-def test_outputs_are_a_sequence() -> None:
-    outputs = smp.StepOutput([1.0, 2.0])
-    assert (sum(outputs), len(outputs), outputs[0], outputs[-1:], list(outputs)) == (3.0, 2, 1.0, [2.0], [1.0, 2.0])
+    tensor, text = detached = outputs.detach()
+    assert not tensor.requires_grad
+    assert (text, len(detached), detached[1], detached[-1:]) == ("text", 2, "text", ["text"])

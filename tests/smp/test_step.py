@@ -12,17 +12,14 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.errors import AtorchError
-from tests.auto.training import run_each
 from tests.contract.test_steps import num_tensors, num_tensors_soon
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.smp.job import batch_of, begun, made, several, sgd, train_step
 
 WIDTH = 8
 
 
 class Blocks(nn.Module):
-    """A few layers, one behind the other."""
-
     def __init__(self, count: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
@@ -43,7 +40,6 @@ def rows(count: int = 8) -> Tensor:
 
 
 def said(work: Callable[[], Any]) -> str:
-    """What a call raises."""
     try:
         work()
     except (AtorchError, KeyError) as error:
@@ -58,9 +54,11 @@ def train(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def nested_outputs(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_results_are_put_together_in_every_nesting_and_on_every_process(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    right = pytest.approx(float(Blocks()(rows()).mean().detach()), rel=1e-5)
     with begun({"microbatches": 4, "partitions": size}):
-        model = model_of()
 
         @smp.step
         def look(model: Any, batch: dict[str, Any]) -> Any:
@@ -68,28 +66,13 @@ def nested_outputs(rank: int, size: int) -> Any:
             model.backward(out.sum())
             return {"mean": out.mean(), "rows": [out, batch["x"]], "count": len(out), "nothing": None, "name": "a"}
 
-        given = rows()
-        found = look(model, {"x": given, "other": "text"})
-        return {
-            "mean": found["mean"].reduce_mean().item(),
-            "whole": found["rows"][0].concat().mean().item(),
-            "x": torch.equal(found["rows"][1].concat(), given),
-            "stack": tuple(found["rows"][0].stack().shape),
-            "count": found["count"].reduce_sum(),
-            "nothing": found["nothing"],
-            "name": found["name"].outputs,
-            "graph": found["mean"].outputs[0].requires_grad,
-        }
-
-
-def test_results_are_put_together_in_every_nesting_and_on_every_process(pool: Pool) -> None:
-    torch.manual_seed(0)
-    right = float(Blocks()(rows()).mean().detach())
-    for found in pool.run(nested_outputs):
-        assert found["mean"] == pytest.approx(right, rel=1e-5)
-        assert found["whole"] == pytest.approx(right, rel=1e-5)
-        assert (found["x"], found["stack"], found["count"]) == (True, (4, 2, WIDTH), 8)
-        assert (found["nothing"], found["name"], found["graph"]) == (None, ["a"] * 4, False)
+        found = look(model_of(), {"x": rows(), "other": "text"})
+        whole, given = found["rows"]
+        assert [found["mean"].reduce_mean().item(), whole.concat().mean().item()] == [right, right]
+        assert torch.equal(given.concat(), rows())
+        assert (tuple(whole.stack().shape), found["count"].reduce_sum()) == ((4, 2, WIDTH), 8)
+        assert (found["nothing"], found["name"].outputs) == (None, ["a"] * 4)
+        assert not found["mean"].outputs[0].requires_grad
 
 
 class Sliced:
@@ -102,10 +85,10 @@ class Sliced:
         return self.values[number::count]
 
 
-def ways_of_cutting(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_arguments_are_cut_as_they_are_told(rank: int, size: int) -> None:
     seen: list[Any] = []
     with begun({"microbatches": 2, "partitions": size}):
-        model = model_of()
 
         @smp.step(non_split_inputs=["whole"], input_split_axes={"turned": 1})
         def look(model: Any, x: Tensor, whole: Tensor, turned: Tensor, own: Any, *, both: Any) -> Tensor:
@@ -114,84 +97,65 @@ def ways_of_cutting(rank: int, size: int) -> Any:
 
         with torch.no_grad():
             both = {"a": (rows(4),), "b": torch.tensor(1.0)}
-            look(model, rows(4), rows(3), rows(4).T, Sliced([0.0, 1.0]), both=both)
-    return seen[-2:]
+            look(model_of(), rows(4), rows(3), rows(4).T, Sliced([0.0, 1.0]), both=both)
+    assert seen[-2:] == [(2, 3, (WIDTH, 2), [0.0], 2, 0), (2, 3, (WIDTH, 2), [1.0], 2, 0)]
 
 
-def test_arguments_are_cut_as_they_are_told(pool: Pool) -> None:
-    for found in pool.run(ways_of_cutting):
-        assert found == [(2, 3, (WIDTH, 2), [0.0], 2, 0), (2, 3, (WIDTH, 2), [1.0], 2, 0)]
-
-
-def of_other_lengths(rank: int, size: int) -> str:
+@on_ranks(2)
+def test_batches_of_tensor_ranks_that_do_not_fit_are_told(rank: int, size: int) -> None:
     with begun({"microbatches": 2, "tensor_parallel_degree": size, "ddp": True}):
         model = model_of()
-        return said(lambda: smp.step(lambda x: model(x).sum())(rows(8 - 2 * rank)))
+        told = said(lambda: smp.step(lambda x: model(x).sum())(rows(8 - 2 * rank)))
+    assert "x is (8, 8) and (6, 8) on processes of one tensor group" in told
 
 
-def test_batches_of_tensor_ranks_that_do_not_fit_are_told(pool: Pool) -> None:
-    for message in pool.run(of_other_lengths):
-        assert "x is (8, 8) and (6, 8) on processes of one tensor group" in message
-
-
-def evaluated(rank: int, size: int) -> tuple[float, bool, bool]:
-    with begun({"microbatches": 2, "partitions": size}):
-        model = model_of().eval()
-
-        @smp.step
-        def look(model: Any, x: Tensor) -> Tensor:
-            return model(x).mean()
-
-        with torch.no_grad():
-            value = look(model, rows()).reduce_mean().item()
-        look(model, rows())  # with gradients enabled, and none wanted
-        return value, model.training, any(each.grad is not None for each in model.parameters())
-
-
-def test_steps_without_backward_leave_no_gradients(pool: Pool) -> None:
+@on_ranks(2)
+def test_steps_without_backward_leave_no_gradients(rank: int, size: int) -> None:
     torch.manual_seed(0)
     right = float(Blocks()(rows()).mean().detach())
-    for value, training, has_gradients in pool.run(evaluated):
-        assert value == pytest.approx(right, rel=1e-5)
-        assert (training, has_gradients) == (False, False)
-
-
-def several_losses(rank: int, size: int, how: str) -> Any:
     with begun({"microbatches": 2, "partitions": size}):
-        model = model_of()
-
-        @smp.step
-        def train(model: Any, x: Tensor) -> Tensor:
-            out = model(x)
-            if how == "two calls":
-                model.backward(out.mean())
-                model.backward(out.square().mean())
-            elif how == "a list":
-                model.backward([out.mean(), out.square().mean()])
-            elif how == "gradients":
-                model.backward(out, torch.full_like(out, 1 / out.numel()) + 2 * out.detach() / out.numel())
-            else:
-                penalty = sum(each.square().sum() for each in model.module.layers[-1].parameters())
-                model.backward(out.mean() + out.square().mean() + penalty)
-            return out.mean()
-
-        train(model, rows())
-        return {name: each.grad for name, each in model.named_parameters()}
+        model = model_of().eval()
+        look = smp.step(lambda model, x: model(x).mean())
+        with torch.no_grad():
+            assert look(model, rows()).reduce_mean().item() == pytest.approx(right, rel=1e-5)
+        look(model, rows())  # with gradients enabled, and none wanted
+        assert not model.training
+        assert all(each.grad is None for each in model.parameters())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_of_every_kind_give_plain_gradients(pool: Pool, ranks: int) -> None:
-    ways = ("two calls", "a list", "gradients", "a penalty")
-    results = pool.run(several, [(several_losses, how) for how in ways], ranks=ranks)
-    for how, parts in zip(ways, zip(*results, strict=True), strict=True):
+def losses_of_every_kind(rank: int, size: int) -> None:
+    for how in ("two calls", "a list", "gradients", "a penalty"):
         torch.manual_seed(0)
         plain = Blocks()
         out = plain(rows())
         penalty = sum(each.square().sum() for each in plain.layers[-1].parameters()) if how == "a penalty" else 0.0
         (out.mean() + out.square().mean() + penalty).backward()
-        found = {name: gradient for part in parts for name, gradient in part.items()}
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        with begun({"microbatches": 2, "partitions": size}):
+            model = model_of()
+
+            @smp.step
+            def train(model: Any, x: Tensor, how: str) -> Tensor:
+                out = model(x)
+                if how == "two calls":
+                    model.backward(out.mean())
+                    model.backward(out.square().mean())
+                elif how == "a list":
+                    model.backward([out.mean(), out.square().mean()])
+                elif how == "gradients":
+                    model.backward(out, torch.full_like(out, 1 / out.numel()) + 2 * out.detach() / out.numel())
+                else:
+                    penalty = sum(each.square().sum() for each in model.module.layers[-1].parameters())
+                    model.backward(out.mean() + out.square().mean() + penalty)
+                return out.mean()
+
+            train(model, rows(), how)
+            for name, parameter in model.local_named_parameters():
+                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_of_every_kind_give_plain_gradients(pool: Pool, ranks: int) -> None:
+    pool.run(losses_of_every_kind, ranks=ranks)
 
 
 def drawn_before(rank: int, size: int) -> list[float]:
@@ -221,11 +185,23 @@ def test_what_is_drawn_before_the_model_is_the_same_along_a_pipeline(pool: Pool)
     assert first[0] != first[1]
 
 
-def faults(rank: int, size: int, how: str) -> tuple[str, bool]:
+FAULTS = {
+    "raises early": "mine",
+    "raises late": "mine",
+    "two models": "second time",
+    "own backward": "model.backward(loss)",
+    "another's output": "micro-batch 0's output",
+    "no scalar": "grad_tensors",
+    "retain_graph": "retain_graph=True",
+    "indivisible": "7 entries",
+}
+
+
+def faults(rank: int, size: int, how: str) -> None:
+    kept: list[Tensor] = []
+    started = []
     with begun({"microbatches": 2, "partitions": size}):
         model = model_of()
-        kept: list[Tensor] = []
-        started = []
 
         @smp.step
         def train(model: Any, x: Tensor) -> Tensor:
@@ -250,57 +226,18 @@ def faults(rank: int, size: int, how: str) -> tuple[str, bool]:
                 model.backward(loss)
             return loss
 
-        train_again = how.startswith("raises") or how == "indivisible"
-        if train_again:
+        goes_on = how.startswith("raises") or how == "indivisible"
+        if goes_on:
             train(model, rows())
             started.append(True)
-        message = said(lambda: train(model, rows(7 if how == "indivisible" and rank == 0 else 8)))
+        assert FAULTS[how] in said(lambda: train(model, rows(7 if how == "indivisible" and rank == 0 else 8)))
         started.clear()
-        return message, not (train_again and said(lambda: train(model, rows())))
-
-
-FAULTS = {
-    "raises early": "mine",
-    "raises late": "mine",
-    "two models": "second time",
-    "own backward": "model.backward(loss)",
-    "another's output": "micro-batch 0's output",
-    "no scalar": "grad_tensors",
-    "retain_graph": "retain_graph=True",
-    "indivisible": "7 entries",
-}
+        assert not goes_on or not said(lambda: train(model, rows()))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_faults_are_told_on_all_processes_soon(pool: Pool, ranks: int) -> None:
-    for results in pool.run(several, [(faults, how) for how in FAULTS], ranks=ranks, timeout=60):
-        for how, (message, goes_on) in zip(FAULTS, results, strict=True):
-            assert FAULTS[how] in message
-            assert goes_on
-
-
-def one_alone(rank: int, size: int, how: str, folder: str) -> str:
-    """What is raised where one process alone makes a call that the others go on without."""
-    by_hand = how == "another partition"
-    with begun({"microbatches": 2, "partitions": size, "auto_partition": not by_hand}):
-        torch.manual_seed(0)
-        blocks = Blocks()
-        for number, layer in enumerate(blocks.layers if by_hand else ()):
-            smp.set_partition(layer, int(number > rank))
-        model: Any = smp.DistributedModel(blocks)
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-        def go_on() -> None:
-            train(model, rows())
-            if rank == 0 and how == "saves":
-                smp.save_checkpoint(folder, "tag", model=model)
-            if rank == 1 and how == "clips":
-                optimizer.clip_master_grads(1.0)
-            if rank == 1 and how == "evaluates":
-                model.eval()
-            train(model, rows())
-
-        return said(go_on)
+    pool.run(several, [(faults, how) for how in FAULTS], ranks=ranks, timeout=60)
 
 
 ALONE = {
@@ -311,37 +248,51 @@ ALONE = {
 }
 
 
-def test_what_one_process_does_alone_is_told_on_all(pool: Pool, tmp_path: Path) -> None:
-    for messages in pool.run(several, [(one_alone, how, str(tmp_path)) for how in ALONE], timeout=60):
-        for how, message in zip(ALONE, messages, strict=True):
-            assert ALONE[how] in message
+@on_ranks(2, timeout=60)
+def test_what_one_process_does_alone_is_told_on_all(rank: int, size: int, tmp_path: Path) -> None:
+    for how, told in ALONE.items():
+        by_hand = how == "another partition"
+        with begun({"microbatches": 2, "partitions": size, "auto_partition": not by_hand}):
+            torch.manual_seed(0)
+            blocks = Blocks()
+            for number, layer in enumerate(blocks.layers if by_hand else ()):
+                smp.set_partition(layer, int(number > rank))
+            model: Any = smp.DistributedModel(blocks)
+            optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+            def go_on(how: str = how, model: Any = model, optimizer: Any = optimizer) -> None:
+                train(model, rows())
+                if rank == 0 and how == "saves":
+                    smp.save_checkpoint(str(tmp_path), "tag", model=model)
+                if rank == 1 and how == "clips":
+                    optimizer.clip_master_grads(1.0)
+                if rank == 1 and how == "evaluates":
+                    model.eval()
+                train(model, rows())
+
+            assert told in said(go_on)
 
 
-def held_after_steps(rank: int, size: int, config: dict[str, Any]) -> tuple[int, int]:
-    """The tensors that are alive after a few steps, and after as many again."""
-    with begun({"microbatches": 2, "ddp": True, **config}):
-        model = smp.DistributedModel(made("cnn"))
-        optimizer = smp.DistributedOptimizer(sgd(model))
-        early = 0
-        for step in range(6):
-            optimizer.zero_grad()
-            train_step(model, "cnn", *batch_of("cnn", step % 3, 0), "mean")
-            optimizer.step()
-            if step == 2:
-                early = num_tensors()
-        return early, num_tensors_soon(early)
+@on_ranks(2)
+def test_steps_leave_nothing_behind(rank: int, size: int) -> None:
+    for partitions in (1, 2):
+        with begun({"microbatches": 2, "ddp": True, "partitions": partitions}):
+            model = smp.DistributedModel(made("cnn"))
+            optimizer = smp.DistributedOptimizer(sgd(model))
+            early = 0
+            for step in range(6):
+                optimizer.zero_grad()
+                train_step(model, "cnn", *batch_of("cnn", step % 3, 0), "mean")
+                optimizer.step()
+                early = num_tensors() if step == 2 else early
+            assert num_tensors_soon(early) <= early
 
 
-def test_steps_leave_nothing_behind(pool: Pool) -> None:
-    for found in run_each(pool, held_after_steps, [({},), ({"partitions": 2},)]):
-        assert all(late <= early for early, late in found), found
-
-
-def reading_on_the_first(rank: int, size: int) -> tuple[float, float]:
-    """The losses of a step for which the first stage alone has data, and of one for which all have."""
+@on_ranks(2)
+def test_stages_without_data_work_on_the_firsts(rank: int, size: int) -> None:
+    """As the original's scripts for GPT read it."""
     with begun({"partitions": 2, "microbatches": 2}):
-        torch.manual_seed(0)
-        model = smp.DistributedModel(Blocks())
+        model = model_of()
 
         @smp.step
         def train(model: Any, batch: dict[str, Tensor], scale: float) -> Tensor:
@@ -351,10 +302,4 @@ def reading_on_the_first(rank: int, size: int) -> tuple[float, float]:
 
         empty = torch.zeros(len(rows()), 0)
         first = train(model, {"x": empty if smp.pp_rank() else rows()}, 2.0).reduce_mean()
-        return float(first), float(train(model, {"x": rows()}, 2.0).reduce_mean())
-
-
-def test_stages_without_data_work_on_the_firsts(pool: Pool) -> None:
-    """As the original's scripts for GPT read it."""
-    for first, second in pool.run(reading_on_the_first):
-        assert first == second > 0
+        assert float(first) == float(train(model, {"x": rows()}, 2.0).reduce_mean()) > 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.smp.activation_checkpointing import place_of
-from tests.pool import Pool
+from tests.pool import on_ranks
 from tests.smp.job import begun
 
 ROWS, WIDTH = 8, 6
@@ -52,11 +52,18 @@ def reset(module: nn.Module) -> None:
         module.reset_parameters()
 
 
-def stepped(rank: int, size: int, strategy: str, delays: bool, auto: bool) -> Any:
-    """The state after a step of a model that is filled anew, and how often layers ran again."""
+@pytest.mark.parametrize(("strategy", "delays", "auto"), [("contiguous", True, False), ("each", False, True)])
+@on_ranks(2)
+def test_delayed_checkpointed_and_scaled(rank: int, size: int, strategy: str, delays: bool, auto: bool) -> None:
+    """A step of a model that is filled anew, and how often layers ran again."""
+    x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(4))
+    plain = Net(lambda number: nullcontext())
+    torch.manual_seed(9)
+    plain.apply(reset)
+    plain(x).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
     config = {"microbatches": 2, "partitions": 2, "auto_partition": auto, "delayed_parameter_initialization": delays}
     with begun(config):
-        torch.manual_seed(9)
         with smp.model_creation():
             net = Net()
         assert net.head.weight.is_meta == delays
@@ -70,30 +77,16 @@ def stepped(rank: int, size: int, strategy: str, delays: bool, auto: bool) -> An
         scaler = smp.amp.GradScaler(init_scale=16.0)
 
         @smp.step
-        def train(model: Any, x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            model.backward(scaler.scale(loss))
-            return loss
+        def train(model: Any, x: Tensor) -> None:
+            model.backward(scaler.scale(model(x).square().mean()))
 
-        x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(4))
         train(model, x)
         scaler.step(optimizer)
         scaler.update()
-        again = [layer.backwards for layer in net.layers]
         places = [place_of(layer).partition for layer in net.layers]
-        return {name: value.clone() for name, value in model.state_dict().items()}, again, places
-
-
-@pytest.mark.parametrize(("strategy", "delays", "auto"), [("contiguous", True, False), ("each", False, True)])
-def test_delayed_checkpointed_and_scaled(pool: Pool, strategy: str, delays: bool, auto: bool) -> None:
-    net = Net(lambda number: nullcontext())
-    torch.manual_seed(9)
-    net.apply(reset)
-    net(torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(4))).square().mean().backward()
-    torch.optim.SGD(net.parameters(), lr=0.5).step()
-    results = pool.run(stepped, strategy, delays, auto)
-    for rank, (state, again, places) in enumerate(results):
         assert sorted(set(places)) == [0, 1]
         assert auto or places == [0, 0, 1, 1]
-        assert again == [2 if place == rank else 0 for place in places]  # in each micro-batch, where they are
-        assert all(torch.allclose(state[name], each, atol=1e-6) for name, each in net.state_dict().items())
+        # In each micro-batch, where they are.
+        assert [layer.backwards for layer in net.layers] == [2 if place == rank else 0 for place in places]
+        state = model.state_dict()
+    assert all(torch.allclose(state[name], each, atol=1e-6) for name, each in plain.state_dict().items())

@@ -3,13 +3,18 @@
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
+from atorch import auto_accelerate
 from atorch.auto.opt_lib.micro_batch import MicroBatch
+from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, LinkSpec
 from atorch.cost import Comm, Cost, Matmul, Region, Segment, peak_memory, step_time
 from atorch.cost.parallelism import REPLICA_AXES
+from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 
 ENDS = Segment(
     name="", num_params=200, num_trainable=200, outside=Region(saved_bytes=100, traffic_bytes=400), num_ops=10,
@@ -147,8 +152,6 @@ def test_micro_batches_divide_activations_and_gather_again():
     assert found.comm[:2] == cost(MESH, "fsdp").comm
     assert found.grad_bytes == 1000
     assert cost(MESH, "fsdp", ("micro_batch", {"count": 2})).grad_bytes == 4000
-    refused = MicroBatch(size=2, reduce="each").unfit(cost(MESH, "ddp"))
-    assert "no sharded gradients" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +181,69 @@ def test_compile_leaves_traffic_with_products_and_of_the_stream(results, scores,
     assert found.ops_scale == pytest.approx(1 - 1000 / 1400 * 2 / 3)
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"parallel_mode"}))
-def test_costs_are_of_one_device_and_stay_positive(name):
-    found = METHODS[name].of().cost(replace(PLAIN, axes={"data": 2}))
-    assert peak_memory(found).total > 0
-    assert step_time(found, CPU).matmul_s > 0
+def test_micro_batch_needs_a_loss_and_samples_apart() -> None:
+    with pytest.raises(StrategyError, match="loss_func"):
+        auto_accelerate(nn.Linear(2, 2), load_strategy=["micro_batch"])
+
+    tried = [(each.size, each.reduce) for each in MicroBatch.choices(PROFILE, cluster())]
+    assert tried == [(2**power, reduce) for power in range(9) for reduce in ("once", "each")]
+    together = replace(PROFILE, module_classes=frozenset({"BatchNorm1d"}))
+    assert not list(MicroBatch.choices(together, cluster()))
+
+
+def held(**shares):
+    memory = peak_memory(cost_of({"data": 2}, "ddp", ("offload", shares)))
+    return memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.on_host
+
+
+ACTIVATIONS = 8 / 2 * (800 + 8 * 5000)
+
+
+def test_shares_wait_on_the_host():
+    copies = 2 * 54_400  # of parameters, and gradients while they are stepped
+    assert held() == (54_400, 54_400, 0, ACTIVATIONS, 108_800 + copies)
+    assert held(parameters=0.5) == (27_200, 27_200, 0, ACTIVATIONS, 108_800 + 54_400 + copies / 2)
+    block = 8 / 2 * 5000
+    assert held(optimizer=0.0, activations=0.5) == (54_400, 54_400, 108_800, ACTIVATIONS - 4 * block, 4 * block)
+    assert held(optimizer=0.0, activations=0.49) == (54_400, 54_400, 108_800, ACTIVATIONS - 3 * block, 3 * block)
+    assert held(optimizer=0.0, activations=1.0)[-1] == 7 * block  # the last keeps its own
+
+    # With gradients of their own place, the last block's backward has as much of all else as that of the first.
+    cost = cost_of({}, ("offload", {"optimizer": 0.0, "activations": 1.0})).but(grads_persist=True, step_itemsize=0.0)
+    block = 16 / 2 * 5000
+    assert peak_memory(cost).activations == 16 / 2 * 800 + 2 * block
+
+    cost = cost_of({"pipeline": 4}, "pipeline_parallel", ("offload", {"activations": 1.0}))
+    assert (cost.activation_offload, cost.activations_ahead) == (0.5, 0.5)  # one of two goes, and comes back
+    alone = cost_of({"pipeline": 8}, "pipeline_parallel", ("offload", {"activations": 1.0}))
+    assert alone.activation_offload == 0, "a lone block's are back at once, but for those of other micro-batches"
+
+    shares = [(each.parameters, each.optimizer, each.activations) for each in Offload.choices(PROFILE, cluster())]
+    assert shares == [(0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1)]
+    assert not list(Offload.choices(PROFILE, cluster(kind="cpu")))
+
+
+def test_shards_wait_as_shards():
+    memory = peak_memory(cost_of({"data": 2}, "zero1", ("offload", {"optimizer": 1.0})))
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (54_400, 54_400, 0)
+    assert memory.on_host == 2 * 54_400 / 2 + 2 * 54_400 / 2
+
+    memory = peak_memory(cost_of({"data": 2}, "fsdp", ("offload", {"parameters": 1.0})))
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (0, 0, 0)
+    assert memory.transient > 0
+    assert memory == peak_memory(cost_of({"data": 2}, ("fsdp", {"cpu_offload": True})))
+
+    assert Offload(parameters=0.5).needs == ("fsdp",)
+    assert Offload().needs == ()
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ({"optimizer": 0.0, "activations": 1.0}, "activations offloaded"),
+        ({}, "optimizer offloaded"),
+        ({"parameters": 1.0, "activations": 0.25}, "parameters, optimizer, 25% of activations offloaded"),
+    ],
+)
+def test_it_says_what_waits(shares, told):
+    assert str(Offload(**shares)) == told

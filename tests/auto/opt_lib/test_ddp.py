@@ -5,47 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.distributed.fsdp import ShardingStrategy
-from torch.distributed.tensor.debug import CommDebugMode
 
 from atorch.auto.opt_lib.zero1 import Zero1
-from atorch.auto.opt_lib.zero2 import Zero2
 from atorch.errors import CapabilityError
 from atorch.runtime.data_parallel.replicate import Replicated
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
 from tests.auto.training import assert_trains_like_plain, run_each
 from tests.pool import Pool
-
-
-def held(rank: int, size: int) -> tuple[int, int]:
-    result = accelerated(["zero1"], "llama")
-    for batch in result.dataloader:
-        result.step(batch)
-    states = sum(state["momentum_buffer"].numel() for state in result.optim.state.values() if state)
-    return states, sum(p.numel() for p in result.model.parameters())
-
-
-def test_each_process_holds_its_share_and_gathers_once_a_step(pool: Pool) -> None:
-    (first, total), (second, _) = pool.run(held)
-    assert first + second == total
-    assert 0 < first < total
-
-    # fsdp gathers its two blocks a second time in backward.
-    (of_fsdp, _), (of_zero2, _) = run_each(pool, gathers, [("fsdp",), ("zero2",)])
-    assert of_fsdp == of_zero2 + 2
-
-
-@pytest.mark.parametrize(
-    ("config", "backend"),
-    [
-        (None, "torch"),
-        ({"use_ds_zero": True}, "deepspeed"),
-        ({"use_ds_zero": False}, "torch"),
-        ({"backend": "fairscale"}, "fairscale"),
-    ],
-)
-def test_documented_configurations_of_zero1(config: Any, backend: str) -> None:
-    assert Zero1.of(config).backend == backend
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,32 +20,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in ("fairscale", "deepspeed"):
         with pytest.raises(CapabilityError, match=f"pip install {backend}"):
             Zero1(backend=backend).unmet(None)  # type: ignore[arg-type]
-
-
-def gathers(rank: int, size: int, name: str) -> int:
-    result = accelerated([name], "llama")
-    batch = next(iter(result.dataloader))
-    result.loss_func(batch, result.model(batch)).backward()
-    with CommDebugMode() as seen:
-        result.loss_func(batch, result.model(batch)).backward()
-    return sum(count for op, count in seen.get_comm_counts().items() if "allgather" in str(op).replace("_", ""))
-
-
-@pytest.mark.parametrize(
-    ("config", "backend"),
-    [
-        (None, "fsdp"),
-        ({"use_ds_zero": True}, "deepspeed"),
-        ({"not_use_fsdp": True}, "fairscale"),
-        ({"not_use_fsdp": False, "forward_prefetch": True}, "fsdp"),
-        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "cpu_offload": True}, "fsdp"),
-    ],
-)
-def test_documented_configurations_of_zero2(config: Any, backend: str) -> None:
-    method = Zero2.of(config)
-    assert method.backend == backend
-    assert method.reshard_after_forward is False
-    assert Zero2.of(method.model_dump(mode="json", exclude_unset=True)) == method
 
 
 FAIRSCALE = {"backend": "fairscale"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 from itertools import chain
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from atorch.auto import auto_accelerate
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.strategy import Strategy
-from atorch.compat.fsdp1_arguments import ROWS
 from atorch.errors import StrategyError
 from atorch.model.structure import find_modules
 from tests.auto.opt_lib.sharing_job import accelerated, deviation
@@ -103,8 +101,6 @@ def test_what_is_gathered_and_what_stays_whole(pool: Pool) -> None:
 
     assert run_each(pool, seeded_apart, [(None,), ({"sync_module_states": True},)]) == [[0.0, 0.0]] * 2
 
-    assert pool.run(trainable_in_root)[0] == [False, True]
-
 
 def dtypes(rank: int, size: int, config: Any, strategy: list[Any]) -> tuple[str, str, str]:
     result = accelerated([*strategy, ("fsdp", config)], "llama")
@@ -132,82 +128,6 @@ def test_precision_is_the_users_else_the_precision_methods(pool: Pool) -> None:
     assert [first for first, _ in found] == [dtypes for *_, dtypes in expected]
 
 
-def test_the_table_has_every_argument_of_fsdp1() -> None:
-    arguments = list(inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters)
-    assert set(ROWS) == set(arguments) - {"self", "module"}
-
-
-@pytest.mark.parametrize(
-    ("config", "knobs"),
-    [
-        ({"sharding_strategy": fsdp.ShardingStrategy.FULL_SHARD}, {"sharding_strategy": "FULL_SHARD"}),
-        ({"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "SHARD_GRAD_OP"}),
-        ({"cpu_offload": fsdp.CPUOffload(offload_params=True)}, {"cpu_offload": True}),
-        ({"cpu_offload": None}, {}),
-        ({"cpu_offload": "False"}, {"cpu_offload": False}),
-        ({"auto_wrap_policy": wrap.ModuleWrapPolicy({nn.Linear, Block})}, {"atorch_wrap_cls": ("Block", "Linear")}),
-        (
-            {"auto_wrap_policy": functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})},
-            {"atorch_wrap_cls": ("Block",)},
-        ),
-        (
-            {"auto_wrap_policy": functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=100)},
-            {"atorch_size_based_min_num_params": 100},
-        ),
-        ({"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_PRE}, {}),
-        ({"ignored_modules": [nn.Linear]}, {"atorch_ignored_cls": ("Linear",)}),
-        ({"ignored_states": "a.weight"}, {"atorch_ignored_cls": ("a.weight",)}),
-        ({"device_id": 3, "limit_all_gathers": True, "use_orig_params": False}, {}),
-        ({"param_init_fn": None, "process_group": None, "device_mesh": None}, {}),
-        (
-            {"sync_module_states": True, "forward_prefetch": True},
-            {"sync_module_states": True, "forward_prefetch": True},
-        ),
-        ({"sharding_strategy": fsdp.ShardingStrategy.NO_SHARD}, {"sharding_strategy": "NO_SHARD"}),
-        ({"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_POST, "limit_all_gathers": False}, {}),
-        ({"backward_prefetch": None}, {}),
-        ({"fsdp_wrap_params_outmost": True}, {"wrap_trainable_outmost": True}),
-        ({"atorch_wrap_cls": None}, {}),
-    ],
-)
-def test_fsdp1_arguments_become_knobs(config: Any, knobs: dict[str, Any]) -> None:
-    method = Fsdp.of(config)
-    assert method == Fsdp(**knobs)
-    assert Fsdp.of(method.model_dump(mode="json", exclude_unset=True)) == method
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"param_dtype": "bfloat16", "reduce_dtype": torch.float32}, ("bf16", "fp32", None, True)),
-        (fsdp.MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16), ("fp16", None, "fp16", False)),
-        (fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16), ("bf16", None, None, True)),
-    ],
-)
-def test_mixed_precision_takes_torchs_objects(given: Any, expected: Any) -> None:
-    precision = Fsdp.of({"mixed_precision": given}).mixed_precision
-    assert precision is not None
-    got = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype, precision.cast_forward_inputs)
-    assert got == expected
-
-
-REFUSED_HERE: list[tuple[Any, str]] = [
-    ({"sharding_strategy": "HYBRID_SHARD"}, "no two axes"),
-    ({"reshard_after_forward": 2}, "divisor"),
-    ({"atorch_wrap_cls": "Blok"}, "did you mean 'Block'"),
-    ({"atorch_ignored_cls": "mixr"}, "atorch_ignored_cls names 'mixr'"),
-]
-
-
-def refused(rank: int, size: int, config: Any, message: str) -> None:
-    with pytest.raises(StrategyError, match=message):
-        accelerated([("fsdp", config)], "awkward")
-
-
-def test_what_cannot_be_meant_here_is_refused(pool: Pool) -> None:
-    run_each(pool, refused, REFUSED_HERE)
-
-
 def buffers(rank: int, size: int) -> str:
     return str(accelerated([("fsdp", {"mixed_precision": {"buffer_dtype": "bf16"}})], "awkward").model.shift.dtype)
 
@@ -215,17 +135,6 @@ def buffers(rank: int, size: int) -> str:
 def seeded_apart(rank: int, size: int, config: Any) -> float:
     model = accelerated([("fsdp", config)], "awkward", seed=rank).model
     return float((model.mixer.weight.full_tensor() - make("awkward").mixer.weight).abs().max())
-
-
-def trainable_in_root(rank: int, size: int) -> list[bool]:
-    seen = []
-    for outmost in (False, True):
-        model = accelerated([("fsdp", {"wrap_trainable_outmost": outmost})], "lora").model
-        groups = {id(m._get_fsdp_state()): m for m in model.modules() if isinstance(m, fsdp.FSDPModule)}
-        root = model._get_fsdp_state()._fsdp_param_group
-        trainable = {p for p in model.parameters() if p.requires_grad}
-        seen.append({fsdp_param.sharded_param for fsdp_param in root.fsdp_params} >= trainable and len(groups) > 2)
-    return seen
 
 
 POLICIES: list[tuple[Any, set[Any]]] = [

@@ -15,11 +15,11 @@ from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.module_replace import ModuleReplace
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS, register_replace_pair
-from atorch.auto.strategy import Strategy
+from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.cost import AttentionKind
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError, StrategyError
-from tests.auto.opt_lib.splitting import PROFILE, cluster
+from tests.auto.opt_lib.splitting import PROFILE, cluster, on_mesh
 from tests.contract.job import arguments, make_model
 
 CUDA, CPU = cluster(), cluster(kind="cpu")
@@ -158,12 +158,11 @@ class TestTheDoor:
         assert "mine: two.0: Slow → Fast" in caplog.text
 
 
-def test_forms_of_its_configuration() -> None:
+def test_attention_that_can_be_replaced_is_tried_and_lets_tokens_meet() -> None:
     assert ModuleReplace.of(None) == ModuleReplace.of({}) == ModuleReplace()
-    assert ModuleReplace.of({"verbose": True}) == ModuleReplace(verbose=True)
-    named = ModuleReplace.of({"attention_sdpa": None, "verbose": True})
-    assert named.pairs == {"attention_sdpa": None}
-    assert Strategy.of(Strategy((named,)).to_json())[0] == named
+    replaceable, written = (on_mesh({"sequence": 4}, attention=each) for each in ("replaceable", "written"))
+    assert SequenceParallel().unfit(ModuleReplace().cost(replaceable)) is None
+    assert "let their attention call it" in str(SequenceParallel().unfit(ModuleReplace().cost(written)))
 
     profiles = [replace(PROFILE, attention=each) for each in get_args(AttentionKind)]
     assert [list(ModuleReplace.choices(each, cluster())) for each in profiles] == [[], [ModuleReplace()], []]

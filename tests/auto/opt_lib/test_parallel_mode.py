@@ -18,32 +18,8 @@ from atorch.distributed import parallel_group_size, parallel_rank, rank_table
 from atorch.distributed.world import init
 from atorch.errors import StrategyError
 from tests.auto.opt_lib import splitting  # noqa: F401  registers the methods
-from tests.auto.opt_lib.splitting import PROFILE
 from tests.contract.job import make_model
 from tests.pool import Pool
-
-
-def on(*slices: tuple[str, int], **beside: object) -> tuple[str, ...]:
-    others = list(beside.items())
-    return Strategy.of([("parallel_mode", (list(slices), None)), "mixed_parallel", *others]).names()
-
-
-def test_mixed_parallel_stands_for_the_methods_of_the_mesh():
-    assert on(("tensor", 2), ("data", 4)) == ("parallel_mode", "tensor_parallel")
-    assert on(("tensor", 2), ("pipeline", 2)) == ("parallel_mode", "tensor_parallel", "pipeline_parallel")
-    assert on(("context", 2), ("pipeline", 1)) == ("parallel_mode", "context_parallel")
-    assert on(("sequence", 2)) == ("parallel_mode", "sequence_parallel")
-
-    strategy = Strategy.of(
-        [
-            ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None)),
-            ("pipeline_parallel", {"schedule": "interleaved"}),
-            "mixed_parallel",
-        ]
-    )
-    assert strategy.names() == ("parallel_mode", "tensor_parallel", "pipeline_parallel")
-    assert "interleaved" in str(strategy)
-
 
 SHAPE = TransformerShape(
     layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq_len=2048, head_dim=128
@@ -77,24 +53,6 @@ def test_degrees_are_chosen_where_there_is_no_mesh() -> None:
 
 
 SLICES = [("tensor", 2), ("pipe", 2), ("data", 2)]
-
-
-@pytest.mark.parametrize(
-    "config", [(SLICES, None, False), (SLICES, None, False, True), (SLICES, None), (SLICES,), SLICES]
-)
-def test_three_and_four_entries_and_the_axis_pipe(config: Any) -> None:
-    expected = Strategy.of([("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))])
-    assert Strategy.of([("parallel_mode", config)]) == expected
-    assert Strategy.of([("parallel_mode", {"slices": SLICES})]) == expected
-
-
-def test_triples() -> None:
-    given = [("parallel_mode", None, False), ("amp_native", {"dtype": "bf16"}, False), ["checkpoint", None, True]]
-    assert Strategy.of(given) == Strategy.of(["parallel_mode", ("amp_native", {"dtype": "bf16"}), "checkpoint"])
-    with pytest.raises(StrategyError, match="is no method"):
-        Strategy.of([("checkpoint", None, "yes")])
-    with pytest.raises(StrategyError, match=r"For one method and its configuration, give \[\('amp_native'"):
-        Strategy.of(("amp_native", {"dtype": "bf16"}, False))
 
 
 def test_several_instances_of_a_mesh(pool: Pool) -> None:
@@ -190,6 +148,8 @@ def test_a_strategy_is_completed_for_its_processes() -> None:
     assert complete(Strategy.of(["fsdp"]), 2).names() == ("parallel_mode", "fsdp"), "what shards stays alone"
     split = Strategy.of([("parallel_mode", [("tensor", 2)])])
     assert complete(split, 2).names() == ("parallel_mode",), "nothing is replicated"
+    of_tokens = Strategy.of([("parallel_mode", [("sequence", 2)]), "sequence_parallel"])
+    assert complete(of_tokens, 2).names() == ("parallel_mode", "sequence_parallel", "ddp")
     saved = complete(Strategy.of([("parallel_mode", [("zero", 2), ("data", 2)]), "fsdp"]), 4)
     assert complete(saved, 8).get(ParallelMode).slices == (("zero", 2), ("data", 4)), "the data axis alone"
     with pytest.raises(StrategyError, match="does not divide 3 processes"):
@@ -203,11 +163,7 @@ def places(rank: int, size: int, order: list[int] | None) -> tuple[int, int, int
     return parallel_rank("tensor"), parallel_rank("data"), parallel_group_size("data")
 
 
-def test_axes_and_samples_are_split_by_methods() -> None:
+def test_axes_are_split_by_methods() -> None:
     strategy = Strategy.of([("parallel_mode", [("tensor", 2), ("data", 2)]), "ddp"])
     assert idle_axes(strategy) == [("tensor", 2)]
     assert idle_axes(Strategy.of([("parallel_mode", [("zero", 2)]), "fsdp"])) == []
-
-    mode = ParallelMode.of([("tensor", 2), ("zero", 2), ("data", 4)])
-    assert mode.unfit(plain_cost(PROFILE, 16)) is None
-    assert mode.unfit(plain_cost(PROFILE, 12)) == "12 samples are not shared out evenly over 8 processes"

@@ -1,8 +1,9 @@
-"""Every method refuses what cannot be meant, and names the value, what holds, and the remedy."""
+"""Every method refuses what cannot be meant or does not fit, and names the value, what holds, and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from atorch.auto.strategy import Strategy
 from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import BLOCK, on_mesh
 from tests.runtime.sharing import Block
 
 SLICES = [("tensor", 2), ("pipe", 2), ("data", 2)]
@@ -145,3 +147,83 @@ STRATEGIES: list[tuple[Any, str]] = [
 def test_what_cannot_be_meant_is_refused(items: Any, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         Strategy.of(items)
+
+
+def blocks(**changes: Any) -> dict[str, Any]:
+    return {"segments": (replace(BLOCK, **changes),)}
+
+
+def interleaved(**knobs: Any) -> tuple[str, dict[str, Any]]:
+    return "pipeline_parallel", {"schedule": "interleaved", **knobs}
+
+
+IN_ROUNDS = {"stages": 4, "schedule": "interleaved"}
+MEGATRON = ("sequence_parallel", {"mode": "megatron"})
+WRITTEN = {"attention": "written"}
+UNFIT: list[tuple[Any, Mapping[str, int], dict[str, Any], str | None]] = [
+    ("pipeline_parallel", {"pipeline": 8}, {}, None),
+    ("pipeline_parallel", {"pipeline": 16}, {}, "of 16 pieces needs as many repeated blocks; the model has 8"),
+    (interleaved(interleave=2), {"pipeline": 4}, {}, None),
+    (interleaved(), {"pipeline": 8}, {}, "of 16 pieces"),
+    (interleaved(interleave=2), {"pipeline": 4}, {"batch_size": 34}, "4 at a time, which does not divide 34"),
+    (interleaved(interleave=2), {"pipeline": 4}, {"batch_size": 36}, None),
+    (interleaved(interleave=2, micro_batches=8), {"pipeline": 4}, {}, None),
+    (interleaved(interleave=2, micro_batches=2), {"pipeline": 4}, {}, "4 at a time, which does not divide 2"),
+    (("pipeline_parallel", {"split_points": ("a", "b", "c")}), {"pipeline": 4}, {}, None),
+    (("pipeline_parallel", {"split_points": ("a", "b")}), {"pipeline": 4}, {}, "has 2 modules; 4 pieces begin at 3"),
+    (("pipeline_parallel", {"micro_batches": 5}), {"pipeline": 4}, {}, "5 micro-batches do not divide the 16 samples"),
+    ("tensor_parallel", {"tensor": 8}, {}, None),
+    ("tensor_parallel", {"tensor": 3}, {}, "tensor 3 does not divide the 8 attention heads of blocks.0"),
+    ("tensor_parallel", {"tensor": 8}, blocks(num_kv_heads=6), "neither divides nor is a multiple of the 6 key heads"),
+    ("tensor_parallel", {"tensor": 4}, blocks(num_experts=6), "does not divide the 6 experts"),
+    ("tensor_parallel", {"tensor": 2}, blocks(matmuls=()), "no matrix product"),
+    ("sequence_parallel", {"sequence": 8}, {}, None),
+    ("sequence_parallel", {"tensor": 2, "sequence": 4}, {}, None),
+    ("sequence_parallel", {"tensor": 4, "sequence": 4}, {}, "tensor × sequence 16 does not divide the 8 attention"),
+    ("sequence_parallel", {"sequence": 4}, blocks(sequence_length=1026), "into 4 pieces"),
+    ("sequence_parallel", {"sequence": 4}, WRITTEN, "scaled_dot_product_attention"),
+    ("sequence_parallel", {"sequence": 4}, {"attention": "replaceable"}, "add module_replace"),
+    (MEGATRON, {"tensor": 4}, WRITTEN, None),  # attention has all tokens
+    (MEGATRON, {"tensor": 4}, blocks(sequence_length=1026), "does not divide their 1026 tokens"),
+    ("context_parallel", {"context": 4}, WRITTEN, "scaled_dot_product_attention"),
+    ("context_parallel", {"context": 4}, blocks(sequence_length=4), "cuts sequences into 8 pieces"),
+    (("context_parallel", {"load_balance": False}), {"context": 4}, blocks(sequence_length=4), None),
+    (
+        ("context_parallel", {"load_balance": False}),
+        {"context": 4, "sequence": 2},
+        blocks(sequence_length=4),
+        "cuts sequences into 8 pieces",
+    ),
+    ("micro_batch", {}, {}, None),
+    (("micro_batch", {"size": 2}), {}, {}, None),
+    (("micro_batch", {"size": 16}), {}, {}, "makes no parts of the 16 samples"),
+    (("micro_batch", {"size": 3}), {}, {}, "does not divide"),
+    (("micro_batch", {"count": 4}), {}, {}, None),
+    (("micro_batch", {"count": 1}), {}, {}, "makes no parts"),
+    (("micro_batch", {"count": 5}), {}, {}, "does not divide"),
+    (("micro_batch", {"count": 32}), {}, {}, "makes no parts"),
+    (("micro_batch", {"size": 2}), {}, IN_ROUNDS, None),
+    (("micro_batch", {"size": 8}), {}, IN_ROUNDS, "takes micro-batches 4 at a time, which does not divide 2"),
+    (("micro_batch", {"size": 8}), {}, {"stages": 4}, None),
+    (("micro_batch", {"size": 2, "reduce": "each"}), {"data": 4}, {}, "no sharded gradients"),
+    ("chunk", {}, {}, None),
+    ("chunk", {}, {"stages": 2}, "pipeline_parallel"),
+    ("chunk", {}, {"fp8": "tensorwise"}, "fp8"),
+    (("offload", {"activations": 0.1}), {}, {}, "no whole block of 8"),
+    (("offload", {"activations": 0.125}), {}, {}, None),
+    ("offload", {}, {"budget_bytes": 1e9}, "chunk decides"),
+    (("offload", {"optimizer": 0.0, "activations": 1.0}), {}, {"budget_bytes": 1e9}, None),
+    ("cross_entropy", {}, {"tensor": 2}, "tensor_parallel"),
+    ("parallel_mode", {}, {}, None),
+    (("parallel_mode", [("tensor", 2), ("data", 8)]), {}, {"batch_size": 12}, "12 samples are not shared out evenly"),
+]
+"""(method, mesh, changes of the cost that it finds, the reason why it does not fit or None)"""
+
+
+@pytest.mark.parametrize(("item", "axes", "changes", "reason"), UNFIT)
+def test_what_does_not_fit_is_told(
+    item: Any, axes: Mapping[str, int], changes: dict[str, Any], reason: str | None
+) -> None:
+    (method,) = Strategy.of([item])
+    found = method.unfit(on_mesh(axes, **changes))
+    assert (found is None) if reason is None else (found is not None and reason in found)

@@ -1,33 +1,26 @@
-"""tensor_parallel: what it divides, worked by hand; what it does in a job, what a file keeps of it, what it refuses."""
+"""tensor_parallel and sequence_parallel: what they divide, worked by hand; what the first does in a job and a file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import tests.contract.job as contract
 from atorch import auto_accelerate, clip_grad_norm
-from atorch.auto.job import make_context
+from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel, _check_neighbours
-from atorch.auto.planner.simulation import simulate
 from atorch.auto.strategy import Strategy
-from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory
-from atorch.distributed.world import World
-from atorch.errors import AtorchError, StrategyError
-from tests import language_models
-from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of, on_mesh
+from atorch.errors import StrategyError
+from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of
 from tests.auto.test_meta_start import Decoder
-from tests.auto.training import accelerate, messages, run_each
+from tests.auto.training import accelerate, messages, run_each, steps
 from tests.pool import Pool
 from tests.runtime.data_parallel.test_collective_order import CAN_FIND
 from tests.runtime.tensor_parallel import models
@@ -53,72 +46,34 @@ def test_what_is_divided():
     assert not list(TensorParallel.choices(headless, cluster()))
 
 
-@pytest.mark.parametrize(
-    ("axes", "changes", "reason"),
-    [
-        ({"tensor": 8}, {}, None),
-        ({"tensor": 2}, {}, None),
-        ({"tensor": 3}, {}, "tensor 3 does not divide the 8 attention heads of blocks.0"),
-        ({"tensor": 8}, {"num_kv_heads": 6}, "neither divides nor is a multiple of the 6 key heads"),
-        ({"tensor": 4}, {"num_experts": 6}, "does not divide the 6 experts"),
-        ({"tensor": 2}, {"matmuls": ()}, "no matrix product"),
-    ],
-)
-def test_what_it_cannot_divide(axes, changes, reason):
-    cost = on_mesh(axes, segments=(replace(BLOCK, **changes),))
-    found = TensorParallel().unfit(cost)
-    assert (found is None) if reason is None else (reason in found)
+MEGATRON = SequenceParallel(mode="megatron")
+
+
+def test_what_sequence_parallel_divides():
+    cost = cost_of({"sequence": 4}, "sequence_parallel", "ddp")
+    assert (cost.sequence, cost.tensor) == (4, 1)
+    assert cost.num_params == 13_600
+    assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * 5000 / 4)  # the embedding is whole
+    assert cost.comm[0].num_bytes == 54_400, "gradients are of a part of the tokens"
+
+    assert cost_of({"sequence": 4, "data": 2}, "sequence_parallel", "fsdp").param_shards == 8
+
+    cost = cost_of({"tensor": 4}, "tensor_parallel", MEGATRON)
+    assert (cost.tensor, cost.splits_norms, cost.sequence) == (4, True, 1)
+    gathered = 2 * 600 * (1 - 1 / 4)  # what each block's products are given stays gathered for backward
+    assert peak_memory(cost).activations == 16 / 2 * (800 + 8 * (5000 / 4 + gathered))
+    assert cost.num_params == cost_of({"tensor": 4}, "tensor_parallel").num_params
+
+    assert (SequenceParallel().splits, SequenceParallel().needs) == (("sequence",), ())
+    assert (MEGATRON.splits, MEGATRON.needs) == ((), ("tensor_parallel",))
+
+    assert list(SequenceParallel.choices(PROFILE, cluster())) == [SequenceParallel(), MEGATRON]
+    assert not list(SequenceParallel.choices(PROFILE, cluster(devices=1)))
 
 
 def test_an_engine_that_takes_parts_for_wholes_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"zero1.*leave"):
         _check_neighbours(Strategy.of(["tensor_parallel", ("zero1", {"backend": "fairscale"})]))
-
-
-def refused(rank: int, size: int, model: nn.Module, strategy: list[Any], more: dict[str, Any]) -> tuple[str, bool]:
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(AtorchError) as caught:
-        auto_accelerate(model, load_strategy=[ALONE, *strategy], **contract.arguments(**more))
-    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    return f"{type(caught.value).__name__}: {caught.value}", same
-
-
-def three_heads() -> nn.Module:
-    return language_models.llama(64, 24, 32, heads=3, kv_heads=3)
-
-
-def indivisible() -> nn.Module:
-    """Two blocks whose inner width of 15 two processes do not divide."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(3, 15), nn.ReLU(), nn.Linear(15, 3)) for _ in range(2)))
-
-
-def test_it_is_refused_on_every_rank_with_the_model_as_it_was(pool: Pool) -> None:
-    cases: list[tuple[nn.Module, list[Any], dict[str, Any], list[str]]] = [
-        (three_heads(), ["tensor_parallel"], {}, ["StrategyError", "tensor is 2", "3 heads", "self_attn.o_proj", "3"]),
-        (
-            contract.make_model(),
-            [("tensor_parallel", {"plan": {"mlp.upproj": "column"}})],
-            {},
-            ["'mlp.upproj'", "up_proj"],
-        ),
-        (contract.make_model(), ["tensor_parallel"], {"dataset": None}, ["ArgumentError", "dataset", "sample_batch"]),
-        (
-            contract.make_model(),
-            ["tensor_parallel"],
-            {"model_input_format": None},
-            ["ArgumentError", "model_input_format is None", "the batch is a dict of [", "give 'unpack_dict'"],
-        ),
-        (
-            indivisible(),
-            ["tensor_parallel"],
-            {"dataset": None, "sample_batch": torch.ones(4, 3), "model_input_format": None},
-            ["nothing of Sequential can be split", "2 ranks do not divide its 15 columns", "leave tensor_parallel out"],
-        ),
-    ]
-    for (*_, signs), by_rank in zip(cases, run_each(pool, refused, [case[:3] for case in cases]), strict=True):
-        for told, same in by_rank:
-            assert all(sign in told for sign in signs), told
-            assert same
 
 
 def kept(rank: int, size: int) -> dict[str, Any]:
@@ -206,101 +161,20 @@ def test_clipping_and_unused_parameters_over_a_mesh(pool: Pool) -> None:
         assert seen["values"] <= 1e-5
 
 
-def trained(rank: int, size: int, name: str, method: str) -> tuple[float, float]:
-    """How far ten steps' update and the first loss are from plain training's."""
-    model, plain = models.make(name), models.make(name)
+def of_experts(rank: int, size: int) -> float:
+    """How far the updates of a model with experts are from plain training's."""
+    model, plain, batches = models.make("mixtral"), models.make("mixtral"), [models.batch("mixtral", n) for n in (0, 1)]
     before = contract.snapshot(plain)
-    given = {"optim_args": {"lr": 0.02}, "model_input_format": "unpack_dict", "sample_batch": models.batch(name)}
-    strategy = [MIXED, "tensor_parallel", method]
-    result = accelerate(model, strategy, None, lambda batch, output: models.loss_of(output), **given)
-    place = result.model._atorch.mesh.rank("data")
-    optim = torch.optim.SGD(plain.parameters(), lr=0.02)
-    first = 0.0
-    for step in range(10):
-        batches = [models.batch(name, 2 * step + index) for index in range(2)]
-        loss = result.loss_func(batches[place], result.model(**batches[place]))
-        loss.backward()
-        result.optim.step()
-        result.optim.zero_grad()
-        expected = [models.loss_of(plain(**batch)) for batch in batches]
-        torch.stack(expected).mean().backward()
-        optim.step()
-        optim.zero_grad()
-        first = first or abs(float(loss.detach()) - float(expected[place].detach()))
-    after = contract.snapshot(plain)
-    got = contract.updates(before, contract.snapshot(result.model))
-    return contract.distance(got, contract.updates(before, after)), first
+    given = {"optim_args": {"lr": 0.02}, "model_input_format": "unpack_dict", "sample_batch": batches[0]}
+    result = accelerate(model, [ALONE, "tensor_parallel"], None, lambda _, output: models.loss_of(output), **given)
+    steps(result.model, result.optim, result.loss_func, batches)
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.02), lambda _, output: models.loss_of(output), batches)
+    got, expected = (contract.updates(before, contract.snapshot(each)) for each in (result.model, plain))
+    return contract.distance(got, expected)
 
 
-FAMILIES = ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
-
-
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        pytest.param(name, method, marks=[] if (name, method) == ("mixtral", "ddp") else pytest.mark.nightly)
-        for name in FAMILIES
-        for method in ("ddp", "fsdp")
-    ],
-)
-def test_families_train_over_a_mesh(pool: Pool, name: str, method: str) -> None:
-    for update, loss in pool.run(trained, name, method, ranks=4):
-        assert update <= 1e-4
-        assert loss <= 1e-5
-
-
-SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
-
-
-def llama(heads: int, kv_heads: int) -> nn.Module:
-    return language_models.llama(512, 128, 256, 6, heads, kv_heads)
-
-
-def gpt2() -> nn.Module:
-    return language_models.gpt2(512, 128, 6, 8)
-
-
-def mixtral() -> nn.Module:
-    heads_of = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_local_experts": 8}
-    config = transformers.MixtralConfig(**SIZES, **heads_of, use_cache=False)
-    return transformers.MixtralForCausalLM(config).bfloat16()  # torch's fake products of experts are of that alone
-
-
-HELD: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "llama": (partial(llama, 16, 8), ("norm",)),
-    "llama, shared heads": (partial(llama, 8, 4), ("norm", "k_proj", "v_proj")),  # two ranks share keys and values
-    "gpt2": (gpt2, ("ln_", "wpe", "c_proj.bias")),
-    "mixtral": (mixtral, ("norm", "mlp.gate")),
-}
-"""Models, and parts of the names of what their layouts keep whole."""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("method", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", HELD)
-def test_each_of_64_ranks_holds_its_part(name: str, method: str) -> None:
-    """Within 1 % of the layout's ideal, an eighth of all but what is `whole`, with gradients and AdamW's states.
-
-    FSDP shards all of that over the other axis.
-    """
-    make, whole = HELD[name]
-    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    with torch.device("meta"):
-        model = make()
-    ctx = make_context(
-        model, optim_func=torch.optim.AdamW, loss_func=lambda batch, output: output["logits"].square().mean(),
-        model_input_format="unpack_dict", world=world, cluster=ClusterSpec.detect(world, measure=False),
-    )  # fmt: skip
-    strategy = Strategy.of([("parallel_mode", ([("tensor", 8), ("data", 8)], None)), "tensor_parallel", method])
-    batch = {"input_ids": torch.zeros(64, 16, dtype=torch.long)}
-    held = simulate(ctx, strategy, batch, world_size=64).memory
-    shards = 8 if method == "fsdp" else 1
-    parts = {name: p.nbytes / (1 if any(part in name for part in whole) else 8) for name, p in model.named_parameters()}
-    ideal = sum(parts.values()) / shards
-    assert held["parameters"] == pytest.approx(ideal, rel=0.01)
-    if method == "ddp":  # FSDP's peak is before there are any
-        assert held["gradients"] == pytest.approx(ideal, rel=0.01)
-    assert held["optimizer"] == pytest.approx(2 * ideal, rel=0.01)
+def test_experts_are_shared_out(pool: Pool) -> None:
+    assert max(pool.run(of_experts)) <= 1e-4
 
 
 def rows_told(rank: int, size: int, method: str) -> list[str]:

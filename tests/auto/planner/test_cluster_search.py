@@ -216,6 +216,10 @@ ON_HOST = {"offload", "chunk"}
 
 
 def test_host_memory_is_used_where_it_is_allowed_or_nothing_fits_without(plan):
+    for name, batch in (("1xA100-80GB", 1), ("8xH100-80GB", 32)):
+        roomy = answer(llama(), ClusterSpec.load(name), global_batch=batch, advise=False)
+        assert not ON_HOST & set(roomy.strategy.names())
+
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=5e9))
     few = {"global_batch": 4, "excluded": ["tensor_parallel", "sequence_parallel", "context_parallel"]}
     assert not ON_HOST & names_of(plan)
@@ -227,6 +231,8 @@ def test_host_memory_is_used_where_it_is_allowed_or_nothing_fits_without(plan):
     with pytest.raises(NoFeasiblePlanError) as no:
         answer(llama(), small, **few, host_memory=False)
     assert told in str(no.value)
+    with pytest.raises(NoFeasiblePlanError, match="nothing fits"):
+        answer(llama(), replace(small, host_memory_bytes=1e8), **few, advise=False)
     included = answer(llama(), CLUSTER, global_batch=16, host_memory=False, included=["offload"])
     assert "offload" in included.strategy.names()
 

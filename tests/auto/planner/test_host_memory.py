@@ -1,14 +1,10 @@
 """Plans that use host memory: jobs that were published fit with it and not without, and what fits plainly has none."""
 
-from dataclasses import replace
-
 import pytest
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.planner.cluster_search import answer
 from atorch.auto.strategy import Strategy
-from atorch.cluster.spec import ClusterSpec
-from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import NoFeasiblePlanError
 from benchmarks.published.patrickstar import FOUR_NODES, SUPERPOD, YARD, best, estimate, fits, profile_of
 
@@ -41,30 +37,3 @@ def test_published_jobs_fit_in_chunks_and_larger_ones_do_not():
         assert found.on_host_bytes > 0, "device memory alone would not do"
     assert best("18B", YARD.cluster) is not None
     assert not fits(estimate("40B", YARD.cluster, batch=4), YARD.cluster)
-
-
-def llama(hidden, layers):
-    shape = TransformerShape(
-        layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128, ffn=4 * hidden, vocab=32000,
-        seq_len=2048, head_dim=128,
-    )  # fmt: skip
-    return transformer_profile(shape, 1, Implementation(itemsize=4.0))
-
-
-@pytest.mark.parametrize("name", ["1xA100-80GB", "2xA100-80GB", "8xH100-80GB"])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_what_fits_plainly_is_given_no_host_memory(name, batch):
-    cluster = ClusterSpec.load(name)
-    plan = answer(llama(2048, 16), cluster, global_batch=batch * cluster.world_size)
-    assert not ON_HOST & set(plan.strategy.names())
-
-
-@pytest.mark.parametrize("name", ["1xA100-40GB", "2xA100-40GB"])
-def test_what_does_not_fit_is_given_some(name):
-    cluster = ClusterSpec.load(name)
-    model = llama(4096, 26 * cluster.world_size)  # 16 bytes for each of 7.2 billion parameters a device
-    plan = answer(model, cluster, global_batch=cluster.world_size)
-    assert ON_HOST & set(plan.strategy.names())
-    little = replace(cluster, host_memory_bytes=16e9)
-    with pytest.raises(NoFeasiblePlanError, match="nothing fits"):
-        answer(model, little, global_batch=cluster.world_size, advise=False)

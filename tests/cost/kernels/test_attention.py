@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.cluster.spec import ClusterSpec, KernelSpec
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Region, Segment
 from atorch.cost.gemm import ProductTimes
 from atorch.cost.kernels import fused_seconds, written_seconds
-from atorch.errors import ArgumentError
 
 A100, H100 = (ClusterSpec.load(name).device for name in ("a100_80g", "h100_80g"))
 ALONE = {
@@ -83,12 +82,3 @@ def test_written_scores_take_longer_than_fused_attention_and_longer_sequences_lo
         taken.append(written_seconds(segment, flops, 0.0, "bfloat16", products))
         assert taken[-1] > fused_seconds(segment, "flash2", flops, 0.0, "bfloat16", products)
     assert taken == sorted(taken)
-
-
-def test_kernels_are_kept_in_cluster_files():
-    data = ClusterSpec.load("h100_80g").to_json_data()
-    assert ClusterSpec.of_json_data(data).device.attention["flash3"] == KernelSpec(forward=0.666, backward=0.56)
-    assert ClusterSpec.of_json_data(data).device.multiprocessors == 132
-    data["device"]["attention"]["flash9"] = {"forward": 0.5, "backward": 0.5}
-    with pytest.raises(ArgumentError, match="flash9"):
-        ClusterSpec.of_json_data(data)

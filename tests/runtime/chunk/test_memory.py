@@ -16,7 +16,7 @@ from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
 from atorch.runtime.chunk.transfer import MemoryLedger
 from tests.runtime.chunk.stand_in import chunks_of
 
-CPU = torch.device("cpu")
+CPU, SPARSE = torch.device("cpu"), torch.ones(4, 2).to_sparse(1)
 
 
 def make_net():
@@ -59,20 +59,6 @@ def test_values_keep_their_shape_and_strides():
         assert parameter.untyped_storage().nbytes() == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_have_masters_where_they_are_trained(dtype):
-    net, before = make_net(), make_net()
-    net[2].weight.requires_grad = False
-    chunks = chunks_of(net, 60, dtype=dtype)
-    for name, parameter in net.named_parameters():
-        memory, slot = chunks.place(parameter)
-        assert parameter.dtype == memory.compute.dtype == dtype
-        assert torch.equal(memory.part(memory.compute, slot), before.get_parameter(name).to(dtype))
-        assert (memory.master is memory.compute) == (not parameter.requires_grad)
-        if parameter.requires_grad:
-            assert torch.equal(memory.part(memory.master, slot), before.get_parameter(name))
-
-
 def test_masters_start_from_what_was_rounded():
     net, before = make_net().bfloat16(), make_net()
     values = WeakTensorKeyDictionary()
@@ -113,42 +99,22 @@ def test_shares_make_the_whole(size):
                 assert torch.equal(part, memory.forms[slot.name].flat(before[slot.name])[each])
 
 
-def test_gradients_of_a_whole_chunk_are_kept_by_share():
-    memories, before = shares(3)
-    slots = memories[0].spec.slots
-    first, second = slots[0].name, slots[2].name
-    flat = torch.arange(memories[0].spec.numel, dtype=torch.float32)
-    for memory in memories:
-        memory.accumulate_share(flat[memory.share], [first])
-        memory.accumulate_share(flat[memory.share], [first, second])
-        assert memory.has_gradient == {first, second}
-    for slot, factor in ((slots[0], 2), (slots[2], 1)):
-        parts = [part.flatten() for memory in memories if (part := memory.gradient_of(slot)) is not None]
-        expected = factor * flat[slot.offset : slot.offset + slot.numel]
-        assert torch.equal(torch.cat([*parts]).sort().values, expected)
-    assert all(memory.gradient_of(slots[1]) is None for memory in memories)
-
-
 def test_what_cannot_be_in_chunks_is_refused_and_whole_numbers_stay():
     spec = pack([Item("a", 5, "float32", True)], 9).chunks[0]
     with pytest.raises(ArgumentError, match="chunk 0 has 5 elements: pad it to a multiple of 2 shares"):
         ChunkMemory(spec, {}, torch.float32, CPU, shard=(0, 2))
     with pytest.raises(ArgumentError, match="weight is on the meta device"):
         chunks_of(nn.Linear(2, 2, device="meta"))
+    for frozen, gradient, told in ((True, torch.ones(4, 2), "was frozen when"), (False, SPARSE, "sparse=False")):
+        net = nn.Embedding(4, 2)
+        net.weight.requires_grad = not frozen
+        memory, slot = chunks_of(net).place(net.weight)
+        with pytest.raises(ArgumentError, match=told):
+            memory.accumulate(slot, gradient)
     net = nn.Module()
     net.table = nn.Parameter(torch.arange(3), requires_grad=False)
     assert torch.equal(chunks_of(net, dtype=torch.bfloat16).chunks[0].compute, torch.arange(3))
     assert net.table.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(("frozen", "sparse"), [(True, False), (False, True)])
-def test_gradients_that_cannot_be_kept_are_refused(frozen, sparse):
-    net = nn.Embedding(4, 2)
-    net.weight.requires_grad = not frozen
-    memory, slot = chunks_of(net).place(net.weight)
-    gradient = torch.ones(4, 2).to_sparse(1) if sparse else torch.ones(4, 2)
-    with pytest.raises(ArgumentError, match="was frozen when" if frozen else "sparse=False"):
-        memory.accumulate(slot, gradient)
 
 
 def test_copies_follow_each_other():
@@ -236,7 +202,7 @@ def pinned(monkeypatch, runtime):
     return [ChunkMemory(spec, forms, torch.bfloat16, CPU, wide=True, pinned=True) for _ in range(3)]
 
 
-def test_what_travels_is_locked_page_by_page(monkeypatch):
+def test_memory_that_travels_is_locked_page_by_page_or_an_error(monkeypatch):
     runtime = Runtime()
     memories = pinned(monkeypatch, runtime)
     for memory in memories:
@@ -250,22 +216,16 @@ def test_what_travels_is_locked_page_by_page(monkeypatch):
     del memory, memories
     gc.collect()
     assert not runtime.locked
-
-
-def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
     with pytest.raises(CapabilityError, match=r"refused to lock 4 KiB of host memory \(error 2\); raise the limit"):
         pinned(monkeypatch, Runtime(most=mmap.PAGESIZE))
 
 
-def test_the_ledgers_know_where_chunks_lie():
+def test_the_ledgers_know_where_chunks_lie_and_others_are_not_managed():
     net = make_net()
     chunks = chunks_of(net, 60, dtype=torch.bfloat16, on_device=[1])
     host, device = chunks.host, chunks.device_tier
     assert device.used_bytes == chunks.chunks[1].num_bytes == 8 * len(chunks.chunks[1].master)
     assert host.used_bytes == sum(chunk.num_bytes for chunk in chunks.chunks) - device.used_bytes
-
-
-def test_others_are_not_managed():
     net = make_net()
     chunks = chunks_of(net, but=["1.bias"])
     assert chunks.place(net[1].bias) is None

@@ -39,7 +39,7 @@ def model() -> nn.Module:
     return in_chunks()[0]
 
 
-def test_values_can_be_looked_at_outside_of_a_pass(model: nn.Module) -> None:
+def test_values_can_be_looked_at_and_copied_outside_of_a_pass(model: nn.Module) -> None:
     plain = fresh(Awkward)
     weight, expected = model.tokens.weight, plain.tokens.weight
     assert torch.equal(weight.norm(), expected.norm()), "with gradients recorded"
@@ -50,6 +50,11 @@ def test_values_can_be_looked_at_outside_of_a_pass(model: nn.Module) -> None:
     assert (weight.shape, weight.dtype, weight.device) == (expected.shape, expected.dtype, expected.device)
     assert repr(weight.detach()) == repr(expected.detach())
     assert "nan" not in repr(weight)
+    with torch.no_grad():
+        model.blocks[1].up.weight.copy_(model.blocks[0].up.weight)
+    model.blocks[1].up.bias.data = model.blocks[0].up.bias
+    assert torch.equal(model.blocks[1].up.weight.detach(), model.blocks[0].up.weight.detach())
+    assert torch.equal(model.blocks[1].up.bias.detach(), model.blocks[0].up.bias.detach())
 
 
 def test_what_is_said_without_values_brings_nothing() -> None:
@@ -72,32 +77,6 @@ def test_what_is_written_outside_of_a_pass_is_computed_with() -> None:
         each.scale.data = torch.tensor(3.0)
         nn.init.ones_(each.blocks[1].norm.weight)
     assert torch.equal(model(tokens(0)), plain(tokens(0)))
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_data_that_was_kept_is_put_back(dtype: torch.dtype | None) -> None:
-    def made() -> nn.Module:
-        return Awkward().to(dtype or torch.float32)
-
-    (model, _, _), plain = in_chunks(made, dtype=dtype), fresh(made)
-    for each in (model, plain):  # as averages of weights are evaluated
-        kept = [parameter.data for parameter in each.parameters()]
-        for parameter in each.parameters():
-            parameter.data = parameter.data * 0.5
-        each.halved = each(tokens(0)).detach()
-        for parameter, value in zip(each.parameters(), kept, strict=True):
-            parameter.data = value
-            parameter.data = parameter.data
-    assert torch.equal(model.halved, plain.halved)
-    assert torch.equal(model(tokens(0)), plain(tokens(0)))
-
-
-def test_one_parameter_is_copied_to_another(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.blocks[1].up.weight.copy_(model.blocks[0].up.weight)
-    model.blocks[1].up.bias.data = model.blocks[0].up.bias
-    assert torch.equal(model.blocks[1].up.weight.detach(), model.blocks[0].up.weight.detach())
-    assert torch.equal(model.blocks[1].up.bias.detach(), model.blocks[0].up.bias.detach())
 
 
 def test_a_view_of_data_that_is_replaced_is_refused(model: nn.Module) -> None:
@@ -173,18 +152,6 @@ def test_gradients_are_seen_changed_and_cleared(model: nn.Module) -> None:
     assert model.mixer.weight.grad is None
     model.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_state_is_saved_whole_and_loaded_into_a_model_without_chunks_and_back() -> None:
-    model, _, optimizer = in_chunks()
-    train(model, optimizer, tokens, of_logits)
-    saved = copy.deepcopy(model.state_dict())
-    plain = Awkward()
-    plain.load_state_dict(saved)
-    assert torch.equal(plain(tokens(0)), model(tokens(0)))
-    other, _, _ = in_chunks()
-    other.load_state_dict(saved)
-    assert torch.equal(other(tokens(0)), model(tokens(0)))
 
 
 def test_a_copy_is_an_ordinary_model_of_its_own(model: nn.Module) -> None:

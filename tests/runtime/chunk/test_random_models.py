@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
 from atorch.errors import OutOfBudgetError
-from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
-from atorch.runtime.chunk.chunked import chunk
-from tests.runtime.chunk.test_training import CPU, Live, adam, host_tensors, needed, of_logits, tokens
+from tests.runtime.chunk.test_training import Live, adam, fresh, host_tensors, in_chunks, of_logits, tokens
 from tests.runtime.sharing import VOCAB
 
 KINDS = ("linear", "norm", "gated", "reused", "direct", "frozen", "checkpointed", "unused")
@@ -81,20 +79,14 @@ MODELS = st.builds(
 
 
 def check(made: dict[str, Any], share: float, stays: bool) -> None:
-    def fresh() -> nn.Module:
-        torch.manual_seed(0)
-        return Random(**made)
-
-    reference, model = fresh(), fresh()
-    foreseen_pass = foreseen(model, tokens(0), of_logits, device_type="cpu")
-    others, parameters = needed(foreseen_pass, model)
-    budget = others + int(share * parameters)
+    make = partial(Random, **made)
+    reference = fresh(make)
     try:
-        operations = chunk(model, foreseen_pass, budget, device=CPU, state_bytes=8.0 if stays else None)
+        how = {"state_bytes": 8.0 if stays else None}
+        model, optimizer, operations, budget = in_chunks((make, tokens, of_logits), share, **how)
     except OutOfBudgetError:
-        assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "nothing was moved"
         return
-    plain, optimizer = adam(reference.parameters()), ChunkOptimizer(adam, model.parameters(), operations.chunks)
+    plain = adam(reference.parameters())
     for number in range(2):
         batch = tokens(number)
         live = Live()

@@ -65,23 +65,6 @@ def test_it_is_torchs_attention(kernel: Kernel, name: str, monkeypatch: pytest.M
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_it_takes_every_dtype(dtype: torch.dtype) -> None:
-    query, key, value = tensors(dtype)
-    for mask in masks().values():
-        found = attend(PartialAttention(query, key, value, mask, scale=0.3))
-        exact = attend(PartialAttention(query.double(), key.double(), value.double(), mask, scale=0.3))
-        assert found.out.dtype == dtype
-        torch.testing.assert_close(found.out.double(), exact.out, rtol=0, atol=4 * torch.finfo(dtype).eps)
-
-
-def test_values_of_another_size_are_computed_by_the_formula() -> None:
-    query, key, value = tensors()
-    value = value[..., : DIM // 2]
-    expected = scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    torch.testing.assert_close(attend(PartialAttention(query, key, value, scale=DIM**-0.5)).out, expected)
-
-
 def test_dropout_drops_its_share_keeps_the_mean_and_has_its_own_gradients() -> None:
     query, key, value = (each.double() for each in tensors())
     parts = [PartialAttention(query, key, value, scale=DIM**-0.5, dropout_p=0.25, seed=seed) for seed in range(400)]

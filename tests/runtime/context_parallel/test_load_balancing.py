@@ -86,12 +86,9 @@ def test_every_token_has_one_rank_and_balanced_ranks_do_equally_much_at_every_ho
         assert work[0] < work[-1] == whole * (2 * deal.size - 1) / deal.size**2
 
 
-def test_a_mask_is_computed_with_only_where_it_is_mixed() -> None:
+def test_a_mask_is_computed_with_only_where_it_is_mixed_and_lengths_may_differ() -> None:
     hops = schedule(Deal(2, balanced=True), 0, 12, 12, CAUSAL[None, None])
     shown = [[(m.rows.start, m.columns.start, m.of_mask is not None) for m in hop] for hop in hops]
     assert shown == [[(0, 0, True), (6, 0, False), (6, 6, True)], [(6, 0, False), (6, 6, False)]]
-
-
-def test_queries_and_keys_may_be_of_different_lengths() -> None:
     hops = schedule(Deal(2, balanced=True), 1, 6, 10)
     assert [[(m.rows, m.columns) for m in hop] for hop in hops] == [[(slice(0, 6), slice(0, 10))]] * 2

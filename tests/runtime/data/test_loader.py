@@ -102,16 +102,12 @@ def test_a_users_sampler_is_shared_out(make: Any) -> None:
         assert sorted(sum(seen, [])) == DATA
 
 
+def in_sixes(data: Any = DATA, size: int = 6) -> dict[str, Any]:
+    return {"batch_sampler": BatchSampler(SequentialSampler(data), size, drop_last=False)}
+
+
 def test_a_users_batch_sampler_is_shared_out() -> None:
-    arguments = {"batch_sampler": BatchSampler(SequentialSampler(DATA), 6, drop_last=False)}
-    assert batches(arguments, 2) == [DATA[i : i + 6] for i in range(0, 24, 6)]
-
-
-def test_an_uneven_batch_of_a_batch_sampler_is_refused_before_the_epoch() -> None:
-    for data, size in ((DATA, 5), (DATA[:21], 8)):
-        sampler = BatchSampler(SequentialSampler(data), size, drop_last=False)
-        with pytest.raises(ArgumentError, match="5, the global batch"):
-            next(iter(make_loader(DATA, {"batch_sampler": sampler}, 0, 2)))
+    assert batches(in_sixes(), 2) == [DATA[i : i + 6] for i in range(0, 24, 6)]
 
 
 @pytest.mark.parametrize("num", [11, 15, 21, 24])
@@ -144,25 +140,12 @@ def test_batch_size_none_takes_samples_as_batches() -> None:
     assert [batch.tolist() for batch in loader] == [[0, 1, 2], [0, 1, 2, 3]]
 
 
+OF_RANK_1: Any = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
+
+
 def test_a_distributed_sampler_of_this_rank_is_taken_as_it_is() -> None:
-    given = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type, var-annotated]
-    loader = make_loader(DATA, {"batch_size": 8, "sampler": given}, 1, 2)  # type: ignore[arg-type]
+    loader = make_loader(DATA, {"batch_size": 8, "sampler": OF_RANK_1}, 1, 2)  # type: ignore[arg-type]
     assert next(iter(loader)).tolist() == [1, 3, 5, 7]
-    with pytest.raises(ArgumentError, match="for rank 1 of 2, but this process is 0 of 1"):
-        make_loader(DATA, {"batch_size": 8, "sampler": given}, 0, 1)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("data", "arguments", "message"),
-    [
-        (DATA, {"sampler": SequentialSampler(DATA)}, "beside sampler"),
-        (DATA, {"batch_sampler": BatchSampler(SequentialSampler(DATA), 6, drop_last=False)}, "beside batch_sampler"),
-        (None, {}, "beside an IterableDataset"),
-    ],
-)
-def test_a_sampler_class_beside_another_order_is_refused(data: Any, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        make_loader(data or Stream(), arguments, 0, 2, sampler_cls=EveryThird)
 
 
 class Stream(IterableDataset[int]):
@@ -190,8 +173,10 @@ def test_a_sampler_without_an_end_is_drawn_from_as_it_is_used() -> None:
     assert [len(next(loader)) for _ in range(3)] == [2, 2, 2]
 
 
-def test_a_stream_is_shared_out_and_its_uneven_rest_left() -> None:
+def test_a_stream_is_shared_out_without_its_uneven_rest_and_a_sampler_class_is_used() -> None:
     assert batches({"batch_size": 4}, 2, data=Stream()) == [list(range(i, i + 4)) for i in range(0, 20, 4)]
+    seen = batches({"batch_size": 4}, 2, sampler_cls=EveryThird)
+    assert sorted(sum(seen, [])) == list(range(0, 24, 3))
 
 
 class EveryThird(torch.utils.data.distributed.DistributedSampler[int]):
@@ -199,11 +184,6 @@ class EveryThird(torch.utils.data.distributed.DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.rank * 3, 24, self.num_replicas * 3))
-
-
-def test_a_distributed_sampler_class_is_used() -> None:
-    seen = batches({"batch_size": 4}, 2, sampler_cls=EveryThird)
-    assert sorted(sum(seen, [])) == list(range(0, 24, 3))
 
 
 @pytest.mark.parametrize(
@@ -216,19 +196,27 @@ def test_a_distributed_sampler_class_is_used() -> None:
         (DATA, {"batchsize": 4}, "did you mean 'batch_size'"),
         (DATA, {"batch_size": 64, "drop_last": True}, "24 samples and the global batch is 64"),
         (DATA, {"batch_size": 8, "sampler": SequentialSampler(DATA), "shuffle": True}, "both sampler and shuffle"),
+        (DATA, {"batch_size": 8, "sampler": OF_RANK_1}, "for rank 1 of 2, but this process is 0 of 2"),
         (DATA, {"batch_size": None}, "batch_size None"),
         (3, {}, "dataset is a int"),
+        (DATA, in_sixes(size=5), "5, the global batch"),
+        (DATA[:21], in_sixes(DATA[:21], 8), "5, the global batch"),
+        (DATA, {"sampler": SequentialSampler(DATA), "sampler_cls": EveryThird}, "beside sampler"),
+        (DATA, {**in_sixes(), "sampler_cls": EveryThird}, "beside batch_sampler"),
+        (Stream(), {"sampler_cls": EveryThird}, "beside an IterableDataset"),
     ],
 )
-def test_bad_arguments_are_refused(data: Any, arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_before_the_epoch(data: Any, arguments: dict[str, Any], message: str) -> None:
+    given, sampler_cls = dict(arguments), arguments.get("sampler_cls")
+    given.pop("sampler_cls", None)
     with pytest.raises(ArgumentError, match=message):
-        make_loader(data, arguments, 0, 2)
+        next(iter(make_loader(data, given, 0, 2, sampler_cls=sampler_cls)))
 
 
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-def test_nested_data_and_packed_sequences_move_to_the_device() -> None:
+def test_nested_data_and_packed_sequences_move_to_the_device_and_copies_to_the_host_are_waited_for() -> None:
     tensor = torch.ones(2)
     data = {"a": [tensor, Pair(tensor, 3)], "b": "text", "c": pack_sequence([torch.ones(3), torch.ones(2)])}
     moved = to_device(data, "meta")
@@ -238,9 +226,6 @@ def test_nested_data_and_packed_sequences_move_to_the_device() -> None:
     assert moved["c"].data.is_meta
     assert not moved["c"].batch_sizes.is_meta
     assert not data["a"][0].is_meta
-
-
-def test_copies_to_the_host_are_waited_for() -> None:
     with FakeTensorMode(), CopiesToHost() as copies:
         to_device({"tokens": [torch.empty(4, device="cuda")]}, torch.device("cpu"))
     assert copies.waited == [True]

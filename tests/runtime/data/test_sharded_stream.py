@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from atorch import auto_accelerate
 from atorch.errors import ArgumentError
 from atorch.runtime.data.loader import Loader, StreamShare, make_loader
+from tests.auto.training import accelerate
 from tests.pool import Pool, on_ranks
 
 
@@ -54,11 +54,7 @@ class Samples(Shards):
 
     def __iter__(self) -> Iterator[Any]:
         for number in super().__iter__():
-            yield sample(number)
-
-
-def sample(number: int) -> tuple[Tensor, Tensor]:
-    return torch.tensor([number / 10, 1.0]), torch.tensor([number % 3 - 1.0])
+            yield torch.tensor([number / 10, 1.0])
 
 
 def uneven() -> list[list[int]]:
@@ -115,7 +111,7 @@ def numbers(loader: Loader) -> list[int]:
 
 
 @on_ranks()
-def test_all_ranks_have_as_many_batches_and_no_sample_twice(rank: int, size: int) -> None:
+def test_all_ranks_have_as_many_batches_and_one_that_cannot_read_or_has_none_stops_all(rank: int, size: int) -> None:
     loader = in_a_group(make_loader(Shards(uneven()), {"batch_size": 2 * size}, rank, size))
     for _ in range(2):
         found: list[list[int]] = [[]] * size
@@ -123,6 +119,13 @@ def test_all_ranks_have_as_many_batches_and_no_sample_twice(rank: int, size: int
         assert [len(each) for each in found] == [10, 10]
         assert len(set(sum(found, []))) == 20
         assert set(sum(found, [])) <= set(sum(uneven(), []))
+    loader = in_a_group(make_loader(Shards(uneven(), broken=12), {"batch_size": 2 * size}, rank, size))
+    told = ("another process failed to read its part of the stream; its own error says why", "this file is cut off")
+    with pytest.raises((ArgumentError, ValueError), match=f"^{told[rank]}$"):
+        train_on(loader)
+    loader = in_a_group(make_loader(Shards([[1, 2, 3], [4]]), {"batch_size": 2 * size}, rank, size))
+    with pytest.raises(ArgumentError, match="has no full batch in its part of the stream"):
+        list(loader)
 
 
 def test_workers_share_out_the_part_of_their_rank() -> None:
@@ -136,71 +139,20 @@ def train_on(loader: Loader) -> None:
         dist.all_reduce(batch, group=dist.group.WORLD)  # a step, in which all must be
 
 
-@on_ranks()
-def test_where_one_cannot_read_all_stop(rank: int, size: int) -> None:
-    loader = in_a_group(make_loader(Shards(uneven(), broken=12), {"batch_size": 2 * size}, rank, size))
-    told = ("another process failed to read its part of the stream; its own error says why", "this file is cut off")
-    with pytest.raises((ArgumentError, ValueError), match=f"^{told[rank]}$"):
-        train_on(loader)
-
-
-@on_ranks()
-def test_a_rank_without_a_batch_is_told_of_on_all(rank: int, size: int) -> None:
-    loader = in_a_group(make_loader(Shards([[1, 2, 3], [4]]), {"batch_size": 2 * size}, rank, size))
-    with pytest.raises(ArgumentError, match="has no full batch in its part of the stream"):
-        list(loader)
-
-
-class Net(nn.Module):
-    """A model that takes a sample and its label."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x: Tensor, label: Tensor) -> Tensor:
-        return self.body(x)
-
-
-def loss_func(batch: Any, output: Tensor) -> Tensor:
-    return (output - batch[1]).square().mean()
-
-
-def train(rank: int, size: int, load_strategy: list[Any]) -> tuple[list[list[int]], dict[str, Tensor]]:
-    """(the numbers that this rank saw, step by step; the parameters afterwards)."""
-    model = Net()
-    status, result, _ = auto_accelerate(
-        model, torch.optim.SGD, Samples(uneven()), loss_func, optim_args={"lr": 0.1},
-        dataloader_args={"batch_size": 2 * size}, model_input_format="unpack_sequence", load_strategy=load_strategy,
-    )  # fmt: skip
-    assert status
-    assert result is not None
-    seen = []
+def trained(rank: int, size: int) -> tuple[list[list[int]], list[Tensor]]:
+    """The numbers that this rank saw, step by step; the parameters afterwards."""
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    loss_func = lambda batch, output: output.square().mean()  # noqa: E731
+    result, seen = accelerate(model, ["ddp"], Samples(uneven()), loss_func, batch_size=2 * size), []
     for batch in result.dataloader:
-        seen.append([round(float(x[0]) * 10) for x in batch[0]])
-        loss = result.loss_func(batch, result.model(*batch))
-        loss.backward()
-        result.optim.step()
-        result.optim.zero_grad()
-    return seen, {name: value.detach().clone() for name, value in result.model.state_dict().items()}
+        seen.append([round(float(x[0]) * 10) for x in batch])
+        result.step(batch)
+    return seen, [each.detach().clone() for each in result.model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1"])
-def test_training_is_that_of_one_process_on_the_same_batches(pool: Pool, name: str) -> None:
-    (first, trained), (second, other) = pool.run(train, [name])
+def test_processes_train_on_batches_of_their_own_until_one_has_no_more(pool: Pool) -> None:
+    (first, weights), (second, others) = pool.run(trained)
     assert len(first) == len(second) == 5, "until the rank with 10 samples has no more"
     assert sorted(sum(first, [])) == [*range(7), *range(20, 23)]
     assert sorted(sum(second, [])) == [*range(10, 15), *range(30, 35)]
-    model = Net()
-    begun = {key: value.clone() for key, value in model.state_dict().items()}
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    for mine, theirs in zip(first, second, strict=True):
-        x, label = map(torch.stack, zip(*map(sample, [*mine, *theirs]), strict=True))
-        loss_func((x, label), model(x, label)).backward()
-        optim.step()
-        optim.zero_grad()
-    for key, value in model.state_dict().items():
-        moved = (value - begun[key]).norm()
-        assert (trained[key] - value).norm() <= 1e-4 * moved
-        assert torch.equal(trained[key], other[key])
+    assert all(map(torch.equal, weights, others))

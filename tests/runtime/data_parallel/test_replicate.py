@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atorch.errors import StrategyError
@@ -60,9 +60,8 @@ def unchanged(rank: int, size: int) -> bool:
     return replicate(model, world(), CPU) is model
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_process_and_nothing_to_train_stay_as_they_are(pool: Pool, ranks: int) -> None:
-    assert all(pool.run(unchanged, ranks=ranks))
+def test_one_process_and_nothing_to_train_stay_as_they_are(pool: Pool) -> None:
+    assert all(pool.run(unchanged, ranks=1) + pool.run(unchanged))
 
 
 class Halves(nn.Module):
@@ -74,15 +73,6 @@ class Halves(nn.Module):
 
     def forward(self, x: torch.Tensor, which: int) -> Any:
         return self.layers[which](x)
-
-
-@on_ranks()
-def test_unused_parameters_do_not_block(rank: int, size: int) -> None:
-    model = replicate(Halves(), world(), CPU, find_unused_parameters=True)
-    for which in (0, 1, 0):
-        model.zero_grad()
-        model(torch.full((1, 2), float(rank + 1)), which).sum().backward()
-    assert float(model.layers[0].weight.grad[0, 0]) == 1.5
 
 
 class TwoHeads(nn.Module):
@@ -100,166 +90,6 @@ class TwoHeads(nn.Module):
         return self.other(self.body(x).tanh())
 
 
-def ordinary(model: Any, x: torch.Tensor) -> None:
-    model(x).mean().backward()
-
-
-def retained(model: Any, x: torch.Tensor) -> None:
-    output = model(x)
-    output.mean().backward(retain_graph=True)
-    output.square().mean().backward()
-
-
-def two_forwards(model: Any, x: torch.Tensor) -> None:
-    outputs = [model(x), model(2 * x)]
-    for output in outputs:
-        output.square().mean().backward()
-
-
-def a_method(model: Any, x: torch.Tensor) -> None:
-    model.second(x).square().mean().backward()
-
-
-def a_submodule(model: Any, x: torch.Tensor) -> None:
-    model.body(x).square().mean().backward()
-
-
-def a_penalty(model: Any, x: torch.Tensor) -> None:
-    model(x).mean().backward()
-    sum(parameter.square().sum() for parameter in model.parameters()).backward()
-
-
-def unfrozen(model: Any, x: torch.Tensor) -> None:
-    model.other.requires_grad_(False)
-    model(x).mean().backward()
-    model.other.requires_grad_(True)
-    model(x).square().mean().backward()
-
-
-PASSES = {each.__name__: each for each in (retained, two_forwards, a_method, a_submodule, a_penalty, unfrozen)}
-
-
-def gradients_of_passes(rank: int, size: int, name: str, find_unused: bool) -> float:
-    """How far the gradients of unusual backward passes, over two rounds, are from those of the whole batch."""
-    torch.manual_seed(3)
-    whole, model = TwoHeads(), TwoHeads()
-    model.load_state_dict(whole.state_dict())
-    if name == "unfrozen":
-        model.other.requires_grad_(False)  # when it is made
-    x = torch.randn(4, 3)
-    replicas = replicate(model, world(), CPU, find_unused_parameters=find_unused)
-    off = []
-    for backward in (PASSES[name], ordinary, PASSES[name]):
-        backward(whole, x)
-        backward(replicas, x[rank::size])
-        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None)
-            if mine.grad is not None and theirs.grad is not None:
-                off.append(float((mine.grad - theirs.grad).abs().max()))
-    return max(off)
-
-
-@pytest.mark.parametrize("find_unused", [False, True])
-def test_every_backward_pass_averages(pool: Pool, find_unused: bool) -> None:
-    assert_trains_like_plain(pool, gradients_of_passes, [(name, find_unused) for name in PASSES], band=1e-6)
-
-
-def assigned(model: Any, x: torch.Tensor) -> None:
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(model(x).square().mean(), parameters)
-    for parameter, gradient in zip(parameters, found, strict=True):
-        parameter.grad = gradient
-
-
-def edited(model: Any, x: torch.Tensor) -> None:
-    model(x).square().mean().backward()
-    for parameter in model.parameters():
-        parameter.grad = 2 * parameter.grad
-
-
-class Beside:
-    """A model, its twin as replicas, a batch, and an optimizer of each."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        self.whole, self.model = TwoHeads(), TwoHeads()
-        self.model.load_state_dict(self.whole.state_dict())
-        self.replicas = replicate(self.model, world(), CPU)
-        self.optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.whole, self.model)]
-        average_before_steps(self.optims[1], [self.replicas])
-        self.x = torch.randn(4, 3)
-
-    def step(self, rank: int, size: int, backward: Any) -> None:
-        backward(self.whole, self.x)
-        backward(self.replicas, self.x[rank::size])
-        for optim in self.optims:
-            optim.step()
-            optim.zero_grad()
-
-
-def farthest(model: nn.Module, whole: nn.Module) -> float:
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
-
-
-@on_ranks()
-def test_gradients_by_hand_are_averaged_before_a_step(rank: int, size: int) -> None:
-    both, averaged = Beside(), []
-    ordinary(both.replicas, both.x)
-    both.optims[1].zero_grad()  # a pass that is thrown away
-    with mock.patch.object(module, "average_gradients", wraps=module.average_gradients) as average:
-        for backward in (assigned, edited, ordinary, assigned):
-            both.step(rank, size, backward)
-            averaged.append(average.call_count)
-    assert farthest(both.model, both.whole) <= 1e-6
-    assert averaged == [1, 1, 1, 2]
-
-
-def added(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> Any:
-    """Gradients of `torch.autograd.grad` in place, behind those of a backward pass."""
-    model(x).mean().backward()
-    parameters = list(model.parameters())
-    for parameter, gradient in zip(parameters, torch.autograd.grad(model(x).square().mean(), parameters), strict=True):
-        parameter.grad += gradient
-    return optim.step()
-
-
-def in_a_closure(model: Any, x: torch.Tensor, optim: torch.optim.Optimizer) -> Any:
-    def closure() -> torch.Tensor:
-        optim.zero_grad()
-        assigned(model, x)
-        return model(x).detach().square().mean()
-
-    return optim.step(closure)
-
-
-@on_ranks()
-def test_gradients_that_were_taken_are_averaged(rank: int, size: int) -> None:
-    for step in (added, in_a_closure):
-        both = Beside()
-        parts = (both.whole, both.x, both.optims[0]), (both.replicas, both.x[rank::size], both.optims[1])
-        for _ in range(3):
-            for each, part, optim in parts:
-                step(each, part, optim)
-                optim.zero_grad()
-        assert farthest(both.model, both.whole) <= 1e-6, step
-
-
-@on_ranks()
-def test_parameters_that_come_later_are_averaged(rank: int, size: int) -> None:
-    both = Beside()
-    torch.manual_seed(3 + rank)
-    for each in (both.whole, both.model):
-        each.body = nn.Sequential(each.body, nn.Linear(4, 4))
-    both.replicas.take_parameters(both.model.body.parameters())
-    both.whole.body.load_state_dict(both.model.body.state_dict())
-    for each, optim in zip((both.whole, both.model), both.optims, strict=True):
-        optim.add_param_group({"params": each.body[1].parameters()})
-    for backward in (ordinary, a_method, ordinary):
-        both.step(rank, size, backward)
-    assert farthest(both.model, both.whole) <= 1e-6
-
-
 class Blocks(nn.Module):
     """Blocks in reentrant checkpoints, and heads of which a call uses some."""
 
@@ -268,98 +98,204 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
         self.heads = nn.ModuleList(nn.Linear(3, 1) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, heads: Any = (0, 1, 2), again: bool = False) -> list[torch.Tensor]:
+    def forward(self, x: Tensor, heads: Any = (0, 1, 2), again: bool = False) -> list[Tensor]:
         x = x.detach().requires_grad_()
         for block in (*self.blocks, *(self.blocks[1:2] if again else ())):
             x = checkpoint(block, x, use_reentrant=True).tanh()
         return [self.heads[each](x) for each in heads]
 
 
-def all_heads(model: Any, x: torch.Tensor, step: int) -> None:
+Loop = Callable[[Any, Tensor, torch.optim.Optimizer, int], Any]
+"""The work of a loop on a batch at a step, before the optimizer's step."""
+
+
+def ordinary(model: Any, x: Tensor, *_: Any) -> None:
+    model(x).mean().backward()
+
+
+def retained(model: Any, x: Tensor, *_: Any) -> None:
+    output = model(x)
+    output.mean().backward(retain_graph=True)
+    output.square().mean().backward()
+
+
+def two_forwards(model: Any, x: Tensor, *_: Any) -> None:
+    outputs = [model(x), model(2 * x)]
+    for output in outputs:
+        output.square().mean().backward()
+
+
+def a_method(model: Any, x: Tensor, *_: Any) -> None:
+    model.second(x).square().mean().backward()
+
+
+def a_submodule(model: Any, x: Tensor, *_: Any) -> None:
+    model.body(x).square().mean().backward()
+
+
+def a_penalty(model: Any, x: Tensor, *_: Any) -> None:
+    model(x).mean().backward()
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+
+
+def unfrozen(model: Any, x: Tensor, *_: Any) -> None:
+    model.other.requires_grad_(False)
+    model(x).mean().backward()
+    model.other.requires_grad_(True)
+    model(x).square().mean().backward()
+
+
+def assigned(model: Any, x: Tensor, optim: torch.optim.Optimizer, step: int) -> None:
+    if not step:
+        ordinary(model, x)  # a pass that is thrown away
+        optim.zero_grad()
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(model(x).square().mean(), parameters)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient
+
+
+def edited(model: Any, x: Tensor, *_: Any) -> None:
+    model(x).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.grad = 2 * parameter.grad
+
+
+def added(model: Any, x: Tensor, *_: Any) -> None:
+    """Gradients of `torch.autograd.grad` in place, behind those of a backward pass."""
+    model(x).mean().backward()
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(model(x).square().mean(), parameters), strict=True):
+        parameter.grad += gradient
+
+
+def in_a_closure(model: Any, x: Tensor, optim: torch.optim.Optimizer, step: int) -> None:
+    def closure() -> Tensor:
+        optim.zero_grad()
+        assigned(model, x, optim, 1)
+        return model(x).detach().square().mean()
+
+    optim.step(closure)
+    optim.zero_grad()
+
+
+def all_heads(model: Any, x: Tensor, *_: Any) -> None:
     sum(model(x)).square().mean().backward()
 
 
-def a_head_each(model: Any, x: torch.Tensor, step: int) -> None:
+def a_head_each(model: Any, x: Tensor, *_: Any) -> None:
     first, second = model(x, heads=(0, 1))
     first.square().mean().backward(retain_graph=True)
     second.square().mean().backward()
 
 
-def accumulated(model: Any, x: torch.Tensor, step: int) -> None:
+def accumulated(model: Any, x: Tensor, *_: Any) -> None:
     with getattr(model, "no_sync", nullcontext)():
         model(x, heads=(0,))[0].square().mean().backward()
     model(x, heads=(1,))[0].square().mean().backward()
 
 
-def stepped(optim: torch.optim.Optimizer, _: torch.Tensor) -> None:
-    optim.step()
-    optim.zero_grad()
+PASSES: Sequence[Loop] = (retained, two_forwards, a_method, a_submodule, a_penalty, unfrozen)
+
+LOOPS: list[tuple[Any, Sequence[Loop]]] = [
+    (TwoHeads, (added,) * 3),
+    (TwoHeads, (in_a_closure,) * 3),
+    *((Blocks, (loop,) * 4) for loop in (all_heads, a_head_each, accumulated)),
+]
 
 
-def a_step_in_backward(model: Any, x: torch.Tensor, step: int) -> None:
-    if not step:
-        for each in model.parameters():
-            each.register_post_accumulate_grad_hook(partial(stepped, torch.optim.AdamW([each], lr=0.1)))
-    all_heads(model, x, step)
+def farthest(mine: Iterable[Tensor | None], theirs: Iterable[Tensor | None]) -> float:
+    pairs = list(zip(mine, theirs, strict=True))
+    assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]
+    return max(float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None)
 
 
-def signs(model: Any, x: torch.Tensor, step: int) -> None:
-    """Gradients of two passes, each of which a hook makes signs of."""
-    if not step:
-        for each in model.parameters():
-            each.register_hook(torch.sign)
-    a_head_each(model, x, step)
-    model(x, heads=(2,))[0].square().mean().backward()
-
-
-def a_sample(model: Any, x: torch.Tensor, step: int) -> None:
-    """Gradients of each sample, clipped."""
-
-    def loss(values: Any, row: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, values, (row[None],)).square().mean()
-
-    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
-    for name, parameter in model.named_parameters():
-        parameter.grad = found[name].detach().clamp(-0.1, 0.1).mean(0)
-
-
-LOOPS = {each.__name__: each for each in (all_heads, a_head_each, accumulated, a_step_in_backward, signs, a_sample)}
-
-
-def off_after_steps(rank: int, size: int, name: str) -> float:
-    """The distance of parameters from those of the whole batch, after a few steps of a loop."""
+def off_after_steps(rank: int, size: int, make: Any, loops: Sequence[Loop]) -> float:
+    """The distance of parameters from those of the whole batch, after a step of each loop."""
     torch.manual_seed(3)
-    whole, model = (nn.Linear(3, 1), nn.Linear(3, 1)) if name == "a_sample" else (Blocks(), Blocks())
+    whole, model = make(), make()
     model.load_state_dict(whole.state_dict())
-    x = torch.randn(4, 4, 3)
     replicas = replicate(model, world(), CPU)
     optims = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (whole, model)]
     average_before_steps(optims[1], [replicas])
-    for step, batch in enumerate(x):
+    for step, loop in enumerate(loops):
+        batch = torch.randn(4, 3)
         for each, part, optim in ((whole, batch, optims[0]), (replicas, batch[rank::size], optims[1])):
-            LOOPS[name](each, part, step)
+            loop(each, part, optim, step)
             optim.step()
             optim.zero_grad()
-    return farthest(model, whole)
+    return farthest(model.parameters(), whole.parameters())
 
 
-def test_loops_train_as_one_process_does(pool: Pool) -> None:
-    assert_trains_like_plain(pool, off_after_steps, [(name,) for name in LOOPS], band=1e-5)
+def test_gradients_that_were_taken_are_averaged_and_loops_train_as_one_process_does(pool: Pool) -> None:
+    assert_trains_like_plain(pool, off_after_steps, LOOPS, band=1e-5)
 
 
 @on_ranks()
-def test_what_a_rank_leaves_out_counts_as_zero(rank: int, size: int) -> None:
+def test_gradients_by_hand_are_averaged_before_a_step(rank: int, size: int) -> None:
+    with mock.patch.object(module, "average_gradients", wraps=module.average_gradients) as average:
+        assert off_after_steps(rank, size, TwoHeads, (assigned, edited, ordinary, assigned)) <= 1e-5
+    assert average.call_count == 2, "those that were assigned"
+
+
+def gradients_of_passes(rank: int, size: int, backward: Loop, find_unused: bool) -> float:
+    """The distance of gradients of unusual backward passes, over three rounds, from those of the whole batch."""
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    model.other.requires_grad_(backward is not unfrozen)  # when it is made
+    x, off = torch.randn(4, 3), []
+    replicas, optim = replicate(model, world(), CPU, find_unused_parameters=find_unused), sgd(whole.parameters())
+    for step, each in enumerate((backward, ordinary, backward)):
+        each(whole, x, optim, step)
+        each(replicas, x[rank::size], optim, step)
+        off.append(farthest(*([p.grad for p in both.parameters()] for both in (model, whole))))
+    return max(off)
+
+
+def test_every_backward_pass_averages(pool: Pool) -> None:
+    cases = [(each, find_unused) for each in PASSES for find_unused in (False, True)]
+    assert_trains_like_plain(pool, gradients_of_passes, cases, band=1e-6)
+
+
+@on_ranks()
+def test_parameters_that_come_later_are_averaged(rank: int, size: int) -> None:
+    torch.manual_seed(3)
+    whole, model = TwoHeads(), TwoHeads()
+    model.load_state_dict(whole.state_dict())
+    replicas = replicate(model, world(), CPU)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (whole, model)]
+    average_before_steps(optims[1], [replicas])
+    x = torch.randn(4, 3)
+    torch.manual_seed(3 + rank)
+    for each in (whole, model):
+        each.body = nn.Sequential(each.body, nn.Linear(4, 4))
+    replicas.take_parameters(model.body.parameters())
+    whole.body.load_state_dict(model.body.state_dict())
+    for each, optim in zip((whole, model), optims, strict=True):
+        optim.add_param_group({"params": each.body[1].parameters()})
+    for backward in (ordinary, a_method, ordinary):
+        for each, part, optim in ((whole, x, optims[0]), (replicas, x[rank::size], optims[1])):
+            backward(each, part)
+            optim.step()
+            optim.zero_grad()
+    assert farthest(model.parameters(), whole.parameters()) <= 1e-6
+
+
+@on_ranks()
+def test_what_a_rank_leaves_out_counts_as_zero_and_hooks_see_averages(rank: int, size: int) -> None:
     model: Any = replicate(Blocks(), world(), CPU)
     for heads in ((0, 1, 2), (0, rank), (0, rank)):
         model.zero_grad()
         sum(model(torch.ones(1, 3), heads=heads)).sum().backward()
     assert [None if head.bias.grad is None else float(head.bias.grad) for head in model.heads] == [1.5, 0.5, None]
-
-
-@on_ranks()
-def test_hooks_on_gradients_see_averages_and_what_is_taken(rank: int, size: int) -> None:
+    model = replicate(Halves(), world(), CPU, find_unused_parameters=True)
+    for which in (0, 1, 0):
+        model.zero_grad()
+        model(torch.full((1, 2), float(rank + 1)), which).sum().backward()
+    assert float(model.layers[0].weight.grad[0, 0]) == 1.5
     linear, seen = nn.Linear(1, 1, bias=False), list[float]()
-    model: Any = replicate(linear, world(), CPU)
+    model = replicate(linear, world(), CPU)
     linear.weight.register_hook(lambda gradient: seen.append(float(gradient)) or gradient.clamp(max=1.0))
     x = torch.full((1, 1), float(rank))
     with model.no_sync():

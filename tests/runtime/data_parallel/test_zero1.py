@@ -157,13 +157,9 @@ def test_fp32_masters_exist_for_the_own_share_alone(rank: int, size: int) -> Non
 
 
 @on_ranks()
-def test_named_parameters_keep_their_names(rank: int, size: int) -> None:
+def test_a_rank_may_have_nothing_to_step_and_names_stay(rank: int, size: int) -> None:
     full = ShardedOptimizer(nn.Linear(2, 2).named_parameters(), adam, world()).full_state_dict()
     assert full is None if rank else full["param_groups"][0]["param_names"] == ["weight", "bias"]
-
-
-@on_ranks()
-def test_a_rank_may_have_nothing_to_step(rank: int, size: int) -> None:
     weight = nn.Parameter(torch.ones(2))
     optim = ShardedOptimizer([weight], sgd, world())
     weight.grad = torch.ones(2)

@@ -1,8 +1,9 @@
-"""A sharded model's other methods mean what a plain one's mean: clearing gradients, freezing, generating."""
+"""User code on a sharded model's parameters: it means the same, or is told of which it cannot be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,117 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from atorch.runtime.fsdp.groups import arrange, by_block, without_trainable
+from atorch.errors import ArgumentError
+from atorch.runtime.fsdp.groups import FsdpUnit, arrange, by_block, without_trainable
 from atorch.runtime.fsdp.shard import shard
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import VOCAB, make, param_groups, sgd, whole
+
+WIDTH = 4
+
+
+class Model(nn.Module):
+    """A recurrent layer, and a head that `take_road` may give something of it."""
+
+    def __init__(self, take_road: Callable[[nn.LSTM], Callable[[Tensor], Tensor]] | None = None) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+        self.road = None if take_road is None else take_road(self.rnn)
+
+    def forward(self, x: Tensor, hidden: Any = None) -> Tensor:
+        y, _ = self.rnn(x, hidden)
+        y = self.head(y)
+        return y if self.road is None else y + self.road(y)
+
+
+def by_closure(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
+    weight = rnn.weight_hh_l0
+    return lambda y: F.linear(y, weight[:WIDTH])
+
+
+def by_default(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
+    def road(y: Tensor, weight: Tensor = rnn.bias_hh_l0) -> Tensor:
+        return y * weight[:WIDTH]
+
+    return road
+
+
+def by_partial(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
+    return partial(F.linear, weight=rnn.weight_ih_l0)
+
+
+def by_module(rnn: nn.LSTM) -> Callable[[Tensor], Tensor]:
+    return lambda y: F.linear(y, rnn.weight_hh_l0[:WIDTH])
+
+
+REFUSED = [
+    (by_closure, "rnn.weight_hh_l0 is sharded, and something computes with the tensor that it was before"),
+    (by_default, "rnn.bias_hh_l0 is sharded, and something computes with the tensor that it was before"),
+    (by_partial, "rnn.weight_ih_l0 is sharded, and something computes with the tensor that it was before"),
+    (by_module, r"rnn.weight_hh_l0 is sharded where it is read.*atorch_ignored_cls=\('rnn.weight_hh_l0',\)"),
+]
+
+
+def sharded(size: int, road: Any = None) -> Model:
+    model = Model(road)
+    shard(model, init_device_mesh("cpu", (size,)), [FsdpUnit((model.rnn,)), FsdpUnit((model.head,))])
+    return model
+
+
+@on_ranks()
+def test_a_parameter_that_cannot_be_read_is_named(rank: int, size: int) -> None:
+    for road, message in REFUSED:
+        model = sharded(size, road)
+        with pytest.raises(ArgumentError, match=message):
+            model(torch.ones(2, 3, WIDTH))
+
+
+@on_ranks()
+def test_hidden_states_are_made_of_a_parameter_and_what_waits_for_backward_stays_gathered(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = sharded(size)
+    torch.manual_seed(0)
+    plain, x = Model(), torch.ones(2, 3, WIDTH)
+
+    def ways(model: Model) -> list[Tensor]:
+        first = next(model.parameters())
+        return [first.new_zeros(1, 2, WIDTH), first.data.new_zeros(1, 2, WIDTH), first.detach().new_ones(1, 2, WIDTH)]
+
+    pairs = [
+        (model(x, (mine, mine)), plain(x, (theirs, theirs)))
+        for mine, theirs in zip(ways(model), ways(plain), strict=True)
+    ]
+    assert max(float((mine - theirs).abs().max()) for mine, theirs in pairs) < 1e-6
+    results = []
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        model = Model(by_module)
+        if keeps:
+            groups = [FsdpUnit((model.rnn,)), FsdpUnit((model.head,))]
+            shard(model, init_device_mesh("cpu", (size,)), groups, reshard_after_forward=False)
+        for _ in range(2):
+            loss = model(torch.ones(2, 3, WIDTH)).square().sum()
+            with torch.no_grad():
+                model(torch.ones(1, 3, WIDTH))
+            loss.backward()
+        gradient = model.rnn.weight_hh_l0.grad
+        results.append(gradient.full_tensor() if keeps else gradient)
+    assert float((results[0] - results[1]).abs().max()) < 1e-6
+
+
+@on_ranks()
+def test_data_of_a_sharded_parameter_is_written_and_not_assigned(rank: int, size: int) -> None:
+    model = sharded(size)
+    kept = model.head.weight.data
+    model.head.weight.data = kept * 0.5
+    with pytest.raises(ArgumentError, match=r"head.weight.data was assigned.*copy_"):
+        model(torch.ones(2, 3, WIDTH))
+    with pytest.raises(ArgumentError, match=r"head.weight.data was assigned"):
+        model.state_dict()
+    model.head.weight.data = kept
+    model.head.weight.data.mul_(0.5)
+    model(torch.ones(2, 3, WIDTH))
 
 
 def by_parts(model: Any, optim: torch.optim.Optimizer) -> None:
@@ -26,33 +133,23 @@ def by_parts(model: Any, optim: torch.optim.Optimizer) -> None:
         model.scale.grad = None
 
 
-def none_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 def zeros_by_hand(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
 
 
-def of_the_model(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    model.zero_grad()
+CLEARINGS: Mapping[str, Callable[[Any, torch.optim.Optimizer], None]] = {
+    "the model": lambda model, optim: model.zero_grad(),
+    "its parts": by_parts,
+    "to zeros": lambda model, optim: model.zero_grad(set_to_none=False),
+    "the optimizer": lambda model, optim: optim.zero_grad(),
+    "by hand": lambda model, optim: [setattr(each, "grad", None) for each in model.parameters()],
+    "zeros by hand": zeros_by_hand,
+}
 
 
-def zeros(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def of_the_optimizer(model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    optim.zero_grad()
-
-
-CLEARINGS = (of_the_model, by_parts, zeros, of_the_optimizer, none_by_hand, zeros_by_hand)
-
-
-def cleared_between(rank: int, size: int, keep: bool, clear: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+def cleared_between(rank: int, size: int, keep: bool, way: str) -> None:
     """Stale gradients are cleared between forward and backward, which gives plain ones."""
     model, plain = make("awkward"), make("awkward")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
@@ -62,7 +159,7 @@ def cleared_between(rank: int, size: int, keep: bool, clear: Callable[[Any, torc
         optim = sgd(param_groups(each))
         each(given).square().mean().backward()
         loss = each(given).sin().mean()
-        clear(each, optim)
+        CLEARINGS[way](each, optim)
         loss.backward()
     pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
     assert [mine.grad is None for mine, _ in pairs] == [theirs.grad is None for _, theirs in pairs]
@@ -73,22 +170,7 @@ def cleared_between(rank: int, size: int, keep: bool, clear: Callable[[Any, torc
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_are_cleared_while_parameters_are_gathered(pool: Pool, ranks: int) -> None:
-    run_each(pool, cleared_between, [*((True, clear) for clear in CLEARINGS), (False, of_the_model)], ranks=ranks)
-
-
-@on_ranks()
-def test_what_is_frozen_while_it_is_gathered_stays_frozen(rank: int, size: int) -> None:
-    model = make("llama")
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
-    shard(model, mesh, arrange(model, by_block(model)), reshard_after_forward=False)
-    tokens = torch.randint(0, VOCAB, (2, 6))
-    loss = model(tokens).sum()
-    model.llama.model.layers[0].mlp.requires_grad_(False)
-    loss.backward()
-    model.zero_grad()
-    model(tokens).sum().backward()
-    frozen = [parameter for name, parameter in model.named_parameters() if "layers.0.mlp" in name]
-    assert [parameter.grad for parameter in frozen] == [None] * 3
+    run_each(pool, cleared_between, [*((True, way) for way in CLEARINGS), (False, "the model")], ranks=ranks)
 
 
 def lora(seed: int = 0) -> nn.Module:

@@ -49,8 +49,10 @@ def trained(rank: int, size: int, name: str, grouping: str, options: dict[str, A
     if size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "zero"))
     model = make(name, seed=rank)  # rank 0's weights count
-    shard(model, mesh, GROUPINGS[grouping](model), **options)
+    ignored = list(model.get_submodule(options["ignored"]).parameters()) if "ignored" in options else []
+    shard(model, mesh, GROUPINGS[grouping](model), **{**options, "ignored": ignored})
     train(model, sgd(param_groups(model)), rank, size, accumulate)
+    assert not any(isinstance(each, DTensor) for each in ignored)
     return deviation(model, name, accumulate)
 
 
@@ -59,6 +61,7 @@ CASES: dict[int, list[Case]] = {
     1: [("awkward", "blocks", {}, 1)],
     2: [
         ("awkward", "blocks", {}, 2),
+        ("awkward", "blocks", {"ignored": "mixer"}, 2),
         ("llama", "blocks", {"reshard_after_forward": False}, 1),
         ("awkward", "blocks", {"forward_prefetch": True}, 1),
         ("llama", "blocks", {"offload": True}, 1),
@@ -77,16 +80,7 @@ def test_trains_as_one_process_does(pool: Pool, ranks: int) -> None:
 
 
 @on_ranks()
-def test_ignored_parameters_stay_whole_and_are_averaged(rank: int, size: int) -> None:
-    model = make("awkward", seed=rank)
-    shard(model, flat(size), blocks(model), ignored=model.mixer.parameters())
-    train(model, sgd(param_groups(model)), rank, size, accumulate=2)
-    assert deviation(model, "awkward", accumulate=2) <= 1e-4
-    assert not isinstance(model.mixer.weight, DTensor)
-
-
-@on_ranks()
-def test_each_rank_holds_its_share_of_parameters_and_states(rank: int, size: int) -> None:
+def test_each_rank_holds_its_share_and_its_own_without_synchronising(rank: int, size: int) -> None:
     model = make("llama")
     whole = sum(p.numel() for p in model.parameters())
     shard(model, flat(size), blocks(model))
@@ -99,6 +93,10 @@ def test_each_rank_holds_its_share_of_parameters_and_states(rank: int, size: int
     assert abs(int(held[0]) - whole / 2) <= 0.02 * whole
     dist.all_reduce(held)
     assert held.tolist() == [whole, whole]
+    model = make("awkward", seed=rank)
+    shard(model, flat(size), blocks(model), sync_module_states=False)
+    expected = make("awkward", seed=rank).mixer.weight
+    assert torch.equal(model.mixer.weight.to_local(), expected.chunk(size)[rank])
 
 
 @on_ranks(1)
@@ -113,31 +111,7 @@ def test_whole_groups_wait_on_the_host_blocks_first(rank: int, size: int) -> Non
 
 
 @on_ranks()
-def test_without_synchronising_each_rank_gives_its_own_shard(rank: int, size: int) -> None:
-    model = make("awkward", seed=rank)
-    shard(model, flat(size), blocks(model), sync_module_states=False)
-    expected = make("awkward", seed=rank).mixer.weight
-    assert torch.equal(model.mixer.weight.to_local(), expected.chunk(size)[rank])
-
-
-@on_ranks()
-def test_a_step_after_an_evaluation_is_seen(rank: int, size: int) -> None:
-    model = make("awkward")
-    shard(model, flat(size), blocks(model), reshard_after_forward=False)
-    tokens = torch.arange(6).expand(2, 6)
-    model(tokens).sum().backward()
-    with torch.no_grad():
-        before = model(tokens)
-    is_sharded = all(isinstance(p, DTensor) for p in model.parameters() if p.dim())
-    for p in model.parameters():
-        if p.grad is not None:
-            p.data.add_(p.grad, alpha=-0.1)
-    assert is_sharded
-    assert not torch.equal(before, model(tokens))
-
-
-@on_ranks()
-def test_low_precision_is_gathered_and_fp32_kept(rank: int, size: int) -> None:
+def test_low_precision_is_gathered_and_fp32_and_batch_norms_are_kept(rank: int, size: int) -> None:
     model = make("llama")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, flat(size), blocks(model), mp_policy=policy)
@@ -146,6 +120,16 @@ def test_low_precision_is_gathered_and_fp32_kept(rank: int, size: int) -> None:
     train(model, sgd(param_groups(model)), rank, size)
     assert (seen[0], str(next(model.parameters()).dtype)) == ("torch.bfloat16", "torch.float32")
     assert deviation(model, "llama") <= 3e-2
+    for autocast in (False, True):
+        block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
+        model = nn.Sequential(block, nn.Flatten(), nn.Linear(8, 1))
+        shard(model, flat(size), [FsdpUnit((block,))], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(torch.randn(4, 2, 2, 2)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        block.unshard()  # type: ignore[operator]
+        block[1].unshard()  # type: ignore[operator]
+        assert (block[0].weight.dtype, block[1].weight.dtype) == (torch.bfloat16, torch.float32)
 
 
 class Fillable(nn.Module):
@@ -185,16 +169,13 @@ def test_units_are_grouped_by_what_they_share() -> None:
     assert ["bert.cls.predictions.transform.dense"] in [group for group, _ in bert]
 
 
-def test_untied_embedding_and_head_have_groups_of_their_own() -> None:
+def test_a_tied_parameter_of_the_root_and_untied_embeddings_have_groups() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layers": Awkward().blocks, "small": nn.Linear(4, 4)})
     model["head"] = nn.Linear(4, 8)
     found = names_of(model, by_block(model))
     assert (["embed"], True) in found
     assert (["head"], True) in found
     assert not any("small" in group for group, _ in found)
-
-
-def test_a_parameter_of_the_root_leaves_its_unit_to_the_root() -> None:
     model = Awkward()
     model.tied = model.blocks[1].up.weight
     assert ["blocks.1"] not in [group for group, _ in names_of(model, blocks(model))]
@@ -217,20 +198,6 @@ def test_what_trains_goes_to_the_root_and_what_is_frozen_stays() -> None:
         ["blocks.1.norm", "blocks.1.up", "blocks.1.down"],
         ["blocks.2"],
     ]
-
-
-@on_ranks()
-def test_batch_norms_stay_in_fp32(rank: int, size: int) -> None:
-    for autocast in (False, True):
-        block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
-        model = nn.Sequential(block, nn.Flatten(), nn.Linear(8, 1))
-        shard(model, flat(size), [FsdpUnit((block,))], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            model(torch.randn(4, 2, 2, 2)).sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        block.unshard()  # type: ignore[operator]
-        block[1].unshard()  # type: ignore[operator]
-        assert (block[0].weight.dtype, block[1].weight.dtype) == (torch.bfloat16, torch.float32)
 
 
 @on_ranks()
@@ -260,23 +227,3 @@ def test_weights_of_another_memory_format_are_sharded(rank: int, size: int) -> N
     model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
     shard(model, flat(size), [])
     assert model(torch.ones(1, 4, 3, 3)).isfinite().all()
-
-
-@on_ranks()
-def test_a_pass_without_backward_leaves_nothing_stale(rank: int, size: int) -> None:
-    """What forward gives before and after a step, in passes with gradients that no backward follows."""
-    seen: list[list[float]] = []
-    for reshard in ("plain", None, False):
-        torch.manual_seed(0)
-        model, found = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
-        if reshard != "plain":
-            shard(model, flat(size), [], reshard_after_forward=reshard)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for _ in range(2):
-            model(torch.ones(2, 4)).square().mean().backward()
-            found.append(float(model(torch.ones(2, 4)).detach().sum()))
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(model(torch.ones(2, 4)).detach().sum()))
-        seen.append(found)
-    assert seen[1] == seen[2] == pytest.approx(seen[0], rel=1e-5)

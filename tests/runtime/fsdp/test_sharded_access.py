@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -61,37 +61,6 @@ def penalty(model: nn.Module) -> Any:
     return 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
 
 
-def penalty_after(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
-    (model(x).square().mean() + penalty(model)).backward()
-
-
-def penalty_before(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
-    given = penalty(model)
-    (given + model(x).square().mean()).backward()
-
-
-def penalty_alone(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
-    model(x).square().mean().backward()
-    penalty(model).backward()
-
-
-def norms(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
-    loss = model(x).square().mean()
-    (loss + torch.stack([parameter.norm() for parameter in model.layers.parameters()]).sum()).backward()
-
-
-def head_by_hand(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
-    F.linear(model(x), model.head.weight).square().mean().backward()
-
-
-def cleared(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
-    model(x).sum().backward()
-    loss = model(x).square().mean()
-    for parameter in model.parameters():
-        parameter.grad = None
-    loss.backward()
-
-
 def written(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> None:
     model(x)
     with torch.no_grad():
@@ -115,26 +84,26 @@ def another_optimizer(model: Model, optim: torch.optim.Optimizer, x: Tensor) -> 
     other.step()
 
 
-LOOPS: list[Callable[[Model, torch.optim.Optimizer, Tensor], None]] = [
-    penalty_after,
-    penalty_before,
-    penalty_alone,
-    norms,
-    head_by_hand,
-    written,
-    frozen,
-    another_optimizer,
-]
+LOOPS: Mapping[str, Callable[[Any, torch.optim.Optimizer, Tensor], object]] = {
+    "penalty after": lambda model, optim, x: (model(x).square().mean() + penalty(model)).backward(),
+    "penalty before": lambda model, optim, x: (penalty(model) + model(x).square().mean()).backward(),
+    "penalty alone": lambda model, optim, x: [model(x).square().mean().backward(), penalty(model).backward()],
+    "norms": lambda model, optim, x: (model(x).mean() + sum(map(torch.norm, model.layers.parameters()))).backward(),
+    "head by hand": lambda model, optim, x: F.linear(model(x), model.head.weight).square().mean().backward(),
+    "written": written,
+    "frozen": frozen,
+    "another optimizer": another_optimizer,
+}
 
 
-def trained(rank: int, size: int, loop: Callable[[Model, Any, Tensor], None], reshard: int | None) -> float:
+def trained(rank: int, size: int, loop: str, reshard: int | None) -> float:
     """The largest difference from plain training."""
     models = made(size, reshard), made()
     data = torch.randn(3, size * 4, WIDTH, generator=torch.Generator().manual_seed(1))
     for model, mine in zip(models, (data.chunk(size, 1)[rank], data), strict=True):
         optim = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
         for x in mine:
-            loop(model, optim, x)
+            LOOPS[loop](model, optim, x)
             optim.step()
             optim.zero_grad()
     pairs = zip(*(model.parameters() for model in models), strict=True)
@@ -143,28 +112,8 @@ def trained(rank: int, size: int, loop: Callable[[Model, Any, Tensor], None], re
 
 @pytest.mark.parametrize(("reshard", "ranks"), [(None, 2), (False, 2), (2, 4)])  # 2: kept on fewer processes
 def test_loops_that_touch_parameters_train_as_plain_ones(pool: Pool, reshard: int | None, ranks: int) -> None:
-    loops = LOOPS if ranks == 2 else [cleared, written]
+    loops = LOOPS if ranks == 2 else ["penalty before", "written"]
     assert_trains_like_plain(pool, trained, [(loop, reshard) for loop in loops], ranks, band=1e-6)
-
-
-@on_ranks(1)
-def test_parameters_that_are_kept_in_16_bits_read_as_they_are(rank: int, size: int) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = made(size, False, mp_policy=policy)
-    plain, before = made(), list(model.parameters())
-    loss = model(torch.ones(2, WIDTH)).float().sum()
-    between = list(model.parameters())
-    for mine, held, theirs in zip(between, before, plain.parameters(), strict=True):
-        assert (mine.dtype, mine.shape, mine.is_leaf) == (torch.float32, theirs.shape, True)
-        assert float(mine.sum()) == pytest.approx(float(theirs.sum()), abs=1e-6)
-        assert torch.equal(whole(mine), theirs.detach())
-        assert type(copy.deepcopy(mine)) is type(copy.deepcopy(held)) is DTensor
-        mine.grad = torch.zeros_like(mine)
-        assert held.grad is mine.grad
-        stored = io.BytesIO()
-        torch.save([mine.detach(), held.detach()], stored)
-    loss.backward()
-    assert all(isinstance(each.grad, DTensor) and each.grad.abs().sum() for each in model.head.parameters())
 
 
 @on_ranks()
@@ -185,13 +134,29 @@ def test_what_cannot_be_outside_of_forward_is_named(rank: int, size: int) -> Non
 
 
 @on_ranks(1)
-def test_in_a_step_parameters_are_ordinary(rank: int, size: int) -> None:
+def test_in_a_step_parameters_are_ordinary_and_16_bits_that_are_kept_read_as_they_are(rank: int, size: int) -> None:
     model = made(size)
     optim, kinds = step_as_ordinary(torch.optim.SGD(model.parameters(), lr=0.1)), []
     optim.register_step_pre_hook(lambda *_: kinds.append({type(each) for each in model.parameters()}))
     model(torch.ones(2, WIDTH)).sum().backward()
     optim.step()
     assert [*kinds, {type(each) for each in model.parameters()}] == [{DTensor}, {ModelShard}]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = made(size, False, mp_policy=policy)
+    plain, before = made(), list(model.parameters())
+    loss = model(torch.ones(2, WIDTH)).float().sum()
+    between = list(model.parameters())
+    for mine, held, theirs in zip(between, before, plain.parameters(), strict=True):
+        assert (mine.dtype, mine.shape, mine.is_leaf) == (torch.float32, theirs.shape, True)
+        assert float(mine.sum()) == pytest.approx(float(theirs.sum()), abs=1e-6)
+        assert torch.equal(whole(mine), theirs.detach())
+        assert type(copy.deepcopy(mine)) is type(copy.deepcopy(held)) is DTensor
+        mine.grad = torch.zeros_like(mine)
+        assert held.grad is mine.grad
+        stored = io.BytesIO()
+        torch.save([mine.detach(), held.detach()], stored)
+    loss.backward()
+    assert all(isinstance(each.grad, DTensor) and each.grad.abs().sum() for each in model.head.parameters())
 
 
 def numbers(model: nn.Module) -> list[float]:
@@ -241,68 +206,6 @@ def test_one_process_that_reads_alone_is_told_on_all(rank: int, size: int) -> No
     model(x).sum().backward()
     with pytest.raises(StrategyError, match="reads what is sharded"):
         model.head.weight.grad.norm().item() if rank == 0 else model(x)
-
-
-class Switching(nn.Module):
-    """A reference's pass with its adapters frozen one by one, as peft does it, before one with gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def switch(self, on: bool) -> None:
-        for each in self.layers.parameters():
-            each.requires_grad = on
-
-    def run(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.switch(False)
-        with torch.no_grad():
-            reference = self.run(x + 1)
-        self.switch(True)
-        return self.run(x) - reference
-
-
-@both
-@on_ranks()
-def test_what_forward_freezes_and_thaws_is_what_trains(rank: int, size: int, reshard: bool) -> None:
-    torch.manual_seed(0)
-    plain, x = Switching(), torch.randn(4, WIDTH)
-    model = copy.deepcopy(plain)
-    groups = [FsdpUnit((each,)) for each in model.layers]
-    shard(model, init_device_mesh("cpu", (size,), mesh_dim_names=("data",)), groups, reshard_after_forward=reshard)
-    for _ in range(2):
-        for each in (plain, model):
-            each(x).square().sum().backward()
-    for mine, held in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.grad), held.grad)
-
-
-class Forces(nn.Sequential):
-    """The gradient of what layers give, by the input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
-        return gradient
-
-
-@on_ranks()
-def test_gradients_of_gradients_within_forward_are_refused(rank: int, size: int) -> None:
-    reshard = False
-    model = Forces(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    shard(
-        model,
-        init_device_mesh("cpu", (size,)),
-        [FsdpUnit((model[0],)), FsdpUnit((model[2],))],
-        reshard_after_forward=reshard,
-    )
-    with pytest.raises(ArgumentError, match="train with ddp or zero1"):
-        model(torch.randn(4, WIDTH))
 
 
 class Mixed(nn.Module):

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import atorch
 from atorch.errors import ArgumentError
+from tests.auto.training import accelerate
 from tests.pool import on_ranks
 
 Gradients = list[Tensor]
@@ -48,18 +49,9 @@ STRATEGIES: Mapping[str, list[Any]] = {
 def accelerated(strategy: str, optim: Any = torch.optim.AdamW, **optim_args: Any) -> Any:
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(8, 4))
-    status, result, _ = atorch.auto_accelerate(
-        model(),
-        optim,
-        data,
-        loss_func,
-        prepare_input=lambda batch, device: batch[0],
-        optim_args={"lr": 0.01, **optim_args},
-        dataloader_args={"batch_size": 8},
-        load_strategy=STRATEGIES[strategy],
-    )
-    assert status
-    return result
+    more: dict[str, Any] = {"optim_func": optim, "optim_args": {"lr": 0.01, **optim_args}}
+    more["prepare_input"] = lambda batch, device: batch[0]
+    return accelerate(model(), STRATEGIES[strategy], data, loss_func, batch_size=8, **more)
 
 
 def backward(result: Any) -> Gradients:
@@ -182,21 +174,3 @@ def test_elements_are_edited_as_ever(
     if rank == 0:
         expected = plainly(optim, optim_args, own=strategy != "chunk")
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-
-
-@on_ranks()
-def test_stages_clip_each_gradient_by_its_own_norm(rank: int, size: int) -> None:
-    result = accelerated("pipeline", torch.optim.SGD)
-    for each in backward(result):
-        each.mul_((0.01 / (each.norm() + 1e-6)).clamp(max=1.0))
-    result.optim.step()
-    torch.manual_seed(1)
-    x, plain = torch.randn(8, 4), model()
-    loss_func(x, plain(x)).backward()
-    for each in plain.parameters():
-        assert each.grad is not None
-        each.grad.mul_((0.01 / (each.grad.norm() + 1e-6)).clamp(max=1.0))
-    torch.optim.SGD(plain.parameters(), lr=0.01).step()
-    found = list(atorch.whole_state(result.model).values())
-    if rank == 0:
-        torch.testing.assert_close(found, list(plain.state_dict().values()), rtol=1e-4, atol=1e-6)

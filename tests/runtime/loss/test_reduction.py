@@ -99,11 +99,16 @@ def test_rules_that_agree_are_told_apart_when_they_first_differ(loss):
     assert len(asked) == 1
 
 
-def test_what_has_no_labels_is_settled_in_the_first_step():
+def test_labels_are_the_last_integers_and_what_has_none_is_settled_in_the_first_step():
     parts = [{"y": torch.ones(2)}, {"y": torch.zeros(1)}]
     weight = LossWeight()
     assert weight.weights(parts, [2, 1], lambda place: (1.0, 0.0, 2 / 3)) == [2 / 3, 1 / 3]
     assert weight.weights(parts, [2, 1], never) == [2 / 3, 1 / 3]
+    parts = [(torch.ones(2, 3), torch.tensor([1, -100]), 3.0), (torch.ones(2, 3), torch.tensor([1, 1]), 3.0)]
+    assert LossWeight("labels").weights(parts, [2, 2], never) == [1 / 3, 2 / 3]
+    weight = LossWeight()
+    assert weight.weights(batches([8, 2]), [2], never) == [1.0]
+    assert not weight.is_checked
 
 
 @pytest.mark.parametrize("diverged", [math.nan, math.inf])
@@ -132,14 +137,6 @@ def test_a_named_rule_is_taken_as_it_is(rule, expected):
     for part, mask in zip(parts, (0.5, 1.0, 0.5), strict=True):
         part["mask"] = torch.tensor([mask])
     assert LossWeight(rule).weights(parts, rows_of(parts), never) == pytest.approx(expected)
-
-
-def test_labels_of_tuples_are_the_last_integers_and_of_one_part_nothing_is_found_out():
-    parts = [(torch.ones(2, 3), torch.tensor([1, -100]), 3.0), (torch.ones(2, 3), torch.tensor([1, 1]), 3.0)]
-    assert LossWeight("labels").weights(parts, [2, 2], never) == [1 / 3, 2 / 3]
-    weight = LossWeight()
-    assert weight.weights(batches([8, 2]), [2], never) == [1.0]
-    assert not weight.is_checked
 
 
 def test_a_loss_that_is_no_mean_and_a_name_that_is_not_there_are_told():

@@ -62,6 +62,14 @@ def micro(loss_func=mse, **knobs):
     return model, MicroBatched(model, loss_func, **knobs)
 
 
+def plain_gradients(*batches, weight=1, loss=mse):
+    """Of one process that takes whole batches, each divided by a weight."""
+    plain = Net()
+    for batch in batches:
+        (loss(batch, plain(batch["tokens"])) / weight).backward()
+    return gradients(plain)
+
+
 @pytest.mark.parametrize(
     ("knobs", "seen"),
     [
@@ -73,15 +81,13 @@ def micro(loss_func=mse, **knobs):
     ],
 )
 def test_gradients_are_those_of_the_whole_batch(knobs, seen):
-    batch, plain = make_batch(), Net()
-    expected = mse(batch, plain(batch["tokens"]))
-    expected.backward()
+    batch = make_batch()
     model, loss_func = micro(**knobs)
     loss = loss_func(batch, model(batch["tokens"]))
     assert gradients(model) == [None] * 5
     loss.backward()
-    torch.testing.assert_close(loss, expected)
-    close(gradients(model), gradients(plain))
+    torch.testing.assert_close(loss, mse(batch, Net()(batch["tokens"])))
+    close(gradients(model), plain_gradients(batch))
     assert seen in (None, model.seen)
 
 
@@ -114,14 +120,11 @@ def test_labels_that_do_not_count(knobs):
     batch = make_batch(7)
     batch["labels"][:3, 1:] = -100
     batch["labels"][6] = -100  # alone in the last micro-batch, whose own loss is 0/0
-    plain = Net()
-    expected = by_label(batch, plain(batch["tokens"]))
-    expected.backward()
     model, loss_func = micro(by_label, size=2, **knobs)
     loss = loss_func(batch, model(batch["tokens"]))
     loss.backward()
-    torch.testing.assert_close(loss, expected)
-    close(gradients(model), gradients(plain))
+    torch.testing.assert_close(loss, by_label(batch, Net()(batch["tokens"])))
+    close(gradients(model), plain_gradients(batch, loss=by_label))
 
 
 class Dividing(Net):
@@ -170,7 +173,34 @@ def test_looking_for_the_weights_leaves_the_model_as_it_was():
     assert model.batch_norm.num_batches_tracked == 2
 
 
-def test_items_behind_the_loss():
+def test_without_gradients_the_model_is_itself_and_copies_share_no_state():
+    model, loss_func = micro(size=2)
+    batch = make_batch()
+    model.eval()
+    with torch.no_grad():
+        output = model(batch["tokens"])
+        assert output.shape == (7, 5, 11)
+        assert loss_func(batch, output).item() == pytest.approx(mse(batch, Net()(batch["tokens"])).item())
+    assert model.seen == [7]
+    model, loss_func = micro(size=2)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert twin(make_batch()["tokens"]).shape == (7, 5, 11)
+    loss_func(make_batch(), model(make_batch()["tokens"])).backward()
+    assert gradients(twin) == [None] * 5
+
+
+def test_a_loss_function_may_call_the_model_and_give_more():
+    model = Net()
+    batch = make_batch()
+
+    def consistency(batch, output):
+        return nn.functional.mse_loss(output, model(batch["tokens"], scale=2.0))
+
+    expected = consistency(batch, model(batch["tokens"])).item()
+    loss_func = MicroBatched(model, consistency, size=2)
+    assert loss_func(batch, model(batch["tokens"])).item() == pytest.approx(expected)
+
     def with_more(batch, output):
         return mse(batch, output), {"logits": output, "rows": len(output), "norm": output.pow(2).mean()}
 
@@ -182,29 +212,6 @@ def test_items_behind_the_loss():
     torch.testing.assert_close(more["logits"], expected["logits"].detach())
     torch.testing.assert_close(more["norm"], expected["norm"].detach())
     assert more["rows"] == pytest.approx((3 * 3 + 3 * 3 + 1) / 7)
-
-
-def test_without_gradients_the_model_is_itself():
-    model, loss_func = micro(size=2)
-    batch = make_batch()
-    model.eval()
-    with torch.no_grad():
-        output = model(batch["tokens"])
-        assert output.shape == (7, 5, 11)
-        assert loss_func(batch, output).item() == pytest.approx(mse(batch, Net()(batch["tokens"])).item())
-    assert model.seen == [7]
-
-
-def test_a_loss_function_may_call_the_model():
-    model = Net()
-    batch = make_batch()
-
-    def consistency(batch, output):
-        return nn.functional.mse_loss(output, model(batch["tokens"], scale=2.0))
-
-    expected = consistency(batch, model(batch["tokens"])).item()
-    loss_func = MicroBatched(model, consistency, size=2)
-    assert loss_func(batch, model(batch["tokens"])).item() == pytest.approx(expected)
 
 
 def test_a_micro_batch_that_raises_leaves_nothing_behind():
@@ -233,24 +240,22 @@ class Hungry(Net):
         return super().forward(tokens, scale)
 
 
-def hungry(limit, wrap=lambda model: model):
+def hungry(limit):
     model = Hungry()
     model.limit = limit
-    wrapped = wrap(model)
-    loss_func = MicroBatched(wrapped, mse, loss_weight="rows")
+    loss_func = MicroBatched(model, mse, loss_weight="rows")
     loss_func._trials = 2  # what a machine with an accelerator starts with
-    return model, wrapped, loss_func
+    return model, loss_func
 
 
 def test_the_largest_size_that_fits_is_found():
-    batch, plain = make_batch(), Net()
-    mse(batch, plain(batch["tokens"])).backward()
-    model, _, loss_func = hungry(3)
+    batch = make_batch()
+    model, loss_func = hungry(3)
     for _ in range(3):
         model.zero_grad()
         model.seen.clear()
         loss_func(batch, model(batch["tokens"])).backward()
-        close(gradients(model), gradients(plain))
+        close(gradients(model), plain_gradients(batch))
     assert model.seen == [2, 2, 2, 1]
 
 
@@ -306,20 +311,7 @@ def test_nothing_is_left_unreduced_in_the_users_no_sync(rank, size):
         batch = make_batch(5, seed=rank + shift)
         with context:
             loss_func(batch, wrapped(batch["tokens"])).backward()
-    plain = Net()
-    for seed in (0, 1, 10, 11):
-        (mse(make_batch(5, seed), plain(make_batch(5, seed)["tokens"])) / 2).backward()
-    close(gradients(model), gradients(plain), 1e-5)
-
-
-@on_ranks()
-def test_ranks_find_a_size_together(rank, size):
-    model, ddp, loss_func = hungry(4 if rank == 0 else 2, DistributedDataParallel)
-    batch, plain = make_batch(8), Net()
-    mse(batch, plain(batch["tokens"])).backward()
-    loss_func(batch, ddp(batch["tokens"])).backward()
-    assert model.seen[-4:] == [2, 2, 2, 2]
-    close(gradients(model), gradients(plain), 1e-5)
+    close(gradients(model), plain_gradients(*(make_batch(5, seed) for seed in (0, 1, 10, 11)), weight=2), 1e-5)
 
 
 def test_with_a_loss_scale():
@@ -338,15 +330,6 @@ def test_with_a_loss_scale():
     optim.step()
     assert optim.step_was_skipped
     close(model.parameters(), plain.parameters())
-
-
-def test_copies_share_no_state():
-    model, loss_func = micro(size=2)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        assert twin(make_batch()["tokens"]).shape == (7, 5, 11)
-    loss_func(make_batch(), model(make_batch()["tokens"])).backward()
-    assert gradients(twin) == [None] * 5
 
 
 @on_ranks()
@@ -414,7 +397,7 @@ def test_what_does_not_hold_is_refused():
     loss = loss_func(make_batch(), model(make_batch()["tokens"]))
     with pytest.raises(ArgumentError, match=r"create_graph=True.*piece by piece"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    model, _, loss_func = hungry(0)
+    model, loss_func = hungry(0)
     with pytest.raises(ArgumentError, match="one row"):
         loss_func(make_batch(), model(make_batch()["tokens"]))
 
@@ -437,11 +420,9 @@ def test_gradients_of_one_parameter_over_processes(rank, size, kind):
     loss = loss_func(make_batch(4, rank), wrapped(make_batch(4, rank)["tokens"]))
     with counting() as sent:
         loss.backward()
-    plain = Net()
-    for seed in (0, 1):
-        (mse(make_batch(4, seed), plain(make_batch(4, seed)["tokens"])) / 2).backward()
+    expected = plain_gradients(make_batch(4, 0), make_batch(4, 1), weight=2)
     assert (has, sent.counts) == ([False, False, False, True, False], {})
-    torch.testing.assert_close(whole.clone(), plain.head.weight.grad)
+    torch.testing.assert_close(whole.clone(), expected[3])
 
 
 class Layer(nn.Module):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.errors import ArgumentError
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.memory.offload_activations import offload_activations
 from atorch.runtime.memory.recompute import checkpoint_wrapper
@@ -126,7 +125,7 @@ def test_the_first_whole_blocks_leave_the_device_until_backward(share, num_moved
     assert not any(block.seen[0]() for block in net.blocks)
 
 
-def test_a_lone_block_goes_too_and_less_than_a_block_is_refused():
+def test_a_lone_block_goes_too():
     net = Net(1)
     twin = copy.deepcopy(net)
     offload_activations(twin.blocks)
@@ -135,9 +134,6 @@ def test_a_lone_block_goes_too_and_less_than_a_block_is_refused():
     loss = twin(*inputs()).sum()
     assert twin.blocks[0].seen[0]() is None
     del loss
-    for num_blocks, share, advice in ((4, 0.2, "at least 0.25"), (0, 1.0, "that repeats")):
-        with pytest.raises(ArgumentError, match=f"no whole block; give .*{advice}"):
-            offload_activations(Net(num_blocks).blocks, share)
 
 
 class Copies(TorchDispatchMode):
@@ -180,16 +176,13 @@ def test_small_memories_and_casts_of_weights_stay_and_nothing_moves_without_grad
     assert not copies.sizes
 
 
-def test_a_graph_can_be_used_twice():
+def test_a_graph_or_a_block_can_be_used_twice():
     net = moved(Net())
     loss = net(*inputs()).square().sum()
     loss.backward(retain_graph=True)
     once = [parameter.grad.clone() for parameter in net.parameters()]
     loss.backward()
     assert equal([parameter.grad for parameter in net.parameters()], [2 * each for each in once])
-
-
-def test_a_block_that_runs_several_times_and_a_second_batch_before_the_first_goes_back():
     net = Net()
     net.blocks[1] = net.blocks[0]
     twin = moved(net)

@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from atorch.errors import ArgumentError
 from atorch.runtime.memory.forward_state import policy
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 
@@ -144,18 +143,11 @@ def test_attention_that_draws_random_numbers_runs_again(op: Any, args: Any, kwar
     assert (policy(None, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE) == kept
 
 
-def test_what_it_cannot_do_is_an_error() -> None:
-    _, twin = pair()
-    loss = twin(inputs()).sum()
+def test_a_graph_runs_backward_once() -> None:
+    loss = pair()[1](inputs()).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError):  # backward runs once; torch 2.11 does not say why
+    with pytest.raises(RuntimeError):  # torch 2.11 does not say why
         loss.backward()
-    module = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), selective=True)
-    with pytest.raises(RuntimeError, match="mutated"):
-        module(torch.randn(2, 4, requires_grad=True)).sum().backward()
-    for other in ("reentrant", "offload_to_cpu"):
-        with pytest.raises(ArgumentError, match=f"selective and {other}"):
-            checkpoint_wrapper(nn.Linear(2, 2), selective=True, **{other: True})
 
 
 # Dynamo asks a non-leaf for its gradient, and hides the warning in a way that an error filter does not see.

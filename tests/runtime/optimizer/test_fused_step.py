@@ -1,4 +1,4 @@
-"""Fused kernels by default: the same training, whatever the optimizer comes by, and nothing where the user chose."""
+"""Fused kernels by default train alike, and leave alone what the user chose; a group is of the model."""
 
 import copy
 from functools import partial
@@ -9,7 +9,57 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from atorch.errors import ArgumentError
+from atorch.runtime.optimizer.user_optimizer import keep_to
 from atorch.runtime.optimizer.wrapped_optimizer import fuse, fused_by_default
+
+
+class Taking(nn.Sequential):
+    def take_parameters(self, parameters):
+        self.taken = list(parameters)
+
+
+def kept(kind=Taking):
+    model = kind(nn.Linear(2, 2), nn.Linear(2, 2))
+    optim = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    keep_to(model, optim)
+    return model, optim
+
+
+GROUPS = [lambda module: module.parameters(), lambda module: module.weight, lambda module: [("w", module.weight)]]
+
+
+@pytest.mark.parametrize("group", GROUPS[:2])
+def test_parameters_of_the_model_are_taken(group):
+    model, optim = kept()
+    model.append(nn.Linear(2, 3))
+    for module in (model[1], model[2]):
+        optim.add_param_group({"params": group(module), "lr": 0.2})
+    assert optim.param_groups[2]["params"][0] is model.taken[0] is model[2].weight
+    assert [each["lr"] for each in optim.param_groups] == [0.1, 0.2, 0.2]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_other_parameters_are_refused_but_by_a_copy(group):
+    _, optim = kept()
+    with pytest.raises(ArgumentError, match="optim.add_param_group was given a parameter of shape .* submodule of it"):
+        optim.add_param_group({"params": group(nn.Linear(2, 3))})
+    for what_torch_refuses in ({"params": [3]}, [3]):
+        with pytest.raises(TypeError):
+            optim.add_param_group(what_torch_refuses)
+    assert len(optim.param_groups) == 1
+    twin = copy.deepcopy(optim)
+    twin.add_param_group({"params": nn.Linear(2, 3).parameters()})
+    assert len(twin.param_groups) == 2
+
+
+def test_later_ones_are_refused_where_nothing_reduces_them():
+    model, optim = kept(nn.Sequential)
+    model.append(nn.Linear(2, 3))
+    optim.add_param_group({"params": model[1].parameters()})
+    with pytest.raises(ArgumentError, match="did not have when it was accelerated"):
+        optim.add_param_group({"params": model[2].parameters()})
+
 
 KINDS = {
     "adamw": partial(AdamW, lr=0.02, weight_decay=0.1),
@@ -143,7 +193,7 @@ def test_sparse_gradients_are_stepped_as_before(make: object, caplog: pytest.Log
     assert fused_by_default(optimizer) is None
 
 
-def test_a_closure_is_called_and_a_gradient_that_comes_later_gets_its_momentum_as_before() -> None:
+def test_closures_late_gradients_and_grad_scalers_work_as_before() -> None:
     ends, closed = [], []
     for choose in (lambda make: make, lambda make: partial(made, make)):
         mine = parameters()
@@ -161,9 +211,6 @@ def test_a_closure_is_called_and_a_gradient_that_comes_later_gets_its_momentum_a
         closed.append(only.detach())
     assert error(*reversed(ends), parameters()) < 2e-6
     torch.testing.assert_close(*closed)
-
-
-def test_a_grad_scaler_works_as_before() -> None:
     plain, twin = parameters(), parameters()
     for mine, optimizer in ((plain, KINDS["adamw"](plain)), (twin, made(KINDS["adamw"], twin))):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

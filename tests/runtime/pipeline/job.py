@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.utils.data import Dataset
 
-from atorch import auto_accelerate, clip_grad_norm
+from atorch import clip_grad_norm
+from tests.auto.training import accelerate
 from tests.contract.job import first_names, snapshot
+from tests.language_models import bert, gpt2, llama, mixtral, t5, vit
 from tests.runtime.pipeline.unmodular import UNMODULAR
 
 VOCAB, WIDTH, SEQ, ROWS = 64, 16, 12, 8
@@ -100,41 +102,21 @@ class Frozen(nn.Module):
         return {"logits": self.head(hidden * gate)}
 
 
-def _language(name: str) -> nn.Module:
-    common: dict[str, Any] = {"vocab_size": VOCAB, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 4}
-    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64}
-    if name == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, **sizes, num_key_value_heads=2))
-    if name == "mixtral":
-        config = transformers.MixtralConfig(**common, **sizes, num_key_value_heads=2, num_local_experts=4)
-        return transformers.MixtralForCausalLM(config)
-    if name == "bert":
-        rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCAB, **sizes, **rates))
-    if name == "t5":
-        t5 = transformers.T5Config(
-            vocab_size=VOCAB, d_model=WIDTH, d_ff=24, d_kv=4, num_layers=2, num_heads=4, dropout_rate=0.0,
-            decoder_start_token_id=0, pad_token_id=0, use_cache=False,
-        )  # fmt: skip
-        return transformers.T5ForConditionalGeneration(t5)
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    gpt2 = transformers.GPT2Config(**common, n_embd=WIDTH, n_layer=4, n_head=4, n_positions=64, **rates)
-    return transformers.GPT2LMHeadModel(gpt2)
+SIZES: Mapping[str, int] = {"vocab": VOCAB, "width": WIDTH, "layers": 4}
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "llama": partial(llama, **SIZES, inner=24, max_position_embeddings=64, bos_token_id=0, eos_token_id=1),
+    "mixtral": partial(mixtral, **SIZES, inner=24, max_position_embeddings=64, bos_token_id=0, eos_token_id=1),
+    "bert": partial(bert, **SIZES, inner=24, positions=64),
+    "t5": partial(t5, VOCAB, WIDTH, 24, pad_token_id=0),
+    "gpt2": partial(gpt2, **SIZES, positions=64, eos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "vit": partial(vit, WIDTH, 24, 4, image=16, patch=8, num_labels=5),
+}
 
 
 def make_model(name: str) -> nn.Module:
     """A small model of a kind; the same weights every time."""
     torch.manual_seed(3)
-    if name in OWN:
-        return OWN[name]()
-    if name == "vit":
-        config = transformers.ViTConfig(
-            hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, image_size=16,
-            patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5,
-        )  # fmt: skip
-        return transformers.ViTForImageClassification(config)
-    return _language(name)
+    return {**MODELS, **OWN}[name]()
 
 
 OWN: dict[str, Callable[[], nn.Module]] = {
@@ -209,6 +191,12 @@ def reference(
     return {key: after[key] - before[key] for key in after if model.get_parameter(key).requires_grad}, losses, norm
 
 
+def accelerated(model: nn.Module, strategy: list[Any], data: Any = None, loss: Any = loss_func, **more: Any) -> Any:
+    """The result of auto_accelerate with SGD on batches of ROWS samples."""
+    more = {"model_input_format": "unpack_dict", **more}
+    return accelerate(model, strategy, data, loss, None if data is None else ROWS, **more)
+
+
 def train(
     name: str,
     strategy: list[Any],
@@ -224,11 +212,7 @@ def train(
     data = Samples(name, steps * ROWS, even=even)
     model = make_model(name).train()
     names, before = first_names(model), snapshot(model)
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, data, penalised(model, loss_of, penalty), model_input_format="unpack_dict",
-        optim_args={"lr": 0.1}, dataloader_args={"batch_size": ROWS}, load_strategy=strategy, **more,
-    )  # fmt: skip
-    assert result is not None
+    result = accelerated(model, strategy, data, penalised(model, loss_of, penalty), **more)
     losses, norm = loop(result.model, result.loss_func, result.optim, list(result.dataloader), accumulate)
     whole = [{key: value[step * ROWS : (step + 1) * ROWS] for key, value in data.data.items()} for step in range(steps)]
     expected, expected_losses, expected_norm = reference(name, whole, accumulate, loss_of, penalty)

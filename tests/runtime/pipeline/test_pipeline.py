@@ -1,4 +1,4 @@
-"""Models of many kinds, cut into stages, train as they do on one process."""
+"""Models of many kinds, cut into stages, train as they do on one process, or are refused on every rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from atorch import auto_accelerate
 from atorch.distributed.mesh import parallel_rank
+from atorch.errors import StrategyError
 from atorch.runtime.pipeline import engine
 from atorch.runtime.pipeline.schedules import make_schedule
-from tests.auto.training import refusal
+from tests.auto.training import refusal, run_each
 from tests.pool import Pool, RankFailure, on_ranks
-from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, loss_func, make_model, train
+from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, TwiceUsed, accelerated, loss_func, make_model, train
 
 KINDS = ("gpt2", "llama", "bert", "t5", "vit", "mixtral", "twice", "frozen", "inplace", "rooted")
 
@@ -92,11 +92,7 @@ def test_evaluation_other_shapes_and_misuse(rank: int, size: int) -> None:
     model = make_model("t5").eval()
     with torch.no_grad():
         plain = {seq: model(**Samples("t5", ROWS, seq).data) for seq in (WIDTH, SEQ)}  # as long as it is wide
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, Samples("t5", 2 * ROWS), loss_func, model_input_format="unpack_dict",
-        dataloader_args={"batch_size": ROWS}, load_strategy=stages(micro_batches=4), optim_args={"lr": 0.1},
-    )  # fmt: skip
-    assert result is not None
+    result = accelerated(model, stages(micro_batches=4), Samples("t5", 2 * ROWS))
     for seq, expected in plain.items():
         with torch.no_grad():
             output = result.model(**Samples("t5", ROWS, seq).data)
@@ -169,12 +165,8 @@ def test_weights_of_losses_are_found_out_on_the_sample_or_else_in_the_first_step
             counts[-1] += 1
             return loss_func(batch, output)
 
-        _, result, _ = auto_accelerate(
-            make_model("gpt2"), torch.optim.SGD, loss_func=counted, model_input_format="unpack_dict",
-            optim_args={"lr": 0.1}, sample_batch=Samples("gpt2", rows).data,
-            load_strategy=stages(micro_batches=4, split_points=["transformer.h.2"]),
-        )  # fmt: skip
-        assert result is not None
+        strategy = stages(micro_batches=4, split_points=["transformer.h.2"])
+        result = accelerated(make_model("gpt2"), strategy, loss=counted, sample_batch=Samples("gpt2", rows).data)
         for _ in range(2):
             counts.append(0)
             batch = Samples("gpt2", ROWS).data
@@ -242,12 +234,8 @@ def test_batches_of_replicas_may_differ(rank: int, size: int, schedule: str, bes
         made.append(args[0])
         return make_schedule(*args, **kwargs)
 
-    _, result, _ = auto_accelerate(
-        make_model("gpt2"), torch.optim.SGD, loss_func=loss_func, model_input_format="unpack_dict",
-        optim_args={"lr": 0.0}, sample_batch=Samples("gpt2", 4, 8, even=True).data,
-        load_strategy=[*stages(data=2, micro_batches=2, schedule=schedule), beside],
-    )  # fmt: skip
-    assert result is not None
+    more = {"optim_args": {"lr": 0.0}, "sample_batch": Samples("gpt2", 4, 8, even=True).data}
+    result = accelerated(make_model("gpt2"), [*stages(data=2, micro_batches=2, schedule=schedule), beside], **more)
     errors = []
     with mock.patch.object(engine, "make_schedule", counted):
         for replicas in sizes:
@@ -258,3 +246,62 @@ def test_batches_of_replicas_may_differ(rank: int, size: int, schedule: str, bes
     assert max(errors) <= 1e-5
     if sizes == LENGTHS:
         assert len(made) == 1, "the order of passes does not depend on shapes"
+
+
+class Opaque(nn.Module):
+    """Returns an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return nn.Module() if hidden.shape[-1] else hidden
+
+
+class Returning(TwiceUsed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Opaque() for _ in range(2))
+
+
+OWN = {"returning": Returning}
+
+
+def refused(rank: int, size: int, name: str, strategy: list[Any]) -> tuple[str, str]:
+    model = OWN[name]() if name in OWN else make_model(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    try:
+        accelerated(model, strategy, Samples("twice", 2 * ROWS))
+    except Exception as error:
+        assert [type(module) for module in model.modules()] == classes
+        after = model.state_dict()
+        assert after.keys() == before.keys()
+        assert all(value.equal(before[key]) for key, value in after.items())
+        return type(error).__name__, str(error)
+    return "", "nothing was refused"
+
+
+REFUSED = [  # a model, a strategy, and what is told; the contract has more
+    ("gpt2", stages(micro_batches=3), "3 micro-batches do not divide the 8 rows"),
+    ("gpt2", [*stages(), ("micro_batch", {"size": 3})], "micro-batches of 3 rows do not divide the 8 rows"),
+    ("gpt2", stages(split_points=["transformer.h.9"]), "'transformer.h.9', where no stage can begin"),
+    ("gpt2", stages(split_points=["transformer.h.1.attn"]), "lies inside of transformer.h.1"),
+    ("gpt2", stages(split_points=["transformer.wte"]), "nothing before the first"),
+    ("gpt2", [*stages(), ("micro_batch", {"size": 2, "reduce": "each"})], "reduce"),
+    ("gpt2", [*stages(schedule="zero_bubble"), ("checkpoint", {"selective": True})], "leave selective"),
+    ("returning", stages(), "layers.0 returns a Module"),
+]
+
+
+def test_is_refused_before_anything_is_changed(pool: Pool) -> None:
+    found = run_each(pool, refused, [(name, strategy) for name, strategy, _ in REFUSED])
+    for of_ranks, (*_, message) in zip(found, REFUSED, strict=True):
+        assert all(kind == StrategyError.__name__ and message in told for kind, told in of_ranks), of_ranks
+
+
+@on_ranks()
+def test_a_loss_that_reads_parameters_where_it_sees_one_piece_is_refused(rank: int, size: int) -> None:
+    with pytest.raises(StrategyError, match=r"(?s)the loss function reads transformer\..*weight_decay"):
+        train("gpt2", stages(schedule="interleaved", micro_batches=4), penalty=0.02, verify=False)

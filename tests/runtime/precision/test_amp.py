@@ -70,14 +70,11 @@ def test_a_copy_autocasts_its_own_forward_and_nothing_refers_back_to_the_model()
         gc.enable()
 
 
-def test_a_forward_on_the_instance_runs_under_autocast():
+def test_a_forward_on_the_instance_and_losses_run_under_autocast():
     model = Net()
     model.forward = lambda x: model.down(model.up(x))
     autocast_forward(model, "cpu", torch.bfloat16)
     assert model(torch.randn(3, 4)).dtype == torch.bfloat16
-
-
-def test_losses_under_autocast_are_computed_in_fp32():
     loss_func = autocast_loss(nn.functional.cross_entropy, "cpu", torch.float16)
     loss = loss_func(torch.randn(4, 8).half(), torch.tensor([1, 2, 3, 4]))
     assert loss.dtype == torch.float32
@@ -211,7 +208,7 @@ def test_a_step_that_is_not_finite_is_skipped(bad):
     assert weight.tolist() == pytest.approx([0.9, 0.9])
 
 
-def test_sparse_gradients_are_added_up_before_they_are_checked():
+def test_sparse_gradients_are_added_up_and_a_closure_is_refused():
     embedding = nn.Embedding(4, 2, sparse=True, dtype=torch.float16)
     before = embedding.weight.detach().clone()
     optim = ScaledOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), LossScale(2.0))
@@ -225,9 +222,6 @@ def test_sparse_gradients_are_added_up_before_they_are_checked():
     assert optim.step_was_skipped
     step(1.0)
     torch.testing.assert_close(embedding.weight[1], before[1] - 0.2, rtol=1e-2, atol=1e-3)
-
-
-def test_a_closure_is_refused():
     optim = ScaledOptimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), LossScale())
     with pytest.raises(ArgumentError, match="closure"):
         optim.step(lambda: 1.0)

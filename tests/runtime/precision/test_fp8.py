@@ -7,6 +7,8 @@ import importlib.machinery
 import sys
 import sysconfig
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -187,33 +189,28 @@ class FakeTe:
                 record.append("linear")
                 return super().forward(x)
 
-        class Region:
-            def __init__(self, **kwargs: Any) -> None:
-                record.append(kwargs)
-
-            def __enter__(self) -> None:
-                record.append("enter")
-
-            def __exit__(self, *exc: object) -> None:
+        @contextmanager
+        def region(**kwargs: Any) -> Iterator[None]:
+            record.extend([kwargs, "enter"])
+            try:
+                yield
+            finally:
                 record.append("exit")
 
-        class DelayedScaling:
-            def __init__(
-                self, margin: int, fp8_format: str, amax_history_len: int, amax_compute_algo: str, reduce_amax: bool
-            ) -> None:
-                self.knobs = (margin, fp8_format, amax_history_len, amax_compute_algo, reduce_amax)
+        def scaling(
+            margin: int, fp8_format: str, amax_history_len: int, amax_compute_algo: str, reduce_amax: bool
+        ) -> types.SimpleNamespace:
+            return types.SimpleNamespace(knobs=(margin, fp8_format, amax_history_len, amax_compute_algo, reduce_amax))
 
-        class OldDelayedScaling(DelayedScaling):
-            def __init__(self, interval: int, **kwargs: Any) -> None:
-                super().__init__(**kwargs)
-                self.interval = interval
+        def old_scaling(interval: int, **kwargs: Any) -> types.SimpleNamespace:
+            return types.SimpleNamespace(interval=interval, **vars(scaling(**kwargs)))
 
         surface: dict[str, dict[str, Any]] = {
             "transformer_engine": {},
-            "transformer_engine.pytorch": {"Linear": Linear, "fp8_autocast" if old else "autocast": Region},
+            "transformer_engine.pytorch": {"Linear": Linear, "fp8_autocast" if old else "autocast": region},
             "transformer_engine.common": {},
             "transformer_engine.common.recipe": {
-                "DelayedScaling": OldDelayedScaling if old else DelayedScaling,
+                "DelayedScaling": old_scaling if old else scaling,
                 "Format": {"HYBRID": "hybrid", "E4M3": "e4m3"},
             },
         }

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
 from atorch.runtime.precision.master_weights import cast_inputs, to_half, with_master_weights
-from tests.pool import on_ranks
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
@@ -114,13 +112,15 @@ def test_training_is_the_fp32_one_on_rounded_weights():
     assert all(master.grad is None for master in masters(optim))
 
 
-def test_gradients_are_unscaled_in_fp32():
+def test_gradients_are_unscaled_in_fp32_and_a_closure_is_refused():
     net, optim = halved(torch.float16, scale=lambda: 2.0**16)
     before = masters(optim)[0].detach().clone()
     set_gradients(net, 2.0**-10)  # un-scaled it is 2⁻²⁶, which fp16 does not hold
     optim.step()
     moved = (before.double() - 0.1 * 2.0**-26).float()
     assert torch.equal(masters(optim)[0], moved)
+    with pytest.raises(ArgumentError, match="closure"):
+        halved()[1].step(lambda: 1.0)
 
 
 def test_groups_show_the_models_parameters_and_reach_the_inner_optimizer():
@@ -206,7 +206,7 @@ def test_a_state_before_the_first_step_goes_round():
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
-def test_loaded_weights_are_not_overwritten_by_old_masters():
+def test_written_weights_are_not_overwritten_by_old_masters():
     net, optim = halved()
     set_gradients(net)
     optim.step()
@@ -220,9 +220,6 @@ def test_loaded_weights_are_not_overwritten_by_old_masters():
     assert (net[0].weight == 0.25).all()
     assert (masters(optim)[0] == 0.25).all()
     assert torch.equal(masters(optim)[2], kept)
-
-
-def test_weights_written_through_data_are_not_overwritten_by_old_masters():
     net, optim = halved()
     for _ in range(2):  # as in loops that clip weights after each step, or put back those that they had
         set_gradients(net)
@@ -233,43 +230,3 @@ def test_weights_written_through_data_are_not_overwritten_by_old_masters():
     set_gradients(net, 0.0)
     optim.step()
     assert all(torch.equal(a, b.detach().float()) for a, b in zip(before, (net[0].weight, net[2].weight), strict=True))
-
-
-def test_a_closure_is_refused():
-    with pytest.raises(ArgumentError, match="closure"):
-        halved()[1].step(lambda: 1.0)
-
-
-@HALVES
-@on_ranks()
-def test_masters_of_shards(rank, size, dtype):
-    from torch.distributed.fsdp import fully_shard
-
-    def run(net, groups_of, values, rows):
-        scale = LossScale(2.0**10)
-        make = with_master_weights(lambda groups: torch.optim.AdamW(groups, lr=0.01), scale, values)
-        optim = ScaledOptimizer(make(groups_of(net)), scale, unscale=False)
-        loss_func = scale_loss(lambda y, out: (out.float() - y).pow(2).mean(), scale)
-        for _ in range(4):
-            for group in optim.param_groups:
-                group["lr"] *= 0.9
-            loss_func(torch.ones(len(rows), 2), net(rows.to(dtype))).backward()
-            optim.step()
-            optim.zero_grad()
-        return optim
-
-    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(5))
-    net = make_net()
-    values = to_half([net], dtype)
-    fully_shard(net)
-    optim = run(net, nn.Module.parameters, values, rows[rank::size])
-    plain = make_net()
-    to_half([plain], dtype)
-    run(plain, nn.Module.parameters, None, rows)
-    state = optim.state_dict()["state"]
-    assert all(entry["master"].to_local().dtype == torch.float32 for entry in state.values())
-    pairs = list(zip(net.parameters(), plain.parameters(), strict=True))
-    start = list(make_net().parameters())
-    off = sum((p.full_tensor() - q).float().norm() ** 2 for p, q in pairs) ** 0.5
-    moved = sum((q.float() - s).norm() ** 2 for (_, q), s in zip(pairs, start, strict=True)) ** 0.5
-    assert float(off / moved) < 0.05

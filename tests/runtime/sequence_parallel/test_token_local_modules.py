@@ -52,6 +52,8 @@ class Plain(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+MORE = [(name, True, 2) for name in ("gpt2", "mixtral", "qwen3")] + [("llama", True, 4)]
+MORE += [(name, False, 4) for name in ("plain", "gpt2", "phi3")]
 KINDS = ("plain", "statistics", "mixing", "pooled", "by hand")
 
 
@@ -111,13 +113,7 @@ def parity(rank: int, size: int, name: str, ring: bool) -> dict[str, Any]:
     [
         ("llama", False, 2),
         ("plain", True, 4),
-        pytest.param("gpt2", True, 2, marks=pytest.mark.nightly),
-        pytest.param("plain", False, 4, marks=pytest.mark.nightly),
-        pytest.param("llama", True, 4, marks=pytest.mark.nightly),
-        pytest.param("gpt2", False, 4, marks=pytest.mark.nightly),
-        pytest.param("mixtral", True, 2, marks=pytest.mark.nightly),
-        pytest.param("phi3", False, 4, marks=pytest.mark.nightly),
-        pytest.param("qwen3", True, 2, marks=pytest.mark.nightly),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE),
     ],
 )
 def test_logits_and_losses_are_of_a_ranks_own_tokens(pool: Pool, name: str, ring: bool, ranks: int) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, split_stream
-from tests.runtime.tensor_parallel.models import SIZES, VOCAB, Collectives, loss_of, make, side_by_side
+from tests.runtime.tensor_parallel.models import VOCAB, Collectives, loss_of, make, side_by_side, vit
 
 TOKENS = 8
 
@@ -76,18 +75,10 @@ def batch(name: str, step: int = 0, image: int = 12) -> dict[str, Tensor]:
     return {"input_ids": ids}
 
 
-def vit(image: int = 12) -> nn.Module:
-    """Of nine patches, or another number, and one token more."""
-    torch.manual_seed(3)
-    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
-    config = transformers.ViTConfig(
-        **sizes, image_size=image, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
-    return transformers.ViTForImageClassification(config)
-
-
 def made(name: str, **settings: Any) -> nn.Module:
-    return vit(**settings).train() if name == "vit" else make(name, **settings)
+    """A model of a family; a ViT of nine patches, or of another image's, and one token more."""
+    torch.manual_seed(3)
+    return vit(**{"image": 12, **settings}).train() if name == "vit" else make(name, **settings)
 
 
 def ulysses(model: nn.Module, run: Callable[[nn.Module], Any], group: dist.ProcessGroup) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import language_models
 
 VOCAB = 62
 SIZES: Mapping[str, int] = {
@@ -18,66 +21,17 @@ SIZES: Mapping[str, int] = {
     "num_attention_heads": 4,
     "intermediate_size": 48,
 }
-IDS: Mapping[str, int] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 def llama(heads: int = 4, kv_heads: int = 2) -> nn.Module:
     """Grouped keys and values, tied embeddings."""
-    sizes = {**SIZES, "num_attention_heads": heads, "hidden_size": 8 * heads}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=kv_heads, tie_word_embeddings=True, use_cache=False)
-    return transformers.LlamaForCausalLM(config)
+    return language_models.llama(VOCAB, 8 * heads, heads=heads, kv_heads=kv_heads, tie_word_embeddings=True)
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
     """Fused queries, keys and values, in columns; untied heads of an odd vocabulary."""
-    config = transformers.GPT2Config(
-        **IDS,
-        vocab_size=VOCAB + 1,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=16,
-        attn_pdrop=dropout,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def bert() -> nn.Module:
-    """Biases everywhere, a residual inside attention, a bias of the logits that two modules hold."""
-    config = transformers.BertConfig(
-        **SIZES, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def t5() -> nn.Module:
-    """Tables of relative positions in first blocks that later ones are given, and attention across."""
-    config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def vit() -> nn.Module:
-    """No vocabulary."""
-    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
-    config = transformers.ViTConfig(
-        **sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-def mixtral() -> nn.Module:
-    """Experts in one parameter, with fused gates."""
-    config = transformers.MixtralConfig(
-        **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False
-    )
-    return transformers.MixtralForCausalLM(config)
+    more = {"attn_pdrop": dropout, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "tie_word_embeddings": False}
+    return language_models.gpt2(VOCAB + 1, **more)
 
 
 def phi3() -> nn.Module:
@@ -103,6 +57,15 @@ class Encoder(nn.Module):
         x = pixel_values.flatten(2).transpose(1, 2).repeat(1, 1, 11)[..., :32]
         return transformers.utils.ModelOutput(logits=self.encoder(x))
 
+
+bert = partial(language_models.bert, VOCAB)
+"""Biases everywhere, a residual inside attention, a bias of the logits that two modules hold."""
+t5 = partial(language_models.t5, VOCAB)
+"""Tables of relative positions in first blocks that later ones are given, and attention across."""
+vit = language_models.vit
+"""No vocabulary."""
+mixtral = partial(language_models.mixtral, VOCAB)
+"""Experts in one parameter, with fused gates."""
 
 FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "llama": llama,

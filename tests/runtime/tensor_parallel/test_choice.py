@@ -1,4 +1,4 @@
-"""Which splits are taken where not all can be or need be: against trying everything, and on models where it matters."""
+"""The choice of splits, against trying everything; and the rows of ranks that they are."""
 
 from __future__ import annotations
 
@@ -16,10 +16,55 @@ from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.derive.block_sandbox import apart, fresh, map_by_place, tensors_of
 from atorch.runtime.tensor_parallel.derive.split_validation import Watched
+from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.layout_selection import Option, choose, counted, most_spared
+from atorch.runtime.tensor_parallel.state import in_own_order
 from tests.pool import on_ranks
 from tests.runtime.tensor_parallel.models import batch, make
 from tests.runtime.tensor_parallel.test_split import mesh_of
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_even_parts_are_those_of_chunk(size: int, degree: int) -> None:
+    rows = Rows.even(0, size, degree)
+    whole = torch.arange(size)
+    parts = [part.tolist() for part in whole.chunk(degree)]
+    assert [rows.take(whole, rank).tolist() for rank in range(degree) if rows.count(rank)] == parts
+    assert rows.is_in_order
+    assert not rows.is_shared
+    assert rows.num_met == size
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=1, max_size=4))
+def test_masks_come_back_as_indices(masks: list[list[bool]]) -> None:
+    tensors = [torch.tensor(mask) for mask in masks if any(mask)]
+    if not tensors:
+        return
+    rows = Rows.where(1, tensors)
+    whole = torch.arange(24).view(2, 12)
+    met = torch.stack(tensors).sum(0)
+    for rank, mask in enumerate(tensors):
+        assert rows.index(rank).tolist() == mask.nonzero().flatten().tolist()
+        assert torch.equal(rows.take(whole, rank), whole[:, mask])
+        assert rows.count(rank) == int(mask.sum())
+    assert rows.is_shared == bool((met > 1).any())
+    assert rows.has_own == bool((met == 1).any())
+    assert rows.num_met == int((met > 0).sum())
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_fused_rows_go_back_to_their_own_order(degree: int) -> None:
+    size = 3 * degree * 2
+    runs = [
+        [(6 * 0 + part * 2 * degree + 2 * r, part * 2 * degree + 2 * r + 2) for part in range(3)] for r in range(degree)
+    ]
+    rows = Rows(1, tuple(tuple(own) for own in runs))
+    whole = torch.arange(2 * size).view(2, size)
+    by_rank = torch.cat([rows.take(whole, rank) for rank in range(degree)], 1)
+    assert not rows.is_in_order
+    assert not torch.equal(by_rank, whole)
+    assert torch.equal(in_own_order(by_rank, rows), whole)
+
 
 NAMES = "abcdef"
 few = st.integers(0, 9)

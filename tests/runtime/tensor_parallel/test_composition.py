@@ -1,72 +1,59 @@
-"""Under a split model: recomputation, FSDP2 over another axis, clipping by the true norm."""
+"""Under a split model: recomputation, blocks that are used twice, and parameters that read otherwise inside."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from atorch.runtime.gradients.clip import clip_grads
+from atorch.model.wrapper import override
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
+from atorch.runtime.tensor_parallel.split_forward import Inside, present
 from tests.pool import on_ranks
 from tests.runtime.sharing import Block, whole
-from tests.runtime.tensor_parallel.models import Collectives, batch, distance, loss_of, make, side_by_side
+from tests.runtime.tensor_parallel.models import Collectives, batch, loss_of, make, side_by_side
 from tests.runtime.tensor_parallel.test_split import mesh_of
 
-STEPS = 2
+WIDTH = 4
+
+
+def half(parameter: Tensor) -> Tensor:
+    return parameter[: len(parameter) // 2]
+
+
+def doubled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, x: 2 * forward(self, x)
+
+
+@pytest.mark.parametrize(
+    "order", ["present note", "note present", "note present double", "present note present double"]
+)
+def test_copies_read_as_the_original_does(order: str) -> None:
+    layer, inside, names = nn.Linear(WIDTH, WIDTH), Inside(), ["weight", "bias"]
+    x = torch.randn(3, WIDTH)
+    expected = layer(x)[:, : WIDTH // 2] * (2 if "double" in order else 1)
+    count = order.count("present")
+    for step in order.split():
+        if step == "note":
+            inside.note(layer)
+        elif step == "double":
+            override(layer, "forward", doubled)
+        else:
+            present(layer, dict.fromkeys(names if count == 1 else [names.pop()], half), inside)
+    for each in (layer, copy.deepcopy(layer), copy.deepcopy(copy.deepcopy(layer))):
+        torch.testing.assert_close(each(x), expected)
+        assert len(each.weight) == WIDTH, "outside it is the parameter"
+        assert type(each).__name__ == "Linear"
 
 
 def blocks_of(model: Any, name: str) -> Any:
     return model.model.layers if name == "llama" else model.transformer.h
-
-
-def inputs(name: str, step: int, part: int, parts: int) -> dict[str, Tensor]:
-    both = [batch(name, 2 * step + index) for index in range(parts)]
-    return both[part]
-
-
-def step(model: nn.Module, loss: Tensor, optim: torch.optim.Optimizer) -> float:
-    loss.backward()
-    norm = clip_grads(model.parameters(), 0.05)
-    optim.step()
-    optim.zero_grad()
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
-@on_ranks(4)
-def test_recomputed_and_sharded_over_data(rank: int, size: int, name: str) -> None:
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
-    data = mesh["data"]
-    model, plain = make(name), make(name)
-    before = {key: value.clone() for key, value in plain.state_dict().items()}
-    layout = tensor_parallel(model, lambda model: model(**batch(name)), mesh["tensor"])
-    for block in blocks_of(model, name):
-        checkpoint_wrapper(block)
-        fully_shard(block, mesh=data)
-    fully_shard(model, mesh=data)
-    optim, plain_optim = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
-    norms, expected = [], []
-    for index in range(STEPS):
-        mine = inputs(name, index, data.get_local_rank(), data.size())
-        norms.append(step(model, loss_of(model(**mine)), optim))
-        losses = [loss_of(plain(**inputs(name, index, part, data.size()))) for part in range(data.size())]
-        expected.append(step(plain, torch.stack(losses).mean(), plain_optim))
-    got = whole_state(model, layout)
-    weight: Any = blocks_of(model, name)[0].get_parameter(
-        "mlp.down_proj.weight" if name == "llama" else "mlp.c_proj.weight"
-    )
-    assert distance(got, plain.state_dict(), before) <= 1e-4
-    assert max(abs(a - b) / b for a, b in zip(norms, expected, strict=True)) <= 1e-4
-    assert min(expected) > 0.05
-    assert [placement.dim for placement in weight.placements] == ([0, 1] if name == "llama" else [0, 0])  # data, tensor
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
@@ -40,23 +41,11 @@ LABELS = torch.randint(0, CLASSES, (ROWS, TOKENS), generator=torch.Generator().m
 LABELS[0, 1] = LABELS[1, 5] = LABELS[1, 7] = -100
 FLAT = LABELS.flatten()
 WEIGHT, FACTORS = noise(CLASSES).abs() + 0.1, noise(ROWS, TOKENS, CLASSES)
+MODULE, ALL = nn.CrossEntropyLoss(ignore_index=9, weight=WEIGHT), ROWS * TOKENS
 
 
 def mean(x: Tensor) -> Tensor:
     return F.cross_entropy(x.view(-1, CLASSES), FLAT)
-
-
-def shifted(x: Tensor) -> Tensor:
-    return F.cross_entropy(x.float()[..., :-1, :].contiguous().view(-1, CLASSES), LABELS[..., 1:].contiguous().view(-1))
-
-
-def of_module(x: Tensor) -> Tensor:
-    loss: Tensor = nn.CrossEntropyLoss(ignore_index=9, weight=WEIGHT)(x.flatten(end_dim=1), FLAT.clamp(min=0))
-    return loss
-
-
-def not_reduced(x: Tensor) -> Tensor:
-    return (F.cross_entropy(x.permute(0, 2, 1), LABELS, reduction="none", weight=WEIGHT) * FACTORS[..., 0]).sum()
 
 
 def smoothed(x: Tensor) -> Tensor:
@@ -64,35 +53,9 @@ def smoothed(x: Tensor) -> Tensor:
     return F.cross_entropy(x, FLAT, label_smoothing=0.1) + F.cross_entropy(x, FLAT, WEIGHT, label_smoothing=0.2)
 
 
-def summed(x: Tensor) -> Tensor:
-    return F.cross_entropy(x[:, 1:].transpose(1, 2), LABELS[:, 1:], reduction="sum") / 3
-
-
-def capped(x: Tensor) -> Tensor:
-    return F.cross_entropy((3.0 * torch.tanh(x / 3.0)).unsqueeze(1).flatten(0, 2), FLAT)
-
-
-def with_z_loss(x: Tensor) -> Tensor:
-    return mean(x) + 0.1 * x.logsumexp(-1).square().mean()
-
-
-def of_log_softmax(x: Tensor) -> Tensor:
-    return F.nll_loss(F.log_softmax(x.flatten(0, 1), -1), FLAT, weight=WEIGHT)
-
-
 def of_preferences(x: Tensor) -> Tensor:
     picked = x.log_softmax(-1).gather(-1, LABELS.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return (picked * FACTORS[..., 0]).sum()
-
-
-def of_transformers(x: Tensor) -> Tensor:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return ForCausalLMLoss(x, LABELS, CLASSES)  # type: ignore[no-any-return]
-
-
-def without_labels(x: Tensor) -> Tensor:
-    return F.cross_entropy(x.flatten(0, 1), torch.full((ROWS * TOKENS,), -100), reduction="sum")
 
 
 def accuracy_first(x: Tensor) -> Tensor:
@@ -106,21 +69,9 @@ def picked_rows(x: Tensor) -> Tensor:
     return F.cross_entropy(x[kept], LABELS[kept])
 
 
-def of_one_row(x: Tensor) -> Tensor:
-    return F.cross_entropy(x[0, 0], LABELS[0, 0])
-
-
 def capped_into(x: Tensor) -> Tensor:
     torch.tanh(x.detach(), out=(made := torch.empty(x.shape)))
     return (x * made).sum()
-
-
-def of_logits(x: Tensor) -> Tensor:
-    return (x * FACTORS).sum()
-
-
-def both(x: Tensor) -> Tensor:
-    return shifted(x) + (x * FACTORS).sum() + x.topk(2).values.sum()
 
 
 def both_of_a_window(x: Tensor) -> Tensor:
@@ -157,27 +108,40 @@ def of_a_copy(x: Tensor) -> Tensor:
     return (x * apart.grad).sum() + (x * grad.detach()).sum()
 
 
-ALL = ROWS * TOKENS
-GATHERED: Mapping[Loss, tuple[int | None, int | None]] = {
-    mean: (2 * ALL, ALL),
-    shifted: (2 * (ALL - ROWS), ALL),
-    of_module: (2 * ALL, ALL),
-    not_reduced: (2 * ALL, ALL),
-    smoothed: (2 * 3 * ALL, 2 * ALL),
-    summed: (2 * (ALL - ROWS), ALL),
-    capped: (2 * ALL, ALL),
-    with_z_loss: (3 * ALL, 2 * ALL),
-    of_log_softmax: (ALL, ALL),
-    of_preferences: (ALL, ALL),
-    of_transformers: (2 * ALL, ALL),
-    without_labels: (2 * ALL, ALL),
-    accuracy_first: (None, 3 * ALL),  # the first of them are integers of 64 bits
-    picked_rows: (2 * (ALL - 3), None),
-    of_one_row: (2, None),
-    capped_into: (None, None),
-    **dict.fromkeys((of_logits, both, both_of_a_window), (None, None)),
-    **dict.fromkeys((masked_in_place, views_in_place, hooked, of_a_copy), (None, None)),
-}
+GATHERED: Mapping[str, tuple[Loss, int | None, int | None]] = {
+    "mean": (mean, 2 * ALL, ALL),
+    "shifted": (
+        lambda x: F.cross_entropy(x.float()[..., :-1, :].contiguous().view(-1, CLASSES), LABELS[..., 1:].flatten()),
+        2 * (ALL - ROWS), ALL,
+    ),
+    "a module's": (lambda x: MODULE(x.flatten(end_dim=1), FLAT.clamp(min=0)), 2 * ALL, ALL),
+    "not reduced": (
+        lambda x: F.cross_entropy(x.permute(0, 2, 1), LABELS, WEIGHT, reduction="none").mul(FACTORS[..., 0]).sum(),
+        2 * ALL, ALL,
+    ),
+    "smoothed": (smoothed, 2 * 3 * ALL, 2 * ALL),
+    "summed": (
+        lambda x: F.cross_entropy(x[:, 1:].transpose(1, 2), LABELS[:, 1:], reduction="sum") / 3,
+        2 * (ALL - ROWS), ALL,
+    ),
+    "capped": (
+        lambda x: F.cross_entropy((3.0 * torch.tanh(x / 3.0)).unsqueeze(1).flatten(0, 2), FLAT), 2 * ALL, ALL,
+    ),
+    "z-loss": (lambda x: mean(x) + 0.1 * x.logsumexp(-1).square().mean(), 3 * ALL, 2 * ALL),
+    "log-softmax": (lambda x: F.nll_loss(F.log_softmax(x.flatten(0, 1), -1), FLAT, weight=WEIGHT), ALL, ALL),
+    "preferences": (of_preferences, ALL, ALL),
+    "transformers'": (lambda x: ForCausalLMLoss(x, LABELS, CLASSES), 2 * ALL, ALL),
+    "no labels": (
+        lambda x: F.cross_entropy(x.flatten(0, 1), torch.full_like(FLAT, -100), reduction="sum"), 2 * ALL, ALL,
+    ),
+    "accuracy first": (accuracy_first, None, 3 * ALL),  # the first of them are integers of 64 bits
+    "picked rows": (picked_rows, 2 * (ALL - 3), None),
+    "one row": (lambda x: F.cross_entropy(x[0, 0], LABELS[0, 0]), 2, None),
+    "logits": (lambda x: (x * FACTORS).sum(), None, None),
+    "both": (lambda x: mean(x) + (x * FACTORS).sum() + x.topk(2).values.sum(), None, None),
+    **{each.__name__: (each, None, None)
+       for each in (capped_into, both_of_a_window, masked_in_place, views_in_place, hooked, of_a_copy)},
+}  # fmt: skip
 """By loss, the numbers that each rank with columns gathers, and that all ranks with tokens do; None: all logits."""
 
 
@@ -217,7 +181,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
 def compared(rank: int, size: int, kind: str) -> None:
     split = Split(rank, size, kind)
     whole = ROWS * (TOKENS - 3) * (2 * (CLASSES // 2) if kind == "columns" else CLASSES)
-    for loss, of_kinds in GATHERED.items():
+    for name, (loss, *of_kinds) in GATHERED.items():
         numbers = of_kinds[kind != "columns"]
         expected = loss(split.head(split.x))
         grads = torch.autograd.grad(expected, list(split.head.parameters()))
@@ -227,15 +191,14 @@ def compared(rank: int, size: int, kind: str) -> None:
         gathered = sum(each for (operation, _), (_, each) in sent.counts.items() if operation == "all_gather") / 4
         with torch.no_grad():
             again = loss(split.logits()) if numbers is not None else got
-        assert type(got) is Tensor, loss
-        assert max(distance(got, expected), distance(again, expected)) <= 3e-6, (
-            loss
-        )  # large terms cancel in some losses
-        assert max(split.error(own, of_all) for own, of_all in zip(got_grads, grads, strict=True)) <= 1e-6, loss
+        assert type(got) is Tensor, name
+        off = max(distance(got, expected), distance(again, expected))
+        assert off <= 3e-6, name  # large terms cancel in some losses
+        assert max(split.error(own, of_all) for own, of_all in zip(got_grads, grads, strict=True)) <= 1e-6, name
         if numbers is None:
-            assert gathered >= whole, loss
+            assert gathered >= whole, name
         else:
-            assert gathered == 2 * numbers if kind == "columns" else 0 < gathered <= numbers, loss
+            assert gathered == 2 * numbers if kind == "columns" else 0 < gathered <= numbers, name
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("columns", 2), ("in order", 2), ("balanced", 4)])
@@ -304,6 +267,19 @@ def test_who_asks_for_whole_logits_is_told_once(rank: int, size: int) -> None:
         assert "mul asks for all tokens of (2, 7, 11)" in message
 
 
+@on_ranks()
+def test_what_readers_tell_each_other_does_not_grow(rank: int, size: int) -> None:
+    group: Any = dist.group.WORLD
+    for step in range(4):
+        logits = tokens_of(rank, size, 1.0 + step)
+        largest = logits.amax() if rank else logits.flatten().max()
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"atorch/split/{group.group_name}/{kind}/{each}" for each in range(1, 5) for kind in ("here", "all")]
+    assert (float(largest), float(logits.sum() / logits.numel())) == (5.0, 4.5)
+    assert [store.check([key]) for key in keys] == [False] * 6 + [True] * 2
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @on_ranks(4)
 def test_who_does_not_read_with_the_others_is_named(rank: int, size: int, nested: bool) -> None:
@@ -320,16 +296,3 @@ def test_who_does_not_read_with_the_others_is_named(rank: int, size: int, nested
     numbers = torch.ones(3) * rank
     dist.all_reduce(numbers)
     assert float(numbers.sum()) == 18.0  # nothing was left under way
-
-
-@on_ranks()
-def test_what_readers_tell_each_other_does_not_grow(rank: int, size: int) -> None:
-    group: Any = dist.group.WORLD
-    for step in range(4):
-        logits = tokens_of(rank, size, 1.0 + step)
-        largest = logits.amax() if rank else logits.flatten().max()
-    dist.barrier()
-    store = dist.distributed_c10d._get_default_store()
-    keys = [f"atorch/split/{group.group_name}/{kind}/{each}" for each in range(1, 5) for kind in ("here", "all")]
-    assert (float(largest), float(logits.sum() / logits.numel())) == (5.0, 4.5)
-    assert [store.check([key]) for key in keys] == [False] * 6 + [True] * 2

@@ -28,7 +28,7 @@ def layouts(axis: int, rank: int) -> dict[str, Any]:
     }
 
 
-ALONE, BY_BOTH, BY_TOKENS, BY_NONE = "columns", "columns or tokens", "tokens", "none"
+BY_BOTH, BY_TOKENS, BY_NONE = "columns or tokens", "tokens", "none"
 
 
 @pytest.mark.parametrize(

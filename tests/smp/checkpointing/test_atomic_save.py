@@ -89,14 +89,12 @@ def saved(
 
 
 def resumed_in(rank: int, size: int, path: str, is_partial: bool, is_apart: bool) -> list[Any]:
-    """The values that a process loads from the checkpoint, by its tag and as the newest."""
     with inside(path, is_apart) as folder:
         ways = ({"tag": "one", "partial": is_partial}, {"partial": is_partial})
         return [resumed(rank, size, folder, PIPELINE, given) for given in ways]
 
 
 def value_of(pool: Pool, path: Path, is_partial: bool, is_apart: bool) -> float:
-    """The one value that a checkpoint consists of, by its tag and as the newest."""
     values = set()
     for found in itertools.chain(*pool.run(resumed_in, str(path), is_partial, is_apart)):
         assert not isinstance(found, str), found
@@ -112,7 +110,6 @@ def value_of(pool: Pool, path: Path, is_partial: bool, is_apart: bool) -> float:
 def survives(
     pool: Pool, base: Path, path: Path, is_partial: bool, is_apart: bool, victim: int, dies: Dies | int
 ) -> bool:
-    """Whether the process has ended there; the checkpoint is then one that is whole, and is saved over again."""
     shutil.copytree(base, path)
     ways = (is_partial, is_apart)
     try:

@@ -22,7 +22,6 @@ from tests.smp.job import begun
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """One process, of degrees 1."""
     with begun({}):
         yield
 
@@ -41,7 +40,6 @@ def parts_of_a_model(rank: int, size: int) -> dict[str, Any]:
 
 
 def save_and_load(rank: int, size: int, path: str) -> Any:
-    """What a stage gets of a partial checkpoint that it and its peers have saved."""
     with begun({"partitions": size}):
         smp.save(parts_of_a_model(rank, size), path, partial=True)
         smp.barrier()
@@ -49,7 +47,6 @@ def save_and_load(rank: int, size: int, path: str) -> Any:
 
 
 def load(rank: int, size: int, path: str, config: dict[str, Any]) -> Any:
-    """What a process gets of a partial checkpoint, or the error."""
     with begun(config):
         try:
             return smp.load(path, map_location="cpu")
@@ -58,7 +55,6 @@ def load(rank: int, size: int, path: str, config: dict[str, Any]) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one, tensors by their values."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -139,7 +135,6 @@ def test_parts_of_tensors_are_put_together(pool: Pool, tmp_path: Path) -> None:
 
 
 def named(rank: int, size: int, path: str, order: str, other: str) -> Any:
-    """What is loaded in one order of stages and slices of what was saved in another."""
     config = {"partitions": 2, "tensor_parallel_degree": 2, "ddp": True}
     with begun({**config, "placement_strategy": order}):
         smp.save({PARTIAL: True, f"{smp.pp_rank()} {smp.tp_rank()}": torch.ones(1)}, path)
@@ -216,7 +211,6 @@ def test_full_files_are_torchs_own(tmp_path: Path) -> None:
 
 
 def saved_twice(rank: int, size: int, path: str, killed: int) -> Any:
-    """What a process gets of parts of which one was not written again."""
     with begun({"partitions": size}):
         for value in (1.0, 2.0):
             if value == 1 or rank != killed:

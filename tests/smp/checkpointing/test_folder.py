@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,6 @@ class Stage(torch.nn.Module):
 
 
 class Optimizer:
-    """The same of an optimizer."""
-
     def __init__(self, model: Stage) -> None:
         self.model = model
         self.loaded: Any = None
@@ -60,7 +58,6 @@ class Optimizer:
 
 
 def begin(config: dict[str, Any], value: float = 1.0) -> tuple[Stage, Optimizer]:
-    """A script's model and optimizer."""
     smp.init(config)
     session().model = model = Stage(value)
     session().optimizer = optimizer = Optimizer(model)
@@ -83,7 +80,6 @@ def saved(
 
 
 def resumed(rank: int, size: int, path: str, config: dict[str, Any], given: dict[str, Any]) -> Any:
-    """User content, and what model and optimizer were loaded with; or the error."""
     model, optimizer = begin(config)
     try:
         content = smp.resume_from_checkpoint(path, **given)
@@ -129,7 +125,6 @@ def test_what_was_saved_comes_back(pool: Pool, tmp_path: Path) -> None:
 
 
 def written(rank: int, size: int, path: str) -> bool:
-    """Whether this process writes a file, in a folder of its own."""
     model, optimizer = begin({**PIPELINE, "ddp": True})
     own = Staged(Path(path, str(rank)), "one_partial", "a" * 16)
     own.begin()
@@ -170,7 +165,6 @@ def test_a_full_checkpoint_is_a_plain_file(pool: Pool, tmp_path: Path) -> None:
 
 
 def saved_over(rank: int, size: int, path: str) -> Any:
-    """What a checkpoint has that replaced one of the model and its optimizer, beside a file of the script's own."""
     model, optimizer = begin(PIPELINE)
     smp.save_checkpoint(path, "one", model=model, optimizer=optimizer, user_content={"step": 1})
     if rank == 0:
@@ -200,17 +194,6 @@ def test_the_newest_partial_ones_are_kept(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(resumed, path, PIPELINE, {})[0][0] == {"step": 3}
 
 
-def test_files_of_two_saves_are_told(pool: Pool, tmp_path: Path) -> None:
-    path = str(tmp_path)
-    pool.run(saved, path, PIPELINE, ["one", "two"])
-    os.replace(tmp_path / "one_partial" / "model_1.pt", tmp_path / "two_partial" / "model_1.pt")
-    told, whole = run_each(pool, resumed, [(path, PIPELINE, {"load_optimizer": False}), (path, PIPELINE, {})])
-    assert all("model_0.pt' and '" in each and "model_1.pt' are of different saves, of which" in each for each in told)
-    assert all("are of different saves" in each for each in whole)
-    (told,) = pool.run(resumed, path, {}, {}, ranks=1)
-    assert "are of different saves, of which one was not finished" in told
-
-
 def test_what_is_missing_is_told_on_all_processes(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path)
     pool.run(saved, path, PIPELINE, ["one"])
@@ -225,56 +208,57 @@ def test_what_is_missing_is_told_on_all_processes(pool: Pool, tmp_path: Path) ->
 
 @pytest.fixture
 def parts() -> Iterator[tuple[Stage, Optimizer]]:
-    """A model and its optimizer on one process."""
     yield begin({})
     smp.shutdown()
 
 
-def test_what_cannot_be_meant_is_told(tmp_path: Path, parts: tuple[Stage, Optimizer]) -> None:
+# What is done in a folder with a model, and what the error says.
+MEANT: list[tuple[Callable[[Path, Any], Any], str]] = [
+    *((lambda path, model, tag=tag: smp.save_checkpoint(path, tag, model=model), "can name a file in the folder")
+      for tag in ("", "a/b", "..", "newest", 100)),
+    (lambda path, model: smp.save_checkpoint(path, "one", model=model, num_kept_partial_checkpoints=0), "at least 1"),
+    (lambda path, _: smp.save_checkpoint(path, "one", partial=False), "no model"),
+    (lambda path, _: smp.save_checkpoint(path, "one", model=torch.nn.Linear(2, 2)), "a Linear as model"),
+    (lambda path, _: smp.save_checkpoint(path, "one", optimizer=torch.optim.SGD([torch.ones(1)])), "SGD as optimizer"),
+    (lambda path, _: smp.resume_from_checkpoint(path, "one", partial=False, translate_function=3),  # type: ignore[arg-type]
+     "translate_function is 3"),
+    (lambda *_: smp.resume_from_checkpoint(1), "path is 1"),  # type: ignore[arg-type]
+]  # fmt: skip
+FOUND: list[tuple[Callable[[Path, Any], Any], str]] = [
+    (lambda path, _: smp.resume_from_checkpoint(path), "lists no partial checkpoint"),
+    (lambda path, _: smp.resume_from_checkpoint(path, partial=False), "lists no full checkpoint"),
+    (lambda path, model: smp.save_checkpoint(path / "file", "one", model=model), "cannot be made"),
+    (lambda path, model: (smp.save_checkpoint(path, "one", model=model), smp.resume_from_checkpoint(path)),
+     "there is no partial checkpoint '.*optimizer_0.pt'"),
+    (lambda path, model: smp.save_checkpoint(path, "two", model=model, user_content={"data": DataLoader([1])}),
+     r"it holds torch\.utils\.data\.\S+, which is no plain data; .* a data loader, its"),
+    (lambda path, _: (newest(path, "steps100"), smp.resume_from_checkpoint(path)), "line 1 column 1"),
+    (lambda path, _: (newest(path, "[1]"), smp.resume_from_checkpoint(path)), r"holds \[1\]; it lists checkpoints"),
+]  # fmt: skip
+"""The last three find what those before have saved."""
+
+
+def newest(path: Path, text: str) -> None:
+    (path / "newest").write_text(text)
+
+
+def test_what_cannot_be_meant_read_or_loaded_is_told(tmp_path: Path, parts: tuple[Stage, Optimizer]) -> None:
     model, optimizer = parts
-    for tag in ("", "a/b", "..", "newest", 100):
-        with pytest.raises(ArgumentError, match="it is a string that can name a file in the folder"):
-            smp.save_checkpoint(tmp_path, tag, model=model)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="num_kept_partial_checkpoints is 0; it is a number of at least 1"):
-        smp.save_checkpoint(tmp_path, "one", model=model, num_kept_partial_checkpoints=0)
-    with pytest.raises(ArgumentError, match="was given no model; a full checkpoint is a whole model"):
-        smp.save_checkpoint(tmp_path, "one", partial=False)
-    with pytest.raises(ArgumentError, match="given a Linear as model; give the smp.DistributedModel"):
-        smp.save_checkpoint(tmp_path, "one", model=torch.nn.Linear(2, 2))
-    with pytest.raises(ArgumentError, match="given a SGD as optimizer; give the smp.DistributedOptimizer"):
-        smp.save_checkpoint(tmp_path, "one", optimizer=torch.optim.SGD([torch.ones(1)], lr=0.1))
-    with pytest.raises(ArgumentError, match="translate_function is 3; give a function"):
-        smp.resume_from_checkpoint(tmp_path, "one", partial=False, translate_function=3)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="path is 1; give the path of a folder"):
-        smp.resume_from_checkpoint(1)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="lists no partial checkpoint; it has the partial ones \\[\\], and"):
-        smp.resume_from_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="lists no full checkpoint"):
-        smp.resume_from_checkpoint(tmp_path, partial=False)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be made"):
-        smp.save_checkpoint(tmp_path / "file", "one", model=model)
-    smp.save_checkpoint(tmp_path, "one", model=model)
-    with pytest.raises(CheckpointError, match="there is no partial checkpoint '.*optimizer_0.pt'"):
+    for kind, cases in ((ArgumentError, MEANT), (CheckpointError, FOUND)):
+        for call, told in cases:
+            with pytest.raises(kind, match=told):
+                call(tmp_path, model)
+    newest(tmp_path, '{"partial": ["../elsewhere"], "full": null}')
+    with pytest.raises(ArgumentError, match="tag is '../elsewhere'"):
         smp.resume_from_checkpoint(tmp_path)
-    smp.save_checkpoint(tmp_path, "one", model=model, optimizer=optimizer)
+    smp.save_checkpoint(tmp_path / "new", "one", model=model, optimizer=optimizer)
     session().optimizer = None
-    with pytest.raises(ArgumentError, match="make it before resuming, or give load_optimizer=False"):
-        smp.resume_from_checkpoint(tmp_path)
+    with pytest.raises(ArgumentError, match="load_optimizer=False"):
+        smp.resume_from_checkpoint(tmp_path / "new")
     session().model = None
-    with pytest.raises(ArgumentError, match="no smp.DistributedModel has been made"):
-        smp.resume_from_checkpoint(tmp_path)
-
-
-def test_content_that_could_not_be_loaded_is_refused_when_saved(tmp_path: Path, parts: tuple[Stage, Optimizer]) -> None:
-    model, _ = parts
-    smp.save_checkpoint(tmp_path, "one", model=model, user_content={"lr": 0.1})
-    with pytest.raises(
-        CheckpointError,
-        match=r"it holds torch\.utils\.data\.\S+, which is no plain data; .* a data loader, its",
-    ):
-        smp.save_checkpoint(tmp_path, "two", model=model, user_content={"data": DataLoader([1])})
-    assert smp.resume_from_checkpoint(tmp_path, load_optimizer=False) == {"lr": 0.1}
+    with pytest.raises(ArgumentError, match=r"no smp\.DistributedModel"):
+        smp.resume_from_checkpoint(tmp_path / "new")
 
 
 @dataclass
@@ -299,15 +283,3 @@ def test_configurations_come_back_as_dicts(
     assert found["cls"] == {"rows": rows}
     assert (found["num_params"], type(found["num_params"])) == (15, int)
     assert "user_content['args']['settings'][0] is a Settings, and is saved as a dict" in caplog.text
-
-
-def test_a_list_of_checkpoints_from_elsewhere(tmp_path: Path, parts: tuple[Stage, Optimizer]) -> None:
-    (tmp_path / "newest").write_text('{"partial": ["../elsewhere"], "full": null}')
-    with pytest.raises(ArgumentError, match="tag is '../elsewhere'"):
-        smp.resume_from_checkpoint(tmp_path)
-    (tmp_path / "newest").write_text("steps100")
-    with pytest.raises(CheckpointError, match="line 1 column 1"):
-        smp.resume_from_checkpoint(tmp_path)
-    (tmp_path / "newest").write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"holds \[1\]; it lists checkpoints: remove it, and give a tag"):
-        smp.resume_from_checkpoint(tmp_path)

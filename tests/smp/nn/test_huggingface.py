@@ -16,6 +16,7 @@ import atorch.smp as smp
 from atorch.errors import ArgumentError
 from atorch.smp.checkpointing.states import PARTIAL
 from atorch.smp.nn.huggingface import bert, gpt2, gptj, gptneo, roberta
+from tests import language_models
 from tests.pool import Pool
 from tests.smp.job import begun, several
 
@@ -38,11 +39,7 @@ def drawn(model: nn.Module) -> nn.Module:
 
 
 def gpt2_model(**more: Any) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQ, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, bos_token_id=0, eos_token_id=0,
-        **more,
-    )  # fmt: skip
-    return drawn(transformers.GPT2LMHeadModel(config))
+    return drawn(language_models.gpt2(VOCAB, WIDTH, LAYERS, HEADS, SEQ, **more))
 
 
 def head(**more: Any) -> Any:
@@ -168,7 +165,6 @@ def squared(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def loaded_and_trained(rank: int, size: int, name: str) -> tuple[float, float, bool, int]:
-    """How far logits and a step's parameters are from plain PyTorch's, whether the state came back, what was split."""
     with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}):
         theirs, whole, batch = split_model(name, 1), split_model(name, 2), {"input_ids": IDS, "attention_mask": MASK}
         state = {key: value.clone() for key, value in theirs.state_dict().items()}
@@ -190,15 +186,6 @@ def loaded_and_trained(rank: int, size: int, name: str) -> tuple[float, float, b
         return float((logits - expected).detach().abs().max()), far, came_back == [True], len(model.split.cuts)
 
 
-def test_models_that_keep_their_names_are_split_with_a_loaded_state(pool: Pool) -> None:
-    for results in pool.run(several, [(loaded_and_trained, name) for name in SPLIT]):
-        for logits, step, came_back, num_cut in results:
-            assert logits < 1e-4
-            assert step < 1e-4
-            assert came_back
-            assert num_cut > 5 * LAYERS
-
-
 @smp.step
 def modelled(model: Any) -> Tensor:
     loss, logits = model((IDS, 1 - MASK, None, None, IDS))
@@ -207,7 +194,6 @@ def modelled(model: Any) -> Tensor:
 
 
 def in_our_layers(rank: int, size: int) -> tuple[float, float]:
-    """How far logits and a step's parameters are from Hugging Face's own, of a translated state, on tensor ranks."""
     torch.manual_seed(0)
     theirs = gpt2_model()
     with begun({"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True}):
@@ -225,10 +211,13 @@ def in_our_layers(rank: int, size: int) -> tuple[float, float]:
         return float((logits - expected.logits).detach().abs().max()), far
 
 
-@pytest.mark.nightly
-def test_gpt2_in_our_layers_is_split(pool: Pool) -> None:
-    for differences in pool.run(in_our_layers):
-        assert max(differences) < 1e-4
+def test_models_are_split_with_a_loaded_state_under_their_names_and_in_our_layers(pool: Pool) -> None:
+    for *results, in_ours in pool.run(several, [*((loaded_and_trained, name) for name in SPLIT), (in_our_layers,)]):
+        assert max(in_ours) < 1e-4
+        for logits, step, came_back, num_cut in results:
+            assert max(logits, step) < 1e-4
+            assert came_back
+            assert num_cut > 5 * LAYERS
 
 
 def test_what_has_no_counterpart_is_named() -> None:

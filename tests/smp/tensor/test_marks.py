@@ -7,15 +7,14 @@ import logging
 import threading
 
 import pytest
-import transformers
 from torch import nn
 
 import atorch.smp as smp
 from atorch.smp.tensor import marked_parameters
+from tests.language_models import gpt2
 
 
 def marked(model: nn.Module) -> set[str]:
-    """The modules whose parameters are to be split."""
     return {name.rpartition(".")[0] for name in marked_parameters(model)}
 
 
@@ -66,9 +65,8 @@ def test_what_exists_is_marked_with_all_below_and_the_last_wins() -> None:
 
 def test_a_transformers_model_is_marked_as_it_is_made_also_by_a_decorator() -> None:
     assert marked(smp.tensor_parallelism()(lambda: nn.Linear(2, 2))()) == {""}
-    config = transformers.GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=2, n_positions=4)
     with smp.tensor_parallelism():
-        model = transformers.GPT2LMHeadModel(config)
+        model = gpt2(7, 8, 1, 2, 4)
     assert marked_parameters(model) == dict(model.named_parameters(remove_duplicate=False)).keys()
 
 

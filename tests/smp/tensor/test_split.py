@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,9 +14,10 @@ import atorch.smp as smp
 from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError
 from atorch.smp.tensor.split import TensorSplit, split_marked
+from tests import language_models
 from tests.auto.training import messages
 from tests.contract.job import distance, updates
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.smp.job import several
 
 VOCAB, STEPS = 63, 3  # a vocabulary that no number of ranks divides
@@ -78,21 +78,13 @@ def language_model() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=1,
-        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config)
+    model = language_models.gpt2(VOCAB, 16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
     smp.set_tensor_parallelism(model)
     return Logits(model, lambda model, ids: model(ids).logits)
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = language_models.llama(VOCAB, 16, 24, tie_word_embeddings=True)
     smp.set_tensor_parallelism(model)
     return Logits(model, lambda model, ids: model(ids).logits)
 
@@ -112,7 +104,7 @@ def batch(step: int, rank: int = 0) -> Tensor:
 
 
 def batch_of_all(step: int, size: int) -> Tensor:
-    """What a step's tensors are once they are gathered over the tensor ranks, of which each has rows of its own."""
+    """A step's tensors once they are gathered over the tensor ranks, of which each has rows of its own."""
     return torch.cat([batch(step, rank) for rank in range(size)])
 
 
@@ -189,32 +181,6 @@ def test_rows_that_several_ranks_need_are_whole_on_each(pool: Pool) -> None:
         assert {name.split(".")[-2] for name in seen["kept"]} == {"k_proj", "v_proj"}
 
 
-def moved_on(rank: int, size: int) -> dict[str, Any]:
-    """State that was saved whole and is loaded at another degree, with an optimizer's."""
-    model = make("gpt2")
-    saved = {key: value + 1 for key, value in model.state_dict().items()}
-    done = split(model, size)
-    model.load_state_dict(done.own_state(saved))
-    back = done.whole_state(model.state_dict())
-    same = all(torch.equal(back[key], saved[key]) for key in saved)
-    optim = torch.optim.Adam(model.parameters())
-    loss_of(model(batch(0)), batch(0)).backward()
-    optim.step()
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        state = optim.state[parameter]
-        whole = done.whole(name, state["exp_avg"])
-        shapes[name] = tuple(whole.shape) == tuple(saved[name].shape)
-        assert torch.equal(done.own(name, whole), state["exp_avg"])
-        assert done.whole(name, state["step"]).dim() == 0
-    told = ""
-    try:
-        done.own("inner.transformer.wte.weight", torch.zeros(3, 16))
-    except AtorchError as error:
-        told = str(error)
-    return {"same": same, "shapes": shapes, "told": told}
-
-
 def delayed(rank: int, size: int) -> tuple[dict[str, Tensor], int, list[float]]:
     with smp.delay_param_initialization():
         model = make("hand-written")
@@ -255,13 +221,10 @@ class Odd(nn.Module):
         return self.few(x)
 
 
-def kept_of_odd(rank: int, size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_what_stays_whole_is_told_by_name(rank: int, size: int) -> None:
     torch.manual_seed(0)
-    return dict(split(Odd(), size).kept)
-
-
-def test_state_goes_and_comes_whole_and_what_stays_whole_is_told_by_name(pool: Pool) -> None:
-    kept = {
+    assert split(Odd(), size).kept == {
         "read.weight": "it is used outside of the modules that hold it",
         "tied.weight": "it is tied to other.weight, which is not to be split",
         "idle.weight": "the batch did not reach it",
@@ -269,11 +232,28 @@ def test_state_goes_and_comes_whole_and_what_stays_whole_is_told_by_name(pool: P
         "conv.weight": "nothing splits it, and by themselves only linear layers and tables are split",
         "norms.weight": "max_norm and scale_grad_by_freq need the whole table",
     }
-    for seen, odd in pool.run(several, [(moved_on,), (kept_of_odd,)]):
-        assert odd == kept
-        assert seen["same"]
-        assert all(seen["shapes"].values())
-        assert "was given with shape (3, 16), and the whole model's is (63, 16)" in seen["told"]
+
+
+@on_ranks(2)
+def test_state_goes_and_comes_whole(rank: int, size: int) -> None:
+    """Saved whole, and loaded at another degree, with an optimizer's."""
+    model = make("gpt2")
+    saved = {key: value + 1 for key, value in model.state_dict().items()}
+    done = split(model, size)
+    model.load_state_dict(done.own_state(saved))
+    back = done.whole_state(model.state_dict())
+    assert all(torch.equal(back[key], saved[key]) for key in saved)
+    optim = torch.optim.Adam(model.parameters())
+    loss_of(model(batch(0)), batch(0)).backward()
+    optim.step()
+    for name, parameter in model.named_parameters():
+        state = optim.state[parameter]
+        whole = done.whole(name, state["exp_avg"])
+        assert whole.shape == saved[name].shape
+        assert torch.equal(done.own(name, whole), state["exp_avg"])
+        assert done.whole(name, state["step"]).dim() == 0
+    with pytest.raises(AtorchError, match=r"shape \(3, 16\), and the whole model's is \(63, 16\)"):
+        done.own("inner.transformer.wte.weight", torch.zeros(3, 16))
 
 
 def refused(rank: int, size: int, what: str) -> list[str]:

@@ -15,8 +15,8 @@ import atorch.smp as smp
 from atorch.smp.steps.precision import DynamicScale, loss_scale_of
 from tests.contract.job import distance as relative_distance
 from tests.contract.job import updates
-from tests.pool import Pool
-from tests.smp.job import Plain, Way, batch_of, begun, made, plainly_trained, several, train_step, trained
+from tests.pool import Pool, on_ranks
+from tests.smp.job import Plain, Way, batch_of, begun, made, plainly_trained, train_step, trained
 from tests.smp.test_parity import DEGREES
 
 BAND = 5e-2
@@ -40,7 +40,6 @@ def clip(model: Any, optimizer: Any) -> Tensor:
 
 
 def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch.dtype]]:
-    """The masters by name, and the types of parameters."""
     state, own = optimizer.state_dict()["state"], itertools.chain(*optimizer._names)
     masters = {name: state[number]["master"].clone() for number, name in enumerate(own)}
     return masters, {parameter.dtype for parameter in model.local_parameters()}
@@ -48,7 +47,6 @@ def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch
 
 @torch.no_grad()
 def deviation(kind: str, got: Mapping[str, Tensor], plain: Plain) -> float:
-    """‖Δ − Δ_ref‖ / ‖Δ_ref‖ of all updates together."""
     before, expected = (dict(model.named_parameters()) for model in (made(kind), plain.model))
     assert got.keys() == expected.keys()
     return relative_distance(updates(before, dict(got)), updates(before, expected))
@@ -98,8 +96,8 @@ def test_lamb_takes_the_norms_of_the_whole_masters(pool: Pool, degrees: str) -> 
         assert deviation("gpt2", seen.seen[0], plain) < BAND
 
 
-def unrounded(rank: int, size: int) -> float:
-    """How far masters are from what the model was, after a step that changes nothing."""
+@on_ranks(2)
+def test_masters_begin_where_the_model_was(rank: int, size: int) -> None:
     with begun({"fp16": True, "ddp": True}):
         whole = made("cnn")
         before = {name: each.detach().clone() for name, each in whole.named_parameters()}
@@ -110,33 +108,7 @@ def unrounded(rank: int, size: int) -> float:
         train_step(model, "cnn", *batch_of("cnn", 0, 0), "mean")
         optimizer.step()
         state = optimizer.local_state_dict()["state"]
-        return max(float((state[name]["master"] - value).abs().max()) for name, value in before.items())
-
-
-def test_masters_begin_where_the_model_was(pool: Pool) -> None:
-    assert pool.run(unrounded) == [0.0, 0.0]
-
-
-def skipping(rank: int, size: int, partitions: int) -> list[tuple[bool, float, bool]]:
-    """Whether steps were skipped, the scale, and whether the parameters of this process changed."""
-    seen = []
-    with begun({"fp16": True, "partitions": partitions, "ddp": True}):
-        model = smp.DistributedModel(made("cnn"))
-        optimizer = smp.DistributedOptimizer(
-            sgd(model), static_loss_scale=None, dynamic_loss_scale=True,
-            dynamic_loss_args={"init_scale": 2.0**10, "scale_window": 2}, min_scale=2.0**9,
-        )  # fmt: skip
-        for step in range(6):
-            optimizer.zero_grad()
-            data, target = batch_of("cnn", step, rank // partitions)
-            # What is not finite on one process alone: of one replica, and of the last stage or the first.
-            factor = 1e30 if step in (1, 2) and rank == size - 1 else 1.0
-            scaled_step(model, data, target, factor)
-            before = [each.detach().clone() for each in model.local_parameters()]
-            optimizer.step()
-            changed = any(not torch.equal(*pair) for pair in zip(before, model.local_parameters(), strict=True))
-            seen.append((optimizer.overflow, optimizer.loss_scale, changed))
-    return seen
+        assert all(torch.equal(state[name]["master"], value) for name, value in before.items())
 
 
 @smp.step
@@ -146,31 +118,46 @@ def scaled_step(model: Any, data: Tensor, target: Tensor, factor: float) -> Tens
     return loss
 
 
-@pytest.mark.parametrize(("ranks", "partitions"), [(1, 1), (4, 2)])
-def test_all_processes_skip_a_step_together(pool: Pool, ranks: int, partitions: int) -> None:
-    course = [
-        (False, 2.0**10, True), (True, 2.0**9, False), (True, 2.0**9, False), (False, 2.0**9, True),
-        (False, 2.0**10, True), (False, 2.0**10, True),
-    ]  # fmt: skip
-    assert pool.run(skipping, partitions, ranks=ranks) == [course] * ranks
-
-
-def small_gradients(rank: int, size: int, scale: float) -> float:
-    """The largest gradient's effect where the loss is tiny."""
-    with begun({"fp16": True}):
+def skipping(rank: int, size: int) -> None:
+    """Scales and skipped steps of which some are not finite on one process alone: a replica's, of one stage."""
+    partitions = max(1, size // 2)
+    with begun({"fp16": True, "partitions": partitions, "ddp": True}):
         model = smp.DistributedModel(made("cnn"))
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e12), static_loss_scale=scale)
-        data, target = batch_of("cnn", 0, 0)
-        before = [each.detach().half() for each in model.parameters()]
-        scaled_step(model, data, target, 1e-12)
-        optimizer.step()
-        return max(float((a - b.detach()).abs().max()) for a, b in zip(before, model.parameters(), strict=True))
+        optimizer = smp.DistributedOptimizer(
+            sgd(model), static_loss_scale=None, dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 2.0**10, "scale_window": 2}, min_scale=2.0**9,
+        )  # fmt: skip
+        for step, scale in enumerate((2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**10, 2.0**10)):
+            skips = step in (1, 2)
+            optimizer.zero_grad()
+            data, target = batch_of("cnn", step, rank // partitions)
+            scaled_step(model, data, target, 1e30 if skips and rank == size - 1 else 1.0)
+            before = [each.detach().clone() for each in model.local_parameters()]
+            optimizer.step()
+            is_same = all(torch.equal(*pair) for pair in zip(before, model.local_parameters(), strict=True))
+            assert (optimizer.overflow, optimizer.loss_scale, is_same) == (skips, scale, skips)
 
 
-def test_the_scale_keeps_small_gradients_alive(pool: Pool) -> None:
-    ((without, scaled),) = pool.run(several, [(small_gradients, 1.0), (small_gradients, 2.0**30)], ranks=1)
-    assert without == 0.0
-    assert scaled > 1e-3
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_all_processes_skip_a_step_together(pool: Pool, ranks: int) -> None:
+    pool.run(skipping, ranks=ranks)
+
+
+@on_ranks(1)
+def test_the_scale_keeps_small_gradients_alive(rank: int, size: int) -> None:
+    changes = []
+    for scale in (1.0, 2.0**30):
+        with begun({"fp16": True}):
+            model = smp.DistributedModel(made("cnn"))
+            optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e12), static_loss_scale=scale)
+            before = [each.detach().half() for each in model.parameters()]
+            scaled_step(model, *batch_of("cnn", 0, 0), 1e-12)
+            optimizer.step()
+            changes.append(
+                max(float((a - b.detach()).abs().max()) for a, b in zip(before, model.parameters(), strict=True))
+            )
+    assert changes[0] == 0.0
+    assert changes[1] > 1e-3
 
 
 def test_a_dynamic_scale_does_what_its_settings_say() -> None:

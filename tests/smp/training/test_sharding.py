@@ -1,4 +1,4 @@
-"""Sharded data parallelism: training, what each process keeps, clipping, states, and failures."""
+"""Parameters or optimizer states that replicas share out: training, what each process keeps and saves, and failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import atorch.smp as smp
 from atorch.errors import ArgumentError, AtorchError, StrategyError
-from tests.pool import Pool
+from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
+from tests.pool import Pool, on_ranks
 from tests.smp.job import (
     STEPS,
     Way,
@@ -32,7 +33,6 @@ SHARDED = {"sharded_data_parallel_degree": 2, "ddp": True}
 
 
 def share_of(model: Any, optimizer: Any) -> float:
-    """The share of the model's elements that are kept here."""
     held: list[Any] = list(model.local_parameters())
     return sum(each.to_local().numel() for each in held) / sum(each.numel() for each in held)
 
@@ -107,7 +107,6 @@ def test_where_one_fails_all_do(pool: Pool) -> None:
 
 
 def failing_inside(rank: int, size: int, place: str, bad: Collection[int]) -> tuple[list[str], dict[str, Tensor]]:
-    """What was raised, and the model after the other steps."""
     with begun({"microbatches": 2, **SHARDED, "sdp_gradient_clipping": 0.0}):
         whole, fails = made("cnn"), False
 
@@ -156,16 +155,53 @@ def test_where_one_fails_inside_of_the_model_all_do_and_may_go_on(pool: Pool, pl
         assert distance("cnn", state, model.state_dict()) < 1e-4
 
 
-def refused(rank: int, size: int) -> str:
-    with begun({**SHARDED, "partitions": 2}):
+def states_of(model: Any, optimizer: Any) -> tuple[dict[str, Any], float]:
+    """The whole state of the optimizer, and the share of this partition's that is kept here."""
+    kept = sum(each.numel() for held in optimizer.inner.state.values() for each in held.values() if each.dim())
+    own = sum(each.numel() for each in model.local_parameters())
+    partial = optimizer.local_state_dict()
+    assert partial["state"].keys() == dict(model.local_named_parameters()).keys()
+    return optimizer.state_dict(), kept / own
+
+
+def test_training_and_states_are_those_of_plain_training(pool: Pool) -> None:
+    plain = plainly_trained("gpt2", 2, decay=0.5)
+    wanted = plain.optimizer.state_dict()
+    way = Way(decay=0.5, look=states_of)  # as a scheduler of the optimizer that was given does
+    for seen in pool.run(trained, "gpt2", {"shard_optimizer_state": True, "partitions": 2}, "mean", way, ranks=4):
+        saved, kept = seen.seen
+        assert distance("gpt2", seen.state, plain.state) < 1e-4
+        assert 0.45 < kept < 0.55, "the momentum of half of the parameters"
+        assert saved["state"].keys() == wanted["state"].keys()
+        for number, held in wanted["state"].items():
+            for key, value in held.items():
+                assert (saved["state"][number][key] - value).abs().max() < 1e-4
+        assert saved["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"]
+        plain.optimizer.load_state_dict(saved)
+
+
+@on_ranks(2)
+def test_masters_are_shared_out_too(rank: int, size: int) -> None:
+    with begun({"ddp": True, "shard_optimizer_state": True, "fp16": True}):
         model = smp.DistributedModel(made("cnn"))
-        try:
-            failing_step(model, *batch_of("cnn", 0, rank), "")
-        except StrategyError as error:
-            return str(error)
-    return ""
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=256.0)
+        train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")
+        optimizer.step()
+        inner: Any = optimizer.inner
+        assert isinstance(inner.inner, ShardedOptimizer)
+        masters = sum(each.numel() for each in inner.inner.inner.stand_ins.values())
+        assert 0.4 < masters / sum(each.numel() for each in model.parameters()) < 0.6
 
 
-def test_a_pipeline_beside_it_is_refused(pool: Pool) -> None:
-    for told in pool.run(refused, ranks=4):
-        assert "sharded_data_parallel_degree is 2 and pipeline_parallel_degree is 2" in told
+@on_ranks(4)
+def test_a_pipeline_and_an_optimizer_that_needs_all_parameters_are_refused(rank: int, size: int) -> None:
+    lamb = smp.optimizers.FusedLamb
+    for config, kind, told in (
+        ({**SHARDED, "partitions": 2}, torch.optim.SGD, "degree is 2 .*pipeline_parallel_degree is 2"),
+        ({"ddp": True, "shard_optimizer_state": True}, lamb, "shard_optimizer_state.*FusedLamb|FusedLamb.*_state"),
+    ):
+        with begun(config):
+            model = smp.DistributedModel(made("cnn"))
+            smp.DistributedOptimizer(kind(model.parameters(), lr=1e-3))
+            with pytest.raises(StrategyError, match=told):
+                train_step(model, "cnn", *batch_of("cnn", 0, rank), "mean")

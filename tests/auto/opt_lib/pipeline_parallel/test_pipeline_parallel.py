@@ -13,7 +13,7 @@ from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory
 from atorch.distributed import world as worlds
 from atorch.errors import StrategyError
-from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of, on_mesh
+from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 from tests.auto.planner import jobs
 from tests.runtime.pipeline.unmodular import Functional, Layers, Leaving
 
@@ -52,31 +52,9 @@ def test_micro_batches_are_as_many_as_divide_the_batch_up_to_four_a_stage(batch_
 
 def test_interleaving_takes_them_in_rounds_and_micro_batch_has_the_last_word():
     assert cost_of(AXES, interleaved(2), batch_size=36).num_micro_batches == 12  # not 9, and not above 16
-    assert "4 at a time, which does not divide 34" in interleaved(2).unfit(on_mesh(AXES, batch_size=34))
-    assert interleaved(2).unfit(on_mesh(AXES, batch_size=36)) is None
-
     assert cost_of(AXES, "pipeline_parallel", ("micro_batch", {"size": 2})).num_micro_batches == 8
     assert cost_of(AXES, "pipeline_parallel", "micro_batch").num_micro_batches == 16
     assert cost_of({"data": 4}, "pipeline_parallel", "ddp").num_micro_batches == 1  # no stages, no parts
-
-
-@pytest.mark.parametrize(
-    ("method", "axes", "reason"),
-    [
-        (PipelineParallel(), {"pipeline": 8}, None),
-        (PipelineParallel(), {"pipeline": 16}, "of 16 pieces needs as many repeated blocks; the model has 8"),
-        (interleaved(2), {"pipeline": 4}, None),
-        (interleaved(), {"pipeline": 8}, "of 16 pieces"),
-        (PipelineParallel(split_points=("a", "b", "c")), {"pipeline": 4}, None),
-        (PipelineParallel(split_points=("a", "b")), {"pipeline": 4}, "split_points has 2 modules; 4 pieces begin at 3"),
-        (PipelineParallel(micro_batches=5), {"pipeline": 4}, "5 micro-batches do not divide the 16 samples"),
-        (interleaved(2, micro_batches=8), {"pipeline": 4}, None),
-        (interleaved(2, micro_batches=2), {"pipeline": 4}, "4 at a time, which does not divide 2"),
-    ],
-)
-def test_what_cannot_be_cut(method, axes, reason):
-    found = method.unfit(on_mesh(axes))
-    assert (found is None) if reason is None else (reason in found)
 
 
 def watchable(kind, size=2):

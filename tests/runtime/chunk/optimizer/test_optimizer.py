@@ -139,12 +139,19 @@ def grouped(net, named=False):
     return [{"params": others, "lr": 3e-3, "weight_decay": 0.0}, {"params": decayed}]
 
 
-def test_what_has_no_gradient_is_not_stepped():
+def test_what_has_no_gradient_is_not_stepped_and_what_is_zero_is():
     missing = [(), ("0.bias", "2.weight"), ("2.weight",), ()]
     plain, reference, net, chunks, optim = train(adam, missing=missing)
     assert_alike(plain, net, chunks)
     steps = [int(entry["step"]) for entry in optim.state_dict()["state"].values()]
     assert steps == [int(state["step"]) for state in reference.state.values()] == [4, 3, 2, 4, 4]
+    plain, reference, net, chunks, optim = train(adam, steps=1)
+    for each in (reference, optim):
+        each.zero_grad(set_to_none=False)
+        each.step()
+    assert_alike(plain, net, chunks)
+    optim.zero_grad()
+    assert not any(chunk.has_gradient for chunk in chunks.chunks)
 
 
 def test_schedulers_and_settings_reach_it():
@@ -257,16 +264,6 @@ def test_a_closure_is_called_before_the_step():
 
     assert reference.step(of_plain) == optim.step(of_chunks) == 1.0
     assert_alike(plain, net, chunks)
-
-
-def test_zeroed_gradients_are_still_gradients():
-    plain, reference, net, chunks, optim = train(adam, steps=1)
-    for each in (reference, optim):
-        each.zero_grad(set_to_none=False)
-        each.step()
-    assert_alike(plain, net, chunks)
-    optim.zero_grad()
-    assert not any(chunk.has_gradient for chunk in chunks.chunks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

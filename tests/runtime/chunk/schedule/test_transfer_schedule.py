@@ -18,7 +18,6 @@ from atorch.runtime.chunk.transfer_schedule import (
     ScheduleStep,
     Shortfall,
     StepRuns,
-    StepTransfers,
     TransferSchedule,
     choose_pinned,
     schedule,
@@ -207,15 +206,6 @@ def test_what_had_to_go_may_have_room_after_all():
     needs, others = [{0}, {1}, {2}, set(), set(), {0}, {1}, {2}], [0, 0, 0, 3, 5, 0, 0, 0]
     moments = [ScheduleStep("op", frozenset(each), other) for each, other in zip(needs, others, strict=True)]
     assert schedule(moments, [4, 1, 2], 7, prefetch=0).fetched_bytes == 4 + 1 + 2 + 4 + 1
-
-
-def test_two_buffers_are_enough_to_fetch_during_the_operation_before():
-    found = schedule(there_and_back(4), [1] * 4, 2, prefetch=1)
-    assert found.steps[:3] == (
-        StepTransfers(fetch=(0,), prefetch=(1,)),
-        StepTransfers(evict=(0,), prefetch=(2,)),
-        StepTransfers(evict=(1,), prefetch=(3,)),
-    )
 
 
 STATES = 6  # bytes of states and gradients for each of a parameter

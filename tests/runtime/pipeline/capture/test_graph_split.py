@@ -8,16 +8,87 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from atorch import auto_accelerate
 from atorch.errors import StrategyError
 from atorch.model.copy import copy_structure
+from atorch.model.structure import units
 from atorch.runtime.pipeline.capture.graph_split import Exported, Speeds, install, uninstall
+from atorch.runtime.pipeline.capture.stage_dataflow import route_of
+from atorch.runtime.precision.amp import autocast_forward
+from tests import roads
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
-from tests.runtime.pipeline.job import ROWS, SEQ, Samples, loss_func, make_model
-from tests.runtime.pipeline.test_pipeline import check, stages
-from tests.runtime.pipeline.test_refusals import refused
+from tests.runtime.pipeline.job import ROWS, SEQ, Samples, accelerated, make_model
+from tests.runtime.pipeline.test_pipeline import check, refused, stages
+
+
+@pytest.mark.parametrize("road", roads.ROADS)
+def test_casts_of_weights_that_several_units_use_do_not_pass_between_them(road: str) -> None:
+    """The head multiplies by the embedding's weight: autocast keeps the embedding's cast of it for the head."""
+    plain, cast, batch = roads.net(road), roads.net(road), torch.ones(4, roads.WIDTH)
+    autocast_forward(cast, "cpu", torch.bfloat16)
+    expected, found = (
+        route_of(model, units(model), batch, lambda model, batch: model(batch), roads.loss_func)
+        for model in (plain, cast)
+    )
+    assert [(call.unit, call.needs) for call in found.calls] == [(call.unit, call.needs) for call in expected.calls]
+    assert found.output_needs == expected.output_needs
+    assert torch.is_autocast_cache_enabled()
+
+
+class Told(StrategyError):
+    """What was seen, told from inside of a copy."""
+
+
+def tell(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    raise Told(str(tuple(model(batch).shape)))
+
+
+@on_ranks()
+def test_of_a_split_parameter_on_the_meta_device_a_process_sees_its_rows(rank: int, size: int) -> None:
+    model = nn.Linear(4, 3 * size, bias=False, device="meta")
+    part = torch.empty(3, 4, device="meta")
+    model.weight = nn.Parameter(DTensor.from_local(part, init_device_mesh("cpu", (size,)), [Shard(0)]))
+    with pytest.raises(Told) as told:
+        route_of(model, {}, torch.ones(2, 4), tell)
+    assert str(told.value) == "(2, 3)"
+
+
+class Skipping(nn.Module):
+    """Keeps what it computes in a list, or adds what it takes from there."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.linear, self.keeps = nn.Linear(4, 4), keeps
+
+    def forward(self, x: torch.Tensor, skips: list[torch.Tensor]) -> torch.Tensor:
+        x = self.linear(x)
+        if not self.keeps:
+            return x + skips.pop()
+        skips.append(x)
+        return x
+
+
+class Skips(nn.Module):
+    """A stack whose second half takes what the first one keeps, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Skipping(keeps) for keeps in (True, True, False, False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, skips)
+        return x
+
+
+def test_a_list_that_modules_hand_on_is_told() -> None:
+    model = Skips()
+    with pytest.raises(StrategyError, match="adds to a list that it is given, or takes from it"):
+        route_of(model, dict(model.blocks.named_children()), torch.ones(2, 4), lambda model, batch: model(batch), None)
 
 
 @pytest.mark.parametrize("name", ["functional", "leaving", "layers"])
@@ -44,12 +115,7 @@ def test_beside_others(pool: Pool, name: str, strategy: list[Any], ranks: int, b
 @pytest.mark.slow
 @on_ranks()
 def test_batches_of_other_shapes_are_evaluated(rank: int, size: int) -> None:
-    model = make_model("functional")
-    _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, Samples("functional", ROWS), loss_func, model_input_format="unpack_dict",
-        optim_args={"lr": 0.1}, dataloader_args={"batch_size": ROWS}, load_strategy=stages(micro_batches=2),
-    )  # fmt: skip
-    assert result is not None
+    result = accelerated(make_model("functional"), stages(micro_batches=2), Samples("functional", ROWS))
     result.model.eval()
     worst = 0.0
     for rows, length in ((3, SEQ), (ROWS, SEQ + 4)):
@@ -66,7 +132,7 @@ def test_both_reasons_are_told(pool: Pool) -> None:
         ("choosing",): ["layers.0 makes a tensor that", "torch.export does not take Choosing"],
         ("counting",): ["Counting has 0", "changes its buffers"],
     }
-    found = run_each(pool, refused, [(name, [*stages(), *beside], True) for name, *beside in cases])
+    found = run_each(pool, refused, [(name, [*stages(), *beside]) for name, *beside in cases])
     for of_ranks, messages in zip(found, cases.values(), strict=True):
         for kind, told in of_ranks:
             assert kind == StrategyError.__name__

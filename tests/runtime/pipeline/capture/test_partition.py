@@ -92,20 +92,21 @@ def test_the_slowest_stage_is_near_the_mean(costs: list[float], data: st.DataObj
     assert slowest <= (sum(costs) / stages + (1 - 1 / stages) * max(costs)) * (1 + 1e-9)
 
 
-def test_a_large_head_gets_fewer_blocks_beside_it() -> None:
+def test_heads_ties_and_activations_count() -> None:
+    # 126 blocks on 16 stages, with an embedding and a head that are each about a block: 405B's layout.
     # 126 blocks on 16 stages, with an embedding and a head that are each about a block: 405B's layout.
     costs = [1.0] * 128
     starts = partition(costs, 16)
     assert starts == tuple(range(0, 128, 8))
     assert partition([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0], 2) == (0, 4)
-
-
-def test_tied_units_are_together_only_where_it_costs_nothing() -> None:
     assert partition([1, 1, 1, 1], 3) == (0, 1, 2)
     assert partition([1, 1, 1, 1], 3, tied=[(1, 0)]) == (0, 2, 3)
     assert partition([1, 1, 1, 1], 3, tied=[(0, 3)]) == (0, 1, 2)
     assert partition([2, 2, 0, 2, 2], 2) == (0, 2)
     assert partition([2, 2, 0, 2, 2], 2, tied=[(1, 2)]) == (0, 3)
+    costs, kept = [1] * 8, [1] * 8
+    assert partition(costs, 2, activations=kept, in_flight=[2, 1]) == (0, 4)
+    assert partition(costs, 2, limit=6, activations=kept, in_flight=[2, 1]) == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,3 @@ def test_what_fits_nowhere_is_told_with_the_bytes_and_the_units() -> None:
         partition([1, 1, 1, 1], 2, [10, 20, 15, 5], 25, names=names)
     with pytest.raises(StrategyError, match=r"has 40 B on stage 1 \(unit 1\), 10 B too many"):
         partition([1, 1, 1], 3, [1, 40, 1], 30)
-
-
-def test_early_stages_hold_the_activations_of_more_micro_batches() -> None:
-    costs, kept = [1] * 8, [1] * 8
-    assert partition(costs, 2, activations=kept, in_flight=[2, 1]) == (0, 4)
-    assert partition(costs, 2, limit=6, activations=kept, in_flight=[2, 1]) == (0, 3)

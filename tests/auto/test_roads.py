@@ -1,4 +1,4 @@
-"""Searches of models that reach their modules by closures, hooks and the like leave them as they were."""
+"""Models that reach their modules by closures, hooks and the like train as in torch, and searches leave them alone."""
 
 from __future__ import annotations
 
@@ -19,14 +19,43 @@ from atorch.distributed import world as worlds
 from atorch.errors import StrategyError
 from tests.auto.planner.jobs import cluster
 from tests.auto.planner.test_search import assert_same, snapshot
+from tests.auto.training import assert_trains_like_plain
 from tests.pool import Pool
-from tests.roads import ROADS, job, net
+from tests.roads import ROADS, deviation, job, net, trained, trained_plainly
 
+TIGHT = ("chunk", {"budget_bytes": 30_000})
+WIDE = ("chunk", {"budget_bytes": 10**9})
 SAMPLE = ("ByLambda", "ByHook")
 METHODS: dict[int, list[list[Any]]] = {
-    1: [["checkpoint"], ["module_replace"], [("chunk", {"budget_bytes": 30_000})]],
+    1: [["checkpoint"], ["module_replace"], [TIGHT]],
     2: [["ddp"], ["fsdp"], ["zero1", "checkpoint"]],
 }
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_chunk_trains_as_torch_does(road: str) -> None:
+    assert deviation(0, 1, [WIDE], road) <= 1e-6
+
+
+@pytest.mark.slow
+def test_chunk_trains_as_torch_does_on_one_or_two_processes_with_little_room(pool: Pool) -> None:
+    assert deviation(0, 1, [TIGHT], "ByHook") <= 1e-6
+    assert_trains_like_plain(pool, deviation, [([TIGHT], road) for road in ROADS], band=1e-5)
+
+
+def stage_under_autocast(rank: int, size: int) -> dict[str, float]:
+    """How far each parameter of a stage is off after the epoch, as a share of how far all moved."""
+    strategy = [("parallel_mode", [("pipeline", size)]), ("amp_native", "bf16"), "pipeline_parallel"]
+    before, expected = net("ByHook").state_dict(), trained_plainly(net("ByHook"))
+    found = trained(strategy, "ByHook")
+    moved = torch.cat([(each - before[name]).flatten() for name, each in expected.items()]).norm()
+    return {name: float((each - expected[name]).norm() / moved) for name, each in found.items()}
+
+
+def test_a_pipeline_under_autocast_is_cut_between_modules_that_share_a_weight(pool: Pool) -> None:
+    first, last = pool.run(stage_under_autocast)
+    assert first.keys() & last.keys() == {"embed.weight"}
+    assert max(*first.values(), *last.values()) <= 0.02
 
 
 def tried(rank: int, size: int, roads: Iterable[str]) -> dict[str, str]:
