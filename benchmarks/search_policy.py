@@ -128,7 +128,9 @@ class Machine:
         factors = {kind: START ** chance.uniform(-1, 1) for kind in (False, True)}
         starts = job.starts()
         start_s = [
-            starts.expected_s(item.strategy, 0.0) * factors[compiles(item.strategy)] * math.exp(chance.normal(0, 0.1))
+            starts.of_kind(starts.kind(item.strategy))
+            * factors[compiles(item.strategy)]
+            * math.exp(chance.normal(0, 0.1))
             for item in job.candidates
         ]
         machine = cls(job, step_s.tolist(), start_s, failures)

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 import typer
 
-from atorch.cli import calibrate, doctor, plan, strategy, visualize
+from atorch.cli import calibrate, checkpoint, doctor, plan, strategy, visualize
 from atorch.errors import AtorchError
 
 __all__ = ["app", "main"]
@@ -27,6 +27,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("test")(doctor.selftest)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(strategy.app, name="strategy")
 app.add_typer(visualize.app, name="visualize")
 

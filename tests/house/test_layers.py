@@ -25,6 +25,7 @@ LAYERS = {
     "atorch.runtime": 2,
     "atorch.profiler": 2,
     "atorch.report": 2,
+    "atorch.checkpoint": 1,
     "atorch.model": 1,
     "atorch.distributed": 1,
     "atorch.cluster": 1,

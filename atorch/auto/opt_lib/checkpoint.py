@@ -27,7 +27,7 @@ from atorch.runtime.memory.recompute import checkpoint_wrapper, turn_off_caches
 
 
 @method("checkpoint", phase=Phase.RECOMPUTE)
-class Checkpoint(Method):
+class ActivationCheckpoint(Method):
     """Recompute activations in the backward pass."""
 
     saves_memory: ClassVar[bool] = True

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from atorch.auto.opt_lib.checkpoint import Checkpoint
+from atorch.auto.opt_lib.checkpoint import ActivationCheckpoint
 from atorch.auto.opt_lib.chunk import Chunk
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.cross_entropy import CrossEntropy
@@ -45,7 +45,7 @@ from atorch.cost.memory import least_on_host, uses_host
 from atorch.cost.parallelism import REPLICA_AXES
 
 SHARING: frozenset[type[Method]] = frozenset((Ddp, Zero1, Zero2, Fsdp, Chunk))
-COVERED = SHARING | {Checkpoint, CrossEntropy, Compile, Offload, MicroBatch}
+COVERED = SHARING | {ActivationCheckpoint, CrossEntropy, Compile, Offload, MicroBatch}
 SLACK = 1e-9  # relative reduction of a bound, for rounding
 
 Fold = Callable[[Cost], Cost]
@@ -143,7 +143,8 @@ class Bounds:
             yield {depth: (None,)}, cost
 
     def _kept(self, cost: Cost) -> Iterator[tuple[Only, Cost]]:
-        for of_blocks, recomputed in self._each(Checkpoint, cost):
+        """The cost with each combination of kept activations and kept logits."""
+        for of_blocks, recomputed in self._each(ActivationCheckpoint, cost):
             for of_logits, kept in self._each(CrossEntropy, recomputed):
                 yield {**of_blocks, **of_logits}, kept
 

@@ -2,30 +2,28 @@
 
 `batch_size` is the global batch (strong scaling), so the same arguments give the same training on any number of
 ranks: rank r of n takes every n-th sample of each global batch. Streams are sharded before they are read where that is
-possible (`sharded_stream`): each rank then has batches of its own part.
+possible (`batches`): each rank then has batches of its own part.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from atorch.distributed.rng import preserved_rng
-from atorch.errors import ArgumentError, near_miss, shown
+from atorch.errors import ArgumentError, CheckpointError, near_miss, shown
 from atorch.model.pytree import refilled
 from atorch.runtime.data.batches import in_step, part_of
+from atorch.runtime.data.samplers import LargeSampler, RankBatches, RankSampler, RankShare, WithoutFirst, uneven
 
 LARGE = 2**24  # the most samples for torch's samplers, which list all indices: 36 bytes each on every rank
-AT_ONCE = 2**16  # indices drawn, or computed, at once
 _LOADER_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self", "dataset"}
 
 
@@ -39,146 +37,109 @@ class Loader(DataLoader[Any]):
     group: dist.ProcessGroup | None = None
     """Ranks that stop together with this one; all of them must iterate."""
 
+    _epoch, _given = 0, 0  # batches given to the loop in this epoch
+    _start = 0  # batches that the next iteration leaves out
+    _began: torch.Tensor | None = None  # torch's random state when the epoch began
+    _after: WithoutFirst | None = None  # in `_resumed`, the batches of indices that are left
+
     def __iter__(self) -> Any:
         self.was_read = True
-        batches = super().__iter__()
+        return self._counted(self._resumed() if self._start else self._begun())
+
+    def _begun(self) -> Iterator[Any]:
+        self._given, self._began = 0, torch.get_rng_state()
+        return self._together(super().__iter__())
+
+    def _resumed(self) -> Iterator[Any]:
+        """The batches from `_start`; restored random states stay as they are."""
+        self._given, self._start = self._start, 0
+        with preserved_rng():
+            if self._began is not None:  # samplers and workers draw their seeds again
+                torch.set_rng_state(self._began)
+            if self._must_read:
+                batches = super().__iter__()
+            else:
+                self._after = left = WithoutFirst(super()._index_sampler, self._given)
+                try:
+                    batches = super().__iter__()
+                finally:
+                    self._after = None
+                left.begin()
+        return itertools.islice(self._together(batches), self._given if self._must_read else 0, None)
+
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches if self.group is None else in_step(batches, self.group)
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._given += 1
+            yield batch
+        self._given = 0
+
+    @property
+    def _must_read(self) -> bool:
+        """True if batches can be left out only by reading them."""
+        return isinstance(self.dataset, IterableDataset) or self.batch_sampler is None
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The batches of indices to read, under the name by which torch asks for them."""
+        return super()._index_sampler if self._after is None else self._after
+
+    @property
+    def _order(self) -> str:
+        """The origin of the order of samples: "epoch" and "stream" are the same on any number of ranks."""
+        if isinstance(self.dataset, IterableDataset):
+            return "part" if self.is_part else "stream"
+        kinds = (DistributedSampler, RankShare)
+        return "epoch" if isinstance(self.sampler, kinds) or isinstance(self.batch_sampler, kinds) else "drawn"
+
+    @property
+    def _global_batch(self) -> int | None:
+        holder: Any = self.dataset if isinstance(self.dataset, StreamShare) else self.sampler
+        num_ranks = getattr(holder, "num_replicas", None) or getattr(holder, "size", 1)
+        return None if self.batch_size is None else self.batch_size * num_ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, the batches that the loop was given in it, and the random state that it began with.
+
+        Batches are global, so a position means the same on any number of processes.
+        """
+        return {
+            "epoch": self._epoch, "given": self._given, "batch_size": self._global_batch, "order": self._order,
+            "began": self._began,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin at a position of `state_dict`; on other processes `began` is None.
+
+        Raises:
+            CheckpointError: within an epoch, global batches have another size, or samples another order.
+        """
+        if state["given"] and state["batch_size"] != self._global_batch:
+            raise CheckpointError(
+                f"the checkpoint was saved within an epoch of global batches of {state['batch_size']} samples, and "
+                f"they have {self._global_batch} now: samples would be seen twice or never. Use the same batch_size"
+            )
+        is_same = state["order"] == self._order and (state["began"] is not None or self._order in ("epoch", "stream"))
+        if state["given"] and not is_same:
+            raise CheckpointError(
+                "the checkpoint was saved within an epoch whose samples came in another order, since a sampler of your "
+                "own, or a stream's parts, depend on the number of processes. Resume on as many processes, or from the "
+                "end of an epoch"
+            )
+        self.set_epoch(state["epoch"])
+        self._start = self._given = state["given"]
+        self._began = state["began"]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the order of epoch `epoch`: the same in every run, different in each epoch."""
+        if epoch != self._epoch:
+            self._epoch, self._given, self._start = epoch, 0, 0
         drawers: tuple[Any, ...] = (self.sampler, self.batch_sampler, self.dataset)
         for drawer in drawers:
             if hasattr(drawer, "set_epoch"):
                 drawer.set_epoch(epoch)
-
-
-class LargeSampler(DistributedSampler[Any]):
-    """DistributedSampler for datasets whose indices are too many to list: the order is computed, not stored."""
-
-    def __iter__(self) -> Iterator[int]:
-        num_all: int = len(self.dataset)  # type: ignore[arg-type]
-        order = Permutation(num_all, self.seed + self.epoch) if self.shuffle else None
-        for start in range(0, self.num_samples, AT_ONCE):
-            turns = np.arange(start, min(start + AT_ONCE, self.num_samples), dtype=np.int64)
-            places = (self.rank + self.num_replicas * turns) % num_all  # pads by wrapping around to the first samples
-            yield from (places if order is None else order(places)).tolist()
-
-
-class Permutation:
-    """A random permutation of `num` numbers, of which any part can be computed by itself.
-
-    A Feistel network over the next even power of two, reapplied to results outside the range (Black and Rogaway 2002,
-    "Ciphers with Arbitrary Finite Domains"). Its rounds hash with the finalizer of splitmix64 (Steele et al. 2014).
-    """
-
-    ROUNDS = 6
-
-    def __init__(self, num: int, seed: int) -> None:
-        self._num, self._half = num, np.uint64(max(1, -(-(num - 1).bit_length() // 2)))
-        self._keys = np.random.SeedSequence(seed).generate_state(self.ROUNDS, np.uint64)
-
-    def __call__(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        numbers = self._through(places.astype(np.uint64))
-        while len(outside := np.flatnonzero(numbers >= self._num)):
-            numbers[outside] = self._through(numbers[outside])
-        return numbers.astype(np.int64)
-
-    def _through(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        mask = (np.uint64(1) << self._half) - np.uint64(1)
-        left, right = numbers >> self._half, numbers & mask
-        for key in self._keys:
-            left, right = right, left ^ (_hashed(right ^ key) & mask)
-        return (left << self._half) | right
-
-
-def _hashed(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    hashed: np.ndarray[Any, Any] = numbers ^ (numbers >> np.uint64(31))
-    return hashed
-
-
-class _RankShare(Sampler[Any]):
-    """Base of this rank's shares of another sampler, which is seeded with `seed + epoch`: all ranks see one order."""
-
-    def __init__(self, sampler: Sampler[Any], rank: int, size: int, seed: int, drop_last: bool = False) -> None:
-        self.sampler, self.rank, self.size, self.seed, self.epoch = sampler, rank, size, seed, 0
-        self.drop_last = drop_last
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-
-
-class RankSampler(_RankShare):
-    """Rank `rank`'s share of another sampler's indices: every `size`-th index, equally many on each rank.
-
-    Pads a remainder that does not fill all ranks with the first indices, as DistributedSampler does, or drops it with
-    `drop_last`.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        first: list[Any] = []
-        indices = itertools.chain.from_iterable(_drawn(self.sampler, self.seed + self.epoch))
-        while group := list(itertools.islice(indices, self.size)):
-            first = first or group
-            if len(group) < self.size and self.drop_last:
-                return
-            yield (group + list(itertools.islice(itertools.cycle(first), self.size - len(group))))[self.rank]
-
-    def __len__(self) -> int:
-        num: int = len(self.sampler)  # type: ignore[arg-type]
-        return num // self.size if self.drop_last else -(-num // self.size)
-
-
-class RankBatches(_RankShare):
-    """Rank `rank`'s share of each global batch that a user's batch sampler draws."""
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for batches in _drawn(self.sampler, self.seed + self.epoch):
-            for batch in batches:  # check all of them first: an uneven last one should not fail late in an epoch
-                if len(batch) % self.size:
-                    raise ArgumentError(_uneven(len(batch), self.size, "a batch of batch_sampler"))
-            for batch in batches:
-                yield batch[self.rank :: self.size]
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
-
-
-def _drawn(sampler: Sampler[Any], seed: int) -> Iterator[list[Any]]:
-    """Chunks of the draws of `sampler`, with Python's, numpy's and torch's generators seeded equally on every rank.
-
-    Takes smaller chunks of a sampler without a length, which may be endless.
-    """
-    at_once = AT_ONCE if _is_sized(sampler) else 1024
-    state, draws = None, iter(())
-    while True:
-        with preserved_rng():
-            if state is None:
-                random.seed(seed)
-                np.random.seed(seed % 2**32)
-                torch.manual_seed(seed)
-                draws = iter(sampler)
-            else:
-                random.setstate(state[0])
-                np.random.set_state(state[1])
-                torch.set_rng_state(state[2])
-            chunk = list(itertools.islice(draws, at_once))
-            state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        if not chunk:
-            return
-        yield chunk
-
-
-def _is_sized(sampler: Sampler[Any]) -> bool:
-    """True if a sampler has a length; torch's BatchSampler has one if its inner sampler has."""
-    try:
-        len(sampler)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return False
-    return True
 
 
 class StreamShare(IterableDataset[Any]):
@@ -303,17 +264,8 @@ def _local_batch(batch_size: Any, size: int) -> int | None:
             f"dataloader_args has batch_size {batch_size!r}; it is the number of samples of a global batch"
         )
     if batch_size % size:
-        raise ArgumentError(_uneven(batch_size, size, "batch_size"))
+        raise ArgumentError(uneven(batch_size, size, "batch_size"))
     return batch_size // size
-
-
-def _uneven(num: int, size: int, what: str) -> str:
-    near = sorted({num // size * size, -(-num // size) * size} - {0})
-    fewer = ", or fewer processes" if num < size else ""
-    return (
-        f"{what} is {num}, the global batch, which does not divide over {size} data-parallel processes; "
-        f"use {' or '.join(map(str, near))}{fewer}"
-    )
 
 
 def _need_a_batch(dataset: Dataset[Any], arguments: Mapping[str, Any], size: int) -> None:

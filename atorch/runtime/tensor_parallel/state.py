@@ -199,18 +199,24 @@ def _opened(state: Mapping[str, Tensor] | AnyPath) -> Iterator[Mapping[str, Tens
         yield _Files(tensors)
 
 
-def _chosen(
-    model: nn.Module, source: Mapping[str, Tensor], rows: Mapping[str, Rows], strict: bool
-) -> list[tuple[Tensor, list[str]]]:
-    """The model's tensors that the source has, with their names; the first name of each is in the source."""
-    tensors: dict[int, tuple[Tensor, list[str]]] = {}  # by id, as tied ones have several names
+def named_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """The model's parameters and persistent buffers with all their names; tied ones have several."""
+    tensors: dict[int, tuple[Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 tensors.setdefault(id(tensor), (tensor, []))[1].append(f"{path}.{name}" if path else name)
-    expected = {name for _, names in tensors.values() for name in names} | set(getattr(model, "state_names", ()))
+    return list(tensors.values())
+
+
+def _chosen(
+    model: nn.Module, source: Mapping[str, Tensor], rows: Mapping[str, Rows], strict: bool
+) -> list[tuple[Tensor, list[str]]]:
+    """The model's tensors that the source has, with their names; the first name of each is in the source."""
+    tensors = named_tensors(model)
+    expected = {name for _, names in tensors for name in names} | set(getattr(model, "state_names", ()))
     differing = {
-        "lacks": [names[0] for _, names in tensors.values() if not any(name in source for name in names)],
+        "lacks": [names[0] for _, names in tensors if not any(name in source for name in names)],
         "has": [name for name in source if name not in expected],
     }
     if strict and any(differing.values()):
@@ -220,7 +226,7 @@ def _chosen(
             "strict=False to load what both have"
         )
     chosen = []
-    for tensor, names in tensors.values():
+    for tensor, names in tensors:
         ordered = sorted(names, key=lambda name: name not in source)
         if ordered[0] in source:
             _need_shape(ordered[0], source, tensor, rows_of(names, rows))

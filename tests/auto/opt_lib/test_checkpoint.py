@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from atorch import auto_accelerate
-from atorch.auto.opt_lib.checkpoint import Checkpoint
+from atorch.auto.opt_lib.checkpoint import ActivationCheckpoint
 from atorch.cost import Region, peak_memory
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, EMBEDDING, PROFILE, cluster, cost_of
@@ -89,7 +89,7 @@ def test_where_nothing_repeats_the_largest_children_are_taken_and_named(
 def test_the_cache_of_a_language_model_is_not_filled_twice(no_reentrant: bool) -> None:
     model, plain = make_model(), make_model()
     plain.load_state_dict(model.state_dict())
-    _, result, _ = auto_accelerate(model, load_strategy=[Checkpoint(no_reentrant=no_reentrant)])
+    _, result, _ = auto_accelerate(model, load_strategy=[ActivationCheckpoint(no_reentrant=no_reentrant)])
     tokens = torch.randint(0, 32, (2, 8))
     for each in (result.model, plain):
         each.eval()  # no dropout, so that both compute the same
@@ -105,7 +105,10 @@ def test_selective_recomputation_keeps_what_its_cost_says() -> None:
     kept = 3000 + 200 + 600 + 600
     assert peak_memory(replace(cost, grad_itemsize=0.0)).activations == 8 / 2 * (800 + 8 * kept)
 
-    assert list(Checkpoint.choices(PROFILE, cluster())) == [Checkpoint(), Checkpoint(selective=True)]
+    assert list(ActivationCheckpoint.choices(PROFILE, cluster())) == [
+        ActivationCheckpoint(),
+        ActivationCheckpoint(selective=True),
+    ]
     kept = replace(BLOCK, outside=Region(), inside=Region(saved_bytes=100, selective_bytes=100))
-    assert list(Checkpoint.choices(replace(PROFILE, segments=(kept,)), cluster())) == [Checkpoint()]
-    assert not list(Checkpoint.choices(replace(PROFILE, segments=(EMBEDDING,)), cluster()))
+    assert list(ActivationCheckpoint.choices(replace(PROFILE, segments=(kept,)), cluster())) == [ActivationCheckpoint()]
+    assert not list(ActivationCheckpoint.choices(replace(PROFILE, segments=(EMBEDDING,)), cluster()))

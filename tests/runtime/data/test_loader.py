@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 
 from atorch.errors import ArgumentError
-from atorch.runtime.data.loader import LargeSampler, Permutation, make_loader, to_device
+from atorch.runtime.data.loader import make_loader, to_device
+from atorch.runtime.data.samplers import LargeSampler, Permutation
 from tests.runtime.sharing import CopiesToHost
 
 DATA = list(range(24))

@@ -10,7 +10,7 @@ import torch
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.amp_native import AmpNative
-from atorch.auto.opt_lib.checkpoint import Checkpoint
+from atorch.auto.opt_lib.checkpoint import ActivationCheckpoint
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
@@ -82,7 +82,7 @@ def test_what_is_excluded_included_or_fixed(start):
     fixed = plannable(start[0], cluster(), extend=Strategy.of([("half", "bf16")]), precision="fp32")
     assert all("half" in each for each in names(fixed, start[1]))
 
-    fixed = Strategy((ParallelMode(slices=(("data", 2),)), Ddp(bucket_cap_mb=3), AmpNative(), Checkpoint()))
+    fixed = Strategy((ParallelMode(slices=(("data", 2),)), Ddp(bucket_cap_mb=3), AmpNative(), ActivationCheckpoint()))
     found = strategies(compositions(start[0], cluster(2), fixed=fixed), start[1])
     assert fixed in found
     assert {each.names() for each in found} == {("parallel_mode", "amp_native", "checkpoint", "ddp")}

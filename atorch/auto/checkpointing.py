@@ -1,0 +1,354 @@
+"""Saves a training run and resumes it, under any strategy and on any number of processes.
+
+A checkpoint has the model's whole tensors and the optimizer's states by name, whichever processes held their parts: see
+`runtime/optimizer/held_tensors.py`. On the same number of processes a run goes on bit for bit. On another number, or
+under another strategy, it goes on as the uninterrupted one up to rounding, with other random numbers in dropout.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atorch.auto.context import AccelerateResult
+from atorch.checkpoint.boxes import LogicalTensor
+from atorch.checkpoint.files import Checkpoint, save, steps
+from atorch.distributed.collectives import (
+    all_or_none,
+    checked_barrier,
+    from_rank_zero,
+    gather_objects,
+    world_group,
+)
+from atorch.distributed.mesh import BATCH_AXES
+from atorch.distributed.rng import RandomState
+from atorch.errors import ArgumentError, CheckpointError, shown
+from atorch.files import AnyPath
+from atorch.logs import logger
+from atorch.model.meta_device import first_names
+from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, StateTargets, held_states, held_tensors
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
+from atorch.runtime.precision.master_weights import MASTER
+
+MODEL, OPTIM = "model.", "optim."
+
+
+class Resumed(NamedTuple):
+    """The step of a loaded checkpoint, and its extra data."""
+
+    step: int
+    extra: dict[str, Any]  # plain values; objects with `load_state_dict` were loaded in place
+
+
+def save_checkpoint(
+    folder: AnyPath,
+    result: AccelerateResult,
+    step: int,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+) -> Path:
+    """Save model, optimizer, scheduler, loss scale, random states and the loader's position after step `step`.
+
+    Collective: all processes call it, between steps. A checkpoint is complete or not there at all: it appears under its
+    name when all of it is on disk.
+
+    Args:
+        folder: it gets one folder a checkpoint, `step-000001200`; all processes see it.
+        result: as `auto_accelerate` returned it.
+        extra: more to save, by name: objects with `state_dict` and `load_state_dict`, or numbers, strings, tensors, and
+            lists and dicts of these.
+        keep_last: remove all but so many of the newest, once the new one is complete. None keeps all.
+        keep_every: of those, keep the ones whose step is a multiple of it.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ArgumentError: `result` is not from `auto_accelerate`, or some processes, which are named, did not call it.
+        CheckpointError: something cannot be saved, or not be written. The older checkpoints are untouched.
+    """
+    _need_result(result, "save_checkpoint")
+    group = world_group()
+    if group is not None:
+        checked_barrier("save_checkpoint", group)
+    held, states = all_or_none(lambda: _held(result))
+    own: dict[str, Any] = {
+        "masters": sorted(states.masters) if states else [],
+        "groups": [group["params"] for group in states.groups] if states else [],
+        "values": dict(states.values) if states else {},
+        "buffers": {entry.name: _checksum(entry.tensor) for entry in held if _is_buffer(entry)},
+    }
+    ranks = gather_objects(own)
+    tensors = _model_tensors(held, states, ranks)
+    plain: dict[str, Any] = {
+        "versions": {"torch": torch.__version__},
+        "aliases": {name: entry.name for entry in held for name in entry.names[1:]},
+        "extra": all_or_none(lambda: _extra_state(extra or {})),
+    }
+    if states is not None:
+        tensors |= {f"{OPTIM}{name}.{key}": value for (name, key), value in states.tensors.items() if key != MASTER}
+        plain["optim"] = _optimizer_facts(result.optim, states, ranks)
+    if result.lr_scheduler is not None:
+        plain["scheduler"] = result.lr_scheduler.state_dict()
+    by_rank = {
+        "rng": _rng_state(),
+        "buffers": {
+            entry.name: entry.tensor.detach() for entry in held
+            if _is_buffer(entry) and own["buffers"][entry.name] != _first(ranks, entry.name)[1]
+        },
+    }  # fmt: skip
+    if hasattr(result.dataloader, "state_dict"):
+        by_rank["loader"] = result.dataloader.state_dict()
+    return save(folder, step, tensors, plain, by_rank, keep_last=keep_last, keep_every=keep_every)
+
+
+def load_checkpoint(
+    folder: AnyPath,
+    result: AccelerateResult,
+    step: int | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> Resumed:
+    """Load a checkpoint of `save_checkpoint`, saved under any strategy on any number of processes.
+
+    Collective: all processes call it, before the loop. Begin the loop over `result.dataloader` anew: it goes on where
+    it was.
+
+    Args:
+        folder, result, extra: as in `save_checkpoint`.
+        step: the checkpoint to load; the newest complete one by default.
+        strict: raise for tensors that the model does not have, and for missing ones.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, a file is damaged or missing, or it is of another model or
+            optimizer. Raised on all processes; the model may then be loaded in part.
+    """
+    _need_result(result, "load_checkpoint")
+    with Checkpoint.open(folder, step) as checkpoint:
+        held = [_as_saved(entry, checkpoint) for entry in held_tensors(result.model)]
+        _load_model(checkpoint, held, result.model, strict)
+        if result.optim is not None and "optim" in checkpoint.plain:
+            _load_optimizer(checkpoint, held, result.optim)
+        all_or_none(lambda: _load_rest(checkpoint, held, result, extra or {}))
+        plain_extra = {name: value for name, value in checkpoint.plain["extra"].items() if not _has_state(extra, name)}
+        return Resumed(checkpoint.step, plain_extra)
+
+
+def resume_or_start(folder: AnyPath, result: AccelerateResult, extra: Mapping[str, Any] | None = None) -> int:
+    """Load the newest complete checkpoint in `folder` and return its step; 0 if there is none.
+
+    Collective: all processes call it. `folder`, `result` and `extra` are those of `load_checkpoint`.
+    """
+    if not from_rank_zero(bool(steps(folder))):
+        return 0
+    resumed = load_checkpoint(folder, result, extra=extra)
+    logger.info("resumed from step %d in %s", resumed.step, folder)
+    return resumed.step
+
+
+def _need_result(result: object, call: str) -> None:
+    if not isinstance(result, AccelerateResult):
+        raise ArgumentError(f"{call} was given {shown(result)} as result; give what auto_accelerate returned")
+
+
+def _held(result: AccelerateResult) -> tuple[list[HeldTensor], HeldStates | None]:
+    held = held_tensors(result.model)
+    return held, None if result.optim is None else held_states(result.optim, held)
+
+
+def _model_tensors(
+    held: Sequence[HeldTensor], states: HeldStates | None, ranks: Sequence[Mapping[str, Any]]
+) -> dict[str, LogicalTensor]:
+    """The model's tensors; of one with a master, the master's values, on the ranks that have parts of it."""
+    masters = {name for rank in ranks for name in rank["masters"]}
+    own_masters = {} if states is None else states.masters
+    index = 0 if world_group() is None else world_group().rank()  # type: ignore[union-attr]
+    tensors = {}
+    for entry in held:
+        logical = entry.logical()
+        if entry.name in masters:
+            logical = own_masters.get(entry.name) or LogicalTensor(entry.shape, torch.float32, [])
+        elif _is_buffer(entry) and _first(ranks, entry.name)[0] != index:
+            logical = LogicalTensor(entry.shape, logical.dtype, [])  # ranks may differ: the first one's is saved
+        tensors[MODEL + entry.name] = logical
+    return tensors
+
+
+def _is_buffer(entry: HeldTensor) -> bool:
+    return not isinstance(entry.tensor, torch.nn.Parameter)
+
+
+def _first(ranks: Sequence[Mapping[str, Any]], buffer: str) -> tuple[int, int]:
+    """The first rank that has a buffer, and its checksum."""
+    return next((index, rank["buffers"][buffer]) for index, rank in enumerate(ranks) if buffer in rank["buffers"])
+
+
+def _checksum(tensor: Tensor) -> int:
+    values = tensor.detach().cpu().contiguous()
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data) if values.numel() else 0
+
+
+def _optimizer_facts(optim: Optimizer, states: HeldStates, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names: list[dict[str, None]] = [{} for _ in states.groups]
+    values: dict[str, Any] = {}
+    for rank in ranks:
+        for group, listed in zip(names, rank["groups"], strict=False):
+            group.update(dict.fromkeys(listed))
+        values = {**rank["values"], **values}
+    groups = [{**group, "params": list(listed)} for group, listed in zip(states.groups, names, strict=True)]
+    facts = {"class": type(_innermost(optim)).__name__, "groups": groups, "values": values}
+    scale = _loss_scale(optim)
+    return facts if scale is None else {**facts, "loss_scale": scale.state_dict()}
+
+
+def _innermost(optim: Optimizer) -> Optimizer:
+    while isinstance(optim, WrappedOptimizer):
+        optim = optim.inner
+    return optim
+
+
+def _loss_scale(optim: Optimizer) -> LossScale | None:
+    while isinstance(optim, WrappedOptimizer):
+        if isinstance(optim, ScaledOptimizer):
+            return optim.scale
+        optim = optim.inner
+    return None
+
+
+def _extra_state(extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
+
+
+def _has_state(extra: Mapping[str, Any] | None, name: str) -> bool:
+    return hasattr((extra or {}).get(name), "load_state_dict")
+
+
+def _load_rest(
+    checkpoint: Checkpoint, held: Sequence[HeldTensor], result: AccelerateResult, extra: Mapping[str, Any]
+) -> None:
+    if result.lr_scheduler is not None and "scheduler" in checkpoint.plain:
+        result.lr_scheduler.load_state_dict(checkpoint.plain["scheduler"])
+    for name, value in extra.items():
+        if hasattr(value, "load_state_dict"):
+            if name not in checkpoint.plain["extra"]:
+                raise CheckpointError(f"the checkpoint has no extra {name!r}; leave it out, or load an earlier one")
+            value.load_state_dict(checkpoint.plain["extra"][name])
+    group = world_group()
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    is_same = size == checkpoint.world_size
+    saved = checkpoint.by_rank(rank if is_same else 0)
+    if hasattr(result.dataloader, "load_state_dict") and "loader" in saved:
+        result.dataloader.load_state_dict(saved["loader"] if is_same else {**saved["loader"], "began": None})
+    _restore_rng(saved["rng"], result, is_same)
+    buffers = {name: entry.tensor for entry in held if _is_buffer(entry) for name in entry.names}
+    for name, value in saved["buffers"].items() if is_same else ():
+        buffers[name].copy_(value)
+
+
+def _as_saved(entry: HeldTensor, checkpoint: Checkpoint) -> HeldTensor:
+    """The entry with the name that the checkpoint has it under as the first: a tied one may have another here."""
+    aliases = checkpoint.plain["aliases"]
+    names = (*entry.names, *(aliases[name] for name in entry.names if name in aliases))
+    first = next((name for name in names if MODEL + name in checkpoint.names), entry.name)
+    return replace(entry, names=tuple(dict.fromkeys((first, *names))))
+
+
+@torch.no_grad()
+def _load_model(checkpoint: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, strict: bool) -> None:
+    present = {name.removeprefix(MODEL) for name in checkpoint.names if name.startswith(MODEL)}
+    all_or_none(lambda: _check_names(held, present, model) if strict else None)
+    checkpoint.load({MODEL + entry.name: entry.logical() for entry in held if entry.name in present})
+    for entry in held:
+        if (place := entry.chunk_place()) is not None:
+            place[0].updated()
+
+
+def _check_names(held: Sequence[HeldTensor], present: Collection[str], model: nn.Module) -> None:
+    known = {name for entry in held for name in entry.names} | set(getattr(model, "state_names", ()))
+    differing = {
+        "lacks": [entry.name for entry in held if entry.name not in present],
+        "has": sorted(set(present) - known),
+    }
+    if any(differing.values()):
+        text = " and ".join(f"{what} {first_names(names)}" for what, names in differing.items() if names)
+        raise CheckpointError(
+            f"the checkpoint {text}, other than the model {type(model).__name__}; give the one of the same model, or "
+            "strict=False to load what both have"
+        )
+
+
+def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> None:
+    facts = checkpoint.plain["optim"]
+    targets = all_or_none(lambda: _targets(checkpoint, held, optim))
+    checkpoint.load(
+        {
+            MODEL + name if key == MASTER else f"{OPTIM}{name}.{key}": logical
+            for (name, key), logical in targets.tensors.items()
+        }
+    )
+    more = {"loss_scale": facts["loss_scale"]} if "loss_scale" in facts and _loss_scale(optim) is not None else {}
+    all_or_none(lambda: targets.load(facts["values"], facts["groups"], **more))
+
+
+def _targets(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> StateTargets:
+    saved_class, kind = checkpoint.plain["optim"]["class"], type(_innermost(optim)).__name__
+    if saved_class != kind:
+        raise CheckpointError(
+            f"the checkpoint is of {saved_class}, and the optimizer is {kind}, whose states differ; make the same "
+            "optimizer"
+        )
+    saved: dict[str, dict[str, Any]] = {}
+    for full_name, form in checkpoint.names.items():
+        if full_name.startswith(OPTIM):
+            name, _, key = full_name.removeprefix(OPTIM).rpartition(".")
+            saved.setdefault(name, {})[key] = form
+    return StateTargets(optim, held, saved)
+
+
+def _rng_state() -> dict[str, Any]:
+    state = RandomState.now()
+    version, words, gauss = state.python
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "kind": name, "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)), "position": int(position),
+            "has_gauss": int(has_gauss), "cached": float(cached),
+        },
+        "torch": state.host,
+        "devices": list(state.devices),
+    }  # fmt: skip
+
+
+def _restore_rng(saved: Mapping[str, Any], result: AccelerateResult, is_same: bool) -> None:
+    """Restore this rank's random states; on another number of ranks, seed them by their samples' rank."""
+    if not is_same:
+        mesh = getattr(result.model._atorch, "mesh", None)
+        rank = 0 if mesh is None else mesh.rank(*BATCH_AXES)
+        seed = (zlib.crc32(saved["torch"].numpy()) + rank) % 2**32
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        return
+    words = tuple(saved["python"]["words"].tolist())
+    numpy = saved["numpy"]
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    RandomState(
+        (saved["python"]["version"], words, saved["python"]["gauss"]),
+        (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]),
+        saved["torch"],
+        tuple(saved["devices"]),
+    ).restore()

@@ -1,0 +1,1 @@
+"""Checkpoints of whole jobs: named tensors cut into boxes, in safetensors files with a manifest, published at once."""

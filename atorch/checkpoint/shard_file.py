@@ -1,0 +1,289 @@
+"""Shard files: the pieces that one rank writes, as a plain safetensors file, with a checksum for each block of a piece.
+
+The key of a piece is its tensor's name N, or N@0, N@1, … where the file holds several pieces of the tensor. Pieces lie
+in the order of their list, those with the largest elements first: aligned, without gaps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import mmap
+import operator
+import os
+import stat
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atorch.checkpoint.boxes import Box, contiguous_strides, flat_boxes
+from atorch.errors import CheckpointError, shown
+from atorch.units import MiB
+
+BLOCK_BYTES = 4 * MiB  # the unit of checksums, and of staging
+_ALIGNMENT = 16  # of the data within the file: the largest element
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "C128": torch.complex128,
+    "C32": torch.complex32,
+    "C64": torch.complex64,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F4_X2": torch.float4_e2m1fn_x2,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "U8": torch.uint8,
+}
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Dtypes that safetensors does not have: the dtype in the file, and the dims that follow those of the tensor.
+_STORED_AS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "C128": ("F64", (2,)),
+    "C32": ("F16", (2,)),
+    "F4_X2": ("U8", ()),
+}
+
+
+class Stored(NamedTuple):
+    """A piece of a tensor in a shard file, with the crc32 of each of its blocks."""
+
+    tensor: str
+    box: Box
+    checksums: list[int]
+
+
+class Shard(NamedTuple):
+    """A shard file as the manifest lists it."""
+
+    name: str
+    num_bytes: int
+    stored: list[Stored]
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """The name of a dtype in files.
+
+    Raises:
+        CheckpointError: files do not hold the dtype of the tensor `name`.
+    """
+    if dtype not in NAMES:
+        raise CheckpointError(f"{name!r} is of {dtype}, which checkpoints do not hold; convert it before the save")
+    return NAMES[dtype]
+
+
+def num_blocks(box: Box, dtype: str) -> int:
+    """The number of checksums of a piece."""
+    return -(-box.numel * DTYPES[dtype].itemsize // BLOCK_BYTES)
+
+
+def header(pieces: Sequence[tuple[str, str, Box]]) -> bytes:
+    """The first bytes of a shard file with these pieces: tensor, name of the dtype, box."""
+    counts, seen, at = Counter(tensor for tensor, _, _ in pieces), Counter[str](), 0
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for tensor, dtype, box in pieces:
+        key = tensor if counts[tensor] == 1 else f"{tensor}@{seen[tensor]}"
+        seen[tensor] += 1
+        if key in entries:
+            raise CheckpointError(f"{key!r} would name two tensors of a file; rename one of them")
+        stored_as, dims = _STORED_AS.get(dtype, (dtype, ()))
+        num_bytes = box.numel * DTYPES[dtype].itemsize
+        entries[key] = {"dtype": stored_as, "shape": [*box.sizes, *dims], "data_offsets": [at, at + num_bytes]}
+        at += num_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_shard(path: Path, pieces: Sequence[tuple[str, str, Box, Tensor]]) -> Shard:
+    """Write a file that is not there yet, down to the disk. Pieces: tensor, name of its dtype as saved, box, values.
+
+    Values that lie elsewhere or otherwise than in the file are staged, a block at a time.
+
+    Raises:
+        CheckpointError: the file cannot be written, or two pieces would have one key.
+    """
+    pieces = sorted(pieces, key=lambda piece: -DTYPES[piece[1]].itemsize)
+    stored = []
+    with reporting(f"{path} cannot be written"), open(path, "xb", buffering=0) as file:
+        _write(file.fileno(), memoryview(header([piece[:3] for piece in pieces])))
+        for tensor, dtype, box, values in pieces:
+            checksums = []
+            for block in _blocks(values.detach(), DTYPES[dtype]):
+                checksums.append(zlib.crc32(block))
+                _write(file.fileno(), block)
+            stored.append(Stored(tensor, box, checksums))
+        os.fsync(file.fileno())
+        return Shard(path.name, file.tell(), stored)
+
+
+def _write(handle: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(handle, data) :]
+
+
+def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of `values` as `dtype` in order, in blocks that hold until the next one."""
+    is_as_stored = values.dtype == dtype and not values.is_conj() and not values.is_neg()
+    flat = values.view(-1) if is_as_stored and values.device.type == "cpu" and values.is_contiguous() else None
+    if flat is not None and flat.stride() != (1,):  # a single element may have any stride
+        flat = None
+    length = BLOCK_BYTES // dtype.itemsize
+    staging = None if flat is not None else empty((min(length, values.numel()),), dtype)
+    for start in range(0, values.numel(), length):
+        stop = min(start + length, values.numel())
+        if staging is None:
+            assert flat is not None
+            block = flat[start:stop]
+        else:
+            block = staging[: stop - start]
+            for box, at in flat_boxes(values.shape, start, stop):
+                part = block[at : at + box.numel].view(box.sizes)
+                copy_values(part, values[box.slices(Box((0,) * values.dim(), tuple(values.shape)))])
+        yield block.view(torch.uint8).numpy().data
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor without values on the CPU. torch itself warns of some dtypes."""
+    return torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def copy_values(target: Tensor, source: Tensor) -> None:
+    """Copy values, cast to the target's dtype."""
+    is_as_stored = not any(values.is_conj() or values.is_neg() for values in (target, source))
+    if target.dtype == source.dtype and target.itemsize in _BITS and is_as_stored:
+        bits = _BITS[target.itemsize]  # torch does not copy values of each dtype, or warns of it
+        target, source = target.view(bits), source.view(bits)
+    target.copy_(source)
+
+
+@contextmanager
+def reporting(what: str) -> Iterator[None]:
+    """Raise OSErrors of the block, and ValueErrors for names with a NUL, as CheckpointErrors."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(f"{what}: {why}; earlier checkpoints stay as they are") from error
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """A regular file that is no link, opened to be read: its handle and its size in bytes.
+
+    Raises:
+        CheckpointError: the file is missing, cannot be read, or is something else.
+    """
+    try:
+        # The name may be that of a pipe, whose opening would wait for a writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; bring it back, or load another checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read as an ordinary file: {error.strerror}") from error
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{path} is no ordinary file; load another checkpoint")
+    return handle, status.st_size
+
+
+class MappedShard:
+    """A shard file of a checkpoint, mapped: only what is used is read, and each block is verified before.
+
+    Raises:
+        CheckpointError: the file is missing, no regular one, or not as the manifest lists it.
+    """
+
+    def __init__(self, path: Path, shard: Shard, dtypes: Mapping[str, str]) -> None:
+        """`dtypes`: the name of each tensor's dtype."""
+        self.path, self._shard = path, shard
+        expected = header([(tensor, dtypes[tensor], box) for tensor, box, _ in shard.stored])
+        handle, num_bytes = open_regular(path)
+        try:
+            if num_bytes != shard.num_bytes:
+                raise CheckpointError(
+                    f"{path} has {num_bytes:,} bytes, and was written with {shard.num_bytes:,}; bring back the whole "
+                    "file, or load another checkpoint"
+                )
+            self._map = mmap.mmap(handle, num_bytes, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(handle)
+        if self._map[: len(expected)] != expected:
+            raise CheckpointError(f"{path} is not the file of this checkpoint: its header is another; bring that back")
+        self._dtypes = [DTYPES[dtypes[stored.tensor]] for stored in shard.stored]
+        lengths = [stored.box.numel * dtype.itemsize for stored, dtype in zip(shard.stored, self._dtypes, strict=True)]
+        self._starts = list(itertools.accumulate(lengths, initial=len(expected)))
+        is_aligned = not any(start % dtype.itemsize for start, dtype in zip(self._starts, self._dtypes, strict=False))
+        if self._starts[-1] != num_bytes or not is_aligned:
+            raise CheckpointError(f"{path} does not hold the pieces that its manifest lists; load another checkpoint")
+        self._verified: set[tuple[int, int]] = set()
+
+    def read(self, index: int, box: Box) -> Tensor:
+        """A view of the part `box` of the piece at `index`, verified.
+
+        Raises:
+            CheckpointError: bytes are not those that were written.
+        """
+        stored, dtype = self._shard.stored[index], self._dtypes[index]
+        start, stop = self._starts[index : index + 2]
+        within = Box(tuple(one.start for one in box.slices(stored.box)), box.sizes)
+        for block in _touched(stored.box.sizes, within, dtype.itemsize):
+            if (index, block) not in self._verified:
+                first = start + block * BLOCK_BYTES
+                with memoryview(self._map)[first : min(first + BLOCK_BYTES, stop)] as data:
+                    if zlib.crc32(data) != stored.checksums[block]:
+                        raise CheckpointError(
+                            f"{self.path}: {stored.tensor!r} {stored.box} has changed since it was written (the "
+                            f"checksum of its block {block} differs); load another checkpoint"
+                        )
+                self._verified.add((index, block))
+        values = torch.frombuffer(self._map, dtype=torch.uint8, count=stop - start, offset=start)
+        return values.view(dtype).view(stored.box.sizes)[box.slices(stored.box)]
+
+
+def _touched(sizes: Sequence[int], box: Box, itemsize: int) -> Iterator[int]:
+    """The blocks of a piece of these sizes that hold elements of `box`, which is not empty."""
+    strides = contiguous_strides(sizes)
+    # Between two rows along an inner dim, no block lies that has none of them.
+    outer = sum(stride * itemsize > BLOCK_BYTES for stride in strides)
+    first = sum(offset * stride for offset, stride in zip(box.offsets[outer:], strides[outer:], strict=True))
+    extent = sum((size - 1) * stride for size, stride in zip(box.sizes[outer:], strides[outer:], strict=True))
+    rows = (range(offset, offset + size) for offset, size in zip(box.offsets[:outer], box.sizes[:outer], strict=True))
+    for row in itertools.product(*rows):
+        start = (sum(map(operator.mul, row, strides)) + first) * itemsize
+        yield from range(start // BLOCK_BYTES, (start + (extent + 1) * itemsize - 1) // BLOCK_BYTES + 1)
+
+
+def check_name(name: object) -> str:
+    """`name` if it is one of a tensor.
+
+    Raises:
+        CheckpointError: it is no text, reserved, or has no form in UTF-8.
+    """
+    if not isinstance(name, str) or not name or name == "__metadata__":
+        raise CheckpointError(f"{shown(name)} is no name of a tensor; give a text, other than '__metadata__'")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{shown(name)} is no name of a tensor: it has no form in UTF-8") from None
+    return name

@@ -1,0 +1,323 @@
+"""The tensors of an accelerated model, and of its optimizer's states, as boxes of the whole ones that this rank holds.
+
+Every strategy cuts a tensor along its dims: into rows of the axis tensor, into shards of the other axes, or into a flat
+range. So each dim of a local tensor is a list of runs of the whole dim (`Runs`), and a local box is the product of such
+runs. States of a parameter are cut as the parameter is. A master weight is its parameter's value, in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atorch.checkpoint.boxes import Box, LogicalTensor, flat_boxes, whole_box
+from atorch.errors import CheckpointError
+from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
+from atorch.runtime.chunk.optimizer_slices import SHARE
+from atorch.runtime.chunk.parameter import ChunkedParameter
+from atorch.runtime.data_parallel.buckets import SLICES
+from atorch.runtime.optimizer.wrapped_optimizer import local, local_state_dict
+from atorch.runtime.precision.master_weights import MASTER
+from atorch.runtime.tensor_parallel.layout import Rows
+from atorch.runtime.tensor_parallel.model_layout import rows_of
+from atorch.runtime.tensor_parallel.state import named_tensors
+
+if TYPE_CHECKING:
+    from atorch.runtime.chunk.layout import ChunkSlot
+
+Runs = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dim, the runs (start, length) of the whole dim that the local one has, one after the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A parameter or buffer of the model, and the place of its local part in the whole tensor."""
+
+    names: tuple[str, ...]  # several for a tied one
+    tensor: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    runs: Runs
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the local part; of a parameter in chunks, the shape that the chunks divide."""
+        return tuple(sum(length for _, length in runs) for runs in self.runs)
+
+    def logical(self) -> LogicalTensor:
+        """The tensor's values on this rank; a chunked parameter's are those that the optimizer steps."""
+        place = self.chunk_place()
+        if place is not None:
+            return self._in_chunk(*place)
+        values = local(self.tensor.detach())
+        return LogicalTensor(self.shape, values.dtype, self.pieces(values))
+
+    def pieces(self, values: Tensor, elements: tuple[int, int] | None = None) -> list[tuple[Box, Tensor]]:
+        """The boxes of local `values`, with views of them; `elements`: the flat range that 1-D values have."""
+        if elements is None:
+            return self._placed(whole_box(tuple(values.shape)), values)
+        return self._of_range(values, elements, ChunkForm.of(torch.empty(self.local_shape, device="meta")))
+
+    def chunk_place(self) -> tuple[ChunkMemory, ChunkSlot] | None:
+        """The chunk and slot of a parameter that is managed in chunks."""
+        is_managed = isinstance(self.tensor, ChunkedParameter)
+        return self.tensor.home.operations.chunks.place(self.tensor) if is_managed else None  # type: ignore[attr-defined]
+
+    def _in_chunk(self, memory: ChunkMemory, slot: ChunkSlot) -> LogicalTensor:
+        memory.follow()
+        part, elements = memory.part(memory.master, slot), memory.within(slot)
+        logical = LogicalTensor(self.shape, memory.master.dtype, [])
+        if part is not None and elements == slice(0, slot.numel):
+            logical.pieces = self.pieces(part)
+        elif part is not None:
+            logical.pieces = self._of_range(part, (elements.start, elements.stop), memory.forms[slot.name])
+        return logical
+
+    def _of_range(self, values: Tensor, elements: tuple[int, int], form: ChunkForm) -> list[tuple[Box, Tensor]]:
+        """As `pieces`, of a range of elements in the order in which a tensor of that form lies in memory."""
+        order = sorted(range(len(form.shape)), key=lambda dim: (-form.stride[dim], dim))
+        back = [order.index(dim) for dim in range(len(order))]
+        pieces = []
+        for box, start in flat_boxes(tuple(form.shape[dim] for dim in order), *elements):
+            view = values[start : start + math.prod(box.sizes)].view(box.sizes).permute(back)
+            offsets, sizes = (tuple(numbers[dim] for dim in back) for numbers in box)
+            pieces += self._placed(Box(offsets, sizes), view)
+        return pieces
+
+    def _placed(self, box: Box, values: Tensor) -> list[tuple[Box, Tensor]]:
+        """A box of the local tensor as boxes of the whole one."""
+        by_dim = [list(_overlaps(*edges)) for edges in zip(self.runs, *box, strict=True)]
+        pieces = []
+        for chosen in itertools.product(*by_dim):
+            view = values
+            for dim, (_, start, length) in enumerate(chosen):
+                view = view.narrow(dim, start, length)
+            placed = Box(tuple(begin for begin, _, _ in chosen), tuple(length for _, _, length in chosen))
+            pieces.append((placed, view))
+        return pieces
+
+
+def _overlaps(runs: Sequence[tuple[int, int]], offset: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The local range [offset, offset + size) as (start in the whole dim, start in the range, length)."""
+    at = 0
+    for start, length in runs:
+        low, high = max(at, offset), min(at + length, offset + size)
+        if low < high:
+            yield start + low - at, low - offset, high - low
+        at += length
+
+
+def held_tensors(model: nn.Module) -> list[HeldTensor]:
+    """The parameters and persistent buffers of which this rank has a part; FSDP2's are sharded again first."""
+    facts: Any = getattr(model, "_atorch", None)
+    layout, mesh = getattr(facts, "layout", None), facts and facts.mesh
+    rows = {} if layout is None else layout.rows
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if callable(reshard):  # values written to a gathered copy would be lost
+            reshard()
+    held = []
+    for tensor, names in named_tensors(model):
+        split = rows_of(names, rows)
+        rank = 0 if split is None else mesh.rank("tensor")
+        held.append(HeldTensor(tuple(names), tensor, *_placement(tensor, split, rank)))
+    return held
+
+
+def _placement(tensor: Tensor, rows: Rows | None, rank: int) -> tuple[tuple[int, ...], Runs]:
+    """The shape of the whole tensor, and the runs of this rank's part."""
+    shape = list(tensor.shape)
+    if rows is not None:
+        shape[rows.dim] = rows.num_met
+    runs = [[(0, size)] for size in shape]
+    if rows is not None:
+        runs[rows.dim] = [(start, stop - start) for start, stop in rows.by_rank[rank]]
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    for axis, placement in enumerate(() if mesh is None else tensor.placements):  # type: ignore[attr-defined]
+        dim = getattr(placement, "dim", None)
+        # The rows of the axis tensor are those of the layout, since they need not be contiguous.
+        if dim is not None and (mesh.mesh_dim_names or [""] * mesh.ndim)[axis] != "tensor":
+            runs[dim] = _share(runs[dim], mesh.size(axis), mesh.get_local_rank(axis))
+    return tuple(shape), tuple(map(tuple, runs))
+
+
+def _share(runs: Sequence[tuple[int, int]], num_shares: int, index: int) -> list[tuple[int, int]]:
+    """The runs of share `index`, as `torch.chunk` cuts shares."""
+    size = sum(length for _, length in runs)
+    length = -(-size // num_shares)
+    start = min(size, index * length)
+    return [(begin, n) for begin, _, n in _overlaps(runs, start, min(size, start + length) - start)]
+
+
+@dataclass(frozen=True)
+class HeldStates:
+    """An optimizer's states on this rank: tensors by `parameter.state`, and other values by parameter and state."""
+
+    tensors: Mapping[tuple[str, str], LogicalTensor]
+    values: Mapping[str, Mapping[str, Any]]
+    groups: list[dict[str, Any]]  # the settings of each group, with the names of its parameters under "params"
+
+    @property
+    def masters(self) -> Mapping[str, LogicalTensor]:
+        """The exact values of parameters, by name."""
+        return {name: logical for (name, key), logical in self.tensors.items() if key == MASTER}
+
+
+def held_states(optimizer: Optimizer, held: Iterable[HeldTensor]) -> HeldStates:
+    """The states of an optimizer of an accelerated model.
+
+    Raises:
+        CheckpointError: a state of a parameter that is cut has another shape than the parameter.
+    """
+    of_tensor = {id(entry.tensor): entry for entry in held}
+    saved = local_state_dict(optimizer)
+    tensors: dict[tuple[str, str], LogicalTensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    listed = [[_of(parameter, of_tensor) for parameter in group["params"]] for group in optimizer.param_groups]
+    for number, owner in enumerate(itertools.chain.from_iterable(listed)):
+        entry = saved["state"].get(number) or {}
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                if key == MASTER and isinstance(owner.tensor, ChunkedParameter):
+                    continue  # it is the parameter's value
+                tensors[owner.name, key] = _state(owner, key, value, _range(saved, number))
+            else:
+                values.setdefault(owner.name, {})[key] = value
+    groups = [
+        {**_settings(group), "params": [owner.name for owner in owners]}
+        for group, owners in zip(saved["param_groups"], listed, strict=True)
+    ]
+    return HeldStates(tensors, values, groups)
+
+
+def _of(parameter: Tensor, of_tensor: Mapping[int, HeldTensor]) -> HeldTensor:
+    if id(parameter) not in of_tensor:
+        raise CheckpointError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does not have; save what "
+            "is outside of the model as extra"
+        )
+    return of_tensor[id(parameter)]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _range(saved: Mapping[str, Any], number: int) -> tuple[int, int] | None:
+    """The elements of a flattened parameter that a process's share of the states is for; None for all."""
+    if number in saved.get(SLICES, {}):
+        start, stop = saved[SLICES][number]
+        return start, stop
+    if SHARE in saved:
+        start, stop = saved[SHARE][number]
+        return start, stop
+    return None
+
+
+def _state(owner: HeldTensor, key: str, value: Tensor, elements: tuple[int, int] | None) -> LogicalTensor:
+    shape, values = tuple(value.shape), local(value.detach())
+    is_range = elements is not None and shape == (elements[1] - elements[0],) and shape != owner.local_shape
+    if is_range or tuple(values.shape) == owner.local_shape:
+        return LogicalTensor(owner.shape, value.dtype, owner.pieces(values, elements if is_range else None))
+    if values.dim() and owner.local_shape != owner.shape:
+        raise CheckpointError(
+            f"the optimizer's state {key} of {owner.name} has shape {shape}, and the parameter {owner.shape}, of which "
+            "this process has a part: such a state can be saved only where parameters are whole (ddp)"
+        )
+    return LogicalTensor(tuple(values.shape), value.dtype, [(whole_box(tuple(values.shape)), values)])
+
+
+class StateTargets:
+    """Memory for the states that this rank's optimizer takes, to be filled and then loaded.
+
+    Args:
+        saved: the shape and dtype of each saved state, by parameter and key.
+        in_fp32: names of the parameters whose saved value is more exact than 16 bits.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        held: Iterable[HeldTensor],
+        saved: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    ) -> None:
+        of_tensor = {id(entry.tensor): entry for entry in held}
+        self.optimizer, self._local = optimizer, local_state_dict(optimizer)
+        self.tensors: dict[tuple[str, str], LogicalTensor] = {}
+        self._state: dict[int, dict[str, Any]] = {}
+        owners = [_of(parameter, of_tensor) for group in optimizer.param_groups for parameter in group["params"]]
+        self.owner_of = {n: owners[n] for group in self._local["param_groups"] for n in group["params"]}
+        for number, owner in self.owner_of.items():
+            elements = _range(self._local, number)
+            if elements is not None and elements[0] == elements[1]:
+                continue
+            wanted = dict(saved.get(owner.name, {}))
+            if MASTER in (self._local["state"].get(number) or {}) and not isinstance(owner.tensor, ChunkedParameter):
+                wanted[MASTER] = (owner.shape, torch.float32)
+            for key, (shape, dtype) in wanted.items():
+                self._make(number, owner, key, shape, dtype, elements)
+
+    def _make(
+        self, number: int, owner: HeldTensor, key: str, shape: tuple[int, ...], dtype: torch.dtype,
+        elements: tuple[int, int] | None,
+    ) -> None:  # fmt: skip
+        device = local(owner.tensor).device
+        if shape != owner.shape:
+            values = torch.empty(shape, dtype=dtype, device=device)
+            self.tensors[owner.name, key] = LogicalTensor(shape, dtype, [(whole_box(shape), values)])
+        elif elements is not None and elements != (0, math.prod(owner.local_shape)):
+            values = torch.empty(elements[1] - elements[0], dtype=dtype, device=device)
+            self.tensors[owner.name, key] = LogicalTensor(shape, dtype, owner.pieces(values, elements))
+        else:
+            values = torch.empty(owner.local_shape, dtype=dtype, device=device)
+            self.tensors[owner.name, key] = LogicalTensor(shape, dtype, owner.pieces(values))
+            values = _as(owner.tensor, values)
+        self._state.setdefault(number, {})[key] = values
+
+    def load(self, values: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], **more: Any) -> None:
+        """Load the filled states, with the other values and the groups' settings, into the optimizer."""
+        for number, owner in self.owner_of.items():
+            if owner.name in values:
+                self._state.setdefault(number, {}).update(values[owner.name])
+        made = []
+        for index, group in enumerate(self._local["param_groups"]):
+            names = [self.owner_of[number].name for number in group["params"]]
+            made.append({**group, **_settings(_matching(groups, index, names))})
+        self.optimizer.load_state_dict({**self._local, **more, "state": self._state, "param_groups": made})
+
+
+def _matching(groups: Sequence[Mapping[str, Any]], index: int, names: Sequence[str]) -> Mapping[str, Any]:
+    """The saved group of parameters `names`, which are group `index` now."""
+    if not names and index < len(groups):
+        return groups[index]
+    for group in groups:
+        if set(names) <= set(group["params"]):
+            return group
+    lacking = next((name for name in names if not any(name in group["params"] for group in groups)), names[0])
+    raise CheckpointError(
+        f"the optimizer's group {index} has {lacking}, and the checkpoint has its parameters in other groups, or not "
+        "at all; make the groups as they were when it was saved"
+    )
+
+
+def _as(parameter: Tensor, values: Tensor) -> Tensor:
+    """Local values as a DTensor, if the parameter is one."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        values, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -1,0 +1,198 @@
+"""Saves that stop, fail or are killed: the newest complete checkpoint is whole at every moment."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import multiprocessing
+import os
+import random
+import signal
+import struct
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from atorch.checkpoint.files import Checkpoint, save, steps
+from atorch.errors import CheckpointError
+from tests.checkpoint.jobs import Ranks, save_state, saved_number
+from tests.checkpoint.test_files import share
+from tests.pool import IMPORTED
+
+CALLS = ("rename", "replace", "unlink", "rmdir", "fsync")
+
+
+class Stop(BaseException):
+    """The process is gone: nothing catches this."""
+
+
+class Stopping:
+    """Functions of `os` that count their calls, and end at one of them; so does each later one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
+        self.number, self._at, self._error = 0, at, error
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
+
+    def _wrapped(self, function):
+        def call(*args, **options):
+            self.number += 1
+            if self.number == self._at or (self.number > self._at and isinstance(self._error, Stop)):
+                raise self._error
+            return function(*args, **options)
+
+        return call
+
+
+def interrupted(folder: Path, step: int, number: int, at: int, error: BaseException) -> bool:
+    """Save `state(number)`, ending at a call of `os`; False if there are fewer calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        stopping = Stopping(patch, at, error)
+        try:
+            save_state(folder, step, number, keep_last=2)
+        except (Stop, CheckpointError):
+            return True
+    assert stopping.number < at
+    return False
+
+
+@pytest.mark.parametrize("step", [4, 3], ids=["a new step", "the same step again"])
+def test_a_process_that_stops_before_any_call(tmp_path: Path, step: int) -> None:
+    at = 0
+    while True:
+        at += 1
+        folder = tmp_path / str(at)
+        for earlier in (2, 3):
+            save_state(folder, earlier)
+        stopped = interrupted(folder, step, 100, at, Stop())
+        found = saved_number(folder)
+        assert found in (3, 100)
+        assert [saved_number(folder, other) for other in steps(folder)][-1] == found
+        if not stopped:
+            break
+        save_state(folder, 9, keep_last=2)  # removes what was left, whatever it was
+        assert saved_number(folder) == 9
+        assert saved_number(folder, steps(folder)[0]) in (3, 100)
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["newest", *(f"step-{other:09}" for other in steps(folder))]
+        assert len(steps(folder)) == 2
+    assert found == 100
+    assert at > 9
+
+
+@pytest.mark.parametrize("step", [4, 3], ids=["a new step", "the same step again"])
+def test_a_call_that_fails(tmp_path: Path, step: int) -> None:
+    """A full disk: the error is told, and the old checkpoint stands, unless the new one is complete."""
+    at = 0
+    while True:
+        at += 1
+        folder = tmp_path / str(at)
+        save_state(folder, 3)
+        if not interrupted(folder, step, 100, at, OSError(errno.ENOSPC, "No space left on device")):
+            break
+        assert saved_number(folder) in (3, 100)
+        assert not list(folder.glob(".*.part/manifest.json")) or step in steps(folder)
+        save_state(folder, 9)
+        assert saved_number(folder) == 9
+    assert saved_number(folder) == 100
+
+
+def test_a_full_disk_is_told_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_state(tmp_path, 1)
+    values = torch.ones(4, 3)
+
+    def no_space(handle: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", no_space)
+    errors = Ranks(2).run(lambda rank: save(tmp_path, 2, {"w": share(rank, 2, values)}, {}))
+    assert all("cannot be written: No space left on device; earlier" in str(error) for error in errors)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["newest", "step-000000001"]
+    assert saved_number(tmp_path) == 1
+
+
+def test_folders_that_cannot_hold_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file cannot hold a checkpoint: "):
+        save_state(tmp_path / "file", 1)
+    with pytest.raises(CheckpointError, match="cannot hold a checkpoint: "):
+        save_state(Path("/proc/none"), 1)
+    with pytest.raises(CheckpointError, match="file cannot be read: "):
+        steps(tmp_path / "file")
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    others = ["notes.txt", "step-1", "step-00000001x", ".step-000000001.part", "step-000000005", ".step-000000006.old"]
+    for name in others[1:]:
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    save_state(tmp_path, 2, keep_last=1)
+    assert steps(tmp_path) == [2]
+    assert {path.name for path in tmp_path.iterdir()} >= set(others[:5])
+
+
+def saving(rank: int, size: int, folder: str, shared: str, same_step: bool) -> None:
+    """Save states 1, 2, …; shared memory has the number that was saved last, and whether a save is going on."""
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{shared}.store", size), rank=rank, world_size=size)
+    with open(shared, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 16)
+    number = 0
+    while True:
+        number += 1
+        values = torch.full((600, 500), float(number))
+        tensors = {f"t{i}": share(rank, size, values) for i in range(3)}
+        memory[8 + rank] = 1
+        save(folder, 1 if same_step else number, tensors, {"number": number}, {"number": number}, keep_last=2)
+        memory[8 + rank] = 0
+        if rank == 0:
+            memory[:4] = struct.pack("<I", number)
+
+
+def kill_once(folder: Path, ranks: int, same_step: bool, draw: random.Random) -> bool:
+    """Kill a job at a random moment, and look at its newest checkpoint; True if that was within a save."""
+    folder.mkdir()
+    shared = folder.with_suffix(".shared")
+    shared.write_bytes(bytes(16))
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload(list(IMPORTED))
+    arguments = [(rank, ranks, str(folder), str(shared), same_step) for rank in range(ranks)]
+    jobs = [fork.Process(target=saving, args=given, daemon=True) for given in arguments]
+    for job in jobs:
+        job.start()
+    with open(shared, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 16)
+    deadline = time.monotonic() + 60
+    ends = [job.sentinel for job in jobs]
+    while struct.unpack("<I", memory[:4])[0] < 2:
+        assert not wait(ends, 0.002), "a rank has ended"
+        assert time.monotonic() < deadline, "the job saves nothing"
+    assert not wait(ends, draw.random() * 0.03)
+    inside = any(memory[8 : 8 + ranks])
+    for job in jobs:
+        assert job.pid is not None
+        os.kill(job.pid, signal.SIGKILL)
+    for job in jobs:
+        job.join()
+    saved = struct.unpack("<I", memory[:4])[0]
+    with Checkpoint.open(folder) as checkpoint:
+        found = {value.item() for name in checkpoint.names for value in checkpoint.read(name).unique()}
+        found |= {checkpoint.plain["number"], *(checkpoint.by_rank(rank)["number"] for rank in range(ranks))}
+    assert len(found) == 1
+    assert found.pop() in (saved, saved + 1)
+    save_state(folder, 10**6, keep_last=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["newest", "step-001000000"]
+    return inside
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("trials", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(tmp_path: Path, trials: int) -> None:
+    draw = random.Random(trials)
+    inside = [kill_once(tmp_path / str(i), 1 + i % 2, i % 4 > 1, draw) for i in range(trials)]
+    assert sum(inside) > trials // 2, "most moments are within a save"
