@@ -26,7 +26,7 @@ FEATURES, STEPS = 4, 4
 COMPARED = {"runtime.data_parallel.collective_order._compare": 5}  # between hosts; more layers do not make more
 IN_CHUNKS = {
     **COMPARED,
-    "runtime.chunk.schedule.schedule_cache.next": 1,
+    "runtime.chunk.schedule_cache.next": 1,
     "runtime.data_parallel.collective_order.any_of": 1,
 }  # between hosts
 LABELS = {"runtime.loss.reduction._counts": 1, "runtime.loss.reduction.sums": 1}  # on the device; between hosts

@@ -97,7 +97,7 @@ class Loader(DataLoader[Any]):
     @property
     def _global_batch(self) -> int | None:
         holder: Any = self.dataset if isinstance(self.dataset, StreamShare) else self.sampler
-        num_ranks = getattr(holder, "num_replicas", None) or getattr(holder, "size", 1)
+        num_ranks = int(getattr(holder, "num_replicas", 0) or getattr(holder, "size", 1))
         return None if self.batch_size is None else self.batch_size * num_ranks
 
     def state_dict(self) -> dict[str, Any]:

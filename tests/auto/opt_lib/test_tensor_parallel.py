@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import tests.contract.job as contract
 from atorch import auto_accelerate, clip_grad_norm
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
-from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel, _check_neighbours
+from atorch.auto.opt_lib.tensor_parallel import LAYOUT_KEY, TensorParallel
 from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory
 from atorch.errors import StrategyError
@@ -72,8 +73,10 @@ def test_what_sequence_parallel_divides():
 
 
 def test_an_engine_that_takes_parts_for_wholes_is_refused() -> None:
+    strategy = Strategy.of(["tensor_parallel", ("zero1", {"backend": "fairscale"})])
+    ctx: Any = SimpleNamespace(mesh=SimpleNamespace(size=lambda *axes: 2), strategy=strategy)
     with pytest.raises(StrategyError, match=r"zero1.*leave"):
-        _check_neighbours(Strategy.of(["tensor_parallel", ("zero1", {"backend": "fairscale"})]))
+        TensorParallel().check(ctx)
 
 
 def kept(rank: int, size: int) -> dict[str, Any]:
