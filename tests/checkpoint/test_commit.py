@@ -191,7 +191,7 @@ def kill_once(folder: Path, ranks: int, same_step: bool, draw: random.Random) ->
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("trials", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path: Path, trials: int) -> None:
     draw = random.Random(trials)
     inside = [kill_once(tmp_path / str(i), 1 + i % 2, i % 4 > 1, draw) for i in range(trials)]
