@@ -212,7 +212,7 @@ def mutate(draw: random.Random, value: Any) -> None:
         container, key = draw.choice(found)
         match draw.randrange(4):
             case 0:
-                container[key] = draw.choice(ODD)
+                container[key] = copy.deepcopy(draw.choice(ODD))
             case 1:
                 del container[key]
             case 2:
