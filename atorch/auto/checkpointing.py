@@ -24,17 +24,19 @@ from atorch.checkpoint.boxes import LogicalTensor
 from atorch.checkpoint.files import Checkpoint, save, steps
 from atorch.distributed.collectives import (
     all_or_none,
-    checked_barrier,
+    call_on_all_ranks,
     from_rank_zero,
     gather_objects,
     world_group,
 )
+from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import RandomState
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.model.meta_device import first_names
+from atorch.runtime.data.loader import Loader
 from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, StateTargets, held_states, held_tensors
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
@@ -68,7 +70,7 @@ def save_checkpoint(
         folder: it gets one folder a checkpoint, `step-000001200`; all processes see it.
         result: as `auto_accelerate` returned it.
         extra: more to save, by name: objects with `state_dict` and `load_state_dict`, or numbers, strings, tensors, and
-            lists and dicts of these.
+            lists and dicts of these; equal on all processes.
         keep_last: remove all but so many of the newest, once the new one is complete. None keeps all.
         keep_every: of those, keep the ones whose step is a multiple of it.
 
@@ -76,14 +78,18 @@ def save_checkpoint(
         The checkpoint's folder.
 
     Raises:
-        ArgumentError: `result` is not from `auto_accelerate`, or some processes, which are named, did not call it.
+        ArgumentError: `result` is not from `auto_accelerate`, processes differ in `extra`, or some processes, which are
+            named, did not call it.
         CheckpointError: something cannot be saved, or not be written. The older checkpoints are untouched.
     """
     _need_result(result, "save_checkpoint")
-    group = world_group()
-    if group is not None:
-        checked_barrier("save_checkpoint", group)
-    held, states = all_or_none(lambda: _held(result))
+    extra_state: dict[str, Any] = {}
+
+    def facts() -> Mapping[str, Facts]:
+        extra_state.update(_extra_state(extra or {}))
+        return {"extra": described("extra", extra_state)}
+
+    held, states = call_on_all_ranks("save_checkpoint", facts, lambda: _held(result))
     own: dict[str, Any] = {
         "masters": sorted(states.masters) if states else [],
         "groups": [group["params"] for group in states.groups] if states else [],
@@ -95,7 +101,8 @@ def save_checkpoint(
     plain: dict[str, Any] = {
         "versions": {"torch": torch.__version__},
         "aliases": {name: entry.name for entry in held for name in entry.names[1:]},
-        "extra": all_or_none(lambda: _extra_state(extra or {})),
+        "mesh": _mesh_sizes(result),
+        "extra": extra_state,
     }
     if states is not None:
         tensors |= {f"{OPTIM}{name}.{key}": value for (name, key), value in states.tensors.items() if key != MASTER}
@@ -109,7 +116,7 @@ def save_checkpoint(
             if _is_buffer(entry) and own["buffers"][entry.name] != _first(ranks, entry.name)[1]
         },
     }  # fmt: skip
-    if hasattr(result.dataloader, "state_dict"):
+    if isinstance(result.dataloader, Loader):
         by_rank["loader"] = result.dataloader.state_dict()
     return save(folder, step, tensors, plain, by_rank, keep_last=keep_last, keep_every=keep_every)
 
@@ -141,7 +148,7 @@ def load_checkpoint(
         held = [_as_saved(entry, checkpoint) for entry in held_tensors(result.model)]
         _load_model(checkpoint, held, result.model, strict)
         if result.optim is not None and "optim" in checkpoint.plain:
-            _load_optimizer(checkpoint, held, result.optim)
+            _load_optimizer(checkpoint, held, result.optim, strict)
         all_or_none(lambda: _load_rest(checkpoint, held, result, extra or {}))
         plain_extra = {name: value for name, value in checkpoint.plain["extra"].items() if not _has_state(extra, name)}
         return Resumed(checkpoint.step, plain_extra)
@@ -164,7 +171,16 @@ def _need_result(result: object, call: str) -> None:
         raise ArgumentError(f"{call} was given {shown(result)} as result; give what auto_accelerate returned")
 
 
+def _mesh_sizes(result: AccelerateResult) -> list[list[Any]]:
+    """The axes of the job's mesh, in order, that are larger than 1."""
+    mesh = result.model._atorch.mesh
+    return [] if mesh is None else [[axis, size] for axis, size in mesh.slices if size > 1]
+
+
 def _held(result: AccelerateResult) -> tuple[list[HeldTensor], HeldStates | None]:
+    package = type(result.optim).__module__.partition(".")[0]
+    if package in ("deepspeed", "fairscale"):
+        raise ArgumentError(f"{package}'s backend saves in a form of its own: see its save_checkpoint or state_dict")
     held = held_tensors(result.model)
     return held, None if result.optim is None else held_states(result.optim, held)
 
@@ -248,9 +264,9 @@ def _load_rest(
             value.load_state_dict(checkpoint.plain["extra"][name])
     group = world_group()
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    is_same = size == checkpoint.world_size
+    is_same = size == checkpoint.world_size and _mesh_sizes(result) == checkpoint.plain["mesh"]
     saved = checkpoint.by_rank(rank if is_same else 0)
-    if hasattr(result.dataloader, "load_state_dict") and "loader" in saved:
+    if isinstance(result.dataloader, Loader) and "loader" in saved:
         result.dataloader.load_state_dict(saved["loader"] if is_same else {**saved["loader"], "began": None})
     _restore_rng(saved["rng"], result, is_same)
     buffers = {name: entry.tensor for entry in held if _is_buffer(entry) for name in entry.names}
@@ -290,7 +306,7 @@ def _check_names(held: Sequence[HeldTensor], present: Collection[str], model: nn
         )
 
 
-def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> None:
+def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer, strict: bool) -> None:
     facts = checkpoint.plain["optim"]
     targets = all_or_none(lambda: _targets(checkpoint, held, optim))
     checkpoint.load(
@@ -300,7 +316,7 @@ def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: O
         }
     )
     more = {"loss_scale": facts["loss_scale"]} if "loss_scale" in facts and _loss_scale(optim) is not None else {}
-    all_or_none(lambda: targets.load(facts["values"], facts["groups"], **more))
+    all_or_none(lambda: targets.load(facts["values"], facts["groups"], strict, **more))
 
 
 def _targets(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> StateTargets:
@@ -334,9 +350,9 @@ def _rng_state() -> dict[str, Any]:
 
 
 def _restore_rng(saved: Mapping[str, Any], result: AccelerateResult, is_same: bool) -> None:
-    """Restore this rank's random states; on another number of ranks, seed them by their samples' rank."""
+    """Restore this rank's random states; on another mesh, seed them by the rank among those with other samples."""
     if not is_same:
-        mesh = getattr(result.model._atorch, "mesh", None)
+        mesh = result.model._atorch.mesh
         rank = 0 if mesh is None else mesh.rank(*BATCH_AXES)
         seed = (zlib.crc32(saved["torch"].numpy()) + rank) % 2**32
         random.seed(seed)
@@ -350,5 +366,5 @@ def _restore_rng(saved: Mapping[str, Any], result: AccelerateResult, is_same: bo
         (saved["python"]["version"], words, saved["python"]["gauss"]),
         (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]),
         saved["torch"],
-        tuple(saved["devices"]),
+        tuple(saved["devices"][: torch.cuda.device_count()]),
     ).restore()

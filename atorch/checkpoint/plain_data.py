@@ -42,6 +42,8 @@ def encoded(value: Any, place: str, prefix: str, tensors: dict[str, Tensor]) -> 
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         if isinstance(value, Tensor):
+            if hasattr(value, "placements"):
+                raise CheckpointError(f"{place} is this process's part of a tensor; save the whole: full_tensor()")
             name = f"{prefix}{len(tensors)}"
             tensors[name] = value
             return {"$tensor": name}

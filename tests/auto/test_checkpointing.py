@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import atorch
-from atorch.errors import CheckpointError
+from atorch.errors import ArgumentError, CheckpointError
 from tests.language_models import gpt2, llama
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 MESH = "parallel_mode"
 STRATEGIES: dict[str, tuple[int, list[Any]]] = {
@@ -144,6 +145,162 @@ def test_every_pair(pool: Pool, tmp_path: Path, model: str, origin: str, target:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, strategy: str) -> None:
     check(pool, tmp_path, "gpt2 with dropout", strategy, strategy)
+
+
+class Normed(nn.Module):
+    """A model whose buffers differ by process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.norm(batch[0]))
+        return output
+
+
+class Convolutions(nn.Module):
+    """Weights that do not lie in memory by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(6, 6, 3, padding=1) for _ in range(3)))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        output: torch.Tensor = self.layers(batch[0])
+        return output
+
+
+def small_job(
+    strategy: list[Any],
+    model: type[nn.Module] = Normed,
+    shape: tuple[int, ...] = (8,),
+    kind: str = "AdamW",
+    **more: Any,
+) -> Any:
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, *shape))
+    return atorch.auto_accelerate(
+        model(), getattr(torch.optim, kind), data, lambda batch, output: output.square().mean(),
+        load_strategy=strategy, dataloader_args={"batch_size": 8}, optim_args={"lr": 1e-2}, **more,
+    )[1]  # fmt: skip
+
+
+@on_ranks(2)
+def test_buffers_that_differ_come_back_to_their_process(rank: int, size: int, tmp_path: Path) -> None:
+    result = small_job(["zero1"])
+    result.step(next(iter(result.dataloader)))
+    expected = result.model.norm.running_mean.clone()
+    atorch.save_checkpoint(tmp_path, result, 1)
+    fresh = small_job(["zero1"])
+    atorch.load_checkpoint(tmp_path, fresh)
+    assert torch.equal(fresh.model.norm.running_mean, expected)
+    means = [torch.empty_like(expected) for _ in range(size)]
+    torch.distributed.all_gather(means, expected)
+    assert not torch.equal(*means)
+
+
+def convolutions(rank: int, size: int, folder: str, strategy: list[Any], saves: bool) -> list[float]:
+    """The losses that follow two steps and a save, or a load."""
+    result = small_job(strategy, Convolutions, (6, 4, 4))
+    if not saves:
+        atorch.load_checkpoint(folder, result)
+    loop = iter(result.dataloader)
+    if saves:
+        for _ in range(2):
+            result.step(next(loop))
+        atorch.save_checkpoint(folder, result, 2)
+    return [float(result.step(batch)) for batch in loop]
+
+
+def test_moments_of_convolutions_by_channels_are_whole(pool: Pool, tmp_path: Path) -> None:
+    """Processes that share a chunk have ranges of a weight in the order in which it lies in memory."""
+    in_chunks = [("chunk", {"budget_bytes": 2**20})]
+    saved = pool.run(convolutions, str(tmp_path), in_chunks, True)
+    found = convolutions(0, 1, str(tmp_path), [], False)
+    assert found == pytest.approx([sum(both) / 2 for both in zip(*saved, strict=True)], rel=1e-6)
+    back = pool.run(convolutions, str(tmp_path), in_chunks, False)
+    assert back == saved
+
+
+@on_ranks(2)
+def test_what_differs_between_processes_is_refused(rank: int, size: int, tmp_path: Path) -> None:
+    result = small_job(["ddp"])
+    with pytest.raises(ArgumentError, match="extra"):
+        atorch.save_checkpoint(tmp_path, result, 1, extra={"average": torch.full((2,), float(rank))})
+    with pytest.raises(ArgumentError, match="step"):
+        atorch.save_checkpoint(tmp_path, result, rank)
+
+
+@on_ranks(2)
+def test_ranks_of_one_batch_draw_alike_after_a_change_of_mesh(rank: int, size: int, tmp_path: Path) -> None:
+    result = small_job(["ddp"])
+    torch.manual_seed(rank)
+    atorch.save_checkpoint(tmp_path, result, 1)
+    fresh = small_job([(MESH, ([("tensor", 2)], None))])
+    atorch.load_checkpoint(tmp_path, fresh)
+    drawn = [torch.empty(3) for _ in range(size)]
+    torch.distributed.all_gather(drawn, torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+def test_a_checkpoint_has_the_scale_the_scheduler_and_extras(tmp_path: Path) -> None:
+    scheduler = {"lr_scheduler_cls": torch.optim.lr_scheduler.StepLR, "lr_scheduler_args": {"step_size": 1}}
+    result, average = small_job([("amp_native", "fp16")], **scheduler), nn.Linear(2, 2)
+    result.step(next(iter(result.dataloader)))
+    result.optim.scale.update(skipped=True)
+    atorch.save_checkpoint(tmp_path, result, 1, extra={"average": average, "best": 0.25})
+    fresh, other = small_job([("amp_native", "fp16")], **scheduler), nn.Linear(2, 2)
+    resumed = atorch.load_checkpoint(tmp_path, fresh, extra={"average": other})
+    assert (resumed.step, resumed.extra) == (1, {"best": 0.25})
+    assert fresh.optim.scale.state_dict() == result.optim.scale.state_dict()
+    assert fresh.lr_scheduler.get_last_lr() == result.lr_scheduler.get_last_lr()
+    assert torch.equal(other.weight, average.weight)
+    with pytest.raises(CheckpointError, match="'other'"):
+        atorch.load_checkpoint(tmp_path, fresh, extra={"other": nn.Linear(2, 2)})
+    with pytest.raises(CheckpointError, match="plain.extra.fn"):
+        atorch.save_checkpoint(tmp_path, result, 2, extra={"fn": print})
+
+
+KINDS = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "ASGD"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_of_torch_go_on(tmp_path: Path, kind: str) -> None:
+    result, fresh = small_job([], kind=kind), small_job([], kind=kind)
+    loop = iter(result.dataloader)
+    result.step(next(loop))
+    atorch.save_checkpoint(tmp_path, result, 1)
+    expected = [float(result.step(batch)) for batch in loop]
+    atorch.load_checkpoint(tmp_path, fresh)
+    assert [float(fresh.step(batch)) for batch in fresh.dataloader] == expected
+
+
+class Longer(Normed):
+    """The same model with one more layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(2, 2)
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    result = small_job([])
+    result.step(next(iter(result.dataloader)))
+    atorch.save_checkpoint(tmp_path, result, 1)
+    with pytest.raises(CheckpointError, match="lacks .* and has "):
+        atorch.load_checkpoint(tmp_path, job("gpt2", "plain"))
+    with pytest.raises(CheckpointError, match=r"AdamW.*SGD"):
+        atorch.load_checkpoint(tmp_path, small_job([], kind="SGD"))
+    with pytest.raises(ArgumentError, match="auto_accelerate returned"):
+        atorch.save_checkpoint(tmp_path, result.model, 1)
+    longer = small_job([], Longer)
+    with pytest.raises(CheckpointError, match=r"lacks more\."):
+        atorch.load_checkpoint(tmp_path, longer)
+    atorch.load_checkpoint(tmp_path, longer, strict=False)
+    assert torch.equal(longer.model.head.weight, result.model.head.weight)
+    assert set(longer.optim.state) == set(longer.model.norm.parameters()) | set(longer.model.head.parameters())
 
 
 def test_without_a_checkpoint_a_run_starts(tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ class Loader(DataLoader[Any]):
                 "own, or a stream's parts, depend on the number of processes. Resume on as many processes, or from the "
                 "end of an epoch"
             )
-        self.set_epoch(state["epoch"])
+        if state["epoch"] != self._epoch:
+            self.set_epoch(state["epoch"])
         self._start = self._given = state["given"]
         self._began = state["began"]
 

@@ -66,7 +66,12 @@ class HeldTensor:
         """The boxes of local `values`, with views of them; `elements`: the flat range that 1-D values have."""
         if elements is None:
             return self._placed(whole_box(tuple(values.shape)), values)
-        return self._of_range(values, elements, ChunkForm.of(torch.empty(self.local_shape, device="meta")))
+        place = self.chunk_place()
+        if place is None:
+            form = ChunkForm.of(torch.empty(self.local_shape, device="meta"))
+        else:
+            form = place[0].forms[place[1].name]
+        return self._of_range(values, elements, form)
 
     def chunk_place(self) -> tuple[ChunkMemory, ChunkSlot] | None:
         """The chunk and slot of a parameter that is managed in chunks."""
@@ -80,7 +85,7 @@ class HeldTensor:
         if part is not None and elements == slice(0, slot.numel):
             logical.pieces = self.pieces(part)
         elif part is not None:
-            logical.pieces = self._of_range(part, (elements.start, elements.stop), memory.forms[slot.name])
+            logical.pieces = self.pieces(part, (elements.start, elements.stop))
         return logical
 
     def _of_range(self, values: Tensor, elements: tuple[int, int], form: ChunkForm) -> list[tuple[Box, Tensor]]:
@@ -242,7 +247,6 @@ class StateTargets:
 
     Args:
         saved: the shape and dtype of each saved state, by parameter and key.
-        in_fp32: names of the parameters whose saved value is more exact than 16 bits.
     """
 
     def __init__(
@@ -284,22 +288,29 @@ class StateTargets:
             values = _as(owner.tensor, values)
         self._state.setdefault(number, {})[key] = values
 
-    def load(self, values: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], **more: Any) -> None:
-        """Load the filled states, with the other values and the groups' settings, into the optimizer."""
+    def load(
+        self, values: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], strict: bool, **more: Any
+    ) -> None:
+        """Load the filled states, with the other values and the groups' settings, into the optimizer.
+
+        strict: raise for parameters that no saved group has; else they begin without states.
+        """
+        saved_names = {name for group in groups for name in group["params"]}
         for number, owner in self.owner_of.items():
             if owner.name in values:
                 self._state.setdefault(number, {}).update(values[owner.name])
         made = []
         for index, group in enumerate(self._local["param_groups"]):
             names = [self.owner_of[number].name for number in group["params"]]
+            names = names if strict else [name for name in names if name in saved_names]
             made.append({**group, **_settings(_matching(groups, index, names))})
         self.optimizer.load_state_dict({**self._local, **more, "state": self._state, "param_groups": made})
 
 
 def _matching(groups: Sequence[Mapping[str, Any]], index: int, names: Sequence[str]) -> Mapping[str, Any]:
     """The saved group of parameters `names`, which are group `index` now."""
-    if not names and index < len(groups):
-        return groups[index]
+    if not names:
+        return groups[index] if index < len(groups) else {}
     for group in groups:
         if set(names) <= set(group["params"]):
             return group
