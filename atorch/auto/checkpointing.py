@@ -22,15 +22,9 @@ from torch.optim import Optimizer
 from atorch.auto.context import AccelerateResult
 from atorch.checkpoint.boxes import LogicalTensor
 from atorch.checkpoint.files import Checkpoint, save, steps
-from atorch.distributed.collectives import (
-    all_or_none,
-    call_on_all_ranks,
-    from_rank_zero,
-    gather_objects,
-    world_group,
-)
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, gather_objects, world_group
 from atorch.distributed.fingerprints import Facts, described
-from atorch.distributed.mesh import BATCH_AXES
+from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.rng import RandomState
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
@@ -99,7 +93,6 @@ def save_checkpoint(
     ranks = gather_objects(own)
     tensors = _model_tensors(held, states, ranks)
     plain: dict[str, Any] = {
-        "versions": {"torch": torch.__version__},
         "aliases": {name: entry.name for entry in held for name in entry.names[1:]},
         "mesh": _mesh_sizes(result),
         "extra": extra_state,
@@ -171,9 +164,15 @@ def _need_result(result: object, call: str) -> None:
         raise ArgumentError(f"{call} was given {shown(result)} as result; give what auto_accelerate returned")
 
 
+def _mesh(result: AccelerateResult) -> Mesh | None:
+    facts: Any = result.model._atorch
+    mesh: Mesh | None = facts.mesh
+    return mesh
+
+
 def _mesh_sizes(result: AccelerateResult) -> list[list[Any]]:
     """The axes of the job's mesh, in order, that are larger than 1."""
-    mesh = result.model._atorch.mesh
+    mesh = _mesh(result)
     return [] if mesh is None else [[axis, size] for axis, size in mesh.slices if size > 1]
 
 
@@ -191,7 +190,8 @@ def _model_tensors(
     """The model's tensors; of one with a master, the master's values, on the ranks that have parts of it."""
     masters = {name for rank in ranks for name in rank["masters"]}
     own_masters = {} if states is None else states.masters
-    index = 0 if world_group() is None else world_group().rank()  # type: ignore[union-attr]
+    group = world_group()
+    index = 0 if group is None else group.rank()
     tensors = {}
     for entry in held:
         logical = entry.logical()
@@ -225,9 +225,9 @@ def _optimizer_facts(optim: Optimizer, states: HeldStates, ranks: Sequence[Mappi
             group.update(dict.fromkeys(listed))
         values = {**rank["values"], **values}
     groups = [{**group, "params": list(listed)} for group, listed in zip(states.groups, names, strict=True)]
-    facts = {"class": type(_innermost(optim)).__name__, "groups": groups, "values": values}
     scale = _loss_scale(optim)
-    return facts if scale is None else {**facts, "loss_scale": scale.state_dict()}
+    scaled = {} if scale is None else {"loss_scale": scale.state_dict()}
+    return {"class": type(_innermost(optim)).__name__, "groups": groups, "values": values, **scaled}
 
 
 def _innermost(optim: Optimizer) -> Optimizer:
@@ -336,35 +336,25 @@ def _targets(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimize
 
 def _rng_state() -> dict[str, Any]:
     state = RandomState.now()
-    version, words, gauss = state.python
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    (version, words, gauss), (kind, keys, *rest) = state.python, state.numpy
     return {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "numpy": {
-            "kind": name, "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)), "position": int(position),
-            "has_gauss": int(has_gauss), "cached": float(cached),
-        },
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
         "torch": state.host,
         "devices": list(state.devices),
-    }  # fmt: skip
+    }
 
 
 def _restore_rng(saved: Mapping[str, Any], result: AccelerateResult, is_same: bool) -> None:
     """Restore this rank's random states; on another mesh, seed them by the rank among those with other samples."""
     if not is_same:
-        mesh = result.model._atorch.mesh
-        rank = 0 if mesh is None else mesh.rank(*BATCH_AXES)
-        seed = (zlib.crc32(saved["torch"].numpy()) + rank) % 2**32
+        mesh = _mesh(result)
+        seed = (zlib.crc32(saved["torch"].numpy().data) + (0 if mesh is None else mesh.rank(*BATCH_AXES))) % 2**32
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
         return
-    words = tuple(saved["python"]["words"].tolist())
-    numpy = saved["numpy"]
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    RandomState(
-        (saved["python"]["version"], words, saved["python"]["gauss"]),
-        (numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]),
-        saved["torch"],
-        tuple(saved["devices"][: torch.cuda.device_count()]),
-    ).restore()
+    (version, words, gauss), (kind, keys, *rest) = saved["python"], saved["numpy"]
+    devices = saved["devices"][: torch.cuda.device_count()]
+    numpy = (kind, keys.numpy().astype(np.uint32), *rest)
+    RandomState((version, tuple(words.tolist()), gauss), numpy, saved["torch"], tuple(devices)).restore()

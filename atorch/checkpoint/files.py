@@ -18,15 +18,7 @@ from atorch.checkpoint.boxes import Box, LogicalTensor, check_cover, intersectio
 from atorch.checkpoint.commit import steps
 from atorch.checkpoint.manifest import Manifest, Saved, read_manifest
 from atorch.checkpoint.plain_data import decoded, encoded
-from atorch.checkpoint.shard_file import (
-    DTYPES,
-    MappedShard,
-    check_name,
-    copy_values,
-    dtype_name,
-    empty,
-    write_shard,
-)
+from atorch.checkpoint.shard_file import DTYPES, MappedShard, check_name, copy_values, dtype_name, empty, write_shard
 from atorch.distributed.collectives import (
     all_or_none,
     call_on_all_ranks,

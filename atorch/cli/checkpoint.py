@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +55,4 @@ def verify(folder: CheckpointFolder, step: Step = None) -> None:
 
 def _num_bytes(checkpoint: Checkpoint, name: str) -> int:
     shape, dtype = checkpoint.names[name]
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-    return num_bytes
+    return dtype.itemsize * math.prod(shape)

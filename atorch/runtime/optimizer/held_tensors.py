@@ -220,13 +220,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _range(saved: Mapping[str, Any], number: int) -> tuple[int, int] | None:
     """The elements of a flattened parameter that a process's share of the states is for; None for all."""
-    if number in saved.get(SLICES, {}):
-        start, stop = saved[SLICES][number]
-        return start, stop
-    if SHARE in saved:
-        start, stop = saved[SHARE][number]
-        return start, stop
-    return None
+    found = saved[SHARE][number] if SHARE in saved else saved.get(SLICES, {}).get(number)
+    return None if found is None else (found[0], found[1])
 
 
 def _state(owner: HeldTensor, key: str, value: Tensor, elements: tuple[int, int] | None) -> LogicalTensor:
