@@ -44,7 +44,7 @@ def test_chunk_trains_as_torch_does_on_one_or_two_processes_with_little_room(poo
 
 
 def stage_under_autocast(rank: int, size: int) -> dict[str, float]:
-    """How far each parameter of a stage is off after the epoch, as a share of how far all moved."""
+    """The distance of each parameter of a stage after the epoch, as a share of the way that all moved."""
     strategy = [("parallel_mode", [("pipeline", size)]), ("amp_native", "bf16"), "pipeline_parallel"]
     before, expected = net("ByHook").state_dict(), trained_plainly(net("ByHook"))
     found = trained(strategy, "ByHook")

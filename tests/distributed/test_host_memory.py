@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_on_all_processes(pool: Pool, processes: in
 
 @on_ranks(1)
 def test_gradients_take_the_place_of_parameters_where_that_fits(rank: int, size: int) -> None:
-    """Where they do not fit beside 16-bit parameters, which a warning says."""
+    """States that do not fit beside 16-bit parameters, which a warning says."""
     strategy = [("half", "bf16"), CHUNK]
     beside = with_free(rank, size, strategy, 2**40)
     with mock.patch.object(chunked.logger, "warning") as warned:

@@ -49,7 +49,7 @@ def test_trains_as_one_process_does(processes: Pool, method: Any, clip: bool) ->
 
 
 def accumulated(rank: int, size: int) -> tuple[dict[str, bool], float]:
-    """What the loop is told, and how far two halves of a batch, accumulated, are from the whole batch in one pass."""
+    """The loop's warnings, and the distance of two accumulated halves of a batch from the whole batch in one pass."""
     weights = []
     for num_passes in (1, 2):
         result = sharing_job.accelerated([ZERO1], "llama")

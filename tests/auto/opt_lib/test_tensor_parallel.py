@@ -165,7 +165,7 @@ def test_clipping_and_unused_parameters_over_a_mesh(pool: Pool) -> None:
 
 
 def of_experts(rank: int, size: int) -> float:
-    """How far the updates of a model with experts are from plain training's."""
+    """The distance of a model with experts' updates from plain training's."""
     model, plain, batches = models.make("mixtral"), models.make("mixtral"), [models.batch("mixtral", n) for n in (0, 1)]
     before = contract.snapshot(plain)
     given = {"optim_args": {"lr": 0.02}, "model_input_format": "unpack_dict", "sample_batch": batches[0]}

@@ -38,7 +38,7 @@ anything = st.recursive(
 
 
 def values(schema: Schema, defs: dict[str, Schema]) -> Values:
-    """What a JSON schema allows."""
+    """A strategy of values that a JSON schema allows."""
     if "$ref" in schema:
         return values(defs[schema["$ref"].rsplit("/", 1)[1]], defs)
     for choices in ("anyOf", "oneOf"):

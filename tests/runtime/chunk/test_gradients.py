@@ -62,7 +62,7 @@ def rows_at(step: int, rank: int) -> Tensor:
 
 
 def trained(rank: int, size: int, passes: list[tuple[Way, Way]], varies: bool = False) -> tuple[int, str, float]:
-    """How many passes were run, what stopped them, and how far parameters are from plain training until there."""
+    """The number of passes, the error that stopped them, and the distance from plain training until there."""
     model, plain = blocks(), blocks()
     first = foreseen(model, (rows_at(0, rank), passes[0][0]), loss_along, device_type="cpu")
     first = first._replace(varies=varies)

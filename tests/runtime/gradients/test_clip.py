@@ -67,7 +67,7 @@ def test_rounding_by_many_layers_counts_less_than_what_is_lost_or_taken_twice() 
 
 @on_ranks(1)
 def test_a_gradient_penalty_of_split_parts_is_named(rank: int, size: int) -> None:
-    """What lies between a parameter and the loss may be any of these alone."""
+    """Operations that may lie alone between a parameter and the loss."""
     group = dist.group.WORLD
     assert group is not None
     ways: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -50,7 +50,7 @@ class Bag(nn.Module):
 
 
 def concerns(kind: str, method: str) -> bool:
-    """Whether there is a model for the pair: embeddings alone, with sparse gradients, have nothing to split."""
+    """True if there is a model for the pair: embeddings alone, with sparse gradients, have nothing to split."""
     return kind != "SparseAdam" or method not in ("tensor_parallel", "pipeline_parallel")
 
 
@@ -60,7 +60,7 @@ def model_for(kind: str) -> nn.Module:
 
 
 def parameters_for(kind: str, model: nn.Module) -> list[Any]:
-    """What trains, in two groups where the optimizer can have two."""
+    """The parameters to train, in two groups where the optimizer can have two."""
     trainable = [each for each in model.parameters() if each.requires_grad]
     matrices = [each for each in trainable if each.dim() > 1]
     if kind == "LBFGS":
@@ -98,7 +98,7 @@ def plainly(kind: str) -> dict[str, Tensor]:
 
 
 def answer(rank: int, size: int, kind: str, method: str) -> tuple[str, float]:
-    """How training comes out: `equal`, or the reason of a refusal that left the model as it was; and the distance."""
+    """The outcome of training: `equal`, or the reason of a refusal that left the model as it was; and the distance."""
     model = model_for(kind)
     before, names, modules = snapshot(model), first_names(model), [type(each) for each in model.modules()]
     try:

@@ -25,7 +25,7 @@ HALF = torch.bfloat16
 
 
 def beside_or_in_place(family: str, in_place: bool, group: dist.ProcessGroup | None = None) -> Any:
-    """What trains a model of a family in chunks, under a budget that brings most of them twice a pass."""
+    """The objects that train a model in chunks, under a budget that brings most of them twice a pass."""
     make, data, loss = FAMILIES[family]
     model = fresh(make)
     courses = Courses(lambda batch, /, **how: foreseen(model, batch, loss, device_type="cpu", dtype=HALF, **how), group)

@@ -39,7 +39,7 @@ def test_casts_of_weights_that_several_units_use_do_not_pass_between_them(road: 
 
 
 class Told(StrategyError):
-    """What was seen, told from inside of a copy."""
+    """The observations, reported from inside of a copy."""
 
 
 def tell(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
