@@ -6,6 +6,7 @@ losses; elsewhere they are equal up to rounding.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,14 @@ def job(model: str, strategy: str, **options: Any) -> Any:
     )[1]  # fmt: skip
 
 
-def batches(result: Any) -> Iterator[Any]:
-    for epoch in range(10):
+def batches(result: Any, first_epoch: int = 0) -> Iterator[Any]:
+    for epoch in range(first_epoch, 10):
         result.dataloader.set_epoch(epoch)
         yield from result.dataloader
 
 
-def losses(result: Any, num: int) -> list[float]:
-    it = batches(result)
+def losses(result: Any, num: int, first_epoch: int = 0) -> list[float]:
+    it = batches(result, first_epoch)
     return [float(result.step(next(it))) for _ in range(num)]
 
 
@@ -141,10 +142,40 @@ def test_every_pair(pool: Pool, tmp_path: Path, model: str, origin: str, target:
     check(pool, tmp_path, model, origin, target)
 
 
+MOMENTS = (3, 8, 11)  # within an epoch, at its end, within the next
+
+
+def read_by(workers: int) -> dict[str, Any]:
+    return {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+
+
+def losses_after_each_moment(
+    rank: int, size: int, folder: str, strategy: str, workers: int
+) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """The losses of the steps after each moment, without an interruption and resumed."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a loader has children
+    result = job("gpt2 with dropout", strategy, **read_by(workers))
+    loop, all_losses = batches(result), []
+    for step in range(1, MOMENTS[-1] + STEPS + 1):
+        all_losses.append(float(result.step(next(loop))))
+        if step in MOMENTS:
+            atorch.save_checkpoint(folder, result, step)
+    expected = {step: all_losses[step : step + STEPS] for step in MOMENTS}
+    resumed = {}
+    for step in MOMENTS:
+        result = job("gpt2 with dropout", strategy, **read_by(workers))
+        atorch.load_checkpoint(folder, result, step)
+        resumed[step] = losses(result, STEPS, first_epoch=step // 8)
+    return expected, resumed
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, strategy: str) -> None:
-    check(pool, tmp_path, "gpt2 with dropout", strategy, strategy)
+def test_a_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, strategy: str, workers: int) -> None:
+    ranks = STRATEGIES[strategy][0]
+    for expected, resumed in pool.run(losses_after_each_moment, str(tmp_path), strategy, workers, ranks=ranks):
+        assert resumed == expected
 
 
 class Normed(nn.Module):

@@ -266,8 +266,8 @@ def _picture(index: int, size: int = 8) -> Tensor:
 
 def _unet(processes: int = 1, dropout: float = 0.0, scale: int = 1) -> list[Arguments]:
     def sample(index: int) -> dict[str, Tensor]:
-        mask = (torch.rand(9, 9, generator=drawn(index)) < 0.4).long()
-        return {"image": _picture(index, 9), "mask": mask}
+        mask = (torch.rand(17, 17, generator=drawn(index)) < 0.4).long()
+        return {"image": _picture(index, 17), "mask": mask}
 
     def loss_func(batch: Any, output: Tensor) -> Tensor:
         truth = F.one_hot(batch["mask"], 2).permute(0, 3, 1, 2).float()
