@@ -123,7 +123,7 @@ def check(pool: Pool, name: str, strategy: str, processes: int) -> None:
             pool.run(steps, name, strategy, ranks=processes)
         assert len(re.findall(refused, str(error.value))) >= processes, "on every process"
         return
-    by_rank = pool.run(steps, name, strategy, ranks=processes)
+    by_rank = pool.run(steps, name, strategy, ranks=processes, timeout=280)
     if case in TOLD:
         assert any(re.search(TOLD[case], each) for _, told in by_rank for each in told)
         return

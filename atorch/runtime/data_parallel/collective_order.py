@@ -7,12 +7,12 @@ collective that it will issue, its *step*. The ranks compare steps only where th
 - After the current step, no step or several different ones have followed so far: they compare digests, on the host.
 - After it, the same step has always followed: a rank that wants that step issues it. A rank that wants another does not
   know if the others do, too. It takes part in the expected collectives, with zeros, up to the next comparison, which
-  ends every backward pass and every pass without gradients. There either all ranks have deviated to the same step,
-  which is then recorded, or all raise.
+  ends every forward pass (the loss may communicate) and every backward pass. There either all ranks have deviated to
+  the same step, which is then recorded, or all raise.
 
 A rank whose pass fails also takes part with zeros up to the next comparison, where all ranks learn of it.
 
-Thus the ranks issue the same collectives in every state, and training that repeats itself pays for one comparison of
+Thus the ranks issue the same collectives in every state, and training that repeats itself pays for two comparisons of
 three numbers a step. Parameters are unchanged when ranks raise, since the end of backward is compared, too.
 """
 
@@ -52,6 +52,7 @@ class CollectiveEvent(NamedTuple):
 REDUCES = "reduces gradients of"
 BACKWARD_ENDS = CollectiveEvent("ends its backward pass", is_compared=True)
 FORWARD_ENDS = CollectiveEvent("ends a forward pass without gradients", is_compared=True)
+LOSS_BEGINS = CollectiveEvent("ends a forward pass", is_compared=True)
 ENDS = (BACKWARD_ENDS, FORWARD_ENDS)
 
 

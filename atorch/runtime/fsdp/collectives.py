@@ -21,6 +21,7 @@ from atorch.errors import ArgumentError
 from atorch.runtime.data_parallel.collective_order import (
     BACKWARD_ENDS,
     FORWARD_ENDS,
+    LOSS_BEGINS,
     REDUCES,
     CollectiveEvent,
     CollectiveOrder,
@@ -162,7 +163,9 @@ class FsdpPasses:
         self.begin(CollectiveEvent("begins a pass" if torch.is_grad_enabled() else "begins a pass without gradients"))
 
     def _end_of_forward(self, *_: Any) -> None:
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.begin(LOSS_BEGINS)
+        else:
             self.end_without_gradients()
 
     def _end_of_backward(self) -> None:
