@@ -38,10 +38,9 @@ from atorch.units import format_seconds
 MAX_RUNS = 16
 MIN_GAIN = 0.002  # share of a step: candidates with less expected gain are not run
 STEPS, LEAST = 5, 2  # steps of a dry run after its start, typically and at least
-TRAINING_S = 1200.0  # assumed length of training, at least an epoch; trials must pay off within it
+TRAINING_S = 3600.0  # assumed length of training, at least an epoch; trials must pay off within it
 TRAINING_LIMITS = 30.0  # and at least this many times the user's time limit of the search
-PATIENCE, FAILURE_CHARGE = 12, 1.0  # after so many failures without success, a start is charged so many trainings
-LONG, QUICK = 1 / 3, 0.1  # a start of a third of the time that is left waits for a run that takes a tenth of it
+UNLIKELY = 0.02  # causes of failures, and candidates that run, with less probability are left out
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
@@ -88,6 +87,8 @@ class DryRunLoop:
 
     def explore(self, runs: DryRuns) -> None:
         """Run the most valuable candidates until none is worth its time or time is up; then compare the best."""
+        if self._alive().any():
+            self._clock.expects(self.step_s(self.choice()), self.job.starts.of_kind("build"))
         while self.num_runs < MAX_RUNS:
             index = self._crew.broadcast(self.next_run())
             if index is None:
@@ -100,26 +101,33 @@ class DryRunLoop:
         self._compare(runs)
 
     def next_run(self) -> int | None:
-        """The run with the largest net saving: expected seconds saved in training less those of the run; else None."""
+        """The run with the largest net saving in training per second of the run; the choice if none pays; else None."""
         if len(self.failures) == len(self._candidates):
             return None
         choice, training_s = self.choice(), self._training_s()
         starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions[0])
-        self._clock.expects(float(steps_s[choice]), self.job.starts.of_kind("build"))
         in_time = starts_s + LEAST * steps_s <= self._clock.left
-        if choice not in self.measured and in_time[choice]:
-            # Others are compared with it, and its start is needed anyway. But it may leave no time, and fail.
-            quick = self._taken() & (starts_s + STEPS * steps_s < QUICK * starts_s[choice])
-            if self.measured or starts_s[choice] < LONG * self._clock.left or not quick.any():
-                return choice
-            return int(np.where(quick, self._guide.expected(starts_s / training_s), np.inf).argmin())
-        again = self._starts_s(["warm" if kind == "compile" else kind for kind in self._kinds])
-        gains = self._guide.gains(choice, again / training_s)
-        saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - starts_s - STEPS * steps_s, 0.0)
+        takes_s, gains = starts_s + STEPS * steps_s, self._gains()
+        saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - takes_s, 0.0)
         for taken in (self._taken(), self._alive()):
-            if (worth := np.where(taken, saved_s, 0.0)).max() > 0:
+            if (worth := np.where(taken, saved_s / takes_s, 0.0)).max() > 0:
                 return int(worth.argmax())
-        return None
+        return choice if choice not in self.measured and in_time[choice] else None
+
+    def _gains(self) -> npt.NDArray[np.float64]:
+        """Expected gain of a run of each candidate, as a fraction of a step: over the best choice under each cause."""
+        guide, training_s, taken = self._guide, self._training_s(), self._taken()
+        starts = self._starts_s(self._kinds) / training_s
+        again = self._starts_s(["warm" if kind == "compile" else kind for kind in self._kinds]) / training_s
+        total = np.zeros(len(taken))
+        for share, runs in zip(*guide.causes, strict=True):
+            if share > UNLIKELY:
+                best = int(np.where(taken, guide.expected(starts, runs), np.inf).argmin())
+                gains = guide.gains(best, again, runs)
+                if best not in self.measured:  # gains over it presume that it ran
+                    gains[best] = gains.max()
+                total += share * gains
+        return total
 
     def _training_s(self) -> float:
         limit = self._clock.limit or 0.0
@@ -139,6 +147,8 @@ class DryRunLoop:
     def _taken(self) -> npt.NDArray[np.bool_]:
         """Candidates to run and choose from; those that save memory only if faster than ones that fit comfortably."""
         taken = self._alive()
+        likely = taken & (self._guide.runs > UNLIKELY)
+        taken = likely if likely.any() else taken
         limit = ROOM * usable_bytes(self.job.cluster)
         needed = np.array([candidate.estimate.needed_bytes for candidate in self._candidates])
         roomy = np.flatnonzero(taken & ~self._saves & (needed <= limit) & (self._guide.runs > 0.5))
@@ -151,8 +161,7 @@ class DryRunLoop:
     def choice(self) -> int:
         """The candidate of the least expected cost of start and steps; the simplest of ties."""
         taken = self._taken()
-        failed = 0 if self.measured else sum(failure.why == "failed" for failure in self.failures.values())
-        charge = self._starts_s(self._kinds) / self._training_s() + (failed >= PATIENCE) * FAILURE_CHARGE
+        charge = self._starts_s(self._kinds) / self._training_s()
         expected = np.where(taken, self._guide.expected(charge), np.inf)
         best = int(expected.argmin())
         if best not in self.measured:
@@ -227,6 +236,8 @@ class DryRunLoop:
             self._kinds[index] = self.job.starts.kind(strategy)
         else:
             self.reject(index, outcome)
+            if trial.elapsed_s > self._start_s(index):  # at least so long are such starts
+                self.job.starts.saw(strategy, trial.elapsed_s, math.exp(self._guide.predictions[0][index]))
         if self.progress is not None:
             step_s = outcome.step_s if isinstance(outcome, Measurement) else None
             left_s = max(0.0, min(trial.elapsed_s * (MAX_RUNS - self.num_runs), self._clock.left))
@@ -237,7 +248,7 @@ class DryRunLoop:
         self.measured.pop(index, None)
         self.failures[index] = self._candidates[index].rejected(failure.why, failure.reason)
         if failure.why == "failed":
-            self._guide.tell_failed(index, of_memory="memory" in failure.reason.lower())
+            self._guide.tell_failed(index, failure.reason, of_memory="memory" in failure.reason.lower())
 
     def _compare(self, runs: DryRuns) -> None:
         """Measure the candidates near the choice in turns, if the comparison is worth its time."""

@@ -8,7 +8,7 @@ this is a Gaussian process over compositions (Rasmussen and Williams 2006, chapt
 follows from the observed errors: Student's t process (Shah, Wilson and Ghahramani 2014).
 
 The value of a run is its expected improvement on the choice (Jones, Schonlau and Welch 1998), given that both have run,
-times the probability that it runs.
+times the probability that it runs, under each possible cause of the failures so far.
 
 Measurements of earlier searches on the machine are further observations of the same process. Each unknown has a part
 that all jobs share and a part for each job. All times of one search share an unknown for the machine's speed at that
@@ -63,6 +63,7 @@ MEMORY = 0.1  # the standard deviation of log(bytes needed / estimated)
 EXCESS = 1.9  # factor of needed bytes for a method whose estimate is wrong
 UNSURE = 1e-4  # smallest distance of probabilities from 0 and 1
 BLAMED, ALONE = 0.02, 0.02  # prior probabilities that a method, or a single composition, causes failures
+AGAIN = 0.03  # probability that two failures have the same reason if not by the same cause
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Surrogate:
     device_type: str = "cuda"
     memory_bytes: float = math.inf  # of a device
     _measured: dict[int, float] = field(default_factory=dict)  # index → seconds
-    _failed: dict[int, bool] = field(default_factory=dict)  # index → whether memory ran out
+    _failed: dict[int, tuple[str, bool]] = field(default_factory=dict)  # index → the reason, whether memory ran out
 
     def __post_init__(self) -> None:
         self.prior = PRIORS.get(self.device_type, PRIORS["cuda"])
@@ -126,13 +127,13 @@ class Surrogate:
         self._measured[index] = seconds
         self._forget()
 
-    def tell_failed(self, index: int, *, of_memory: bool = False) -> None:
+    def tell_failed(self, index: int, reason: str = "", *, of_memory: bool = False) -> None:
         self._measured.pop(index, None)
-        self._failed[index] = of_memory
+        self._failed[index] = reason, of_memory
         self._forget()
 
     def _forget(self) -> None:
-        for name in ("predictions", "runs", "_posterior"):
+        for name in ("predictions", "causes", "_posterior"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -157,34 +158,43 @@ class Surrogate:
         scale = math.sqrt((FREEDOM + float(np.dot(residual, solved[:, -1]))) / (FREEDOM + len(seen)))
         return self._log_estimates + across @ solved[:, -1], solved[:, :-1], across, scale
 
-    @cached_property
+    @property
     def runs(self) -> Vector:
-        """The probability that each candidate runs, by Bayes' rule.
+        """The probability that each candidate runs."""
+        shares, runs = self.causes
+        return np.asarray(shares @ runs)
+
+    @cached_property
+    def causes(self) -> tuple[Vector, Vector]:
+        """The probabilities of causes of failures, and of each candidate to run under each, by Bayes' rule.
 
         The model: at most one method always fails, and at most one needs more memory than estimated; other failures are
-        independent. Every column is a method, the last one is none.
+        independent, and rarely for the same reason. Every row is a method that fails, the last one is none.
         """
-        ran, oom = list(self._measured), [index for index, why in self._failed.items() if why]
-        broken = [index for index, why in self._failed.items() if not why]
+        ran, oom = list(self._measured), [index for index, (_, of_memory) in self._failed.items() if of_memory]
         held, over = self._held, self._over
-        failing = np.where(held[broken], 1.0, ALONE).prod(axis=0) * np.where(held[oom], ALONE, 1.0).prod(axis=0)
+        failing = np.where(held[oom], ALONE, 1.0).prod(axis=0)
         failing *= ~(held[ran].any(axis=0) | held.all(axis=0) & (np.arange(held.shape[1]) < held.shape[1] - 1))
-        failing, short = _share(failing), _share(over[oom].prod(axis=0) * (1 - over[ran]).prod(axis=0))
-        chances = (1 - ALONE) * (1 - held @ failing) * (1 - over @ short)
-        chances[ran] = 1.0
-        return np.asarray(chances)
+        for reason in {reason for reason, of_memory in self._failed.values() if not of_memory}:
+            rows = [index for index, failure in self._failed.items() if failure == (reason, False)]
+            alone = (~held[rows]).sum(axis=0)
+            failing *= ALONE**alone * AGAIN ** np.minimum(alone, len(rows) - 1)
+        short = _share(over[oom].prod(axis=0) * (1 - over[ran]).prod(axis=0))
+        runs = (1 - ALONE) * (1 - over @ short) * ~held.T
+        runs[:, ran] = 1.0
+        return _share(failing), runs
 
-    def expected(self, starts: Vector) -> Vector:
+    def expected(self, starts: Vector, runs: Vector | None = None) -> Vector:
         """The expected cost of choosing each candidate, as a logarithm of seconds; the least is the best choice.
 
-        `starts`: cost of each start, as a fraction of the training ahead. Choosing a candidate that has not run means
-        to try it, and to choose another if it fails. The best first try has the least sum of its step's cost and the
-        cost of a try over the probability of success (Weitzman 1979).
+        `starts`: cost of each start, as a fraction of the training ahead. `runs`: probabilities to run. Choosing a
+        candidate that has not run means to try it, and to choose another if it fails. The best first try has the least
+        sum of its step's cost and the cost of a try over the probability of success (Weitzman 1979).
         """
         mean, _ = self.predictions
         doubt = self.apart(int(mean.argmin())) / 2
         doubt[list(self._measured)] = 0.0
-        return np.asarray(mean + doubt + starts / np.maximum(self.runs, 1e-6))
+        return np.asarray(mean + doubt + starts / np.maximum(self.runs if runs is None else runs, 1e-6))
 
     def apart(self, index: int) -> Vector:
         """The variance of the difference between every candidate and `index`."""
@@ -193,15 +203,16 @@ class Surrogate:
         variance = self._variances() - np.sum(across * solved.T, axis=1)
         return np.asarray(scale**2 * np.maximum(variance + variance[index] - 2 * with_it, 0.0))
 
-    def gains(self, choice: int, again: Vector) -> Vector:
+    def gains(self, choice: int, again: Vector, runs: Vector | None = None) -> Vector:
         """The expected gain of a run of each candidate over the choice, once that ran, as a fraction of its step.
 
-        `again`: cost of another start after the run, as a fraction of the training ahead.
+        `again`: cost of another start after the run, as a fraction of the training ahead. `runs`: probabilities to run.
         """
         costs = self.predictions[0] + again
         spread = np.sqrt(self.apart(choice))
         margins = costs[choice] - costs
-        gains = self.runs * [_expected_gain(margin, s) for margin, s in zip(margins, spread, strict=True)]
+        runs = self.runs if runs is None else runs
+        gains = runs * [_expected_gain(margin, s) for margin, s in zip(margins, spread, strict=True)]
         gains[[choice, *self._measured]] = 0.0
         return np.asarray(gains)
 

@@ -126,6 +126,12 @@ def test_failures_are_explained_and_what_hardly_runs_is_tried_where_it_is_worth_
     guide.tell(4, 1.0)
     assert guide.runs[4] == 1.0
 
+    same, other = (of(["a", "b"], ["a", "c"], ["a"], ["d"]) for _ in range(2))
+    for guide, second in ((same, "no kernel"), (other, "no library")):
+        guide.tell_failed(0, "no kernel")
+        guide.tell_failed(1, second)
+    assert same.runs[2] < 0.01 < other.runs[2], "one reason has one cause"
+
     def one(methods, needed):
         return Scored(tuple(methods), Estimate(step_s=1.0, peak_bytes=needed, memory={}))
 
