@@ -70,7 +70,6 @@ class ModelFacts:
     mesh: Mesh | None = None
     loss_scale: Callable[[], float] = _unscaled
     layout: ModelLayout | None = None  # the split of parameters over the axis tensor
-    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # writes into a parameter stored elsewhere
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelFacts:
         return self  # a copy of the model lives on the same processes
@@ -171,7 +170,7 @@ class Context:
             built = finish(built)
         if built.loss_func is not None and self.batch_axes and not built.weighs_ranks:
             built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
-        binding = ModelFacts(self.mesh, built.loss_scale, self.layout, self.write_value)
+        binding = ModelFacts(self.mesh, built.loss_scale, self.layout)
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", binding)
         add_clipping(built.model)
