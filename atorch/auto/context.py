@@ -34,7 +34,7 @@ from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
 from atorch.runtime.memory.deferred_output import Deferred
 from atorch.runtime.optimizer.user_optimizer import keep_to
 from atorch.runtime.tensor_parallel.model_layout import rows_of
-from atorch.runtime.tensor_parallel.state import need_whole_to_save, tell_of_part
+from atorch.runtime.tensor_parallel.state import need_whole_to_save, refuse_other_parts, tell_of_part
 
 if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep
@@ -193,6 +193,8 @@ class Context:
             tell_of_part(model, "this process's rows of split parameters")
         if is_staged or is_sharded or self.layout is not None:
             need_whole_to_save(self.root)
+            if not is_staged:
+                refuse_other_parts(self.root)
 
     def _guard_gradients(self, built: Built, binding: ModelFacts) -> None:
         """Make gradients refuse computations, such as norms, whose result would differ from plain training's."""

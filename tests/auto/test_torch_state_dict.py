@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from atorch import whole_state
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, CheckpointError
 from tests.auto.opt_lib.sharing_job import accelerated
 from tests.auto.training import accelerate, run_each
 from tests.language_models import gpt2
@@ -61,6 +61,7 @@ def resumed(rank: int, size: int, strategy: list[Any], options: dict[str, bool])
 
 HALF, AMP = ("half", "bf16"), ("amp_native", "bf16")
 CASES = [(["zero1"], FLAT), (["zero1"], ON_ONE), (["zero1", HALF], WHOLE), (["fsdp"], ON_ONE)]
+CASES += [(["zero1", HALF], FLAT), (["ddp", "offload"], FLAT)]
 CASES += [(strategy, SHARDED) for strategy in (["ddp", AMP, ("micro_batch", {"size": 2})], ["zero2"], ["fsdp", HALF])]
 MORE = [(strategy, options) for strategy in (["ddp"], ["zero1"], ["zero2"]) for options in (SHARDED, WHOLE, ON_ONE)]
 
@@ -70,6 +71,31 @@ def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, cases: list[Any]
     for case, by_rank in zip(cases, run_each(pool, resumed, cases), strict=True):
         for expected, got in by_rank:
             assert got == expected, case
+
+
+TENSOR: list[Any] = [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]
+
+
+def loaded_by_all(rank: int, size: int, strategy: list[Any], folder: str) -> str:
+    """The error where every process loads what the first one saved, after each has loaded its own."""
+    result = accelerated(strategy, "llama")
+    torch.save(result.model.state_dict(), f"{folder}/{rank}.pt")
+    saved = whole_state(result.model)
+    fresh = accelerated(strategy, "llama", seed=1)
+    fresh.model.load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=True))
+    assert all(torch.equal(saved[name], value) for name, value in whole_state(fresh.model).items())
+    try:
+        fresh.model.load_state_dict(torch.load(f"{folder}/0.pt", weights_only=True))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_refuses_the_part_of_another(pool: Pool, tmp_path: Path) -> None:
+    for strategy in (["fsdp"], TENSOR):
+        first, second = pool.run(loaded_by_all, strategy, str(tmp_path))
+        assert first == ""
+        assert "another part of the model" in second
 
 
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -99,8 +125,7 @@ def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: st
 
 
 def test_hugging_faces_files_have_the_whole_model(pool: Pool, tmp_path: Path) -> None:
-    strategies: list[list[Any]] = [["fsdp"], [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]]
-    cases = [(strategy, str(tmp_path / str(number))) for number, strategy in enumerate(strategies)]
+    cases = [(strategy, str(tmp_path / str(number))) for number, strategy in enumerate((["fsdp"], TENSOR))]
     for (refusal, loss, read), _ in run_each(pool, saved_for_hugging_face, cases):
         assert "state = atorch.whole_state(result.model)" in refusal
         assert read == pytest.approx(loss, rel=1e-6)

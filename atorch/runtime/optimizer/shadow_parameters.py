@@ -1,13 +1,14 @@
 """An optimizer whose inner optimizer steps on stand-ins for some parameters: wider tensors, or tensors elsewhere.
 
 Users, schedulers and clipping see the model's parameters. The groups are the inner optimizer's own, so that a changed
-learning rate reaches it. They have the stand-ins only while the inner optimizer runs. Stand-ins may be nested: fp32
-masters may have an inner optimizer with stand-ins on the host.
+learning rate reaches it. They have the stand-ins only while the inner optimizer runs. `state` is by the model's
+parameters, too. Stand-ins may be nested: fp32 masters may have an inner optimizer with stand-ins on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +29,8 @@ class ShadowOptimizer(WrappedOptimizer):
     groups: parameters, named parameters or groups of either.
     """
 
+    name_of_stand_in: str | None = None  # under which `state` has it, among the states of its parameter
+
     def __init__(self, make_inner: MakeOptimizer, groups: Iterable[Any]) -> None:
         self.stand_ins: dict[torch.Tensor, torch.Tensor] = {}  # parameter → stand-in
         inner = make_inner(_converted(list(groups), self._stand_in_of))
@@ -37,7 +40,15 @@ class ShadowOptimizer(WrappedOptimizer):
         show(inner, self._shown)
         self._note_values()
         super().__init__(inner)
-        self.copied = self.stand_ins
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The inner optimizer's states, by the model's parameters."""
+        return _StatesOfShown(self.inner.state, self.stand_ins, self.name_of_stand_in)  # type: ignore[return-value]
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        self.inner.state = state
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         raise NotImplementedError
@@ -100,6 +111,36 @@ class ShadowOptimizer(WrappedOptimizer):
                 for place, differs in zip(places, (now != then).tolist(), strict=True):
                     written[place] = written[place] or differs
         return [pair for pair, is_written in zip(self.stand_ins.items(), written, strict=True) if is_written]
+
+
+class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
+    """States of stand-ins by the parameters that they stand for, with the stand-ins if these have a name."""
+
+    def __init__(
+        self,
+        states: MutableMapping[torch.Tensor, Any],
+        stand_ins: Mapping[torch.Tensor, torch.Tensor],
+        name: str | None,
+    ) -> None:
+        self._states, self._stand_ins, self._name = states, stand_ins, name
+
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        stand_in = self._stand_ins.get(key, key)
+        states = self._states[stand_in]
+        return states if self._name is None or stand_in is key else ChainMap(states, {self._name: stand_in})
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        self._states[self._stand_ins.get(key, key)] = value.maps[0] if isinstance(value, ChainMap) else value
+
+    def __delitem__(self, key: torch.Tensor) -> None:
+        del self._states[self._stand_ins.get(key, key)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        shown = {stand_in: parameter for parameter, stand_in in self._stand_ins.items()}
+        return iter([shown.get(key, key) for key in self._states])
+
+    def __len__(self) -> int:
+        return len(self._states)
 
 
 @torch.no_grad()

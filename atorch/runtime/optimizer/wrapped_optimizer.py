@@ -8,8 +8,8 @@ each step checks first, and a group with such tensors uses torch's default imple
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,6 @@ class WrappedOptimizer(Optimizer):
     """Shares the inner optimizer's parameter groups, state and defaults. Subclasses implement `step`."""
 
     inner: Optimizer
-    copied: Collection[torch.Tensor] = ()
-    """Parameters whose states belong to copies or parts of them."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -42,8 +40,7 @@ class WrappedOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """The inner optimizer's state; assigning it assigns the inner one's."""
-        states: Any = self.inner.state
-        return _StatesOfCopies(states, self.copied) if self.copied else states  # type: ignore[return-value]
+        return self.inner.state
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
@@ -112,32 +109,6 @@ class WrappedOptimizer(Optimizer):
             raise ArgumentError(
                 f"{type(self).__name__}.step was given a closure; it would see gradients of another scale or "
                 "precision than the optimizer. Train in fp32, or with an optimizer that needs no closure"
-            )
-
-
-class _StatesOfCopies(UserDict[torch.Tensor, Any]):
-    """States by the tensors that the inner optimizer steps on; the model's parameters are refused as keys."""
-
-    def __init__(self, states: defaultdict[torch.Tensor, Any], copied: Collection[torch.Tensor]) -> None:
-        self.data, self._copied = states, copied
-
-    def __contains__(self, key: Any) -> bool:
-        self._refuse(key)
-        return key in self.data
-
-    def __getitem__(self, key: torch.Tensor) -> Any:
-        self._refuse(key)
-        return self.data[key]
-
-    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        self._refuse(key)
-        self.data[key] = value
-
-    def _refuse(self, key: torch.Tensor) -> None:
-        if key in self._copied:
-            raise ArgumentError(
-                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
-                "(half, offload, chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
             )
 
 

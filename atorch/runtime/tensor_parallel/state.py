@@ -10,9 +10,11 @@ gives a warning, and `save_pretrained` an error.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from atorch.checkpoint.boxes import LogicalTensor
 from atorch.distributed.collectives import all_or_none, checked_barrier, world_group
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, CheckpointError
 from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.model.wrapper import override
@@ -203,6 +205,26 @@ class _Telling:
 def tell_of_part(model: nn.Module, part: str) -> None:
     """Make the first `model.state_dict()` warn that it holds only `part`, and how to get the full one."""
     model.register_state_dict_pre_hook(_Telling(part))
+
+
+def refuse_other_parts(model: nn.Module) -> None:
+    """Let `model.load_state_dict` refuse state dicts of processes that hold other parts of the model."""
+    part = zlib.crc32(repr([(entry.names, entry.runs) for entry in held_tensors(model)]).encode())
+    model.register_state_dict_post_hook(partial(_note_part, part))
+    model.register_load_state_dict_pre_hook(partial(_check_part, part))
+
+
+def _note_part(part: int, model: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    metadata["part"] = part  # torch keeps it with the state dict, also in files
+
+
+def _check_part(part: int, model: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    if metadata.get("part", part) != part:
+        raise CheckpointError(
+            "load_state_dict was given another part of the model than this process holds, from another process or "
+            "another number of them: let each process load what it saved itself, or save atorch.whole_state(model) "
+            "and load it by atorch.load_whole_state"
+        )
 
 
 def own_state(model: nn.Module) -> dict[str, Any]:
