@@ -151,10 +151,20 @@ def held_tensors(model: nn.Module) -> list[HeldTensor]:
     for tensor, names in named_tensors(model):
         split = next((rows[name] for name in names if name in rows), None)
         rank = 0 if split is None else mesh.rank("tensor")
-        home: Any = tensor.home if isinstance(tensor, ChunkedParameter) else None
-        place = None if home is None else home.operations.chunks.place(tensor)
-        held.append(HeldTensor(tuple(names), tensor, *placement(tensor, split, rank), place))
+        held.append(_held(tuple(names), tensor, split, rank))
     return held
+
+
+@torch.no_grad()
+def write_part(tensor: Tensor, value: Tensor, rows: Rows | None = None, rank: int = 0) -> None:
+    """Write the whole `value` into a parameter or buffer of which rank `rank` of the axis tensor has `rows`."""
+    _held((), tensor, rows, rank).write(value)
+
+
+def _held(names: tuple[str, ...], tensor: Tensor, rows: Rows | None, rank: int) -> HeldTensor:
+    home: Any = tensor.home if isinstance(tensor, ChunkedParameter) else None
+    place = None if home is None else home.operations.chunks.place(tensor)
+    return HeldTensor(names, tensor, *placement(tensor, rows, rank), place)
 
 
 def placement(tensor: Tensor, rows: Rows | None, rank: int) -> tuple[tuple[int, ...], Runs]:
