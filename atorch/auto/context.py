@@ -194,8 +194,8 @@ class Context:
             tell_of_part(model, "this process's rows of split parameters")
         if is_staged or is_sharded or self.layout is not None:
             need_whole_to_save(self.root)
-            if not is_staged:
-                refuse_other_parts(self.root)
+            for part in self.parts if is_staged else [self.root]:
+                refuse_other_parts(part, self.layout)
 
     def _guard_gradients(self, built: Built, binding: ModelFacts) -> None:
         """Make gradients refuse computations, such as norms, whose result would differ from plain training's."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -105,13 +106,33 @@ def tokens() -> torch.Tensor:
     return torch.arange(6) * torch.arange(1, 9)[:, None] % 32
 
 
-def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: str) -> tuple[str, float, float]:
-    """(the error without a state, the loss of the model, that of the one read back)."""
+def language_job(strategy: list[Any]) -> Any:
+    """The result of auto_accelerate on a GPT-2, which has fused projections."""
     torch.manual_seed(0)
     model, data = gpt2(32, 16, heads=2, positions=8, **dict.fromkeys(DROPOUTS, 0)), tokens().split(1)
-    samples = [{"input_ids": each[0], "labels": each[0]} for each in data]
-    more = {"model_input_format": "unpack_dict"}
-    result = accelerate(model, strategy, samples, lambda batch, output: output.loss, batch_size=4, **more)
+    samples = [{"input_ids": sample[0], "labels": sample[0]} for sample in data]
+    more = {"model_input_format": "unpack_dict", "optim_func": torch.optim.AdamW}
+    return accelerate(model, strategy, samples, lambda batch, output: output.loss, batch_size=4, **more)
+
+
+def refused_by_torch(rank: int, size: int, strategy: list[Any], folder: str) -> None:
+    result = language_job(strategy)
+    step(result)
+    model, optim = get_state_dict(result.model, result.optim)
+    with pytest.raises(dcp.CheckpointException, match="would take this process's part"):
+        dcp.save({"model": model, "optim": copy.deepcopy(optim)}, checkpoint_id=folder)
+
+
+def test_parts_that_torch_would_take_for_the_whole_are_refused(pool: Pool, tmp_path: Path) -> None:
+    chunk: list[Any] = [("chunk", {"budget_bytes": 2**22})]
+    run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in (TENSOR, chunk)])
+    both = [("parallel_mode", [("tensor", 2), ("data", 2)]), "tensor_parallel", "fsdp"]
+    pool.run(refused_by_torch, both, str(tmp_path), ranks=4)
+
+
+def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: str) -> tuple[str, float, float]:
+    """(the error without a state, the loss of the model, that of the one read back)."""
+    result = language_job(strategy)
     with pytest.raises(ArgumentError) as refusal:
         result.model.save_pretrained(folder)
     state = whole_state(result.model)

@@ -44,7 +44,7 @@ from atorch.runtime.memory.offload import host_threads
 from atorch.runtime.optimizer.held_tensors import whole_states
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, show
 from atorch.runtime.optimizer.user_optimizer import needs_closure
-from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient, fuse
+from atorch.runtime.optimizer.wrapped_optimizer import OwnPart, dense_gradient, fuse
 
 
 class ChunkOptimizer(ShadowOptimizer):
@@ -203,8 +203,13 @@ class ChunkOptimizer(ShadowOptimizer):
                 if entry is not None:
                     state[number] = entry
                 number += 1
-        share = {SHARE: self._share_of_each()} if self._chunks.num_shares > 1 else {}
-        return {**saved, **share, "state": state, "param_groups": groups}
+        if self._chunks.num_shares == 1:
+            return {**saved, "state": state, "param_groups": groups}
+        share, params = self._share_of_each(), self._parameters()
+        for number in [number for number in state if share[number] != (0, params[number].numel())]:
+            parts = state[number].items()
+            state[number] = {k: OwnPart.of(v) if isinstance(v, Tensor) and v.dim() else v for k, v in parts}
+        return {**saved, SHARE: share, "state": state, "param_groups": groups}
 
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
         """The full state on rank `to_rank` of the chunks' group, None on the others. All ranks must call it."""

@@ -8,6 +8,7 @@ each step checks first, and a group with such tensors uses torch's default imple
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, CheckpointError
 from atorch.logs import logger
 
 
@@ -155,6 +156,35 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class OwnPart(Tensor):
+    """A tensor of a state dict that torch.distributed.checkpoint would take for the whole one, and refuses instead."""
+
+    __slots__ = ()
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, value: Tensor) -> Tensor:
+        """`value`, a part in a state dict, so that it refuses."""
+        part = value.detach()
+        kind = cls if type(part) is Tensor else type("OwnPart", (cls, type(part)), {"__slots__": ()})
+        part.__class__ = kind  # type: ignore[assignment]
+        return part
+
+    def __create_write_items__(self, *_: Any) -> Any:
+        raise CheckpointError(
+            "torch.distributed.checkpoint would take this process's part of a tensor for the whole one, or its rows "
+            "for those of another order; use atorch.save_checkpoint and load_checkpoint"
+        )
+
+    __create_chunk_list__ = __get_tensor_shard__ = __create_write_items__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # files and other processes have plain tensors
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return OwnPart.of(copy.deepcopy(self.detach(), memo))
 
 
 _KINDS = (Adam, AdamW, SGD, Adagrad)

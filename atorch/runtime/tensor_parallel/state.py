@@ -30,6 +30,7 @@ from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.model.wrapper import override
 from atorch.runtime.optimizer.held_tensors import HeldTensor, differing_names, gathered, held_tensors, placement
+from atorch.runtime.optimizer.wrapped_optimizer import OwnPart
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 
@@ -207,15 +208,25 @@ def tell_of_part(model: nn.Module, part: str) -> None:
     model.register_state_dict_pre_hook(_Telling(part))
 
 
-def refuse_other_parts(model: nn.Module) -> None:
-    """Let `model.load_state_dict` refuse state dicts of processes that hold other parts of the model."""
+def refuse_other_parts(model: nn.Module, layout: ModelLayout | None) -> None:
+    """Let `model.load_state_dict` refuse state dicts of processes that hold other parts of the model.
+
+    layout: the split, under which torch.distributed.checkpoint is refused, too.
+    """
     part = zlib.crc32(repr([(entry.names, entry.runs) for entry in held_tensors(model)]).encode())
-    model.register_state_dict_post_hook(partial(_note_part, part))
+    model.register_state_dict_post_hook(partial(_note_part, part, {} if layout is None else layout.rows))
     model.register_load_state_dict_pre_hook(partial(_check_part, part))
 
 
-def _note_part(part: int, model: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+def _note_part(
+    part: int, rows: Mapping[str, Rows], model: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]
+) -> None:
     metadata["part"] = part  # torch keeps it with the state dict, also in files
+    for name in rows.keys() & state.keys():
+        if not isinstance(state[name], nn.Parameter) and not (
+            rows[name].is_in_order and hasattr(state[name], "placements")
+        ):
+            state[name] = OwnPart.of(state[name])
 
 
 def _check_part(part: int, model: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
