@@ -14,8 +14,7 @@ step also takes fp32 gradients for one 16th of the parameters.
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,8 @@ class ChunkOptimizer(ShadowOptimizer):
             parameters.
     """
 
+    steps_pieces = True
+
     def __init__(
         self,
         make_inner: MakeOptimizer,
@@ -94,15 +95,6 @@ class ChunkOptimizer(ShadowOptimizer):
                 fuse(self.inner)  # also for callers outside auto_accelerate
         self._cut_groups(range(len(self._shown)))
         self._early = None if early is None else EarlySteps(early, chunks.chunks, self.inner, self._step_early)
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The inner optimizer's states, by piece."""
-        return _StatesOfPieces(self.inner.state, self.stand_ins)  # type: ignore[return-value]
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self.inner.state = state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -349,29 +341,3 @@ class ChunkOptimizer(ShadowOptimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._shown for parameter in group]
-
-
-class _StatesOfPieces(UserDict[Tensor, Any]):
-    """States by piece; the model's parameters are refused as keys."""
-
-    def __init__(self, states: defaultdict[Tensor, Any], parameters: Collection[Tensor]) -> None:
-        self.data, self._parameters = states, parameters
-
-    def __contains__(self, key: Any) -> bool:
-        self._refuse(key)
-        return key in self.data
-
-    def __getitem__(self, key: Tensor) -> Any:
-        self._refuse(key)
-        return self.data[key]
-
-    def __setitem__(self, key: Tensor, value: Any) -> None:
-        self._refuse(key)
-        self.data[key] = value
-
-    def _refuse(self, key: Tensor) -> None:
-        if key in self._parameters:
-            raise ArgumentError(
-                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
-                "(chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
-            )

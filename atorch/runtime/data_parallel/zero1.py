@@ -226,13 +226,10 @@ class ShardedOptimizer(WrappedOptimizer):
         Raises:
             CheckpointError: the state lacks parameters of this rank's share.
         """
-        saved = [part["params"] for part in state_dict["param_groups"]]
-        if [len(params) for params in saved] == [len(part["params"]) for part in self._whole]:
-            names = [name for params in saved for name in params]  # by order: a full state may use any keys
-        else:
-            present = {index for params in saved for index in params}
-            names = [index if index in present else None for index in range(len(self._params))]
-        missing = [index for index in self._indices if names[index] is None]
+        numbers = [number for part in state_dict["param_groups"] for number in part["params"]]
+        # By order: a full state may use any keys.
+        names = {number: number for number in numbers} if SLICES in state_dict else dict(enumerate(numbers))
+        missing = [index for index in self._indices if index not in names]
         slices, held = state_dict.get(SLICES, {}), self._held_slices()
         of_others = [index for index in self._indices if index in slices and tuple(slices[index]) != held.get(index)]
         if missing or of_others:

@@ -8,7 +8,7 @@ parameters, too. Stand-ins may be nested: fp32 masters may have an inner optimiz
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class ShadowOptimizer(WrappedOptimizer):
     """
 
     name_of_stand_in: str | None = None  # under which `state` has it, among the states of its parameter
+    steps_pieces = False  # then `state` is by piece
 
     def __init__(self, make_inner: MakeOptimizer, groups: Iterable[Any]) -> None:
         self.stand_ins: dict[torch.Tensor, torch.Tensor] = {}  # parameter → stand-in
@@ -44,7 +45,7 @@ class ShadowOptimizer(WrappedOptimizer):
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """The inner optimizer's states, by the model's parameters."""
-        return _StatesOfShown(self.inner.state, self.stand_ins, self.name_of_stand_in)  # type: ignore[return-value]
+        return _StatesOfShown(self.inner.state, self)  # type: ignore[return-value]
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
@@ -114,33 +115,44 @@ class ShadowOptimizer(WrappedOptimizer):
 
 
 class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
-    """States of stand-ins by the parameters that they stand for, with the stand-ins if these have a name."""
+    """An optimizer's states of stand-ins by the parameters that they stand for."""
 
-    def __init__(
-        self,
-        states: MutableMapping[torch.Tensor, Any],
-        stand_ins: Mapping[torch.Tensor, torch.Tensor],
-        name: str | None,
-    ) -> None:
-        self._states, self._stand_ins, self._name = states, stand_ins, name
+    def __init__(self, states: MutableMapping[torch.Tensor, Any], optimizer: ShadowOptimizer) -> None:
+        self._states, self._optimizer = states, optimizer
+
+    def __contains__(self, key: Any) -> bool:
+        return self._stand_in(key) in self._states
+
+    def get(self, key: torch.Tensor, default: Any = None) -> Any:
+        # Mapping.get would let a defaultdict make states.
+        return self[key] if key in self else default  # noqa: SIM401
 
     def __getitem__(self, key: torch.Tensor) -> Any:
-        stand_in = self._stand_ins.get(key, key)
+        stand_in, name = self._stand_in(key), self._optimizer.name_of_stand_in
         states = self._states[stand_in]
-        return states if self._name is None or stand_in is key else ChainMap(states, {self._name: stand_in})
+        return states if name is None or stand_in is key else ChainMap(states, {name: stand_in})
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        self._states[self._stand_ins.get(key, key)] = value.maps[0] if isinstance(value, ChainMap) else value
+        self._states[self._stand_in(key)] = value.maps[0] if isinstance(value, ChainMap) else value
 
     def __delitem__(self, key: torch.Tensor) -> None:
-        del self._states[self._stand_ins.get(key, key)]
+        del self._states[self._stand_in(key)]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        shown = {stand_in: parameter for parameter, stand_in in self._stand_ins.items()}
+        shown = {} if self._optimizer.steps_pieces else self._optimizer._originals()
         return iter([shown.get(key, key) for key in self._states])
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def _stand_in(self, key: torch.Tensor) -> torch.Tensor:
+        stand_in = self._optimizer.stand_ins.get(key, key)
+        if self._optimizer.steps_pieces and stand_in is not key:
+            raise ArgumentError(
+                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
+                "(chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
+            )
+        return stand_in
 
 
 @torch.no_grad()
