@@ -77,12 +77,12 @@ class HeldTensor:
 
     def write(self, value: Any) -> None:
         """Write this rank's part of the whole `value`, a tensor or safetensors' slice."""
-        if self.place is not None:
-            memory, slot = self.place
-            memory.write(slot, value[...])
-            return
-        for box, part in self.logical().pieces:
+        own = None if self.place is None else self.place[0].master.new_empty(self.local_shape)  # chunks may share it
+        values = local(self.tensor.detach()) if own is None else own
+        for box, part in self.pieces(values):
             part.copy_(value[box.slices(whole_box(self.shape))])
+        if self.place is not None:
+            self.place[0].write(self.place[1], values)
 
     def _in_chunk(self, memory: ChunkMemory, slot: ChunkSlot) -> LogicalTensor:
         memory.follow()
