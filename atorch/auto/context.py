@@ -229,7 +229,7 @@ class Context:
 
         def write(names: tuple[str, ...], target: torch.Tensor, value: torch.Tensor) -> None:
             rows = rows_of(names, cut)
-            write_part(target, value, rows, rank)
+            write_part(names, target, value, rows, rank)
             keeps_exact = isinstance(target, ChunkedParameter) or hasattr(target, "placements")
             if target.requires_grad and value.dtype != target.dtype and not keeps_exact:
                 self.unrounded[target] = (value if rows is None else rows.take(value, rank)).detach().clone()

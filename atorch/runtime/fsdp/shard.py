@@ -145,7 +145,7 @@ def shard(
     stand_for_sharded(module)
     _refuse_later_hooks(module, whole)
     if initial is not None:
-        give_values(initial, [module], device, lambda names, target, value: write_part(target, value))
+        give_values(initial, [module], device, write_part)
     return [owner.get_parameter(name) for owner, name in host_places]
 
 

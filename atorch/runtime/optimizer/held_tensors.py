@@ -156,9 +156,9 @@ def held_tensors(model: nn.Module) -> list[HeldTensor]:
 
 
 @torch.no_grad()
-def write_part(tensor: Tensor, value: Tensor, rows: Rows | None = None, rank: int = 0) -> None:
+def write_part(names: tuple[str, ...], tensor: Tensor, value: Tensor, rows: Rows | None = None, rank: int = 0) -> None:
     """Write the whole `value` into a parameter or buffer of which rank `rank` of the axis tensor has `rows`."""
-    _held((), tensor, rows, rank).write(value)
+    _held(names, tensor, rows, rank).write(value)
 
 
 def _held(names: tuple[str, ...], tensor: Tensor, rows: Rows | None, rank: int) -> HeldTensor:

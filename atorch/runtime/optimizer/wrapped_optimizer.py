@@ -162,7 +162,7 @@ class OwnPart(Tensor):
     """A tensor of a state dict that torch.distributed.checkpoint would take for the whole one, and refuses instead."""
 
     __slots__ = ()
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, value: Tensor) -> Tensor:
