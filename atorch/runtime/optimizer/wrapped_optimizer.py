@@ -169,7 +169,7 @@ class OwnPart(Tensor):
         """`value`, a part in a state dict, so that it refuses."""
         part = value.detach()
         kind = cls if type(part) is Tensor else type("OwnPart", (cls, type(part)), {"__slots__": ()})
-        part.__class__ = kind  # type: ignore[assignment]
+        part.__class__ = kind
         return part
 
     def __create_write_items__(self, *_: Any) -> Any:

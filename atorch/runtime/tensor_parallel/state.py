@@ -29,7 +29,8 @@ from atorch.errors import ArgumentError, CheckpointError
 from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.model.wrapper import override
-from atorch.runtime.optimizer.held_tensors import HeldTensor, differing_names, gathered, held_tensors, placement
+from atorch.runtime.data_parallel.buckets import gathered
+from atorch.runtime.optimizer.held_tensors import HeldTensor, differing_names, held_tensors, placement
 from atorch.runtime.optimizer.wrapped_optimizer import OwnPart
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
@@ -101,9 +102,8 @@ def whole_tensor(tensor: Any, rows: Rows | None, group: dist.ProcessGroup | None
     if hasattr(tensor, "full_tensor"):
         whole: Tensor = tensor.full_tensor()
         return whole if rows is None else in_own_order(whole, rows)
-    if rows is None:
-        return tensor
-    return dict(gathered({"": _logical(tensor, rows, group)}, group))[""]
+    whole = tensor
+    return whole if rows is None else dict(gathered({"": _logical(whole, rows, group)}, group))[""]
 
 
 def in_own_order(tensor: Tensor, rows: Rows) -> Tensor:
