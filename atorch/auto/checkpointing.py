@@ -29,9 +29,15 @@ from atorch.distributed.rng import RandomState
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
 from atorch.logs import logger
-from atorch.model.meta_device import first_names
 from atorch.runtime.data.loader import Loader
-from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, StateTargets, held_states, held_tensors
+from atorch.runtime.optimizer.held_tensors import (
+    HeldStates,
+    HeldTensor,
+    StateTargets,
+    differing_names,
+    held_states,
+    held_tensors,
+)
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import MASTER
@@ -288,18 +294,12 @@ def _load_model(checkpoint: Checkpoint, held: Sequence[HeldTensor], model: nn.Mo
     all_or_none(lambda: _check_names(held, present, model) if strict else None)
     checkpoint.load({MODEL + entry.name: entry.logical() for entry in held if entry.name in present})
     for entry in held:
-        if (place := entry.chunk_place()) is not None:
-            place[0].updated()
+        if entry.place is not None:
+            entry.place[0].updated()
 
 
 def _check_names(held: Sequence[HeldTensor], present: Collection[str], model: nn.Module) -> None:
-    known = {name for entry in held for name in entry.names} | set(getattr(model, "state_names", ()))
-    differing = {
-        "lacks": [entry.name for entry in held if entry.name not in present],
-        "has": sorted(set(present) - known),
-    }
-    if any(differing.values()):
-        text = " and ".join(f"{what} {first_names(names)}" for what, names in differing.items() if names)
+    if text := differing_names(held, present, model):
         raise CheckpointError(
             f"the checkpoint {text}, other than the model {type(model).__name__}; give the one of the same model, or "
             "strict=False to load what both have"

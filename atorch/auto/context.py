@@ -24,17 +24,19 @@ from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.model.deferred_init import InitialValues, give_values
-from atorch.model.meta_device import give_memory, put, unfilled
+from atorch.model.meta_device import give_memory, unfilled
 from atorch.model.user_functions import LossFunc
+from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data.loader import Loader, shares_out
 from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
 from atorch.runtime.gradients.norm_guard import guard_gradients
 from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
 from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
 from atorch.runtime.memory.deferred_output import Deferred
+from atorch.runtime.optimizer.held_tensors import write_part
 from atorch.runtime.optimizer.user_optimizer import keep_to
 from atorch.runtime.tensor_parallel.model_layout import rows_of
-from atorch.runtime.tensor_parallel.state import need_whole_to_save, tell_of_part
+from atorch.runtime.tensor_parallel.state import need_whole_to_save, refuse_other_parts, tell_of_part
 
 if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep
@@ -70,7 +72,6 @@ class ModelFacts:
     mesh: Mesh | None = None
     loss_scale: Callable[[], float] = _unscaled
     layout: ModelLayout | None = None  # the split of parameters over the axis tensor
-    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # writes into a parameter stored elsewhere
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelFacts:
         return self  # a copy of the model lives on the same processes
@@ -127,7 +128,6 @@ class Context:
     loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
     unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → exact value
     initial: InitialValues | None = None  # of a model on the meta device; None if it has values, or gets none
-    write_value: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # writes into a parameter stored elsewhere
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
     seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
     told: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job
@@ -156,7 +156,7 @@ class Context:
         for part in self.parts:
             _move(part, self.device)
         if self.initial is not None:
-            give_values(self.initial, self.parts, self.device, self._part_of(), self._write)
+            give_values(self.initial, self.parts, self.device, self._writer())
         optim = None if self.make_optimizer is None else self.make_optimizer(self.make_param_groups(self.parts))
         built = Built(
             model=self.parts[0],
@@ -171,7 +171,7 @@ class Context:
             built = finish(built)
         if built.loss_func is not None and self.batch_axes and not built.weighs_ranks:
             built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
-        binding = ModelFacts(self.mesh, built.loss_scale, self.layout, self.write_value)
+        binding = ModelFacts(self.mesh, built.loss_scale, self.layout)
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", binding)
         add_clipping(built.model)
@@ -194,6 +194,8 @@ class Context:
             tell_of_part(model, "this process's rows of split parameters")
         if is_staged or is_sharded or self.layout is not None:
             need_whole_to_save(self.root)
+            for part in self.parts if is_staged else [self.root]:
+                refuse_other_parts(part, self.layout)
 
     def _guard_gradients(self, built: Built, binding: ModelFacts) -> None:
         """Make gradients refuse computations, such as norms, whose result would differ from plain training's."""
@@ -220,25 +222,19 @@ class Context:
         """
         give_memory(self.parts, lambda tensor: make(tensor, self.device))
 
-    def _part_of(self) -> Callable[[tuple[str, ...], torch.Tensor], torch.Tensor]:
-        """A function that selects this process's rows of a parameter split over the axis tensor; else all rows."""
-        if self.layout is None:
-            return lambda names, value: value
-        cut, rank = self.layout.rows, self.need_mesh().rank("tensor")  # computed once: `rows` traverses the model
+    def _writer(self) -> Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None]:
+        """A function that writes this process's part of a whole value into the parameter with these names."""
+        cut = {} if self.layout is None else self.layout.rows  # computed once: `rows` traverses the model
+        rank = self.need_mesh().rank("tensor") if cut else 0
 
-        def part_of(names: tuple[str, ...], value: torch.Tensor) -> torch.Tensor:
+        def write(names: tuple[str, ...], target: torch.Tensor, value: torch.Tensor) -> None:
             rows = rows_of(names, cut)
-            return value if rows is None else rows.take(value, rank)
+            write_part(names, target, value, rows, rank)
+            keeps_exact = isinstance(target, ChunkedParameter) or hasattr(target, "placements")
+            if target.requires_grad and value.dtype != target.dtype and not keeps_exact:
+                self.unrounded[target] = (value if rows is None else rows.take(value, rank)).detach().clone()
 
-        return part_of
-
-    def _write(self, target: torch.Tensor, value: torch.Tensor) -> None:
-        if self.write_value is not None:
-            self.write_value(target, value)
-            return
-        put(target, value)
-        if target.requires_grad and value.dtype != target.dtype and not hasattr(target, "placements"):
-            self.unrounded[target] = value.detach().clone()
+        return write
 
     def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> RankWeight | None:
         """The weight of this rank's loss among those of ranks with other samples; None if there are no such ranks.

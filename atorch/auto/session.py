@@ -34,6 +34,7 @@ from atorch.logs import logger, speaking
 from atorch.model.copy_isolation import separate
 from atorch.model.deferred_init import InitialValues
 from atorch.model.meta_device import has_meta, need_values
+from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data.batches import watch_batches
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
 
 def _build(applied: Context, waits_for_values: bool, cuts: bool) -> AccelerateResult:
     result = all_or_none(applied.build)  # the user's optimizer and scheduler may raise
-    if waits_for_values and applied.write_value is None:
+    if waits_for_values and not any(isinstance(p, ChunkedParameter) for p in result.model.parameters()):
         need_values(result.model)
     tell_kernel(result.optim)
     if not cuts:  # optimizers of pipeline stages have different parameters

@@ -26,7 +26,7 @@ from atorch.distributed.collectives import from_rank_zero
 from atorch.distributed.rng import RandomState, preserved_rng
 from atorch.errors import ArgumentError, AtorchError
 from atorch.model.copy import UNCOPYABLE, duplicate, lazy_clone
-from atorch.model.meta_device import first_names, has_meta, is_meta, is_unfilled, like, own_tensors, put, unfilled
+from atorch.model.meta_device import first_names, has_meta, is_meta, is_unfilled, like, own_tensors, unfilled
 from atorch.model.module_swap import post_order
 from atorch.model.pytree import tensors_in, written_tensors
 
@@ -225,14 +225,12 @@ def give_values(
     initial: InitialValues,
     parts: Iterable[nn.Module],
     device: torch.device,
-    part_of: Callable[[tuple[str, ...], Tensor], Tensor] = lambda names, value: value,
-    write: Callable[[Tensor, Tensor], None] | None = None,
+    write: Callable[[tuple[str, ...], Tensor, Tensor], None],
 ) -> None:
     """Write the values into `parts`, this process's modules of the model. All processes call it together.
 
     Args:
-        part_of: this process's part of the tensor with these names, before any sharding by DTensor.
-        write: writes such a part into a parameter or buffer; None: `put`.
+        write: writes this process's part of a value, which is whole, into the parameter or buffer with these names.
 
     Raises:
         AtorchError: a parameter has got no value.
@@ -240,10 +238,9 @@ def give_values(
     held = [{**dict(part.named_parameters(remove_duplicate=False)), **_buffers(part)} for part in parts]
     done: set[int] = set()
     for names, value in initial.drawn(device):
-        part = part_of(names, value)
         for tensors in held:
             for target in {id(tensors[name]): tensors[name] for name in names if name in tensors}.values():
-                (write or put)(target, part)
+                write(names, target, value)
                 done.add(id(target))
     for name, tensor in (pair for tensors in held for pair in tensors.items()):
         if id(tensor) not in done and is_unfilled(tensor):

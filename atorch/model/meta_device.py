@@ -48,22 +48,6 @@ def give_memory(
     return made
 
 
-@torch.no_grad()
-def put(target: Tensor, value: Tensor) -> None:
-    """Write this process's part of the full `value`: all of it, or the local shard of a DTensor."""
-    mesh: Any = getattr(target, "device_mesh", None)
-    if mesh is None:
-        target.copy_(value)
-        return
-    for axis, placement in enumerate(target.placements):  # type: ignore[attr-defined]
-        dim = getattr(placement, "dim", None)  # None for replicas; _StridedShard is not a subclass of Shard
-        # `value` holds the rows of the tensor axis already, since they need not be contiguous.
-        if dim is not None and (mesh.mesh_dim_names or [""] * mesh.ndim)[axis] != "tensor":
-            parts, rank = value.chunk(mesh.size(axis), dim), mesh.get_local_rank(axis)
-            value = parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
-    target.to_local().copy_(value)  # type: ignore[attr-defined]
-
-
 def need_values(module: nn.Module) -> None:
     """Let calls of the module raise until a checkpoint has filled its parameters."""
     handles: list[RemovableHandle] = []

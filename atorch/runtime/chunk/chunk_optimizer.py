@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from atorch.errors import ArgumentError, CheckpointError
@@ -35,16 +34,16 @@ from atorch.runtime.chunk.optimizer_slices import (
     cut,
     divided,
     joined,
-    merged,
     restore_master,
     runs,
     uncut,
     whole,
 )
 from atorch.runtime.memory.offload import host_threads
+from atorch.runtime.optimizer.held_tensors import whole_states
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, show
 from atorch.runtime.optimizer.user_optimizer import needs_closure
-from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient, fuse
+from atorch.runtime.optimizer.wrapped_optimizer import OwnPart, dense_gradient, fuse
 
 
 class ChunkOptimizer(ShadowOptimizer):
@@ -65,6 +64,8 @@ class ChunkOptimizer(ShadowOptimizer):
         ArgumentError: chunks are shared or stepped early, and the optimizer is not known to work on parts of
             parameters.
     """
+
+    steps_pieces = True
 
     def __init__(
         self,
@@ -194,31 +195,18 @@ class ChunkOptimizer(ShadowOptimizer):
                 if entry is not None:
                     state[number] = entry
                 number += 1
-        share = {SHARE: self._share_of_each()} if self._chunks.num_shares > 1 else {}
-        return {**saved, **share, "state": state, "param_groups": groups}
+        if self._chunks.num_shares == 1:
+            return {**saved, "state": state, "param_groups": groups}
+        share, params = self._share_of_each(), self._parameters()
+        for number in [number for number in state if share[number] != (0, params[number].numel())]:
+            parts = state[number].items()
+            state[number] = {k: OwnPart.of(v) if isinstance(v, Tensor) and v.dim() else v for k, v in parts}
+        return {**saved, SHARE: share, "state": state, "param_groups": groups}
 
     def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
         """The full state on rank `to_rank` of the chunks' group, None on the others. All ranks must call it."""
-        saved, group = self.state_dict(), self._chunks.group
-        if group is None:
-            return saved
-        share = saved.pop(SHARE, ())
-        by_chunk: dict[int, dict[int, Any]] = {}  # chunk → number → form
-        for number, parameter in enumerate(self._parameters()):
-            if (place := self._chunks.place(parameter)) is not None:
-                chunk, slot = place
-                by_chunk.setdefault(chunk.spec.index, {})[number] = chunk.forms[slot.name]
-        for forms in by_chunk.values():  # one chunk at a time, to bound the receiver's memory
-            mine = [(number, share[number], saved["state"].pop(number, None)) for number in forms]
-            shares: list[Any] | None = [None] * group.size() if group.rank() == to_rank else None
-            dist.gather_object(mine, shares, group=group, group_dst=to_rank)
-            parts: dict[int, dict[Any, Any]] = {}
-            for number, elements, entry in (part for theirs in shares or () for part in theirs):
-                if entry is not None:
-                    parts.setdefault(number, {})[elements] = entry
-            saved["state"].update({number: merged(states, forms[number]) for number, states in parts.items()})
-        saved["state"] = dict(sorted(saved["state"].items()))
-        return saved if group.rank() == to_rank else None
+        group = self._chunks.group
+        return self.state_dict() if group is None else whole_states(self, group, to_rank, self._chunks.place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state, of this class or a plain optimizer, or one that `state_dict` returned on this process.

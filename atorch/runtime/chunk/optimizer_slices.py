@@ -170,7 +170,6 @@ def _shaped(flat: Tensor, form: ChunkForm | None) -> Tensor:
 SHARE = "share"
 
 ParameterState = dict[str, Any]
-Range = tuple[int, int]
 
 
 def joined(
@@ -206,20 +205,6 @@ def restore_master(entry: Mapping[str, Any], piece: OptimizerSlice, of_share: bo
     elif (part := chunk.part(chunk.master, slot)) is not None:
         part.copy_(entry[MASTER])
         chunk.follow()
-
-
-def merged(parts: Mapping[Range, ParameterState], form: ChunkForm) -> ParameterState:
-    """The state of a full parameter from the states of its parts, by their ranges of elements."""
-    (start, stop), first = min(parts.items(), key=lambda part: part[0])
-    if len(parts) == 1:
-        return first
-
-    def whole(key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != (stop - start,):
-            return value
-        return torch.cat([parts[elements][key] for elements in sorted(parts)]).as_strided(form.shape, form.stride)
-
-    return {key: whole(key, value) for key, value in first.items()}
 
 
 def _cut(value: Any, piece: OptimizerSlice, of_share: bool) -> Any:

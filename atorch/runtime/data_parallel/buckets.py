@@ -27,7 +27,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from atorch.distributed.collectives import all_gather_single
+from atorch.checkpoint.boxes import Box, LogicalTensor, check_cover, whole_box
+from atorch.distributed.collectives import (
+    all_gather_single,
+    gather_objects,
+    is_distributed,
+    is_fake_world,
+    present_group,
+)
 from atorch.errors import ArgumentError
 from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient
 
@@ -38,6 +45,7 @@ ALIGNMENT = 32  # elements
 
 Finish = Callable[[], object]
 T = TypeVar("T", bound=Tensor)
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +90,50 @@ def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 def gather(buckets: Iterable[SlicedBucket], group: dist.ProcessGroup) -> None:
     """All-gather the slices of the parameters over `group`."""
     _pipelined(partial(_gather, bucket, group) for bucket in buckets)
+
+
+@torch.no_grad()
+def gathered(
+    tensors: Mapping[K, LogicalTensor], group: dist.ProcessGroup | None = None, to_rank: int | None = None
+) -> Iterator[tuple[K, Tensor]]:
+    """The whole tensors of which the ranks of `group` (None: all) hold boxes, on its rank `to_rank` (None: on all).
+
+    Collective: all ranks iterate to the end. Each takes memory for a bucket of tensors at a time, also one that gets
+    nothing. Of a box that several ranks hold, all get the first one's values.
+
+    Raises:
+        CheckpointError: the boxes of a tensor have holes.
+    """
+    rank = dist.get_rank(group) if is_distributed() and not is_fake_world() else 0
+    own = {key: dict(tensor.pieces) for key, tensor in tensors.items() if tensor.pieces}
+    mine = [
+        (key, (tensors[key].shape, tensors[key].dtype, next(iter(pieces.values())).device.type), list(pieces))
+        for key, pieces in own.items()
+    ]
+    ranks = [mine] if is_fake_world() else gather_objects(mine, group)
+    found: dict[K, tuple[Any, dict[Box, int]]] = {}
+    for source, listed in enumerate(ranks):
+        for key, form, boxes in listed:
+            owners = found.setdefault(key, (form, {}))[1]
+            for box in boxes:
+                owners.setdefault(Box(*box), source)
+    wholes: dict[K, Tensor] = {}
+    shares: list[list[Tensor]] = [[] for _ in ranks]
+    left = len(found)
+    for key, ((shape, dtype, device), owners) in found.items():
+        if not is_fake_world():
+            check_cover(str(key), shape, list(owners))
+        whole = wholes[key] = torch.empty(shape, dtype=dtype, device=device)
+        for box, source in owners.items():
+            part = whole[box.slices(whole_box(shape))]
+            shares[source].append(part.copy_(own[key][box]) if source == rank else part)
+        left -= 1
+        if not left or sum(tensor.nbytes for tensor in wholes.values()) >= BUCKET_BYTES:
+            if len(ranks) > 1:
+                broadcast(enumerate(shares), present_group(group))
+            if to_rank in (None, rank):
+                yield from wholes.items()
+            wholes, shares = {}, [[] for _ in ranks]
 
 
 def can_cut(param: Tensor) -> bool:
@@ -190,22 +242,6 @@ def _unpack_gathered(bucket: SlicedBucket, buffer: Tensor, rank: int) -> None:
 
 SLICES = "slices"
 
-SavedEntry = Mapping[str, Any]
-
-
-def merged(shares: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dict[str, Any]:
-    """The full state of `params` from the local states of all ranks."""
-    parts: dict[Any, list[tuple[int, SavedEntry]]] = {}
-    for share in shares:
-        for index, entry in share["state"].items():
-            start = share[SLICES].get(index, (0, 0))[0]
-            parts.setdefault(index, []).append((start, entry))
-    cut = {index for share in shares for index in share[SLICES]}
-    state = {index: _joined(parts[index], params[index]) if index in cut else parts[index][0][1] for index in parts}
-    groups = [_merged_group(parts_of) for parts_of in zip(*(share["param_groups"] for share in shares), strict=True)]
-    whole = {key: value for key, value in shares[0].items() if key != SLICES}
-    return {**whole, "state": dict(sorted(state.items())), "param_groups": groups}
-
 
 def sliced(entry: Any, param: Tensor, where: slice) -> Any:
     """The part of a parameter's saved state for the flattened elements `where`."""
@@ -218,28 +254,8 @@ def sliced(entry: Any, param: Tensor, where: slice) -> Any:
     return {key: part(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
 
 
-def _joined(parts: Sequence[tuple[int, SavedEntry]], param: Tensor) -> dict[str, Any]:
-    """The state of a full parameter from those of its slices, given with their starts."""
-    entries = [entry for _, entry in sorted(parts, key=lambda part: part[0])]
-
-    def whole(key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        return torch.cat([_dense(entry[key]) for entry in entries]).view(param.shape)
-
-    return {key: whole(key, value) for key, value in entries[0].items()}
-
-
 def _dense(value: Tensor) -> Tensor:
     return value.to_dense() if value.is_sparse else value
-
-
-def _merged_group(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    group = {**parts[0], "params": sorted({index for part in parts for index in part["params"]})}
-    if "param_names" in group:
-        name_of = {i: name for part in parts for i, name in zip(part["params"], part["param_names"], strict=True)}
-        group["param_names"] = [name_of[index] for index in group["params"]]
-    return group
 
 
 def slice_of(param: Tensor, where: slice) -> nn.Parameter:

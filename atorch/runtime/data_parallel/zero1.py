@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, checked_barrier, gather_objects
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, checked_barrier
 from atorch.distributed.fingerprints import Facts, described_optimizer, described_parameters
 from atorch.errors import ArgumentError, CheckpointError
-from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.data_parallel.buckets import (
     SLICES,
@@ -35,12 +34,12 @@ from atorch.runtime.data_parallel.buckets import (
     gather,
     gradient_values,
     lend_gradient,
-    merged,
     origin,
     slice_of,
     sliced,
     sliced_buckets,
 )
+from atorch.runtime.optimizer.held_tensors import whole_states
 from atorch.runtime.optimizer.user_optimizer import as_groups, makes_elementwise, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
@@ -197,8 +196,17 @@ class ShardedOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: some ranks did not; the message names them.
         """
-        checked_barrier("optimizer.state_dict()", self._group)
-        return merged(gather_objects(map_tensors(Tensor.cpu, self.local_state_dict()), self._group), self._params)
+        state = self._gathered("optimizer.state_dict()", None)
+        assert state is not None, "all ranks get it"
+        return state
+
+    def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
+        """The full optimizer state on rank `to_rank` of the group, None on the others. Collective."""
+        return self._gathered("optimizer.full_state_dict()", to_rank)
+
+    def _gathered(self, call: str, to_rank: int | None) -> dict[str, Any] | None:
+        checked_barrier(call, self._group)
+        return whole_states(self, self._group, to_rank)
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, by the parameter indices of the whole model. No communication."""
@@ -212,27 +220,16 @@ class ShardedOptimizer(WrappedOptimizer):
         index_of = {param: index for index, param in enumerate(self._params)}
         return {index_of[param]: (where.start, where.stop) for param, where in map(origin, self._slices) if where}
 
-    def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
-        """The full optimizer state on rank `to_rank` of the group, None on the others. Collective."""
-        checked_barrier("optimizer.full_state_dict()", self._group)
-        shares: list[Any] | None = [None] * self._group.size() if self._group.rank() == to_rank else None
-        mine = map_tensors(Tensor.cpu, self.local_state_dict())
-        dist.gather_object(mine, shares, group=self._group, group_dst=to_rank)
-        return None if shares is None else merged(shares, self._params)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the full optimizer state, or this rank's share of it.
 
         Raises:
             CheckpointError: the state lacks parameters of this rank's share.
         """
-        saved = [part["params"] for part in state_dict["param_groups"]]
-        if [len(params) for params in saved] == [len(part["params"]) for part in self._whole]:
-            names = [name for params in saved for name in params]  # by order: a full state may use any keys
-        else:
-            present = {index for params in saved for index in params}
-            names = [index if index in present else None for index in range(len(self._params))]
-        missing = [index for index in self._indices if names[index] is None]
+        numbers = [number for part in state_dict["param_groups"] for number in part["params"]]
+        # By order: a full state may use any keys.
+        names = {number: number for number in numbers} if SLICES in state_dict else dict(enumerate(numbers))
+        missing = [index for index in self._indices if index not in names]
         slices, held = state_dict.get(SLICES, {}), self._held_slices()
         of_others = [index for index in self._indices if index in slices and tuple(slices[index]) != held.get(index)]
         if missing or of_others:

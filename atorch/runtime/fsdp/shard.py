@@ -29,6 +29,7 @@ from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.fsdp.groups import FsdpUnit, end_forward, is_gathered, sharded_in, versions
 from atorch.runtime.gradients.backward import has_users_hooks, refuse_transforms, weakly
 from atorch.runtime.memory.offload import within
+from atorch.runtime.optimizer.held_tensors import write_part
 from atorch.runtime.optimizer.wrapped_optimizer import local
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def shard(
     stand_for_sharded(module)
     _refuse_later_hooks(module, whole)
     if initial is not None:
-        give_values(initial, [module], device)
+        give_values(initial, [module], device, write_part)
     return [owner.get_parameter(name) for owner, name in host_places]
 
 

@@ -2,35 +2,38 @@
 
 Every strategy cuts a tensor along its dims: into rows of the axis tensor, into shards of the other axes, or into a flat
 range. So each dim of a local tensor is a list of runs of the whole dim (`Runs`), and a local box is the product of such
-runs. States of a parameter are cut as the parameter is. A master weight is its parameter's value, in fp32.
+runs. States of a parameter are cut as the parameter is. A master weight is its parameter's value, in fp32. `gathered`
+makes whole tensors of the boxes of all ranks, `HeldTensor.write` is its inverse.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.checkpoint.boxes import Box, LogicalTensor, flat_boxes, whole_box
+from atorch.distributed.collectives import gather_objects
 from atorch.errors import CheckpointError
+from atorch.model.meta_device import first_names
+from atorch.model.pytree import map_tensors
 from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
 from atorch.runtime.chunk.optimizer_slices import SHARE
 from atorch.runtime.chunk.parameter import ChunkedParameter
-from atorch.runtime.data_parallel.buckets import SLICES
+from atorch.runtime.data_parallel.buckets import SLICES, gathered
 from atorch.runtime.optimizer.wrapped_optimizer import local, local_state_dict
 from atorch.runtime.precision.master_weights import MASTER
-from atorch.runtime.tensor_parallel.layout import Rows
-from atorch.runtime.tensor_parallel.model_layout import rows_of
-from atorch.runtime.tensor_parallel.state import named_tensors
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSlot
+    from atorch.runtime.tensor_parallel.layout import Rows
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 """For each dim, the runs (start, length) of the whole dim that the local one has, one after the other."""
@@ -44,6 +47,7 @@ class HeldTensor:
     tensor: Tensor
     shape: tuple[int, ...]  # of the whole tensor
     runs: Runs
+    place: tuple[ChunkMemory, ChunkSlot] | None = None  # of a parameter that is managed in chunks
 
     @property
     def name(self) -> str:
@@ -56,9 +60,8 @@ class HeldTensor:
 
     def logical(self) -> LogicalTensor:
         """The tensor's values on this rank; a chunked parameter's are those that the optimizer steps."""
-        place = self.chunk_place()
-        if place is not None:
-            return self._in_chunk(*place)
+        if self.place is not None:
+            return self._in_chunk(*self.place)
         values = local(self.tensor.detach())
         return LogicalTensor(self.shape, values.dtype, self.pieces(values))
 
@@ -66,17 +69,20 @@ class HeldTensor:
         """The boxes of local `values`, with views of them; `elements`: the flat range that 1-D values have."""
         if elements is None:
             return self._placed(whole_box(tuple(values.shape)), values)
-        place = self.chunk_place()
-        if place is None:
+        if self.place is None:
             form = ChunkForm.of(torch.empty(self.local_shape, device="meta"))
         else:
-            form = place[0].forms[place[1].name]
+            form = self.place[0].forms[self.place[1].name]
         return self._of_range(values, elements, form)
 
-    def chunk_place(self) -> tuple[ChunkMemory, ChunkSlot] | None:
-        """The chunk and slot of a parameter that is managed in chunks."""
-        is_managed = isinstance(self.tensor, ChunkedParameter)
-        return self.tensor.home.operations.chunks.place(self.tensor) if is_managed else None  # type: ignore[attr-defined]
+    def write(self, value: Any) -> None:
+        """Write this rank's part of the whole `value`, a tensor or safetensors' slice."""
+        own = None if self.place is None else self.place[0].master.new_empty(self.local_shape)  # chunks may share it
+        values = local(self.tensor.detach()) if own is None else own
+        for box, part in self.pieces(values):
+            part.copy_(value[box.slices(whole_box(self.shape))])
+        if self.place is not None:
+            self.place[0].write(self.place[1], values)
 
     def _in_chunk(self, memory: ChunkMemory, slot: ChunkSlot) -> LogicalTensor:
         memory.follow()
@@ -122,6 +128,16 @@ def _overlaps(runs: Sequence[tuple[int, int]], offset: int, size: int) -> Iterat
         at += length
 
 
+def named_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """The model's parameters and persistent buffers with all their names; tied ones have several."""
+    tensors: dict[int, tuple[Tensor, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                tensors.setdefault(id(tensor), (tensor, []))[1].append(f"{path}.{name}" if path else name)
+    return list(tensors.values())
+
+
 def held_tensors(model: nn.Module) -> list[HeldTensor]:
     """The parameters and persistent buffers of which this rank has a part; FSDP2's are sharded again first."""
     facts: Any = getattr(model, "_atorch", None)
@@ -133,14 +149,26 @@ def held_tensors(model: nn.Module) -> list[HeldTensor]:
             reshard()
     held = []
     for tensor, names in named_tensors(model):
-        split = rows_of(names, rows)
+        split = next((rows[name] for name in names if name in rows), None)
         rank = 0 if split is None else mesh.rank("tensor")
-        held.append(HeldTensor(tuple(names), tensor, *_placement(tensor, split, rank)))
+        held.append(_held(tuple(names), tensor, split, rank))
     return held
 
 
-def _placement(tensor: Tensor, rows: Rows | None, rank: int) -> tuple[tuple[int, ...], Runs]:
-    """The shape of the whole tensor, and the runs of this rank's part."""
+@torch.no_grad()
+def write_part(names: tuple[str, ...], tensor: Tensor, value: Tensor, rows: Rows | None = None, rank: int = 0) -> None:
+    """Write the whole `value` into a parameter or buffer of which rank `rank` of the axis tensor has `rows`."""
+    _held(names, tensor, rows, rank).write(value)
+
+
+def _held(names: tuple[str, ...], tensor: Tensor, rows: Rows | None, rank: int) -> HeldTensor:
+    home: Any = tensor.home if isinstance(tensor, ChunkedParameter) else None
+    place = None if home is None else home.operations.chunks.place(tensor)
+    return HeldTensor(names, tensor, *placement(tensor, rows, rank), place)
+
+
+def placement(tensor: Tensor, rows: Rows | None, rank: int) -> tuple[tuple[int, ...], Runs]:
+    """The shape of the whole tensor, and the runs of this rank's part; `rank`: among those of `rows`."""
     shape = list(tensor.shape)
     if rows is not None:
         shape[rows.dim] = rows.num_met
@@ -164,6 +192,16 @@ def _share(runs: Sequence[tuple[int, int]], num_shares: int, index: int) -> list
     return [(begin, n) for begin, _, n in _overlaps(runs, start, min(size, start + length) - start)]
 
 
+def differing_names(held: Sequence[HeldTensor], present: Collection[str], model: nn.Module) -> str:
+    """The names that a saved state lacks, or has beyond the model's, as text for an error; "" for none."""
+    known = {name for entry in held for name in entry.names} | set(getattr(model, "state_names", ()))
+    differing = {
+        "lacks": [entry.name for entry in held if not any(name in present for name in entry.names)],
+        "has": sorted(set(present) - known),
+    }
+    return " and ".join(f"{what} {first_names(names)}" for what, names in differing.items() if names)
+
+
 @dataclass(frozen=True)
 class HeldStates:
     """An optimizer's states on this rank: tensors by `parameter.state`, and other values by parameter and state."""
@@ -178,14 +216,14 @@ class HeldStates:
         return {name: logical for (name, key), logical in self.tensors.items() if key == MASTER}
 
 
-def held_states(optimizer: Optimizer, held: Iterable[HeldTensor]) -> HeldStates:
+def held_states(optimizer: Optimizer, held: Iterable[HeldTensor], saved: Mapping[str, Any] | None = None) -> HeldStates:
     """The states of an optimizer of an accelerated model.
 
     Raises:
         CheckpointError: a state of a parameter that is cut has another shape than the parameter.
     """
     of_tensor = {id(entry.tensor): entry for entry in held}
-    saved = local_state_dict(optimizer)
+    saved = local_state_dict(optimizer) if saved is None else saved
     tensors: dict[tuple[str, str], LogicalTensor] = {}
     values: dict[str, dict[str, Any]] = {}
     listed = [[_of(parameter, of_tensor) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -193,8 +231,6 @@ def held_states(optimizer: Optimizer, held: Iterable[HeldTensor]) -> HeldStates:
         entry = saved["state"].get(number) or {}
         for key, value in entry.items():
             if isinstance(value, Tensor):
-                if key == MASTER and isinstance(owner.tensor, ChunkedParameter):
-                    continue  # it is the parameter's value
                 tensors[owner.name, key] = _state(owner, key, value, _range(saved, number))
             else:
                 values.setdefault(owner.name, {})[key] = value
@@ -203,6 +239,36 @@ def held_states(optimizer: Optimizer, held: Iterable[HeldTensor]) -> HeldStates:
         for group, owners in zip(saved["param_groups"], listed, strict=True)
     ]
     return HeldStates(tensors, values, groups)
+
+
+def whole_states(
+    optimizer: Optimizer,
+    group: dist.ProcessGroup,
+    to_rank: int | None = None,
+    place_of: Callable[[Tensor], tuple[ChunkMemory, ChunkSlot] | None] = lambda parameter: None,
+) -> dict[str, Any] | None:
+    """The state of an optimizer of whole parameters, whose parts are on the ranks of `group`, in host memory.
+
+    Collective. It is on rank `to_rank` of the group (None: on all), and None on the others.
+    """
+    saved = local_state_dict(optimizer)
+    params = [parameter for part in optimizer.param_groups for parameter in part["params"]]
+    held = [HeldTensor((str(n),), p, *placement(p, None, 0), place_of(p)) for n, p in enumerate(params)]
+    states = held_states(optimizer, held, saved)
+    values = gather_objects(map_tensors(Tensor.cpu, states.values), group)
+    state: dict[int, dict[str, Any]] = {}
+    for (name, key), tensor in gathered(states.tensors, group, to_rank):
+        state.setdefault(int(name), {})[key] = tensor.cpu()
+    if to_rank not in (None, group.rank()):
+        return None
+    for name, entry in (item for of_rank in values for item in of_rank.items()):
+        state[int(name)] = {**entry, **state.get(int(name), {})}
+    groups, numbers = [], itertools.count()
+    for part, shown in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        names_of = {key: shown[key] for key in ("param_names",) if key in shown}
+        groups.append({**part, **names_of, "params": list(itertools.islice(numbers, len(shown["params"])))})
+    whole = {key: value for key, value in saved.items() if key not in (SLICES, SHARE)}
+    return {**whole, "state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def _of(parameter: Tensor, of_tensor: Mapping[int, HeldTensor]) -> HeldTensor:
@@ -225,7 +291,7 @@ def _range(saved: Mapping[str, Any], number: int) -> tuple[int, int] | None:
 
 
 def _state(owner: HeldTensor, key: str, value: Tensor, elements: tuple[int, int] | None) -> LogicalTensor:
-    shape, values = tuple(value.shape), local(value.detach())
+    shape, values = tuple(value.shape), local((value.to_dense() if value.is_sparse else value).detach())
     is_range = elements is not None and shape == (elements[1] - elements[0],) and shape != owner.local_shape
     if is_range or tuple(values.shape) == owner.local_shape:
         return LogicalTensor(owner.shape, value.dtype, owner.pieces(values, elements if is_range else None))
@@ -261,7 +327,7 @@ class StateTargets:
             if elements is not None and elements[0] == elements[1]:
                 continue
             wanted = dict(saved.get(owner.name, {}))
-            if MASTER in (self._local["state"].get(number) or {}) and not isinstance(owner.tensor, ChunkedParameter):
+            if MASTER in (self._local["state"].get(number) or {}) and owner.place is None:
                 wanted[MASTER] = (owner.shape, torch.float32)
             for key, (shape, dtype) in wanted.items():
                 self._make(number, owner, key, shape, dtype, elements)

@@ -1,12 +1,13 @@
 """An optimizer whose inner optimizer steps on stand-ins for some parameters: wider tensors, or tensors elsewhere.
 
 Users, schedulers and clipping see the model's parameters. The groups are the inner optimizer's own, so that a changed
-learning rate reaches it. They have the stand-ins only while the inner optimizer runs. Stand-ins may be nested: fp32
-masters may have an inner optimizer with stand-ins on the host.
+learning rate reaches it. They have the stand-ins only while the inner optimizer runs. `state` is by the model's
+parameters, too. Stand-ins may be nested: fp32 masters may have an inner optimizer with stand-ins on the host.
 """
 
 from __future__ import annotations
 
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,9 @@ class ShadowOptimizer(WrappedOptimizer):
     groups: parameters, named parameters or groups of either.
     """
 
+    name_of_stand_in: str | None = None  # under which `state` has it, among the states of its parameter
+    steps_pieces = False  # then `state` is by piece
+
     def __init__(self, make_inner: MakeOptimizer, groups: Iterable[Any]) -> None:
         self.stand_ins: dict[torch.Tensor, torch.Tensor] = {}  # parameter → stand-in
         inner = make_inner(_converted(list(groups), self._stand_in_of))
@@ -37,7 +41,15 @@ class ShadowOptimizer(WrappedOptimizer):
         show(inner, self._shown)
         self._note_values()
         super().__init__(inner)
-        self.copied = self.stand_ins
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The inner optimizer's states, by the model's parameters."""
+        return _StatesOfShown(self.inner.state, self)  # type: ignore[return-value]
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        self.inner.state = state
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         raise NotImplementedError
@@ -100,6 +112,47 @@ class ShadowOptimizer(WrappedOptimizer):
                 for place, differs in zip(places, (now != then).tolist(), strict=True):
                     written[place] = written[place] or differs
         return [pair for pair, is_written in zip(self.stand_ins.items(), written, strict=True) if is_written]
+
+
+class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
+    """An optimizer's states of stand-ins by the parameters that they stand for."""
+
+    def __init__(self, states: MutableMapping[torch.Tensor, Any], optimizer: ShadowOptimizer) -> None:
+        self._states, self._optimizer = states, optimizer
+
+    def __contains__(self, key: Any) -> bool:
+        return self._stand_in(key) in self._states
+
+    def get(self, key: torch.Tensor, default: Any = None) -> Any:
+        # Mapping.get would let a defaultdict make states.
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        stand_in, name = self._stand_in(key), self._optimizer.name_of_stand_in
+        states = self._states[stand_in]
+        return states if name is None or stand_in is key else ChainMap(states, {name: stand_in})
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        self._states[self._stand_in(key)] = value.maps[0] if isinstance(value, ChainMap) else value
+
+    def __delitem__(self, key: torch.Tensor) -> None:
+        del self._states[self._stand_in(key)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        shown = {} if self._optimizer.steps_pieces else self._optimizer._originals()
+        return iter([shown.get(key, key) for key in self._states])
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def _stand_in(self, key: torch.Tensor) -> torch.Tensor:
+        stand_in = self._optimizer.stand_ins.get(key, key)
+        if self._optimizer.steps_pieces and stand_in is not key:
+            raise ArgumentError(
+                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
+                "(chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
+            )
+        return stand_in
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ each step checks first, and a group with such tensors uses torch's default imple
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, CheckpointError
 from atorch.logs import logger
 
 
@@ -26,8 +27,6 @@ class WrappedOptimizer(Optimizer):
     """Shares the inner optimizer's parameter groups, state and defaults. Subclasses implement `step`."""
 
     inner: Optimizer
-    copied: Collection[torch.Tensor] = ()
-    """Parameters whose states belong to copies or parts of them."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -42,8 +41,7 @@ class WrappedOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """The inner optimizer's state; assigning it assigns the inner one's."""
-        states: Any = self.inner.state
-        return _StatesOfCopies(states, self.copied) if self.copied else states  # type: ignore[return-value]
+        return self.inner.state
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
@@ -115,32 +113,6 @@ class WrappedOptimizer(Optimizer):
             )
 
 
-class _StatesOfCopies(UserDict[torch.Tensor, Any]):
-    """States by the tensors that the inner optimizer steps on; the model's parameters are refused as keys."""
-
-    def __init__(self, states: defaultdict[torch.Tensor, Any], copied: Collection[torch.Tensor]) -> None:
-        self.data, self._copied = states, copied
-
-    def __contains__(self, key: Any) -> bool:
-        self._refuse(key)
-        return key in self.data
-
-    def __getitem__(self, key: torch.Tensor) -> Any:
-        self._refuse(key)
-        return self.data[key]
-
-    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        self._refuse(key)
-        self.data[key] = value
-
-    def _refuse(self, key: torch.Tensor) -> None:
-        if key in self._copied:
-            raise ArgumentError(
-                f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
-                "(half, offload, chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
-            )
-
-
 class _Unreadable(torch.Tensor):
     """A gradient that refuses every use."""
 
@@ -184,6 +156,35 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class OwnPart(Tensor):
+    """A tensor of a state dict that torch.distributed.checkpoint would take for the whole one, and refuses instead."""
+
+    __slots__ = ()
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, value: Tensor) -> Tensor:
+        """`value`, a part in a state dict, so that it refuses."""
+        part = value.detach()
+        kind = cls if type(part) is Tensor else type("OwnPart", (cls, type(part)), {"__slots__": ()})
+        part.__class__ = kind
+        return part
+
+    def __create_write_items__(self, *_: Any) -> Any:
+        raise CheckpointError(
+            "torch.distributed.checkpoint would take this process's part of a tensor for the whole one, or its rows "
+            "for those of another order; use atorch.save_checkpoint and load_checkpoint"
+        )
+
+    __create_chunk_list__ = __get_tensor_shard__ = __create_write_items__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # files and other processes have plain tensors
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return OwnPart.of(copy.deepcopy(self.detach(), memo))
 
 
 _KINDS = (Adam, AdamW, SGD, Adagrad)

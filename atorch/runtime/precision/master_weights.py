@@ -93,6 +93,8 @@ class MasterWeights(ShadowOptimizer):
     its master's new value.
     """
 
+    name_of_stand_in = MASTER
+
     def __init__(
         self,
         make_inner: MakeOptimizer,

@@ -10,28 +10,30 @@ gives a warning, and `save_pretrained` an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import all_or_none, checked_barrier, gather_objects, is_fake_world, world_group
-from atorch.errors import ArgumentError
+from atorch.checkpoint.boxes import LogicalTensor
+from atorch.distributed.collectives import all_or_none, checked_barrier, world_group
+from atorch.errors import ArgumentError, CheckpointError
 from atorch.files import AnyPath
 from atorch.logs import logger
-from atorch.model.meta_device import first_names, put
 from atorch.model.wrapper import override
+from atorch.runtime.data_parallel.buckets import gathered
+from atorch.runtime.optimizer.held_tensors import HeldTensor, differing_names, held_tensors, placement
+from atorch.runtime.optimizer.wrapped_optimizer import OwnPart
 from atorch.runtime.tensor_parallel.layout import Rows
-from atorch.runtime.tensor_parallel.model_layout import ModelLayout, rows_of
-
-if TYPE_CHECKING:
-    pass
+from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 
 
 @torch.no_grad()
@@ -53,21 +55,23 @@ def whole_state(
             f"whole_state was given a {type(model).__name__}; give the model that auto_accelerate returned: "
             "result.model. What is saved of an optimizer comes from torch.distributed.checkpoint.state_dict"
         )
-    binding = getattr(model, "_atorch", None)
-    mesh: Any = getattr(binding, "mesh", None)
-    layout = layout or getattr(binding, "layout", None)
-    if mesh is not None and layout is not None:
-        group = mesh.group("tensor")
+    facts: Any = getattr(model, "_atorch", None)
+    mesh = facts and facts.mesh
+    layout = layout or (facts and facts.layout)
     rows = {} if layout is None else layout.rows
-    local = own_state(model)
-    stages = mesh.group("pipeline") if mesh is not None and mesh.size("pipeline") > 1 else None
+    ranks, split_over = (group, group) if mesh is None else (None, mesh.group("tensor") if rows else None)
+    is_staged = mesh is not None and mesh.size("pipeline") > 1
+    state = own_state(model)
+    parts = {
+        name: _logical(value, rows.get(name), split_over)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and (is_staged or name in rows or hasattr(value, "full_tensor"))
+    }
     all_ranks = world_group()
-    if all_ranks is not None and (rows or stages or any(hasattr(value, "full_tensor") for value in local.values())):
-        checked_barrier("whole_state", all_ranks)
-    state: dict[str, Tensor] = {}
-    for name, value in local.items():
-        state[name] = whole_tensor(value, rows.get(name), group)
-    return state if stages is None else of_all_stages(state, getattr(model, "state_names", ()), stages)
+    if all_ranks is None or not (parts or is_staged):
+        return state
+    checked_barrier("whole_state", all_ranks)
+    return _in_order(state, gathered(parts, ranks), getattr(model, "state_names", ()))
 
 
 def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
@@ -75,44 +79,31 @@ def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist
 
     names: the first names of the result, in order.
     """
-    if is_fake_world():
-        return dict(state)
-    specs = {name: (item.shape, item.dtype, item.device.type) for name, item in state.items() if hasattr(item, "shape")}
-    stage_specs = gather_objects(specs, group)
-    merged: dict[str, Tensor] = {}
-    for name in dict.fromkeys((*names, *(name for stage in stage_specs for name in stage))):
-        rank = next((rank for rank, stage in enumerate(stage_specs) if name in stage), None)
-        if rank is not None:
-            shape, dtype, device = stage_specs[rank][name]
-            tensor = (
-                state[name].contiguous() if rank == group.rank() else torch.empty(shape, dtype=dtype, device=device)
-            )
-            dist.broadcast(tensor, group=group, group_src=rank)
-            merged[name] = tensor
-    return {**merged, **{name: value for name, value in state.items() if name not in merged}}
+    own = {name: _logical(value, None, group) for name, value in state.items() if isinstance(value, Tensor)}
+    return _in_order(state, gathered(own, group), names)
+
+
+def _in_order(
+    state: Mapping[str, Any], wholes: Iterable[tuple[str, Tensor]], names: Sequence[str]
+) -> dict[str, Tensor]:
+    merged = {**state, **dict(wholes)}
+    return {name: merged[name] for name in (*names, *merged) if name in merged}
+
+
+def _logical(tensor: Tensor, rows: Rows | None, group: dist.ProcessGroup | None) -> LogicalTensor:
+    """A tensor of which this rank has its `rows` over `group`, or over the axis tensor of a DTensor's mesh."""
+    mesh: Any = group or getattr(tensor, "device_mesh", None)
+    rank = 0 if rows is None else group.rank() if group else mesh.get_local_rank("tensor")
+    return HeldTensor(("",), tensor, *placement(tensor, rows, rank)).logical()
 
 
 def whole_tensor(tensor: Any, rows: Rows | None, group: dist.ProcessGroup | None) -> Tensor:
     """A tensor gathered from its parts: a DTensor, or a plain part with the ranks' `rows` over `group`."""
-    is_spread = hasattr(tensor, "full_tensor")
-    whole: Tensor = tensor.full_tensor() if is_spread else tensor
-    if rows is None:
-        return whole
-    if not is_spread:
-        assert group is not None, "which other ranks have parts of it"
-        whole = gather_rows(whole, rows, group)
-    return in_own_order(whole, rows)
-
-
-def gather_rows(part: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, in rank order."""
-    counts = [rows.count(rank) for rank in range(len(rows.by_rank))]
-    rows_first = part.movedim(rows.dim, 0)
-    padded = torch.cat([rows_first, rows_first.new_zeros(max(counts) - len(rows_first), *rows_first.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
-    rows_by_rank = [gathered[:count] for gathered, count in zip(parts, counts, strict=True)]
-    return torch.cat(rows_by_rank).movedim(0, rows.dim).contiguous()
+    if hasattr(tensor, "full_tensor"):
+        whole: Tensor = tensor.full_tensor()
+        return whole if rows is None else in_own_order(whole, rows)
+    whole = tensor
+    return whole if rows is None else dict(gathered({"": _logical(whole, rows, group)}, group))[""]
 
 
 def in_own_order(tensor: Tensor, rows: Rows) -> Tensor:
@@ -131,8 +122,8 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, st
 
     Args:
         model: the model that `auto_accelerate` returned.
-        state: plain full tensors by name; or a safetensors file, or a folder of such files, read one tensor at a
-            time. It needs only one of each set of tied parameters.
+        state: plain full tensors by name; or a safetensors file, or a folder of such files, of which
+            each rank reads its part. It needs only one of each set of tied parameters.
         strict: raise for names that the model does not have, and for missing ones.
 
     Raises:
@@ -144,41 +135,16 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, st
             f"load_whole_state was given a {type(model).__name__}; give the model that auto_accelerate returned. One "
             "that is not accelerated yet has load_state_dict"
         )
-    for module in model.modules():
-        reshard: Any = getattr(module, "reshard", None)
-        if callable(reshard):  # FSDP2's: values written to a gathered copy would be lost
-            reshard()
-    rows = {} if binding.layout is None else binding.layout.rows
+    held = held_tensors(model)
     with ExitStack() as opened:
         source = all_or_none(lambda: opened.enter_context(_opened(state)))
-        for target, names in all_or_none(lambda: _chosen(model, source, rows, strict)):
-            value, cut = source[names[0]], rows_of(names, rows)
-            part = value if cut is None else cut.take(value, binding.mesh.rank("tensor"))
-            (binding.write_value or put)(target, part)
-
-
-class _Files(Mapping[str, Tensor]):
-    """Tensors in safetensors files, read on access."""
-
-    def __init__(self, files: Mapping[str, Any]) -> None:
-        self._files = files  # by name of a tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        for entry, name in all_or_none(lambda: _chosen(model, held, source, strict)):
+            entry.write(source[name])
 
 
 @contextmanager
-def _opened(state: Mapping[str, Tensor] | AnyPath) -> Iterator[Mapping[str, Tensor]]:
+def _opened(state: Mapping[str, Tensor] | AnyPath) -> Iterator[Mapping[str, Any]]:
+    """Tensors by name, or safetensors' slices, which read what is taken of them."""
     if isinstance(state, Mapping):
         yield state
         return
@@ -195,55 +161,29 @@ def _opened(state: Mapping[str, Tensor] | AnyPath) -> Iterator[Mapping[str, Tens
                 file = opened.enter_context(safe_open(file_path, framework="pt"))
             except SafetensorError as error:
                 raise ArgumentError(f"{file_path} is no safetensors file: {error}") from None
-            tensors.update(dict.fromkeys(file.keys(), file))
-        yield _Files(tensors)
-
-
-def named_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """The model's parameters and persistent buffers with all their names; tied ones have several."""
-    tensors: dict[int, tuple[Tensor, list[str]]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                tensors.setdefault(id(tensor), (tensor, []))[1].append(f"{path}.{name}" if path else name)
-    return list(tensors.values())
+            tensors.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+        yield tensors
 
 
 def _chosen(
-    model: nn.Module, source: Mapping[str, Tensor], rows: Mapping[str, Rows], strict: bool
-) -> list[tuple[Tensor, list[str]]]:
-    """The model's tensors that the source has, with their names; the first name of each is in the source."""
-    tensors = named_tensors(model)
-    expected = {name for _, names in tensors for name in names} | set(getattr(model, "state_names", ()))
-    differing = {
-        "lacks": [names[0] for _, names in tensors if not any(name in source for name in names)],
-        "has": [name for name in source if name not in expected],
-    }
-    if strict and any(differing.values()):
-        text = " and ".join(f"{what} {first_names(names)}" for what, names in differing.items() if names)
+    model: nn.Module, held: Sequence[HeldTensor], source: Mapping[str, Any], strict: bool
+) -> list[tuple[HeldTensor, str]]:
+    """The model's tensors that the source has, and a name of each in the source."""
+    if strict and (text := differing_names(held, source.keys(), model)):
         raise ArgumentError(
             f"the state for {type(model).__name__} {text}, other than the model; give that of the same model, or "
             "strict=False to load what both have"
         )
-    chosen = []
-    for tensor, names in tensors:
-        ordered = sorted(names, key=lambda name: name not in source)
-        if ordered[0] in source:
-            _need_shape(ordered[0], source, tensor, rows_of(names, rows))
-            chosen.append((tensor, ordered))
+    chosen = [(entry, name) for entry in held if (name := next(filter(source.__contains__, entry.names), None))]
+    for entry, name in chosen:
+        value = source[name]
+        shape = tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
+        if shape != entry.shape:
+            raise ArgumentError(
+                f"the state has {name} of shape {shape}, and the whole model's is {entry.shape}; give the state of the "
+                "same model, whole tensors of it"
+            )
     return chosen
-
-
-def _need_shape(name: str, source: Mapping[str, Tensor], target: Tensor, rows: Rows | None) -> None:
-    expected = list(target.shape)
-    if rows is not None and not hasattr(target, "placements"):
-        expected[rows.dim] = rows.num_met
-    shape = source.shape_of(name) if isinstance(source, _Files) else tuple(source[name].shape)
-    if shape != tuple(expected):
-        raise ArgumentError(
-            f"the state has {name} of shape {shape}, and the whole model's is {tuple(expected)}; give the state of the "
-            "same model, whole tensors of it"
-        )
 
 
 @dataclass(eq=False)
@@ -266,6 +206,36 @@ class _Telling:
 def tell_of_part(model: nn.Module, part: str) -> None:
     """Make the first `model.state_dict()` warn that it holds only `part`, and how to get the full one."""
     model.register_state_dict_pre_hook(_Telling(part))
+
+
+def refuse_other_parts(model: nn.Module, layout: ModelLayout | None) -> None:
+    """Let `model.load_state_dict` refuse state dicts of processes that hold other parts of the model.
+
+    layout: the split, under which torch.distributed.checkpoint is refused, too.
+    """
+    part = zlib.crc32(repr([(entry.names, entry.runs) for entry in held_tensors(model)]).encode())
+    model.register_state_dict_post_hook(partial(_note_part, part, {} if layout is None else layout.rows))
+    model.register_load_state_dict_pre_hook(partial(_check_part, part))
+
+
+def _note_part(
+    part: int, rows: Mapping[str, Rows], model: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]
+) -> None:
+    metadata["part"] = part  # torch keeps it with the state dict, also in files
+    for name in rows.keys() & state.keys():
+        if not isinstance(state[name], nn.Parameter) and not (
+            rows[name].is_in_order and hasattr(state[name], "placements")
+        ):
+            state[name] = OwnPart.of(state[name])
+
+
+def _check_part(part: int, model: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    if metadata.get("part", part) != part:
+        raise CheckpointError(
+            "load_state_dict was given another part of the model than this process holds, from another process or "
+            "another number of them: let each process load what it saved itself, or save atorch.whole_state(model) "
+            "and load it by atorch.load_whole_state"
+        )
 
 
 def own_state(model: nn.Module) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import atorch
 from atorch.errors import ArgumentError
+from atorch.runtime.optimizer.wrapped_optimizer import OwnPart
 from tests.auto.training import accelerate
 from tests.pool import on_ranks
 
@@ -169,7 +170,10 @@ def test_elements_are_edited_as_ever(
         else:
             result.optim.step()
     states = result.optim.state_dict()["state"].values()
-    assert {type(value) for state in states for value in state.values() if isinstance(value, Tensor)} <= {Tensor}
+    assert {type(value) for state in states for value in state.values() if isinstance(value, Tensor)} <= {
+        Tensor,
+        OwnPart,
+    }
     found = list(atorch.whole_state(result.model).values())
     if rank == 0:
         expected = plainly(optim, optim_args, own=strategy != "chunk")

@@ -185,7 +185,7 @@ def test_the_state_goes_round(dtype):
     set_gradients(net)
     optim.step()
     saved, weights = copy.deepcopy(optim.state_dict()), net.state_dict()
-    assert "master" not in next(iter(optim.state.values()))
+    assert "master" not in next(iter(optim.inner.state.values()))
     other, second = halved(dtype, make, net=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
     other.load_state_dict(weights)
     second.load_state_dict(saved)

@@ -204,7 +204,6 @@ class Chunk(Method):
         ctx = replace(
             ctx,
             prepare_input=prepare_input,
-            write_value=partial(_write, operations.chunks),
             learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.course)},
         )
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
@@ -267,16 +266,6 @@ def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _write(chunks: ChunkSet, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write `value`, in its own precision, into a parameter's chunk, or in place if the tensor is in no chunk."""
-    place = chunks.place(tensor)
-    if place is None:
-        tensor.copy_(value)
-    else:
-        memory, slot = place
-        memory.write(slot, value)
-
-
 def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
     """Figures of the first pass, for the strategy's metadata."""
     sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
