@@ -33,7 +33,7 @@ from atorch.runtime.data_parallel.collective_order import (
     gather_zeros,
     reduce_zeros,
 )
-from atorch.runtime.fsdp.groups import groups_of, sharded_in
+from atorch.runtime.fsdp.groups import groups_of, sharded_in, version_of
 from atorch.runtime.precision.fp8 import can_gather_in_fp8
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class Fp8Gathers:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         scales = {dtype: amax_to_scale(largest.to(dtype), e4m3_dtype).unbind() for dtype in {*self._dtypes}}
         for number, (param, dtype) in enumerate(zip(self._params, self._dtypes, strict=True)):
-            self._attach(param, _Fp8Cast(dtype, scales[dtype][number], shards[number]._version))
+            self._attach(param, _Fp8Cast(dtype, scales[dtype][number], version_of(param.sharded_param)))
 
     @staticmethod
     def _attach(param: Any, cast: _Fp8Cast) -> None:
@@ -309,14 +309,15 @@ class _Fp8Cast(NamedTuple):
         """
         from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 
-        shard = module._parameters["weight"]._local_tensor
-        if shard._version != self.version:
+        weight = module._parameters["weight"]
+        if version_of(weight) != self.version:
             raise ArgumentError(
                 "a weight that is gathered in 8 bits has changed since the model's own forward took its scale, and a "
                 'module within the model is called. Call the model, or give ("fp8", {"fsdp_float8_all_gather": False})'
             )
-        kind, config = module.config.cast_config_weight.target_dtype, module.linear_mm_config
-        cast = hp_tensor_and_scale_to_float8(shard.to(self.dtype), self.scale, kind, config, GemmInputRole.WEIGHT)
+        shard, config = weight._local_tensor.to(self.dtype), module.linear_mm_config
+        kind = module.config.cast_config_weight.target_dtype
+        cast = hp_tensor_and_scale_to_float8(shard, self.scale, kind, config, GemmInputRole.WEIGHT)
         return (cast._data.view(torch.uint8),), cast
 
 
