@@ -10,7 +10,8 @@ longer of its kernels and its copies (1.0: the shorter one is fully hidden). fp8
   blocks, and bf16 weights with compiled blocks; 8 × 2,048 tokens.
 - chunk: Llamas of 7B under 60 GiB, and of 13B and 16B, which fit by chunks alone; 16 rows of 4,096 tokens (4 for 16B,
   whose parameters, gradients, masters and states leave no more room in 139 + 125 GiB); one step after the first.
-- fp8: scales of tensors and of rows on wide blocks, against bf16.
+- fp8: scales of tensors and of rows on wide blocks, against bf16, and what fsdp's gathers in 8 bits cost a rank in
+  casts (one GPU sends nothing).
 
 --json adds the rows to a file, and skips those that the file has. --only selects variants by name. --tiny runs
 everything with a model of a few thousand parameters, also on a CPU: its figures are not results.
@@ -88,6 +89,15 @@ FP8: dict[str, Any] = {
             "compile",
         ]
         for scaling in ("tensorwise", "rowwise", "rowwise_gw_hp")
+    },
+    **{
+        f"wide, amp + fp8 + fsdp ({bits}-bit gathers) + compile": [
+            ("amp_native", "bf16"),
+            ("fp8", {"exclude": ["lm_head"], "backend": "torchao", "fsdp_float8_all_gather": bits == 8}),
+            "fsdp",
+            "compile",
+        ]
+        for bits in (16, 8)
     },
 }
 GROUPS: Mapping[str, Mapping[str, Any]] = {"search": SEARCHES, "chunk": LARGE, "fp8": FP8}

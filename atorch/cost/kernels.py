@@ -25,10 +25,8 @@ from typing import NamedTuple
 from atorch.cost.comm import expert_load, is_whole, itemsize, tokens_share
 from atorch.cost.gemm import GemmShape, ProductTimes, peak_flops
 from atorch.cost.memory_timeline import is_gathered
-from atorch.cost.profile import Matmul, Segment
+from atorch.cost.profile import MULTIPLE, Matmul, Segment
 from atorch.cost.state import Cost, Fp8Scaling
-
-MULTIPLE = 16  # 8-bit products need both dimensions of a weight divisible by this
 
 
 class _Cast(NamedTuple):

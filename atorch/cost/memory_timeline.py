@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from atorch.cost.pipeline_stages import StageCost
-from atorch.cost.profile import Matmul, Segment, busiest_load, kept_elements, saved_bytes
+from atorch.cost.profile import Fp8Weights, Matmul, Segment, busiest_load, kept_elements, saved_bytes
 from atorch.cost.state import Cost, RecomputePolicy
 
 REMEMBERED = 2**14  # stages, in some tens of MB: a search returns to many of the recent ones
@@ -89,6 +89,7 @@ class Terms(NamedTuple):
     fresh_itemsize: float
     cast_itemsize: float
     gathered_itemsize: float
+    fp8_sent: Fp8Weights
     keeps_gathered: bool
     bucket_bytes: float
     bucket_itemsize: float
@@ -312,7 +313,7 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
         stored_bytes=kept_elements(dense, experts, terms.param_shards, terms.expert)
         * segment.mean_itemsize(terms.param_itemsize),
         cast=share * whole if 0.0 < segment.frozen_itemsize <= terms.cast_itemsize else whole,
-        gathered_bytes=whole * segment.sent_itemsize(terms.gathered_itemsize),
+        gathered_bytes=whole * segment.sent_itemsize(terms.gathered_itemsize, terms.fp8_sent),
         trained=share * whole,
         stored_grads=share * kept_elements(dense, experts, terms.grad_shards, terms.expert),
         stored_state=share * kept_elements(dense, experts, terms.optim_shards, terms.expert),

@@ -142,7 +142,8 @@ def shard(
     gathered over a step's micro-batches, and gradients full. Blocks are gathered again in backward unless
     `keeps_gathered`. Shards of gradients are all-reduced over `replicas`. FSDP2 copies parameters out of the gathered
     buffer, and gradients into another (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). FSDP1's parameters
-    are views of the gathered buffer, so it copies gradients alone.
+    are views of the gathered buffer, so it copies gradients alone. Weights of 8-bit products may be gathered in 8 bits
+    (`Cost.fp8_sent`).
     """
     shards, around = cost.size(*axes), _num_groups_around(cost.segments)
     calls = float(cost.num_blocks + around)
@@ -152,7 +153,7 @@ def shard(
     reductions = float(sum(segment.count for segment in trained if segment.is_block) + _num_groups_around(trained))
     gathered = sum(
         segment.count * (2.0 if segment.is_block and not keeps_gathered else 1.0) * cost.local_params(segment)
-        * segment.sent_itemsize(itemsize)
+        * segment.sent_itemsize(itemsize, cost.fp8_sent)
         for segment in cost.segments
     )  # fmt: skip
     trainable = cost.num_trainable

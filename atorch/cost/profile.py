@@ -46,6 +46,11 @@ class Matmul:
         return 2.0 * self.rows * self.inner * self.columns * self.count
 
 
+MULTIPLE = 16
+"""8-bit products need both dimensions of a weight divisible by this."""
+Fp8Weights = Literal["none", "blocks", "all"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Activations and memory traffic of a part of a segment, in bytes, for the traced batch and dtypes."""
@@ -103,9 +108,20 @@ class Segment:
             return itemsize
         return self.frozen_itemsize + (itemsize - self.frozen_itemsize) * self.num_trainable / self.num_params
 
-    def sent_itemsize(self, itemsize: float) -> float:
-        """Mean bytes of a parameter when sent in `itemsize` bytes; narrower frozen parameters are sent as they are."""
-        return min(itemsize, self.mean_itemsize(itemsize))
+    def sent_itemsize(self, itemsize: float, fp8: Fp8Weights = "none") -> float:
+        """Mean bytes of a parameter when sent in `itemsize` bytes; narrower frozen parameters are sent as they are.
+
+        fp8: where weights of 8-bit products are sent in 8 bits.
+        """
+        sent = min(itemsize, self.mean_itemsize(itemsize))
+        if fp8 == "none" or not (self.num_params and (self.is_block or fp8 == "all")):
+            return sent
+        taken = sum(
+            product.count * product.inner * product.columns
+            for product in self.matmuls
+            if not (product.inner % MULTIPLE or product.columns % MULTIPLE or product.stored_itemsize)
+        )
+        return sent + min(1.0, taken / self.num_params) * (min(1.0, sent) - sent)
 
     @property
     def matmul_flops(self) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from atorch.cost.profile import AttentionKind, ModelProfile, Segment
+from atorch.cost.profile import AttentionKind, Fp8Weights, ModelProfile, Segment
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
@@ -122,6 +122,7 @@ class Cost:
     fp8: Fp8Scaling | None = None  # scaling of Linear layers' products in 8 bits; None: not in 8 bits
     fp8_outside: bool = False  # also those outside of blocks, mainly the head
     fp8_once: bool = False  # weights are cast once a step and kept for all micro-batches
+    fp8_sent: Fp8Weights = "none"  # weights of 8-bit products that FSDP2 would gather in 8 bits
     fp8_gathers: bool = False  # tensor ranks gather the inputs of 8-bit products in 8 bits
     adds_in_products: bool = False  # products of weights' gradients accumulate into those of earlier micro-batches
     activation_scale: float = 1.0  # bytes of activations over those traced

@@ -1,8 +1,8 @@
 """fp8: Linear layers multiply in 8-bit floats, by transformer-engine or torchao.
 
-Memory and communication do not change: parameters and activations keep their dtypes. On hardware with fp8, products of
-converted layers take little more than half the time of bf16; casts of their inputs cost a part of the gain. Attention
-does not change. The output layer loses too much accuracy: {"exclude": ("lm_head",)}.
+Parameters and activations keep their dtypes, but fsdp and zero2 gather weights in 8 bits. On hardware with fp8,
+products of converted layers take little more than half the time of bf16; casts of their inputs cost a part of the gain.
+Attention does not change. The output layer loses too much accuracy: {"exclude": ("lm_head",)}.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
+from atorch.auto.opt_lib.fsdp import Fsdp
+from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
@@ -58,6 +60,9 @@ class Fp8(Method):
     rowwise_gw_hp also computes gradients of weights in the original dtype."""
     emulate: bool | None = None
     """torchao: quantize, but multiply in the original dtype. The only way without fp8 hardware; never faster."""
+    fsdp_float8_all_gather: bool | None = None
+    """torchao with scales of tensors, under fsdp or zero2: gather weights in 8 bits, with the same results. None: where
+    the other methods allow it."""
 
     @field_validator("include", "exclude", mode="before")
     @classmethod
@@ -90,7 +95,12 @@ class Fp8(Method):
             return cost
         is_delayed = self.backend == "te" or self.backend == "auto" and bool(self._recipe().delayed())
         outside = self.include is None and not self.exclude
-        return cost.but(fp8="delayed" if is_delayed else self.scaling, fp8_outside=outside)
+        gathers = self.scaling == "tensorwise" and not is_delayed and self.fsdp_float8_all_gather is not False
+        return cost.but(
+            fp8="delayed" if is_delayed else self.scaling,
+            fp8_outside=outside,
+            fp8_sent="none" if not gathers else "all" if outside else "blocks",
+        )
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -101,7 +111,9 @@ class Fp8(Method):
             yield cls(include=tuple(lists) or None, exclude=("head",) if by_shape else None)
 
     def check(self, ctx: Context) -> None:
-        choose_backend(self._suitable_backend(ctx), self._recipe(), self.emulate, ctx.device.type)
+        reason = self._why_no_gather(ctx)
+        if self.fsdp_float8_all_gather and reason is not None:
+            raise StrategyError(f"fp8 was given fsdp_float8_all_gather=True {reason}; leave it out")
         for part in ctx.parts:
             if not changes_modules(ctx, self.name) and not any(True for _ in self._chosen(part)):
                 raise StrategyError(
@@ -132,13 +144,34 @@ class Fp8(Method):
                 emulate=self.emulate,
                 device=ctx.device,
                 group=group,
+                fsdp_float8_all_gather=self.fsdp_float8_all_gather is not False and self._why_no_gather(ctx) is None,
             )
             self._tell(type(part).__name__, report)
         return ctx
 
+    def _why_no_gather(self, ctx: Context) -> str | None:
+        """A reason why weights are not gathered in 8 bits, to follow "was given …"."""
+        backend = choose_backend(self._suitable_backend(ctx), self._recipe(), self.emulate, ctx.device.type)
+        sharding, offload = ctx.strategy.get(Fsdp), ctx.strategy.get(Offload)
+        if backend == "te":
+            return "with transformer-engine, which casts whole weights"
+        if self.scaling != "tensorwise":
+            return f"with scaling {self.scaling!r}, but a shard has no scale of its rows and columns alike"
+        if sharding is None or sharding.engine:
+            return "without fsdp or zero2 (by its fsdp backend), which gather weights"
+        if not isinstance(sharding.reshard_after_forward, bool | None):
+            return f"beside {sharding.name}'s reshard_after_forward={sharding.reshard_after_forward}, which keeps parts"
+        if sharding.cpu_offload or (offload is not None and offload.parameters):
+            return "beside parameters in host memory, which are sent in their own dtype"
+        if ctx.find_unused_parameters:
+            return "beside find_unused_parameters=True, for which zeros in 8 bits would stand in as gradients"
+        return None
+
     def _suitable_backend(self, ctx: Context) -> Backend:
         """The backend that suits the other methods."""
         reason = next((reason for method in ctx.strategy if (reason := _why_not_te(method))), None)
+        if reason is None and self.fsdp_float8_all_gather:
+            reason = "fsdp_float8_all_gather, which torchao alone has"
         if reason is None:
             return self.backend
         if self.backend == "te":

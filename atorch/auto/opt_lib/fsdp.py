@@ -219,6 +219,8 @@ class Fsdp(Method):
         if self.sharding_strategy == "NO_SHARD":
             replicas = REPLICA_AXES
         gathered, reduced = self._itemsizes(cost)
+        if self.cpu_offload or not isinstance(self.reshard_after_forward, bool | None):
+            cost = cost.but(fp8_sent="none")
         cost = shard_cost(
             cost,
             axes=tuple(axis for axis in REPLICA_AXES if axis not in replicas),

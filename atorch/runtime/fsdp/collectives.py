@@ -3,13 +3,18 @@
 A reduction contains the parameters of a group that have a gradient on this rank. Hooks record these, and the ranks
 compare them at the end of backward. With `find_unused_parameters` FSDP2 fills missing gradients with zeros; those of
 parameters that no rank used are reset to None, which an optimizer skips.
+
+Weights of fp8 layers that ask for it are gathered in 8 bits, under the scales that the layers would take of the whole
+weights in the gathered dtype: results are the same, bit for bit. torchao makes such shards a subclass, which optimizers
+and checkpoints would meet. Here they stay plain tensors, which carry FSDP2's two extension methods as attributes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from atorch.distributed.local_collectives import are_collectives_local
 from atorch.errors import ArgumentError
+from atorch.logs import logger
 from atorch.runtime.data_parallel.collective_order import (
     BACKWARD_ENDS,
     FORWARD_ENDS,
@@ -28,7 +34,8 @@ from atorch.runtime.data_parallel.collective_order import (
     gather_zeros,
     reduce_zeros,
 )
-from atorch.runtime.fsdp.groups import groups_of, sharded_in
+from atorch.runtime.fsdp.groups import groups_of, sharded_in, version_of
+from atorch.runtime.precision.fp8 import can_gather_in_fp8
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -117,7 +124,7 @@ class FsdpPasses:
     def before_average(self, name: str, gradient: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         """Announce the averaging of the gradient of a parameter that is not sharded."""
         step = CollectiveEvent("average", name, gradient.numel(), _is_in_backward())
-        self.announce(step, partial(_sum_zeros, gradient.shape, gradient.dtype, gradient.device, groups))
+        self.announce(step, partial(_reduce_zeros, gradient.shape, gradient.dtype, gradient.device, groups))
 
     def _follow(self, name: str, module: Any, group: Any) -> None:
         module.set_custom_all_gather(_AllGather(self, name))
@@ -224,9 +231,103 @@ class _ReduceScatter(DefaultReduceScatter):
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-def _sum_zeros(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, groups: Sequence[dist.ProcessGroup]
+def _reduce_zeros(
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup],
+    op: Any = dist.ReduceOp.SUM,
 ) -> list[Any]:
-    return [
-        dist.all_reduce(torch.zeros(shape, dtype=dtype, device=device), group=group, async_op=True) for group in groups
-    ]
+    zeros = partial(torch.zeros, shape, dtype=dtype, device=device)
+    return [dist.all_reduce(zeros(), op, group=group, async_op=True) for group in groups]
+
+
+class Fp8Gathers:
+    """The weights of one sharded model that are gathered in 8 bits.
+
+    `update` computes their scales by one all-reduce: before every pass of the root, and before other gathers begin.
+    """
+
+    def __init__(self, root: nn.Module, mesh: DeviceMesh, passes: FsdpPasses | None) -> None:
+        self._passes, self._group = passes, mesh.get_group(mesh.ndim - 1)
+        groups = {id(group): group for module in sharded_in(root) for group in groups_of(module)}.values()
+        params = (param for group in groups for param in group.fsdp_params)
+        self._params = [param for param in params if _is_for_fp8(param, self._group.size())]
+        self._dtypes = [param.mp_policy.param_dtype or param.sharded_param.dtype for param in self._params]
+        for param, dtype in zip(self._params, self._dtypes, strict=True):
+            self._attach(param, _Fp8Cast(dtype, torch.empty(()), -1))
+            param._init_extensions()
+        if self._params:
+            logger.info("fp8: %d weights are gathered in 8 bits", len(self._params))
+            root.register_forward_pre_hook(lambda *_: self.update(), prepend=True)
+            for owner, name in ((root, "_run_gathered"), *((module, "unshard") for module in sharded_in(root))):
+                setattr(owner, name, partial(self._update_and_call, getattr(owner, name)))
+
+    def _update_and_call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.update()
+        return method(*args, **kwargs)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Compute the scales of all weights; all ranks call it."""
+        from torchao.float8.config import e4m3_dtype
+        from torchao.float8.float8_utils import amax_to_scale
+
+        shards = [param._sharded_local_tensor for param in self._params]
+        largest = torch.stack([norm.double() for norm in torch._foreach_norm(shards, math.inf)])
+        if self._passes is not None:
+            like = largest.shape, largest.dtype, largest.device, [self._group], dist.ReduceOp.MAX
+            self._passes.announce(CollectiveEvent("scales weights", numel=len(shards)), partial(_reduce_zeros, *like))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        scales = {dtype: amax_to_scale(largest.to(dtype), e4m3_dtype).unbind() for dtype in {*self._dtypes}}
+        for number, (param, dtype) in enumerate(zip(self._params, self._dtypes, strict=True)):
+            self._attach(param, _Fp8Cast(dtype, scales[dtype][number], version_of(param.sharded_param)))
+
+    @staticmethod
+    def _attach(param: Any, cast: _Fp8Cast) -> None:
+        shard = param._sharded_local_tensor  # another one after `model.to()`
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = cast.fsdp_pre_all_gather, _from_fp8
+
+
+def _is_for_fp8(param: Any, shards: int) -> bool:
+    """True for the weights of fp8 layers alone: in even shards, and on the device."""
+    at = param._module_info
+    held = zip((at.module, *at.shared_modules), (at.param_name, *at.shared_param_names), strict=True)
+    is_even = param._orig_size[0] % shards == 0 and not param.offload_to_cpu
+    return is_even and all(name == "weight" and can_gather_in_fp8(layer, param._orig_size) for layer, name in held)
+
+
+class _Fp8Cast(NamedTuple):
+    dtype: torch.dtype
+    scale: Tensor
+    version: int  # of the shard that was scaled
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[Any, Any]:
+        """The shard in 8 bits, as bytes, which every backend sends; called by FSDP2.
+
+        Raises:
+            ArgumentError: the shard has changed since it was scaled.
+        """
+        from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
+
+        weight = module._parameters["weight"]
+        if version_of(weight) != self.version:
+            raise ArgumentError(
+                "a weight that is gathered in 8 bits has changed since the model's own forward took its scale, and a "
+                'module within the model is called. Call the model, or give ("fp8", {"fsdp_float8_all_gather": False})'
+            )
+        shard, config = weight._local_tensor.to(self.dtype), module.linear_mm_config
+        kind = module.config.cast_config_weight.target_dtype
+        cast = hp_tensor_and_scale_to_float8(shard, self.scale, kind, config, GemmInputRole.WEIGHT)
+        return (cast._data.view(torch.uint8),), cast
+
+
+def _from_fp8(outputs: tuple[Tensor], shard: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+    """The gathered weight, as torchao's tensor in 8 bits; or a new scale for `out`; called by FSDP2."""
+    if out is not None:
+        getattr(out, "_local_tensor", out)._scale = shard._scale
+        return None
+    data, like = outputs[0].view(shard._data.dtype), (shard._linear_mm_config, shard._gemm_input_role)
+    return type(shard)(data, shard._scale, param_dtype, *like), outputs

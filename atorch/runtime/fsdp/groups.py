@@ -188,9 +188,14 @@ def show_sharded(group: Any) -> None:
 
 def versions(module: Any) -> list[int]:
     """Version counters of the shards of `module`, an FSDPModule, which change with every write."""
-    shards = [fsdp_param.sharded_param for group in groups_of(module) for fsdp_param in group.fsdp_params]
+    return [version_of(fsdp_param.sharded_param) for group in groups_of(module) for fsdp_param in group.fsdp_params]
+
+
+def version_of(shard: Any) -> int:
+    """The version of a sharded parameter: writes to the DTensor and to its local part count apart."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [version for shard in shards for version in (shard._version, shard._local_tensor._version)]
+        version: int = shard._version + shard._local_tensor._version
+        return version
 
 
 def end_forward(module: Any, keep: bool = False) -> None:

@@ -90,7 +90,7 @@ def shard(
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from atorch.runtime.fsdp.collectives import keep_order
+    from atorch.runtime.fsdp.collectives import Fp8Gathers, keep_order
     from atorch.runtime.fsdp.methods import keep_methods, make_plain_tensors, refuse_replaced
     from atorch.runtime.fsdp.sharded_access import stand_for_sharded
 
@@ -133,6 +133,7 @@ def shard(
         fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
     passes = keep_order(module, mesh, find_unused_parameters=find_unused_parameters)
     keep_methods(module, passes)
+    Fp8Gathers(module, mesh, passes)
     _keep_whole(module, whole, device, mesh, passes)
     host_places = [place for places, is_host in zip(owned, offloaded, strict=True) if is_host for place in places]
     on_host = {owner.get_parameter(name) for owner, name in host_places}

@@ -150,6 +150,7 @@ class _Between:
         self._root, self.modules = root, sharded_in(root)
         self._groups = [group for module in self.modules for group in groups_of(module)]
         self._standing: list[Any] = []
+        self._replaced: list[Any] = []  # FSDP2's parameters, gathered as tensors that cannot delegate
         for module in self.modules:
             module.unshard = partial(self._unshard, module.unshard)
 
@@ -158,15 +159,18 @@ class _Between:
         self.end()
         for group in self._groups:
             for fsdp_param in group.fsdp_params:
-                self._put(vars(fsdp_param).get("_unsharded_param"), fsdp_param.sharded_param)
+                self._put(fsdp_param, vars(fsdp_param).get("_unsharded_param"), group.is_unsharded)
             if not (group.is_sharded or group.is_unsharded):  # but sharded over fewer ranks
                 show_sharded(group)
 
-    def _put(self, gathered: Any, sharded: Any) -> None:
+    def _put(self, fsdp_param: Any, gathered: Any, is_unsharded: bool) -> None:
         if (kind := _STANDING.get(type(gathered))) is not None:  # else a fake tensor, or another subclass
-            gathered.sharded = weakref.ref(sharded)
+            gathered.sharded = weakref.ref(fsdp_param.sharded_param)
             gathered.__class__ = kind
             self._standing.append(gathered)
+        elif is_unsharded and hasattr(gathered, "to_original_precision"):  # in 8 bits
+            fsdp_param._setattr_on_modules(fsdp_param.sharded_param)
+            self._replaced.append(fsdp_param)
 
     def end(self) -> None:
         """Stop delegating, before forward and backward."""
@@ -176,6 +180,10 @@ class _Between:
             if sharded is not None and gathered.requires_grad != sharded.requires_grad:
                 gathered.requires_grad_(sharded.requires_grad)
         self._standing.clear()
+        for fsdp_param in self._replaced:
+            if fsdp_param.sharded_state == fsdp_param.sharded_state.UNSHARDED:
+                fsdp_param._setattr_on_modules(fsdp_param.unsharded_param)
+        self._replaced.clear()
 
     def _unshard(self, unshard: Any, async_op: bool = False) -> Any:
         """FSDP2's `unshard`, after which a user expects the gathered parameters."""
@@ -196,7 +204,7 @@ class _Between:
 
     def _begin_backward(self, _: Tensor) -> None:
         refuse_second_order("fsdp and zero2, which free in backward what forward has gathered")
-        if self._standing:
+        if self._standing or self._replaced:
             self.end()
             torch.autograd.Variable._execution_engine.queue_callback(self.begin)
 

@@ -97,6 +97,7 @@ def convert_linears(
     emulate: bool | None = None,
     device: torch.device | None = None,
     group: ProcessGroup | None = None,
+    fsdp_float8_all_gather: bool = False,
 ) -> Fp8Report:
     """Let the model's Linear layers multiply in fp8, in place; parameters stay the same objects.
 
@@ -108,6 +109,7 @@ def convert_linears(
         emulate: torchao only: quantize, but multiply in the old dtype. None: only if the device is not CUDA.
         device: the device on which the model will run; by default that of its parameters.
         group: te only: the ranks with the same layers, which share their largest values; all by default.
+        fsdp_float8_all_gather: torchao, scaling by tensors only: let `runtime.fsdp.shard` gather weights in 8 bits.
 
     Raises:
         CapabilityError: the backend's package is not installed.
@@ -119,7 +121,7 @@ def convert_linears(
     _check_names(model, include, "include")
     _check_names(model, exclude, "exclude")
     emulated = chosen == "torchao" and (device.type != "cuda" if emulate is None else emulate)
-    make = _te_linear() if chosen == "te" else _torchao_linear(recipe, emulated)
+    make = _te_linear() if chosen == "te" else _torchao_linear(recipe, emulated, fsdp_float8_all_gather)
     places = Counter(child for module in model.modules() for child in module._modules.values() if child is not None)
     shared = {child for child, count in places.items() if count > 1 and chosen == "te" and recipe.reduce_amax}
     adapters = _inside_adapters(model)
@@ -237,7 +239,7 @@ def _inside_adapters(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in model.named_modules() if prefixes and name.startswith(prefixes))
 
 
-def _torchao_linear(recipe: Fp8Recipe, emulate: bool) -> Callable[[nn.Linear], nn.Module]:
+def _torchao_linear(recipe: Fp8Recipe, emulate: bool, gathers: bool) -> Callable[[nn.Linear], nn.Module]:
     from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe.scaling.replace("_gw", "_with_gw"))
@@ -249,7 +251,7 @@ def _torchao_linear(recipe: Fp8Recipe, emulate: bool) -> Callable[[nn.Linear], n
 
     def make(module: nn.Linear) -> nn.Module:
         converted: nn.Module = convert_to_float8_training(module, config=config)
-        converted.multiplies_in_fp8 = True  # type: ignore[assignment]  # a plain attribute
+        converted.multiplies_in_fp8, converted.gathers_in_fp8 = True, gathers  # type: ignore[assignment]  # plain
         override(converted, "forward", _in_fp8_or_not)
         return converted
 
@@ -262,9 +264,16 @@ def _in_fp8_or_not(in_fp8: Callable[..., Any]) -> Callable[..., Any]:
         if self.multiplies_in_fp8 and not _is_indivisible(weight.shape):
             product: Tensor = in_fp8(self, input)
             return product
+        if hasattr(weight, "to_original_precision"):  # gathered in 8 bits
+            weight = weight.to_original_precision()
         return F.linear(input, weight, self.bias)
 
     return forward
+
+
+def can_gather_in_fp8(module: nn.Module, shape: Sequence[int]) -> bool:
+    """True if `module` multiplies weights of this shape in fp8, and lets fsdp gather them so."""
+    return bool(vars(module).get("gathers_in_fp8")) and not _is_indivisible(shape)
 
 
 def _is_indivisible(shape: Sequence[int]) -> bool:

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+import atorch
+from atorch import auto_accelerate
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.fp8 import Fp8
+from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost import Cost
+from atorch.cost import Cost, plain_cost
+from atorch.cost.transformer import TransformerShape, transformer_profile
 from atorch.distributed.world import init
 from atorch.errors import CapabilityError, StrategyError
 from atorch.logs import logger
+from atorch.runtime.fsdp.collectives import _AllGather
 from tests.auto.opt_lib import splitting
 from tests.auto.training import messages, run_each
-from tests.contract.job import arguments, deviation, make_model
+from tests.contract.job import arguments, deviation, make_model, snapshot, train
 from tests.pool import Pool
 
 
@@ -60,9 +69,12 @@ def test_converts_and_tells(caplog: pytest.LogCaptureFixture) -> None:
     assert "fp8 leaves lm_head: kept, exclude names it" in caplog.text
 
 
+EMULATED = {"backend": "torchao", "emulate": True, "exclude": ["lm_head"]}
+
+
 def split_deviation(rank: int, size: int, axes: Any, name: str) -> tuple[float, list[str]]:
     """The deviation from plain training, and log lines about fp8."""
-    fp8 = ("fp8", {"backend": "torchao", "emulate": True, "exclude": ["lm_head"]})
+    fp8 = ("fp8", EMULATED)
     logger.setLevel(logging.INFO)
     with messages() as lines:
         off, _ = deviation(rank, size, [("parallel_mode", (axes, None)), fp8, name], "sdpa")
@@ -79,6 +91,99 @@ def test_trains_where_a_process_has_parts_of_weights_or_tokens(pool: Pool) -> No
     lines = found[0][0][1]
     assert any("layers.1.mlp.down_proj, whose parts are not multiples of 16" in line for line in lines)
     assert not any("q_proj" in line for line in lines if "parts are not" in line)
+
+
+def gathered(rank: int, size: int, axes: Any, *others: Any) -> tuple[list[int], bool]:
+    """Bytes that FSDP2 gathers without and with 8-bit gathers, and whether both trainings are equal bit for bit."""
+    num_bytes, found, gather = [0, 0], [], _AllGather.__call__
+
+    def count(self: Any, output_tensor: torch.Tensor, **more: Any) -> Any:
+        num_bytes[len(found)] += output_tensor.nbytes
+        return gather(self, output_tensor, **more)
+
+    for in_fp8 in (False, None):
+        fp8 = {**EMULATED, "fsdp_float8_all_gather": in_fp8}
+        with patch.object(_AllGather, "__call__", count):
+            found.append(train([("parallel_mode", (axes, None)), ("fp8", fp8), *others]))
+    (updates, losses), (updates_8, losses_8) = found
+    return num_bytes, losses == losses_8 and all(torch.equal(updates[name], updates_8[name]) for name in updates)
+
+
+AMP, DATA = ("amp_native", "bf16"), [("data", 2)]
+
+
+def test_shards_gathered_in_8_bits_train_as_whole_weights_do(pool: Pool) -> None:
+    pytest.importorskip("torchao")
+    cases: list[Any] = [
+        (DATA, "fsdp"),
+        (DATA, AMP, "fsdp", "checkpoint"),
+        (DATA, ("half", "bf16"), "zero2", ("micro_batch", {"count": 2})),
+        ([("tensor", 2), ("data", 2)], AMP, "tensor_parallel", "fsdp"),
+    ]
+    for case in cases:
+        for (wide, narrow), are_equal in run_each(pool, gathered, [case], ranks=4 if len(case[0]) > 1 else 2)[0]:
+            assert are_equal, case
+            assert 0 < narrow < 0.9 * wide, case  # many parts of this small model are no multiples of 16
+
+
+def saved(rank: int, size: int, folder: str) -> dict[str, torch.Tensor]:
+    model, given = make_model(), arguments()
+    strategy = [("fp8", {**EMULATED, "fsdp_float8_all_gather": True}), AMP, "fsdp"] if size > 1 else []
+    result = auto_accelerate(model, load_strategy=strategy, **given)[1]
+    if size > 1:
+        assert math.isfinite(float(result.step(next(iter(result.dataloader)))))
+        atorch.save_checkpoint(folder, result, 1)
+    else:
+        atorch.load_checkpoint(folder, result)
+    return snapshot(result.model)
+
+
+def test_checkpoints_hold_weights_in_their_own_dtype(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    (trained, _), (loaded,) = (pool.run(saved, str(tmp_path), ranks=ranks) for ranks in (2, 1))
+    start = snapshot(make_model())
+    for name, value in trained.items():
+        assert torch.equal(loaded[name], value), name
+        assert not torch.equal(start[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("knobs", "beside", "told"),
+    [
+        ({"scaling": "rowwise"}, ["fsdp"], "with scaling 'rowwise'"),
+        ({}, ["zero1"], "without fsdp or zero2"),
+        ({}, [("fsdp", {"reshard_after_forward": 2})], "fsdp's reshard_after_forward=2"),
+        ({}, [("fsdp", {"cpu_offload": True})], "parameters in host memory"),
+        ({}, ["fsdp", ("offload", {"parameters": 0.5})], "parameters in host memory"),
+    ],
+)
+def test_gathers_in_8_bits_are_refused_by_name_where_they_cannot_be(
+    knobs: dict[str, Any], beside: list[Any], told: str
+) -> None:
+    job = make_context(make_model(), **arguments(), world=init(), cluster=cluster("cpu"))
+    ctx = replace(job, strategy=Strategy.of(beside))
+    fp8 = Fp8.of({**EMULATED, **knobs})
+    fp8.check(ctx)
+    with pytest.raises(StrategyError, match=f"fsdp_float8_all_gather=True .*{told}"):
+        Fp8.of({**EMULATED, **knobs, "fsdp_float8_all_gather": True}).check(ctx)
+
+
+def test_gathers_in_8_bits_are_priced_where_they_are() -> None:
+    shape = TransformerShape(layers=8, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, vocab=8192, seq_len=64)
+    profile = transformer_profile(shape)
+
+    def sent(fp8: Fp8, fsdp: Fsdp) -> float:
+        plain = plain_cost(profile).but(dtype="bfloat16", axes={"data": 8})
+        cost = fsdp.cost(fp8.cost(plain))
+        (gather,) = (comm for comm in cost.comm if comm.kind == "all_gather")
+        return gather.num_bytes
+
+    blocks, off = Fp8(include=("layers",)), Fp8(include=("layers",), fsdp_float8_all_gather=False)
+    wide = sent(off, Fsdp())
+    assert 0.5 < sent(Fp8(), Fsdp()) / wide < sent(blocks, Fsdp()) / wide < 0.6
+    assert sent(Fp8(scaling="rowwise"), Fsdp()) == wide
+    assert sent(blocks, Fsdp(cpu_offload=True)) == wide
+    assert sent(Fp8(backend="te"), Fsdp()) == wide
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel", "context_parallel", "checkpoint"])

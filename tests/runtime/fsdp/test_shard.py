@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from atorch.errors import ArgumentError
 from atorch.runtime.fsdp.groups import FsdpUnit, arrange, by_block, by_size, without_trainable
 from atorch.runtime.fsdp.shard import _make_contiguous, shard
+from atorch.runtime.precision.fp8 import convert_linears
 from tests.auto.training import assert_trains_like_plain
 from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import Awkward, deviation, make, param_groups, sgd, train, whole
@@ -227,3 +228,40 @@ def test_weights_of_another_memory_format_are_sharded(rank: int, size: int) -> N
     model = nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
     shard(model, flat(size), [])
     assert model(torch.ones(1, 4, 3, 3)).isfinite().all()
+
+
+class Tied(nn.Module):
+    """A layer between an embedding and a head with the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(32, 32), nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.inner(self.embed(tokens)))
+        return logits
+
+
+@on_ranks()
+def test_weights_of_fp8_layers_alone_are_gathered_in_8_bits_and_between_passes_they_are_shards(
+    rank: int, size: int
+) -> None:
+    pytest.importorskip("torchao")
+    model = Tied()
+    convert_linears(model, emulate=True, fsdp_float8_all_gather=True)
+    shard(model, flat(size), [FsdpUnit((model.inner,))], reshard_after_forward=False)
+    optim, kinds = sgd(param_groups(model)), []
+    for layer in (model.inner, model.head):
+        layer.register_forward_hook(lambda module, args, output: kinds.append(type(module.weight).__name__))
+    loss = model(torch.arange(16)).sum()
+    assert kinds == ["Float8TrainingTensor", "Parameter"]
+    assert isinstance(model.inner.weight, DTensor)
+    assert float(model.inner.weight.norm()) > 0
+    loss.backward()
+    optim.step()
+    model.inner.unshard()
+    model.inner.reshard()
+    optim.step()
+    with pytest.raises(ArgumentError, match="Call the model"):
+        model.inner(torch.randn(16, 32))
