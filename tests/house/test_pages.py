@@ -32,7 +32,8 @@ from tests.house.test_docs import DOCS, DOCUMENTS, name_of, table, tables
 MIGRATION = sorted((DOCS / "migration").glob("*.md"))
 FRONT_DOORS: tuple[Callable[..., Any], ...] = (
     auto_accelerate, atorch.StragglerDetector, atorch.checkpoint_sequential, atorch.checkpoint_wrapper,
-    atorch.clip_grad_norm, atorch.load_checkpoint, atorch.load_methods, atorch.load_whole_state, atorch.resume_or_start,
+    atorch.clip_grad_norm, atorch.export, atorch.load_checkpoint, atorch.load_methods, atorch.load_pretrained,
+    atorch.load_whole_state, atorch.resume_or_start,
     atorch.save_checkpoint, atorch.whole_state, init, initialize_engine, merge_checkpoints, PatrickStarClient,
     rank_table, use_mesh,
 )  # fmt: skip

@@ -178,8 +178,8 @@ class HeldStates:
         return {name: logical for (name, key), logical in self.tensors.items() if key == MASTER}
 
 
-def held_states(optimizer: Optimizer, held: Iterable[HeldTensor]) -> HeldStates:
-    """The states of an optimizer of an accelerated model.
+def held_states(optimizer: Optimizer, held: Iterable[HeldTensor], only_masters: bool = False) -> HeldStates:
+    """The states of an optimizer of an accelerated model. Masters are views of the ones that it steps.
 
     Raises:
         CheckpointError: a state of a parameter that is cut has another shape than the parameter.
@@ -192,6 +192,8 @@ def held_states(optimizer: Optimizer, held: Iterable[HeldTensor]) -> HeldStates:
     for number, owner in enumerate(itertools.chain.from_iterable(listed)):
         entry = saved["state"].get(number) or {}
         for key, value in entry.items():
+            if only_masters and key != MASTER:
+                continue
             if isinstance(value, Tensor):
                 if key == MASTER and isinstance(owner.tensor, ChunkedParameter):
                     continue  # it is the parameter's value
