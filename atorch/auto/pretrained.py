@@ -29,7 +29,7 @@ from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gathe
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
-from atorch.model.meta_device import first_names
+from atorch.model.meta_device import first_names, is_meta
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, held_states, held_tensors
 
@@ -114,6 +114,8 @@ def _names(source: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, str
                 f"{source.path} has {first} of shape {shape}, and the model's {entry.name} is {entry.shape}; give the "
                 "files of the same model"
             )
+        if is_meta(entry.tensor):
+            raise CheckpointError(f"{entry.name} has no memory: it is on the meta device; call to_empty before")
         if _kind(dtype) != _kind(entry.tensor.dtype):
             raise CheckpointError(
                 f"{source.path} has {first} as {dtype}, and the model's {entry.name} is {entry.tensor.dtype}; give "
@@ -192,7 +194,7 @@ def held_by(result: AccelerateResult, only_masters: bool = False) -> tuple[list[
 def model_content(
     result: AccelerateResult, held: Sequence[HeldTensor], states: HeldStates | None
 ) -> tuple[dict[str, LogicalTensor], dict[str, Any], list[dict[str, Any]]]:
-    """What is saved of the model: tensors and plain data; and each process's facts. All processes call it together.
+    """Tensors and plain data to save of the model, and facts of each process. All processes call it together.
 
     Of a parameter with a master, the master's values are saved, on the ranks that have parts of it.
     """

@@ -124,7 +124,8 @@ def save(
             copies = all_or_none(lambda: background.copied(part.need_shared(pieces)))
             background.start(lambda: part.write_alone(copies))
             return base / commit.name_of(step)
-        shards = gather_objects(all_or_none(lambda: part.write(part.need_shared(pieces))))
+        with ThreadPoolExecutor(2) as threads:
+            shards = gather_objects(all_or_none(lambda: part.write(part.need_shared(pieces), threads)))
         path = from_rank_zero(all_or_none(lambda: part.publish(shards) if rank == 0 else None))
     except Exception:
         if rank == 0:
@@ -154,8 +155,8 @@ class _Part:
             )
         return pieces
 
-    def write(self, pieces: list[_Piece]) -> Shard | None:
-        return write_shard(self.folder / f"rank-{self.rank:05}.safetensors", pieces) if pieces else None
+    def write(self, pieces: list[_Piece], threads: ThreadPoolExecutor | None = None) -> Shard | None:
+        return write_shard(self.folder / f"rank-{self.rank:05}.safetensors", pieces, threads) if pieces else None
 
     def publish(self, shards: list[Shard | None]) -> Path:
         files = [shard for shard in shards if shard is not None]
@@ -166,7 +167,7 @@ class _Part:
         """Write and publish without exchanges between processes, which may be training: ranks leave notes instead."""
         shard, failure = None, None
         try:
-            shard = self.write(pieces)
+            shard = self.write(pieces)  # without threads: there are no new ones at the end of a process
         except CheckpointError as error:
             failure = error
         if self.rank != 0:

@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from atorch.errors import CheckpointError, shown
 from atorch.units import MiB
 
 BLOCK_BYTES = 4 * MiB  # the unit of checksums, and of staging
+_FLUSHED_BYTES = 32 * MiB  # at a time, at least
 _ALIGNMENT = 16  # of the data within the file: the largest element
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -115,27 +117,44 @@ def header(pieces: Sequence[tuple[str, str, Box]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write_shard(path: Path, pieces: Sequence[tuple[str, str, Box, Tensor | Callable[[], Tensor]]]) -> Shard:
+def write_shard(
+    path: Path,
+    pieces: Sequence[tuple[str, str, Box, Tensor | Callable[[], Tensor]]],
+    threads: Executor | None = None,
+) -> Shard:
     """Write a file that is not there yet, down to the disk. Pieces: tensor, name of its dtype as saved, box, values.
 
     Values may be a function that returns them, called when they are written. Those that lie elsewhere or otherwise than
-    in the file are staged, a block at a time.
+    in the file are staged, a block at a time. `threads` compute checksums and flush what is written beside the writes.
 
     Raises:
         CheckpointError: the file cannot be written, or two pieces would have one key.
     """
     pieces = sorted(pieces, key=lambda piece: -DTYPES[piece[1]].itemsize)
-    stored = []
+    stored, flushed = [], 0
+    flush: Future[None] | None = None
     with reporting(f"{path} cannot be written"), open(path, "xb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(header([piece[:3] for piece in pieces])))
+        handle = file.fileno()
+        write_all(handle, memoryview(header([piece[:3] for piece in pieces])))
         for tensor, dtype, box, values in pieces:
             checksums = []
             values = values if isinstance(values, Tensor) else values()
             for block in _blocks(values.detach(), DTYPES[dtype]):
-                checksums.append(zlib.crc32(block))
-                write_all(file.fileno(), block)
+                if threads is None or len(block) < BLOCK_BYTES:
+                    checksums.append(zlib.crc32(block))
+                    write_all(handle, block)
+                    continue
+                checksum = threads.submit(zlib.crc32, block)
+                write_all(handle, block)
+                checksums.append(checksum.result())
+                if file.tell() - flushed >= _FLUSHED_BYTES and (flush is None or flush.done()):
+                    if flush is not None:
+                        flush.result()
+                    flush, flushed = threads.submit(os.fdatasync, handle), file.tell()
             stored.append(Stored(tensor, box, checksums))
-        os.fsync(file.fileno())
+        if flush is not None:
+            flush.result()
+        os.fsync(handle)
         return Shard(path.name, file.tell(), stored)
 
 

@@ -13,11 +13,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from typer.testing import CliRunner
 
 import atorch
 from atorch.checkpoint.pretrained import export_model, open_pretrained
+from atorch.cli import app
 from atorch.errors import ArgumentError, CheckpointError
-from tests.auto.test_checkpointing import MODELS, STRATEGIES, in_file, job, losses
+from tests.auto.test_checkpointing import MODELS, STRATEGIES, in_file, job, losses, small_job
 from tests.checkpoint.jobs import small_blocks
 from tests.language_models import gpt2
 from tests.pool import Pool
@@ -141,6 +143,9 @@ def test_what_is_no_model(tmp_path: Path) -> None:
             atorch.load_pretrained(nn.Linear(3, 2), tmp_path)
     with pytest.raises(ArgumentError, match="give what auto_accelerate returned"):
         atorch.load_pretrained({}, tmp_path)  # type: ignore[arg-type]
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match="on the meta device"):
+        atorch.load_pretrained(nn.Linear(3, 2, device="meta"), tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="there already"), open_pretrained(tmp_path / "a.safetensors") as model:
         export_model(model, tmp_path)
 
@@ -184,3 +189,15 @@ def test_exported_files_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert all(
         torch.equal(found[name], value.half() if value.is_floating_point() else value) for name, value in state.items()
     )
+
+
+def test_the_command_line_exports_a_checkpoint(tmp_path: Path) -> None:
+    result = small_job([])
+    atorch.save_checkpoint(tmp_path / "run", result, 3)
+    command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]
+    run = CliRunner().invoke(app, command)
+    assert run.exit_code == 0, run.output
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == result.model.state_dict().keys()
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(found[name], value.bfloat16() if value.is_floating_point() else value)
