@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atorch.auto.accelerate import auto_accelerate, plan
-    from atorch.auto.checkpointing import load_checkpoint, resume_or_start, save_checkpoint
+    from atorch.auto.checkpointing import load_checkpoint, resume_or_start, save_checkpoint, wait_for_checkpoint
     from atorch.auto.planner.plan import Plan
+    from atorch.auto.pretrained import export, load_pretrained
     from atorch.auto.strategy import Strategy
     from atorch.auto.strategy.method import load_methods
-    from atorch.checkpoint.files import Checkpoint
+    from atorch.checkpoint.reading import Checkpoint
     from atorch.cluster.spec import ClusterSpec
     from atorch.runtime.gradients.clip import clip_grad_norm
     from atorch.runtime.memory.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES: Mapping[str, str] = {
-    "Checkpoint": "atorch.checkpoint.files",
+    "Checkpoint": "atorch.checkpoint.reading",
     "ClusterSpec": "atorch.cluster.spec",
     "Plan": "atorch.auto.planner.plan",
     "StragglerDetector": "atorch.runtime.straggler_detector",
@@ -36,13 +37,16 @@ _HOMES: Mapping[str, str] = {
     "checkpoint_sequential": "atorch.runtime.memory.recompute",
     "checkpoint_wrapper": "atorch.runtime.memory.recompute",
     "clip_grad_norm": "atorch.runtime.gradients.clip",
+    "export": "atorch.auto.pretrained",
     "is_recomputing": "atorch.runtime.memory.recompute",
     "load_checkpoint": "atorch.auto.checkpointing",
     "load_methods": "atorch.auto.strategy.method",
+    "load_pretrained": "atorch.auto.pretrained",
     "load_whole_state": "atorch.runtime.tensor_parallel.state",
     "plan": "atorch.auto.accelerate",
     "resume_or_start": "atorch.auto.checkpointing",
     "save_checkpoint": "atorch.auto.checkpointing",
+    "wait_for_checkpoint": "atorch.auto.checkpointing",
     "whole_state": "atorch.runtime.tensor_parallel.state",
 }
 
@@ -56,13 +60,16 @@ __all__ = [
     "checkpoint_sequential",
     "checkpoint_wrapper",
     "clip_grad_norm",
+    "export",
     "is_recomputing",
     "load_checkpoint",
     "load_methods",
+    "load_pretrained",
     "load_whole_state",
     "plan",
     "resume_or_start",
     "save_checkpoint",
+    "wait_for_checkpoint",
     "whole_state",
 ]
 

@@ -35,6 +35,7 @@ CLAIMS = (
     "chunk_step",
     "chunk_host_memory",
     "chunk_deepspeed",
+    "checkpoint_speed",
     "gpu_methods",
 )
 

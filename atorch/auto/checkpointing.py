@@ -9,40 +9,35 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.auto.context import AccelerateResult
-from atorch.checkpoint.boxes import LogicalTensor
-from atorch.checkpoint.files import Checkpoint, save, steps
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, gather_objects, world_group
+from atorch.auto.pretrained import first_with, held_by, is_buffer, load_model, model_content, need_result, own_rank
+from atorch.checkpoint.commit import steps
+from atorch.checkpoint.files import BackgroundWriter, save
+from atorch.checkpoint.pretrained import MODEL
+from atorch.checkpoint.reading import Checkpoint
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, world_group
 from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.rng import RandomState
-from atorch.errors import ArgumentError, CheckpointError, shown
+from atorch.errors import CheckpointError
 from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.runtime.data.loader import Loader
-from atorch.runtime.optimizer.held_tensors import (
-    HeldStates,
-    HeldTensor,
-    StateTargets,
-    differing_names,
-    held_states,
-    held_tensors,
-)
+from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, StateTargets, held_tensors
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import MASTER
 
-MODEL, OPTIM = "model.", "optim."
+OPTIM = "optim."
 
 
 class Resumed(NamedTuple):
@@ -60,6 +55,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    background: bool = False,
 ) -> Path:
     """Save model, optimizer, scheduler, loss scale, random states and the loader's position after step `step`.
 
@@ -73,6 +69,8 @@ def save_checkpoint(
             lists and dicts of these; equal on all processes.
         keep_last: remove all but so many of the newest, once the new one is complete. None keeps all.
         keep_every: of those, keep the ones whose step is a multiple of it.
+        background: copy all values to host memory, return, and write them while training goes on. One checkpoint is
+            written at a time: the next save or load waits for it, and so does the end of the process.
 
     Returns:
         The checkpoint's folder.
@@ -80,44 +78,52 @@ def save_checkpoint(
     Raises:
         ArgumentError: `result` is not from `auto_accelerate`, processes differ in `extra`, or some processes, which are
             named, did not call it.
-        CheckpointError: something cannot be saved, or not be written. The older checkpoints are untouched.
+        CheckpointError: something cannot be saved, or not be written, or the last one in the background could not be.
+            The older checkpoints are untouched.
     """
-    _need_result(result, "save_checkpoint")
+    need_result(result, "save_checkpoint")
+    wait_for_checkpoint(result)
     extra_state: dict[str, Any] = {}
 
     def facts() -> Mapping[str, Facts]:
         extra_state.update(_extra_state(extra or {}))
-        return {"extra": described("extra", extra_state)}
+        return {"extra": described("extra", extra_state), "background": described("background", background)}
 
-    held, states = call_on_all_ranks("save_checkpoint", facts, lambda: _held(result))
-    own: dict[str, Any] = {
-        "masters": sorted(states.masters) if states else [],
-        "groups": [group["params"] for group in states.groups] if states else [],
-        "values": dict(states.values) if states else {},
-        "buffers": {entry.name: _checksum(entry.tensor) for entry in held if _is_buffer(entry)},
-    }
-    ranks = gather_objects(own)
-    tensors = _model_tensors(held, states, ranks)
-    plain: dict[str, Any] = {
-        "aliases": {name: entry.name for entry in held for name in entry.names[1:]},
-        "mesh": _mesh_sizes(result),
-        "extra": extra_state,
-    }
+    held, states = call_on_all_ranks("save_checkpoint", facts, lambda: held_by(result))
+    tensors, plain, ranks = model_content(result, held, states)
+    plain |= {"mesh": _mesh_sizes(result), "extra": extra_state}
     if states is not None:
         tensors |= {f"{OPTIM}{name}.{key}": value for (name, key), value in states.tensors.items() if key != MASTER}
         plain["optim"] = _optimizer_facts(result.optim, states, ranks)
     if result.lr_scheduler is not None:
         plain["scheduler"] = result.lr_scheduler.state_dict()
     by_rank = {
-        "rng": _rng_state(),
+        "rng": RandomState.now().as_plain(),
         "buffers": {
             entry.name: entry.tensor.detach() for entry in held
-            if _is_buffer(entry) and own["buffers"][entry.name] != _first(ranks, entry.name)[1]
+            if is_buffer(entry) and ranks[own_rank()]["buffers"][entry.name] != first_with(ranks, entry.name)[1]
         },
     }  # fmt: skip
     if isinstance(result.dataloader, Loader):
         by_rank["loader"] = result.dataloader.state_dict()
-    return save(folder, step, tensors, plain, by_rank, keep_last=keep_last, keep_every=keep_every)
+    if background and result.writer is None:
+        result.writer = BackgroundWriter()
+    writer = result.writer if background else None
+    return save(folder, step, tensors, plain, by_rank, keep_last=keep_last, keep_every=keep_every, background=writer)
+
+
+def wait_for_checkpoint(result: AccelerateResult) -> None:
+    """Wait until the last checkpoint that `save_checkpoint` was to write in the background is complete.
+
+    Collective: all processes call it. `result`: as `auto_accelerate` returned it.
+
+    Raises:
+        CheckpointError: on all processes: it could not be written.
+    """
+    need_result(result, "wait_for_checkpoint")
+    if result.writer is not None:
+        call_on_all_ranks("wait_for_checkpoint", dict, lambda: None)
+        all_or_none(result.writer.wait)
 
 
 def load_checkpoint(
@@ -142,10 +148,12 @@ def load_checkpoint(
         CheckpointError: there is no complete checkpoint, a file is damaged or missing, or it is of another model or
             optimizer. Raised on all processes; the model may then be loaded in part.
     """
-    _need_result(result, "load_checkpoint")
+    wait_for_checkpoint(result)
     with Checkpoint.open(folder, step) as checkpoint:
+        if all_or_none(lambda: "mesh" not in checkpoint.plain):
+            raise CheckpointError(f"{checkpoint.path} has no run to resume; load_pretrained loads its model")
         held = [_as_saved(entry, checkpoint) for entry in held_tensors(result.model)]
-        _load_model(checkpoint, held, result.model, strict)
+        load_model(checkpoint, held, result.model, strict)
         if result.optim is not None and "optim" in checkpoint.plain:
             _load_optimizer(checkpoint, held, result.optim, strict)
         all_or_none(lambda: _load_rest(checkpoint, held, result, extra or {}))
@@ -158,16 +166,12 @@ def resume_or_start(folder: AnyPath, result: AccelerateResult, extra: Mapping[st
 
     Collective: all processes call it. `folder`, `result` and `extra` are those of `load_checkpoint`.
     """
+    wait_for_checkpoint(result)
     if not from_rank_zero(bool(steps(folder))):
         return 0
     resumed = load_checkpoint(folder, result, extra=extra)
     logger.info("resumed from step %d in %s", resumed.step, folder)
     return resumed.step
-
-
-def _need_result(result: object, call: str) -> None:
-    if not isinstance(result, AccelerateResult):
-        raise ArgumentError(f"{call} was given {shown(result)} as result; give what auto_accelerate returned")
 
 
 def _mesh(result: AccelerateResult) -> Mesh | None:
@@ -180,47 +184,6 @@ def _mesh_sizes(result: AccelerateResult) -> list[list[Any]]:
     """The axes of the job's mesh, in order, that are larger than 1."""
     mesh = _mesh(result)
     return [] if mesh is None else [[axis, size] for axis, size in mesh.slices if size > 1]
-
-
-def _held(result: AccelerateResult) -> tuple[list[HeldTensor], HeldStates | None]:
-    package = type(result.optim).__module__.partition(".")[0]
-    if package in ("deepspeed", "fairscale"):
-        raise ArgumentError(f"{package}'s backend saves in a form of its own: see its save_checkpoint or state_dict")
-    held = held_tensors(result.model)
-    return held, None if result.optim is None else held_states(result.optim, held)
-
-
-def _model_tensors(
-    held: Sequence[HeldTensor], states: HeldStates | None, ranks: Sequence[Mapping[str, Any]]
-) -> dict[str, LogicalTensor]:
-    """The model's tensors; of one with a master, the master's values, on the ranks that have parts of it."""
-    masters = {name for rank in ranks for name in rank["masters"]}
-    own_masters = {} if states is None else states.masters
-    group = world_group()
-    index = 0 if group is None else group.rank()
-    tensors = {}
-    for entry in held:
-        logical = entry.logical()
-        if entry.name in masters:
-            logical = own_masters.get(entry.name) or LogicalTensor(entry.shape, torch.float32, [])
-        elif _is_buffer(entry) and _first(ranks, entry.name)[0] != index:
-            logical = LogicalTensor(entry.shape, logical.dtype, [])  # ranks may differ: the first one's is saved
-        tensors[MODEL + entry.name] = logical
-    return tensors
-
-
-def _is_buffer(entry: HeldTensor) -> bool:
-    return not isinstance(entry.tensor, torch.nn.Parameter)
-
-
-def _first(ranks: Sequence[Mapping[str, Any]], buffer: str) -> tuple[int, int]:
-    """The first rank that has a buffer, and its checksum."""
-    return next((index, rank["buffers"][buffer]) for index, rank in enumerate(ranks) if buffer in rank["buffers"])
-
-
-def _checksum(tensor: Tensor) -> int:
-    values = tensor.detach().cpu().contiguous()
-    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data) if values.numel() else 0
 
 
 def _optimizer_facts(optim: Optimizer, states: HeldStates, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -275,7 +238,7 @@ def _load_rest(
     if isinstance(result.dataloader, Loader) and "loader" in saved:
         result.dataloader.load_state_dict(saved["loader"] if is_same else {**saved["loader"], "began": None})
     _restore_rng(saved["rng"], result, is_same)
-    buffers = {name: entry.tensor for entry in held if _is_buffer(entry) for name in entry.names}
+    buffers = {name: entry.tensor for entry in held if is_buffer(entry) for name in entry.names}
     for name, value in saved["buffers"].items() if is_same else ():
         buffers[name].copy_(value)
 
@@ -286,24 +249,6 @@ def _as_saved(entry: HeldTensor, checkpoint: Checkpoint) -> HeldTensor:
     names = (*entry.names, *(aliases[name] for name in entry.names if name in aliases))
     first = next((name for name in names if MODEL + name in checkpoint.names), entry.name)
     return replace(entry, names=tuple(dict.fromkeys((first, *names))))
-
-
-@torch.no_grad()
-def _load_model(checkpoint: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, strict: bool) -> None:
-    present = {name.removeprefix(MODEL) for name in checkpoint.names if name.startswith(MODEL)}
-    all_or_none(lambda: _check_names(held, present, model) if strict else None)
-    checkpoint.load({MODEL + entry.name: entry.logical() for entry in held if entry.name in present})
-    for entry in held:
-        if entry.place is not None:
-            entry.place[0].updated()
-
-
-def _check_names(held: Sequence[HeldTensor], present: Collection[str], model: nn.Module) -> None:
-    if text := differing_names(held, present, model):
-        raise CheckpointError(
-            f"the checkpoint {text}, other than the model {type(model).__name__}; give the one of the same model, or "
-            "strict=False to load what both have"
-        )
 
 
 def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer, strict: bool) -> None:
@@ -322,27 +267,13 @@ def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: O
 def _targets(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> StateTargets:
     saved_class, kind = checkpoint.plain["optim"]["class"], type(_innermost(optim)).__name__
     if saved_class != kind:
-        raise CheckpointError(
-            f"the checkpoint is of {saved_class}, and the optimizer is {kind}, whose states differ; make the same "
-            "optimizer"
-        )
+        raise CheckpointError(f"the checkpoint is of {saved_class}, and the optimizer is {kind}; make the same one")
     saved: dict[str, dict[str, Any]] = {}
     for full_name, form in checkpoint.names.items():
         if full_name.startswith(OPTIM):
             name, _, key = full_name.removeprefix(OPTIM).rpartition(".")
             saved.setdefault(name, {})[key] = form
     return StateTargets(optim, held, saved)
-
-
-def _rng_state() -> dict[str, Any]:
-    state = RandomState.now()
-    (version, words, gauss), (kind, keys, *rest) = state.python, state.numpy
-    return {
-        "python": [version, torch.tensor(words), gauss],
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
-        "torch": state.host,
-        "devices": list(state.devices),
-    }
 
 
 def _restore_rng(saved: Mapping[str, Any], result: AccelerateResult, is_same: bool) -> None:
@@ -354,7 +285,4 @@ def _restore_rng(saved: Mapping[str, Any], result: AccelerateResult, is_same: bo
         np.random.seed(seed)
         torch.manual_seed(seed)
         return
-    (version, words, gauss), (kind, keys, *rest) = saved["python"], saved["numpy"]
-    devices = saved["devices"][: torch.cuda.device_count()]
-    numpy = (kind, keys.numpy().astype(np.uint32), *rest)
-    RandomState((version, tuple(words.tolist()), gauss), numpy, saved["torch"], tuple(devices)).restore()
+    RandomState.of_plain(saved).restore()

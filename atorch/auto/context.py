@@ -40,6 +40,7 @@ from atorch.runtime.tensor_parallel.state import need_whole_to_save, refuse_othe
 
 if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep
+    from atorch.checkpoint.files import BackgroundWriter
     from atorch.runtime.tensor_parallel import ModelLayout
 
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -94,6 +95,7 @@ class AccelerateResult(_Fields):
 
     lr_scheduler: Any
     step: Callable[[Any], Any]
+    writer: BackgroundWriter | None = None  # of checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,6 +106,16 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(rows)[: len(shape)][::-1]
 
 
+def check_pieces(name: str, tensor: LogicalTensor) -> None:
+    """Refuse boxes of the tensor `name` that lie outside of it, or have values of another shape."""
+    for box, values in tensor.pieces:
+        if not box.fits(tensor.shape) or tuple(values.shape) != tuple(box.sizes):
+            raise CheckpointError(
+                f"{name!r}: values of shape {tuple(values.shape)} for its box {box} of {tuple(tensor.shape)}; a box "
+                "lies within the tensor, and its values have its sizes"
+            )
+
+
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Refuse boxes that are not the whole tensor `name`, each element once. The boxes lie within `shape`.
 

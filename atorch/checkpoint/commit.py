@@ -39,7 +39,7 @@ def complete_steps(folder: Path) -> dict[int, Path]:
             match = _STEP.fullmatch(name)
             if match is not None and os.path.lexists(folder / name / MANIFEST):
                 step = int(match[1] or match[2])
-                if name in (_name(step), f".{_name(step)}.old"):
+                if name in (name_of(step), f".{name_of(step)}.old"):
                     found[step] = folder / name
     return found
 
@@ -65,10 +65,10 @@ def publish(part: Path, manifest: Manifest, keep_last: int | None, keep_every: i
         CheckpointError: it cannot be published, and the earlier ones stand; or old ones cannot be removed.
     """
     folder, step = part.parent, manifest.step
-    final, old = folder / _name(step), folder / f".{_name(step)}.old"
+    final, old = folder / name_of(step), folder / f".{name_of(step)}.old"
     manifest.write(part)
     with reporting(f"{final} cannot be published"):
-        _sync(part)
+        sync(part)
         if os.path.lexists(final):
             os.rename(final, old)
         try:
@@ -77,10 +77,10 @@ def publish(part: Path, manifest: Manifest, keep_last: int | None, keep_every: i
             if os.path.lexists(old):
                 os.rename(old, final)
             raise
-        _sync(folder)
+        sync(folder)
     with reporting(f"{final} is complete, but older ones cannot be removed"):
         pointer = folder / ".newest.part"
-        pointer.write_text(f"{_name(max(complete_steps(folder)))}\n")
+        pointer.write_text(f"{name_of(max(complete_steps(folder)))}\n")
         os.replace(pointer, folder / "newest")
         _settle(folder)
         kept = {step, *sorted(complete_steps(folder))[-keep_last:]} if keep_last is not None else set()
@@ -96,10 +96,10 @@ def _settle(folder: Path) -> None:
         match = _STEP.fullmatch(name)
         if match is not None and match[2] is not None:
             step = int(match[2])
-            if os.path.lexists(folder / _name(step)):
+            if os.path.lexists(folder / name_of(step)):
                 _remove(folder / name, step)
             else:
-                os.rename(folder / name, folder / _name(step))
+                os.rename(folder / name, folder / name_of(step))
         elif _PART.fullmatch(name):
             shutil.rmtree(folder / name)
 
@@ -111,15 +111,17 @@ def _remove(path: Path, step: int) -> None:
     shutil.rmtree(part)
 
 
-def _name(step: int) -> str:
+def name_of(step: int) -> str:
+    """The name of a checkpoint's folder."""
     return f"step-{step:09}"
 
 
 def _part(folder: Path, step: int) -> Path:
-    return folder / f".{_name(step)}.{secrets.token_hex(8)}.part"
+    return folder / f".{name_of(step)}.{secrets.token_hex(8)}.part"
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Flush the entries of a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

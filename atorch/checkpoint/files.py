@@ -1,24 +1,38 @@
-"""Checkpoints on disk: `save` writes one, `Checkpoint` reads one, on any number of ranks and in any other boxes."""
+"""Checkpoints written: `save` lets each rank write its boxes, each box once, and publishes them together."""
 
 from __future__ import annotations
 
-import functools
+import json
 import os
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from atorch.checkpoint import commit
-from atorch.checkpoint.boxes import Box, LogicalTensor, check_cover, intersection, whole_box
-from atorch.checkpoint.commit import steps
-from atorch.checkpoint.manifest import Manifest, Saved, read_manifest
-from atorch.checkpoint.plain_data import decoded, encoded
-from atorch.checkpoint.shard_file import DTYPES, MappedShard, check_name, copy_values, dtype_name, empty, write_shard
+from atorch.checkpoint.boxes import Box, LogicalTensor, check_cover, check_pieces, whole_box
+from atorch.checkpoint.manifest import Manifest, Saved
+from atorch.checkpoint.plain_data import encoded
+from atorch.checkpoint.shard_file import (
+    DTYPES,
+    Shard,
+    Stored,
+    check_name,
+    copy_values,
+    dtype_name,
+    reporting,
+    write_shard,
+)
 from atorch.distributed.collectives import (
     all_or_none,
     call_on_all_ranks,
@@ -27,14 +41,16 @@ from atorch.distributed.collectives import (
     is_distributed,
 )
 from atorch.distributed.fingerprints import described
-from atorch.errors import CheckpointError, near_miss, shown
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["Checkpoint", "save", "steps"]
+from atorch.distributed.world import TIMEOUT
+from atorch.errors import CheckpointError, shown
+from atorch.files import FileKind
+from atorch.files import write as write_file
+from atorch.logs import OF_THIS_RANK, logger
 
 _Key = tuple[str, Box]
+_Piece = tuple[str, str, Box, Tensor]  # the tensor's name, that of its dtype, box, values
+_NOTE = FileKind("note", CheckpointError)
+_PATIENCE_AT_END = timedelta(minutes=1)  # with ranks that write nothing, once this process has nothing else to do
 _Listed = tuple[str, tuple[int, ...], str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 
 
@@ -47,6 +63,7 @@ def save(
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    background: BackgroundWriter | None = None,
 ) -> Path:
     """Write the checkpoint of `step` into a folder that all ranks share. All ranks call it together.
 
@@ -60,6 +77,7 @@ def save(
         by_rank: the same kinds of data, which may differ by rank.
         keep_last: removes all checkpoints but the highest so many, and this one.
         keep_every: keeps those of its multiples, too.
+        background: writes copies of the values after the call; its `wait` raises what fails then.
 
     Returns:
         The checkpoint's folder.
@@ -89,38 +107,149 @@ def save(
     given = {"step": step, "folder": os.fspath(folder), "keep_last": keep_last, "keep_every": keep_every}
     facts = {name: described(name, value) for name, value in given.items()}
     local, own, plain_json, rank_json = call_on_all_ranks("save", lambda: facts, checked)
-    listed = gather_objects(own)
+    ranks = gather_objects((own, rank_json))
+    listed = [of_rank for of_rank, _ in ranks]
     owned = _owned(listed, rank)
-    part = from_rank_zero(all_or_none(lambda: commit.begin(base, step) if rank == 0 else None))
-    assert part is not None, "rank 0 has made it"
-
-    def written() -> Any:
-        pieces = [
-            (name, dtype_name(name, tensor.dtype), box, values)
-            for name, tensor in local.items()
-            for box, values in {box: values for box, values in tensor.pieces if (name, box) in owned}.items()
-        ]
-        if not part.is_dir():
-            raise CheckpointError(f"{base} of rank {rank} is not that of rank 0; give a folder that all ranks share")
-        return write_shard(part / f"rank-{rank:05}.safetensors", pieces) if pieces else None
-
-    def published() -> Path | None:
-        if rank != 0:
-            return None
-        saved = {name: Saved(shape, dtype) for items in listed for name, shape, dtype, _ in items}
-        shards = [shard for shard, _ in entries if shard is not None]
-        manifest = Manifest(step, len(entries), saved, shards, plain_json, [of_rank for _, of_rank in entries])
-        return commit.publish(part, manifest, keep_last, keep_every)
-
+    pieces = [
+        (name, dtype_name(name, tensor.dtype), box, values)
+        for name, tensor in local.items()
+        for box, values in {box: values for box, values in tensor.pieces if (name, box) in owned}.items()
+    ]
+    made = from_rank_zero(all_or_none(lambda: commit.begin(base, step) if rank == 0 else None))
+    assert made is not None, "rank 0 has made it"
+    saved = {name: Saved(shape, dtype) for items in listed for name, shape, dtype, _ in items}
+    part = _Part(made, rank, step, saved, plain_json, [of_rank for _, of_rank in ranks], (keep_last, keep_every))
     try:
-        entries = gather_objects((all_or_none(written), rank_json))
-        path = from_rank_zero(all_or_none(published))
+        if background is not None:
+            copies = all_or_none(lambda: background.copied(part.need_shared(pieces)))
+            background.start(lambda: part.write_alone(copies))
+            return base / commit.name_of(step)
+        with ThreadPoolExecutor(2) as threads:
+            shards = gather_objects(all_or_none(lambda: part.write(part.need_shared(pieces), threads)))
+        path = from_rank_zero(all_or_none(lambda: part.publish(shards) if rank == 0 else None))
     except Exception:
         if rank == 0:
-            commit.discard(part)
+            commit.discard(made)
         raise
     assert path is not None, "rank 0 has published it"
     return path
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A checkpoint that is being written, with what its manifest has beside the files."""
+
+    folder: Path
+    rank: int
+    step: int
+    tensors: Mapping[str, Saved]
+    plain: Any
+    by_rank: list[Any]
+    kept: tuple[int | None, int | None]
+
+    def need_shared(self, pieces: list[_Piece]) -> list[_Piece]:
+        """`pieces`, if this rank sees the folder that rank 0 has made."""
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder.parent} of rank {self.rank} is not that of rank 0; give a folder that all ranks share"
+            )
+        return pieces
+
+    def write(self, pieces: list[_Piece], threads: ThreadPoolExecutor | None = None) -> Shard | None:
+        return write_shard(self.folder / f"rank-{self.rank:05}.safetensors", pieces, threads) if pieces else None
+
+    def publish(self, shards: list[Shard | None]) -> Path:
+        files = [shard for shard in shards if shard is not None]
+        manifest = Manifest(self.step, len(self.by_rank), self.tensors, files, self.plain, self.by_rank)
+        return commit.publish(self.folder, manifest, *self.kept)
+
+    def write_alone(self, pieces: list[_Piece]) -> None:
+        """Write and publish without exchanges between processes, which may be training: ranks leave notes instead."""
+        shard, failure = None, None
+        try:
+            shard = self.write(pieces)  # without threads: there are no new ones at the end of a process
+        except CheckpointError as error:
+            failure = error
+        if self.rank != 0:
+            write_file(self._note(self.rank), json.dumps([failure and str(failure), shard]), _NOTE)
+        try:
+            if failure is not None:
+                raise failure
+            if self.rank == 0:
+                self.publish([shard, *(self._written_by(rank) for rank in range(1, len(self.by_rank)))])
+        finally:
+            if self.rank == 0:  # it is not there any more, if it was published
+                commit.discard(self.folder)
+
+    def _note(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05}.json"
+
+    def _written_by(self, rank: int) -> Shard | None:
+        """The file of another rank, once it has written it."""
+        note, written, began = self._note(rank), 0, 0.0
+        while not note.exists():
+            with reporting(f"{self.folder} cannot be read"):
+                now = sum(os.stat(file).st_size for file in self.folder.glob("*.safetensors"))
+            patience = TIMEOUT if threading.main_thread().is_alive() else _PATIENCE_AT_END
+            if now != written or not began:
+                written, began = now, time.monotonic()
+            elif time.monotonic() > began + patience.total_seconds():
+                raise CheckpointError(f"rank {rank} has written nothing for {patience}; look there for what happened")
+            time.sleep(0.02)
+        told, shard = json.loads(note.read_bytes())
+        note.unlink()
+        if told:
+            raise CheckpointError(f"rank {rank} failed: {told}")
+        if shard is None:
+            return None
+        name, num_bytes, stored = shard
+        return Shard(name, num_bytes, [Stored(tensor, Box(*map(tuple, box)), sums) for tensor, box, sums in stored])
+
+
+class BackgroundWriter:
+    """Writes one checkpoint at a time in a thread, from copies in host memory that it keeps for the next one.
+
+    The process waits at its end until the last one is written.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._future: Future[None] | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def wait(self) -> None:
+        """Wait on this rank until the last checkpoint is written.
+
+        Raises:
+            CheckpointError: it could not be written; raised once.
+        """
+        future, self._future = self._future, None
+        if future is not None:
+            future.result()
+
+    def copied(self, pieces: list[_Piece]) -> list[_Piece]:
+        """`pieces` with copies of their values, page-locked if these are on a CUDA device."""
+        pieces = sorted(pieces, key=lambda piece: -DTYPES[piece[1]].itemsize)  # each is aligned
+        ends = list(accumulate((box.numel * DTYPES[dtype].itemsize for _, dtype, box, _ in pieces), initial=0))
+        if len(self._memory) < ends[-1]:
+            is_pinned = any(values.is_cuda for *_, values in pieces)
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=is_pinned)
+        copies = []
+        for (name, dtype, box, values), (start, stop) in zip(pieces, pairwise(ends), strict=True):
+            copy = self._memory[start:stop].view(DTYPES[dtype]).view(box.sizes)
+            copy_values(copy, values.detach())
+            copies.append((name, dtype, box, copy))
+        return copies
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin to write; `wait` has been called since the last time."""
+        self._future = self._thread.submit(work)
+        self._future.add_done_callback(_tell)
+
+
+def _tell(future: Future[None]) -> None:
+    if (error := future.exception()) is not None:  # the process may end before anybody asks
+        logger.error("a checkpoint was not saved in the background: %s", error, extra=OF_THIS_RANK)
 
 
 def _check_numbers(step: int, keep_last: int | None, keep_every: int | None) -> None:
@@ -142,22 +271,13 @@ def _listed(tensors: Mapping[str, LogicalTensor]) -> list[_Listed]:
     """Name, shape, dtype and boxes of each tensor on this rank, as other ranks read them."""
     listed: list[_Listed] = []
     for name, tensor in tensors.items():
-        _check_pieces(name, tensor)
+        check_pieces(name, tensor)
         for box, values in tensor.pieces:
             if values.layout != torch.strided or values.is_meta:
                 raise CheckpointError(f"{name!r} {box} has no values of its own in memory; save a dense tensor")
         boxes = [(box.offsets, box.sizes) for box, _ in tensor.pieces if box.numel]
         listed.append((name, tuple(tensor.shape), dtype_name(name, tensor.dtype), boxes))
     return listed
-
-
-def _check_pieces(name: str, tensor: LogicalTensor) -> None:
-    for box, values in tensor.pieces:
-        if not box.fits(tensor.shape) or tuple(values.shape) != tuple(box.sizes):
-            raise CheckpointError(
-                f"{name!r}: values of shape {tuple(values.shape)} for its box {box} of {tuple(tensor.shape)}; a box "
-                "lies within the tensor, and its values have its sizes"
-            )
 
 
 def _owned(listed: Sequence[list[_Listed]], rank: int) -> set[_Key]:
@@ -193,132 +313,3 @@ def _owned(listed: Sequence[list[_Listed]], rank: int) -> set[_Key]:
         if writer == rank:
             owned.add((name, box))
     return owned
-
-
-class Checkpoint:
-    """A complete checkpoint, open to be read.
-
-    Attributes:
-        step: the step of its save.
-        world_size: the number of ranks that saved it.
-        names: shape and dtype of each tensor.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.step, self.world_size = path, manifest.step, manifest.world_size
-        self.names: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
-            name: (saved.shape, DTYPES[saved.dtype])
-            for name, saved in manifest.tensors.items()
-            if not name.startswith("$")
-        }
-        self._manifest = manifest
-        self._places: dict[str, list[tuple[Box, int, int]]] = {name: [] for name in manifest.tensors}
-        for number, shard in enumerate(manifest.shards):
-            for index, stored in enumerate(shard.stored):
-                self._places[stored.tensor].append((stored.box, number, index))
-        self._maps: dict[int, MappedShard] = {}
-
-    @classmethod
-    def open(cls, folder: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-        """Open the checkpoint of `step`, by default the newest complete one. All ranks call it together.
-
-        Raises:
-            CheckpointError: on all ranks: there is none, or its manifest or one of its files is not as it was written.
-        """
-        rank = dist.get_rank() if is_distributed() else 0
-        found = from_rank_zero(all_or_none(lambda: commit.path_of(Path(folder), step) if rank == 0 else None))
-        assert found is not None, "rank 0 has looked"
-
-        def opened() -> Checkpoint:
-            checkpoint = cls(found[1], read_manifest(found[1], found[0]))
-            for number in range(len(checkpoint._manifest.shards)) if rank == 0 else ():
-                checkpoint._mapped(number)
-            return checkpoint
-
-        return all_or_none(opened)
-
-    def load(self, tensors: Mapping[str, LogicalTensor]) -> None:
-        """Fill the pieces of `tensors`, cast to their dtypes. All ranks call it together, each with what it has.
-
-        Raises:
-            CheckpointError: on all ranks: a tensor is not here or has another shape, or a file has changed since.
-        """
-        all_or_none(lambda: self._load(tensors))
-
-    def read(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU. A rank may call it alone.
-
-        Raises:
-            CheckpointError: as `load`.
-        """
-        saved = self._saved(name)
-        tensor = empty(saved.shape, DTYPES[saved.dtype])
-        self._load({name: LogicalTensor(saved.shape, tensor.dtype, [(whole_box(saved.shape), tensor)])})
-        return tensor
-
-    @functools.cached_property
-    def plain(self) -> dict[str, Any]:
-        """The plain data that all ranks share. A rank may read it alone.
-
-        Raises:
-            CheckpointError: it is no plain data, or a file has changed since it was written.
-        """
-        return self._decoded(self._manifest.plain)
-
-    def by_rank(self, rank: int) -> dict[str, Any]:
-        """The plain data of a rank of the save. A rank may call it alone.
-
-        Raises:
-            CheckpointError: as `plain`; or there was no such rank.
-        """
-        if not 0 <= rank < self.world_size:
-            raise CheckpointError(f"{self.path} has no rank {rank}: it was saved by {self.world_size}")
-        return self._decoded(self._manifest.by_rank[rank])
-
-    def close(self) -> None:
-        """Let go of the files; a later read opens them again."""
-        self._maps.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _load(self, tensors: Mapping[str, LogicalTensor]) -> None:
-        for name, tensor in tensors.items():
-            saved = self._saved(name)
-            if saved.shape != tuple(tensor.shape):
-                raise CheckpointError(
-                    f"{name!r} has the shape {saved.shape} in {self.path}, and {tuple(tensor.shape)} here; load it "
-                    "into the model that it was saved from"
-                )
-            _check_pieces(name, tensor)
-            for box, values in tensor.pieces:
-                for place, number, index in self._places[name]:
-                    common = intersection(box, place)
-                    if common is not None:
-                        source = self._mapped(number).read(index, common)
-                        copy_values(values.detach()[common.slices(box)], source)
-
-    def _saved(self, name: str) -> Saved:
-        saved = self._manifest.tensors.get(name)
-        if saved is None:
-            raise CheckpointError(f"{name!r} is not in {self.path}; {near_miss(name, self.names)}")
-        return saved
-
-    def _mapped(self, number: int) -> MappedShard:
-        if number not in self._maps:
-            shard = self._manifest.shards[number]
-            dtypes = {stored.tensor: self._manifest.tensors[stored.tensor].dtype for stored in shard.stored}
-            self._maps[number] = MappedShard(self.path / shard.name, shard, dtypes)
-        return self._maps[number]
-
-    def _decoded(self, value: Any) -> dict[str, Any]:
-        try:
-            data = decoded(value, functools.cache(self.read))  # one tensor, however often it is named
-        except RecursionError:
-            data = None
-        if not isinstance(data, dict):
-            raise CheckpointError(f"{self.path}: its plain data is no dict, or is too deep; load another checkpoint")
-        return data

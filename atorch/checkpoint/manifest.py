@@ -100,15 +100,16 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 
 def _checked(content: Any, step: int) -> Manifest:
-    content = _need(content, dict, "the manifest")
+    content = need(content, dict, "the manifest")
     if content.get("format") != _FORMAT:
         raise CheckpointError(f"its format is {shown(content.get('format'))}; this version reads {_FORMAT}")
     if content.get("step") != step:
         raise CheckpointError(f"it is of step {shown(content.get('step'))}, not {step}; give the folder its own name")
     tensors = {
-        check_name(name): _saved(name, saved) for name, saved in _need(content.get("tensors"), dict, "tensors").items()
+        check_name(name): saved_tensor(name, saved)
+        for name, saved in need(content.get("tensors"), dict, "tensors").items()
     }
-    shards = [_shard(shard, tensors) for shard in _need(content.get("shards"), list, "shards")]
+    shards = [_shard(shard, tensors) for shard in need(content.get("shards"), list, "shards")]
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     for shard in shards:
         for stored in shard.stored:
@@ -117,14 +118,19 @@ def _checked(content: Any, step: int) -> Manifest:
         raise CheckpointError("it lists a file twice")
     for name, saved in tensors.items():
         check_cover(name, saved.shape, boxes[name])
-    by_rank = _need(content.get("by_rank"), list, "by_rank")
+    by_rank = need(content.get("by_rank"), list, "by_rank")
     if content.get("world_size") != len(by_rank) or not by_rank:
         raise CheckpointError(f"its world_size is {shown(content.get('world_size'))}, with {len(by_rank)} by_rank")
     return Manifest(step, len(by_rank), tensors, shards, content.get("plain"), by_rank)
 
 
-def _saved(name: str, given: Any) -> Saved:
-    shape, dtype = _fields(given, 2, f"tensors[{shown(name)}]")
+def saved_tensor(name: str, given: Any) -> Saved:
+    """The tensor that `given` describes, a list of shape and dtype.
+
+    Raises:
+        CheckpointError: it is no such list.
+    """
+    shape, dtype = fields(given, 2, f"tensors[{shown(name)}]")
     shape = _sizes(shape, f"the shape of {shown(name)}")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{shown(name)} is of dtype {shown(dtype)}; known: {', '.join(DTYPES)}")
@@ -134,42 +140,44 @@ def _saved(name: str, given: Any) -> Saved:
 
 
 def _shard(given: Any, tensors: Mapping[str, Saved]) -> Shard:
-    name, num_bytes, listed = _fields(given, 3, "a file")
+    name, num_bytes, listed = fields(given, 3, "a file")
     if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
         raise CheckpointError(f"{shown(name)} is no name of a file; one is rank-00000.safetensors")
-    stored = [_stored(item, tensors) for item in _need(listed, list, name)]
-    return Shard(name, _need(num_bytes, int, f"the size of {name}"), stored)
+    stored = [_stored(item, tensors) for item in need(listed, list, name)]
+    return Shard(name, need(num_bytes, int, f"the size of {name}"), stored)
 
 
 def _stored(given: Any, tensors: Mapping[str, Saved]) -> Stored:
-    name, box, checksums = _fields(given, 3, "a piece")
+    name, box, checksums = fields(given, 3, "a piece")
     if not isinstance(name, str) or name not in tensors:
         raise CheckpointError(f"a piece is of {shown(name)}, which is none of its tensors")
     what = f"a piece of {shown(name)}"
-    offsets, sizes = _fields(box, 2, what)
+    offsets, sizes = fields(box, 2, what)
     box, saved = Box(_sizes(offsets, what), _sizes(sizes, what)), tensors[name]
     if not box.fits(saved.shape) or not box.numel:
         raise CheckpointError(f"{what} is {shown(given[1])}, no part of its shape {list(saved.shape)}")
-    sums = [_need(checksum, int, what) for checksum in _need(checksums, list, what)]
+    sums = [need(checksum, int, what) for checksum in need(checksums, list, what)]
     if len(sums) != num_blocks(box, saved.dtype):
         raise CheckpointError(f"{what} has {len(sums)} checksums for {num_blocks(box, saved.dtype)} blocks")
     return Stored(name, box, sums)
 
 
 def _sizes(given: Any, what: str) -> tuple[int, ...]:
-    sizes = tuple(_need(given, list, what))
+    sizes = tuple(need(given, list, what))
     if len(sizes) > _MAX_DIMS or not all(type(size) is int and 0 <= size <= _MAX_TENSOR_BYTES for size in sizes):
         raise CheckpointError(f"{what} is {shown(given)}; it has at most {_MAX_DIMS} integers from 0")
     return sizes
 
 
-def _fields(given: Any, number: int, what: str) -> list[Any]:
+def fields(given: Any, number: int, what: str) -> list[Any]:
+    """`given` if it is a list of so many; raises a CheckpointError if it is not."""
     if not isinstance(given, list) or len(given) != number:
         raise CheckpointError(f"{what} is {shown(given)}, no list of {number}")
     return given
 
 
-def _need(given: Any, kind: type[Any], what: str) -> Any:
+def need(given: Any, kind: type[Any], what: str) -> Any:
+    """`given` if it is of a type; raises a CheckpointError if it is not."""
     if type(given) is not kind:
         raise CheckpointError(f"{what} is {shown(given)}, not of type {kind.__name__}")
     return given

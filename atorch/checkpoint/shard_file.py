@@ -9,26 +9,28 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import mmap
 import operator
 import os
 import stat
 import struct
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from atorch.checkpoint.boxes import Box, contiguous_strides, flat_boxes
+from atorch.checkpoint.boxes import Box, contiguous_strides, flat_boxes, intersection
 from atorch.errors import CheckpointError, shown
 from atorch.units import MiB
 
 BLOCK_BYTES = 4 * MiB  # the unit of checksums, and of staging
+_FLUSHED_BYTES = 32 * MiB  # at a time, at least
 _ALIGNMENT = 16  # of the data within the file: the largest element
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -115,29 +117,49 @@ def header(pieces: Sequence[tuple[str, str, Box]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write_shard(path: Path, pieces: Sequence[tuple[str, str, Box, Tensor]]) -> Shard:
+def write_shard(
+    path: Path,
+    pieces: Sequence[tuple[str, str, Box, Tensor | Callable[[], Tensor]]],
+    threads: Executor | None = None,
+) -> Shard:
     """Write a file that is not there yet, down to the disk. Pieces: tensor, name of its dtype as saved, box, values.
 
-    Values that lie elsewhere or otherwise than in the file are staged, a block at a time.
+    Values may be a function that returns them, called when they are written. Those that lie elsewhere or otherwise than
+    in the file are staged, a block at a time. `threads` compute checksums and flush what is written beside the writes.
 
     Raises:
         CheckpointError: the file cannot be written, or two pieces would have one key.
     """
     pieces = sorted(pieces, key=lambda piece: -DTYPES[piece[1]].itemsize)
-    stored = []
+    stored, flushed = [], 0
+    flush: Future[None] | None = None
     with reporting(f"{path} cannot be written"), open(path, "xb", buffering=0) as file:
-        _write(file.fileno(), memoryview(header([piece[:3] for piece in pieces])))
+        handle = file.fileno()
+        write_all(handle, memoryview(header([piece[:3] for piece in pieces])))
         for tensor, dtype, box, values in pieces:
             checksums = []
+            values = values if isinstance(values, Tensor) else values()
             for block in _blocks(values.detach(), DTYPES[dtype]):
-                checksums.append(zlib.crc32(block))
-                _write(file.fileno(), block)
+                if threads is None or len(block) < BLOCK_BYTES:
+                    checksums.append(zlib.crc32(block))
+                    write_all(handle, block)
+                    continue
+                checksum = threads.submit(zlib.crc32, block)
+                write_all(handle, block)
+                checksums.append(checksum.result())
+                if file.tell() - flushed >= _FLUSHED_BYTES and (flush is None or flush.done()):
+                    if flush is not None:
+                        flush.result()
+                    flush, flushed = threads.submit(os.fdatasync, handle), file.tell()
             stored.append(Stored(tensor, box, checksums))
-        os.fsync(file.fileno())
+        if flush is not None:
+            flush.result()
+        os.fsync(handle)
         return Shard(path.name, file.tell(), stored)
 
 
-def _write(handle: int, data: memoryview) -> None:
+def write_all(handle: int, data: memoryview) -> None:
+    """Write bytes to a file, in as many calls as it takes."""
     while data:
         data = data[os.write(handle, data) :]
 
@@ -166,6 +188,11 @@ def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor without values on the CPU. torch itself warns of some dtypes."""
     return torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def staging() -> Tensor:
+    """A buffer for a block and one byte."""
+    return empty((BLOCK_BYTES + 1,), torch.uint8)
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:
@@ -207,61 +234,83 @@ def open_regular(path: Path) -> tuple[int, int]:
     return handle, status.st_size
 
 
-class MappedShard:
-    """A shard file of a checkpoint, mapped: only what is used is read, and each block is verified before.
+class ShardReader:
+    """A shard file, open to be read block by block; each block is verified.
+
+    Args:
+        dtypes: the name of each tensor's dtype.
+        start: the bytes before the data, of a file that this module did not write; its pieces may have no checksums.
 
     Raises:
-        CheckpointError: the file is missing, no regular one, or not as the manifest lists it.
+        CheckpointError: the file is missing, no regular one, or not as `shard` lists it.
     """
 
-    def __init__(self, path: Path, shard: Shard, dtypes: Mapping[str, str]) -> None:
-        """`dtypes`: the name of each tensor's dtype."""
+    def __init__(self, path: Path, shard: Shard, dtypes: Mapping[str, str], start: bytes | None = None) -> None:
         self.path, self._shard = path, shard
-        expected = header([(tensor, dtypes[tensor], box) for tensor, box, _ in shard.stored])
-        handle, num_bytes = open_regular(path)
-        try:
-            if num_bytes != shard.num_bytes:
-                raise CheckpointError(
-                    f"{path} has {num_bytes:,} bytes, and was written with {shard.num_bytes:,}; bring back the whole "
-                    "file, or load another checkpoint"
-                )
-            self._map = mmap.mmap(handle, num_bytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(handle)
-        if self._map[: len(expected)] != expected:
+        self._handle, num_bytes = open_regular(path)
+        self.close = weakref.finalize(self, os.close, self._handle)
+        if num_bytes != shard.num_bytes:
+            raise CheckpointError(
+                f"{path} has {num_bytes:,} bytes, and was written with {shard.num_bytes:,}; bring back the whole "
+                "file, or load another checkpoint"
+            )
+        expected = start or header([(tensor, dtypes[tensor], box) for tensor, box, _ in shard.stored])
+        if self._pread(len(expected), 0) != expected:
             raise CheckpointError(f"{path} is not the file of this checkpoint: its header is another; bring that back")
         self._dtypes = [DTYPES[dtypes[stored.tensor]] for stored in shard.stored]
         lengths = [stored.box.numel * dtype.itemsize for stored, dtype in zip(shard.stored, self._dtypes, strict=True)]
         self._starts = list(itertools.accumulate(lengths, initial=len(expected)))
-        is_aligned = not any(start % dtype.itemsize for start, dtype in zip(self._starts, self._dtypes, strict=False))
-        if self._starts[-1] != num_bytes or not is_aligned:
+        if self._starts[-1] != num_bytes:
             raise CheckpointError(f"{path} does not hold the pieces that its manifest lists; load another checkpoint")
-        self._verified: set[tuple[int, int]] = set()
 
-    def read(self, index: int, box: Box) -> Tensor:
-        """A view of the part `box` of the piece at `index`, verified.
+    def read(self, index: int, block: int, buffer: Tensor) -> None:
+        """Fill the beginning of a uint8 `buffer` with a block, verified.
 
         Raises:
-            CheckpointError: bytes are not those that were written.
+            CheckpointError: the bytes are not those that were written.
         """
-        stored, dtype = self._shard.stored[index], self._dtypes[index]
-        start, stop = self._starts[index : index + 2]
-        within = Box(tuple(one.start for one in box.slices(stored.box)), box.sizes)
-        for block in _touched(stored.box.sizes, within, dtype.itemsize):
-            if (index, block) not in self._verified:
-                first = start + block * BLOCK_BYTES
-                with memoryview(self._map)[first : min(first + BLOCK_BYTES, stop)] as data:
-                    if zlib.crc32(data) != stored.checksums[block]:
-                        raise CheckpointError(
-                            f"{self.path}: {stored.tensor!r} {stored.box} has changed since it was written (the "
-                            f"checksum of its block {block} differs); load another checkpoint"
-                        )
-                self._verified.add((index, block))
-        values = torch.frombuffer(self._map, dtype=torch.uint8, count=stop - start, offset=start)
-        return values.view(dtype).view(stored.box.sizes)[box.slices(stored.box)]
+        stored = self._shard.stored[index]
+        data = buffer.numpy().data[: block_bytes(stored.box, self._dtypes[index], block)]
+        start, filled = self._starts[index] + block * BLOCK_BYTES, 0
+        with _reading(self.path):
+            while filled < len(data) and (count := os.preadv(self._handle, [data[filled:]], start + filled)):
+                filled += count
+        if filled < len(data) or (stored.checksums and zlib.crc32(data) != stored.checksums[block]):
+            raise CheckpointError(
+                f"{self.path}: {stored.tensor!r} {stored.box} has changed since it was written (the checksum of its "
+                f"block {block} differs); load another checkpoint"
+            )
+
+    def _pread(self, length: int, start: int) -> bytes:
+        with _reading(self.path):
+            return os.pread(self._handle, length, start)
 
 
-def _touched(sizes: Sequence[int], box: Box, itemsize: int) -> Iterator[int]:
+def block_bytes(box: Box, dtype: torch.dtype, block: int) -> int:
+    """The size of a block of the piece `box`."""
+    return min(BLOCK_BYTES, box.numel * dtype.itemsize - block * BLOCK_BYTES)
+
+
+def scatter(
+    box: Box, dtype: torch.dtype, block: int, buffer: Tensor, targets: Sequence[tuple[Box, Tensor]]
+) -> None:  # fmt: skip
+    """Copy from a block of the piece `box` what it has of `targets`: other boxes of the tensor, with their values."""
+    values = buffer[: block_bytes(box, dtype, block)].view(dtype)
+    start = block * (BLOCK_BYTES // dtype.itemsize)
+    for part, at in flat_boxes(box.sizes, start, start + len(values)):
+        source = values[at : at + part.numel].view(part.sizes)
+        placed = Box(tuple(map(operator.add, box.offsets, part.offsets)), part.sizes)
+        for wanted, target in targets:
+            common = intersection(placed, wanted)
+            if common is not None:
+                copy_values(target[common.slices(wanted)], source[common.slices(placed)])
+
+
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return reporting(f"{path} cannot be read")
+
+
+def touched(sizes: Sequence[int], box: Box, itemsize: int) -> Iterator[int]:
     """The blocks of a piece of these sizes that hold elements of `box`, which is not empty."""
     strides = contiguous_strides(sizes)
     # Between two rows along an inner dim, no block lies that has none of them.

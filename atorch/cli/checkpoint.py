@@ -1,19 +1,19 @@
-"""`atorch checkpoint show` and `verify`: prints what checkpoints hold, and reads them whole against their checksums."""
+"""`atorch checkpoint`: prints what checkpoints hold, verifies them, exports and converts."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
-    from atorch.checkpoint.files import Checkpoint
+    from atorch.checkpoint.reading import Checkpoint
 
-app = typer.Typer(help="Show and verify checkpoints.", rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(help="Show, verify and convert checkpoints.", rich_markup_mode=None, pretty_exceptions_enable=False)
 
 CheckpointFolder = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="The folder that save_checkpoint was given.")
@@ -25,7 +25,8 @@ AllTensors = Annotated[bool, typer.Option("--tensors", help="List every tensor."
 @app.command()
 def show(folder: CheckpointFolder, step: Step = None, tensors: AllTensors = False) -> None:
     """Print the steps in a folder, and what one checkpoint holds."""
-    from atorch.checkpoint.files import Checkpoint, steps
+    from atorch.checkpoint.commit import steps
+    from atorch.checkpoint.reading import Checkpoint
 
     typer.echo(f"steps: {', '.join(map(str, steps(folder))) or 'none'}")
     with Checkpoint.open(folder, step) as checkpoint:
@@ -42,7 +43,7 @@ def show(folder: CheckpointFolder, step: Step = None, tensors: AllTensors = Fals
 @app.command()
 def verify(folder: CheckpointFolder, step: Step = None) -> None:
     """Read a checkpoint whole, and compare it with its checksums. Status 2 if a file is damaged."""
-    from atorch.checkpoint.files import Checkpoint
+    from atorch.checkpoint.reading import Checkpoint
 
     with Checkpoint.open(folder, step) as checkpoint:
         for name in checkpoint.names:
@@ -51,6 +52,38 @@ def verify(folder: CheckpointFolder, step: Step = None) -> None:
             checkpoint.by_rank(rank)
         num_bytes = sum(_num_bytes(checkpoint, name) for name in checkpoint.names)
         typer.echo(f"step {checkpoint.step} is whole: {len(checkpoint.names)} tensors, {format_bytes(num_bytes)}")
+
+
+@app.command()
+def export(
+    folder: CheckpointFolder,
+    path: Annotated[Path, typer.Argument(help="The new folder.")],
+    step: Step = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Of floating-point tensors. [default: as saved]")
+    ] = None,
+    max_shard_size: Annotated[int, typer.Option(min=1, help="The most bytes of a file.")] = 5 * 10**9,
+) -> None:
+    """Write the model of a checkpoint as Hugging Face has it: safetensors files, and its config."""
+    from atorch.checkpoint.pretrained import export_model
+    from atorch.checkpoint.reading import Checkpoint
+    from atorch.checkpoint.shard_file import DTYPES
+
+    with Checkpoint.open(folder, step) as checkpoint:
+        export_model(
+            checkpoint, path, None if dtype is None else DTYPES[dtype.upper().replace("FP", "F")], max_shard_size
+        )
+
+
+@app.command()
+def convert(
+    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Of torch.distributed.checkpoint.")],
+    path: Annotated[Path, typer.Argument(help="The folder that gets the checkpoint, as step 0.")],
+) -> None:
+    """Convert the tensors of a folder of torch.distributed.checkpoint into a checkpoint, without running its code."""
+    from atorch.checkpoint.foreign import convert_dcp
+
+    typer.echo(convert_dcp(folder, path))
 
 
 def _num_bytes(checkpoint: Checkpoint, name: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +44,23 @@ class RandomState:
         torch.set_rng_state(self.host)
         for number, state in enumerate(self.devices):
             torch.cuda.set_rng_state(state, number if only is None else only)
+
+    def as_plain(self) -> dict[str, Any]:
+        """The states as numbers, texts and tensors."""
+        (version, words, gauss), (kind, keys, *rest) = self.python, self.numpy
+        return {
+            "python": [version, torch.tensor(words), gauss],
+            "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+            "torch": self.host,
+            "devices": list(self.devices),
+        }
+
+    @classmethod
+    def of_plain(cls, saved: Mapping[str, Any]) -> RandomState:
+        """The states of `as_plain`; of CUDA devices, those that there are."""
+        (version, words, gauss), (kind, keys, *rest) = saved["python"], saved["numpy"]
+        numpy, devices = (kind, keys.numpy().astype(np.uint32), *rest), saved["devices"][: torch.cuda.device_count()]
+        return cls((version, tuple(words.tolist()), gauss), numpy, saved["torch"], tuple(devices))
 
     def is_same(self, other: RandomState) -> bool:
         own, others = (self.host, *self.devices), (other.host, *other.devices)

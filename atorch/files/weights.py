@@ -17,7 +17,7 @@ CHECKPOINT = FileKind("checkpoint", CheckpointError)
 
 # Exceptions of torch for a foreign file, or one that holds more than weights.
 _BROKEN = (OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError)
-_UNREADABLE = (*_BROKEN, OverflowError, struct.error, torch.serialization.pickle.UnpicklingError)  # type: ignore[attr-defined]
+UNREADABLE = (*_BROKEN, OverflowError, struct.error, torch.serialization.pickle.UnpicklingError)  # type: ignore[attr-defined]
 
 
 def read_weights(path: AnyPath, advice: str, map_location: Any = "cpu", mmap: bool | None = None) -> Any:
@@ -40,7 +40,7 @@ def read_weights(path: AnyPath, advice: str, map_location: Any = "cpu", mmap: bo
                 "it again, or load another one"
             )
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{shown(str(path))} cannot be read as weights: {_why(error)}; {advice}") from error
 
 

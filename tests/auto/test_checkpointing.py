@@ -6,16 +6,24 @@ losses; elsewhere they are equal up to rounding.
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import atorch
+from atorch.checkpoint import files
+from atorch.checkpoint.shard_file import write_shard
 from atorch.errors import ArgumentError, CheckpointError
 from tests.language_models import gpt2, llama
 from tests.pool import Pool, on_ranks
@@ -98,8 +106,8 @@ def go_on(rank: int, size: int, folder: str, model: str, strategy: str, again: s
     return losses(result, STEPS)
 
 
-def in_file(folder: Path) -> dict[str, torch.Tensor]:
-    with atorch.Checkpoint.open(folder) as checkpoint:
+def in_file(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    with atorch.Checkpoint.open(folder, step) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.names}
 
 
@@ -332,6 +340,80 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     atorch.load_checkpoint(tmp_path, longer, strict=False)
     assert torch.equal(longer.model.head.weight, result.model.head.weight)
     assert set(longer.optim.state) == set(longer.model.norm.parameters()) | set(longer.model.head.parameters())
+
+
+def in_background(rank: int, size: int, folder: str, strategy: str) -> None:
+    """Save three times; the next step is taken while the thread waits with its file."""
+    result, taken = job("gpt2", strategy), threading.Event()
+    loop = batches(result)
+
+    def late(*args: Any) -> Any:
+        assert taken.wait(60)
+        return write_shard(*args)
+
+    with mock.patch.object(files, "write_shard", late):
+        for step in range(1, 4):
+            result.step(next(loop))
+            taken.clear()
+            atorch.save_checkpoint(f"{folder}/beside", result, step, background=True)
+            result.step(next(loop))
+            taken.set()
+    atorch.wait_for_checkpoint(result)
+
+
+def in_foreground(rank: int, size: int, folder: str, strategy: str) -> None:
+    result = job("gpt2", strategy)
+    loop = batches(result)
+    for step in range(1, 4):
+        result.step(next(loop))
+        atorch.save_checkpoint(f"{folder}/before", result, step)
+        result.step(next(loop))
+
+
+@pytest.mark.parametrize("strategy", ["chunk 2", pytest.param("half x zero1", marks=pytest.mark.slow)])
+def test_a_checkpoint_in_the_background_has_the_values_of_its_step(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    for work in (in_background, in_foreground):
+        pool.run(work, str(tmp_path), strategy, ranks=STRATEGIES[strategy][0])
+    for step in range(1, 4):
+        one, other = (in_file(tmp_path / name, step) for name in ("beside", "before"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@on_ranks(2)
+def test_an_error_in_the_background_is_raised_by_the_next_call(rank: int, size: int, tmp_path: Path) -> None:
+    result, write = small_job(["ddp"]), os.write
+    atorch.save_checkpoint(tmp_path, result, 1, background=True)
+
+    def no_space(handle: int, data: Any) -> int:
+        if rank == 1 and len(data) > 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data)
+
+    for call in (lambda: atorch.save_checkpoint(tmp_path, result, 3), lambda: atorch.wait_for_checkpoint(result)):
+        atorch.wait_for_checkpoint(result)
+        with mock.patch.object(os, "write", no_space):
+            atorch.save_checkpoint(tmp_path, result, 2, background=True)
+            with pytest.raises(CheckpointError, match="rank 1 failed: .*No space|cannot be written: No space"):
+                call()
+        assert os.listdir(tmp_path / "step-000000001")
+        assert not (tmp_path / "step-000000002").exists()
+    assert atorch.load_checkpoint(tmp_path, result).step == 1
+    atorch.save_checkpoint(tmp_path, result, 4, background=True)
+    assert atorch.resume_or_start(tmp_path, result) == 4
+
+
+def test_the_end_of_a_process_waits_for_the_checkpoint(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from unittest import mock; import atorch; from atorch.checkpoint import files\n"
+        "from tests.auto.test_checkpointing import small_job\n"
+        "write = files.write_shard\n"
+        "files.write_shard = lambda *args: (time.sleep(0.5), write(*args))[1]\n"
+        "atorch.save_checkpoint(sys.argv[1], small_job([]), 7, background=True)\n"
+        "raise SystemExit(3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=120).returncode == 3
+    assert atorch.resume_or_start(tmp_path, small_job([])) == 7
 
 
 def test_without_a_checkpoint_a_run_starts(tmp_path: Path) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from atorch.checkpoint import files, shard_file
+from atorch.checkpoint import files, reading, shard_file
 from atorch.checkpoint.boxes import Box, LogicalTensor, whole_box
-from atorch.checkpoint.files import Checkpoint, save
+from atorch.checkpoint.files import save
+from atorch.checkpoint.reading import Checkpoint
 from atorch.errors import CheckpointError
 
 
@@ -25,6 +28,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size, self._rank, self._barrier = size, threading.local(), threading.Barrier(size, timeout=60)
         self._values: list[Any] = [None] * size
+        self._sent: defaultdict[tuple[int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """The results or errors of `work` by rank."""
@@ -59,17 +63,34 @@ class Ranks:
             raise error or CheckpointError(str(failed[0]))
         return result
 
+    def _send(self, values: Tensor, other: int) -> Any:
+        self._sent[self._rank.value, other].put(values.clone())
+        return mock.Mock()
+
+    def _receive(self, values: Tensor, other: int) -> Any:
+        sent = self._sent[other, self._rank.value]
+        return mock.Mock(wait=lambda: values.copy_(sent.get(timeout=60)))
+
     @contextmanager
     def _as_world(self) -> Iterator[None]:
         collectives = {
             "gather_objects": self._gather,
             "all_or_none": self._all_or_none,
-            "call_on_all_ranks": lambda call, given, work: self._all_or_none(work),
             "from_rank_zero": lambda value: self._gather(value)[0],
             "is_distributed": lambda: True,
-            "dist": mock.Mock(get_rank=lambda: self._rank.value),
+            "dist": mock.Mock(
+                get_rank=lambda: self._rank.value,
+                get_world_size=lambda: self.size,
+                isend=self._send,
+                irecv=self._receive,
+            ),
         }
-        with mock.patch.multiple(files, **collectives):
+        exchange = {"answered": lambda exchange, group: exchange(), "present_group": lambda: None}
+        calls = {"call_on_all_ranks": lambda call, given, work: self._all_or_none(work)}
+        with (
+            mock.patch.multiple(files, **collectives, **calls),
+            mock.patch.multiple(reading, **collectives, **exchange),
+        ):
             yield
 
 

@@ -17,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atorch.checkpoint.files import Checkpoint, save, steps
+from atorch.checkpoint.commit import steps
+from atorch.checkpoint.files import BackgroundWriter, save
+from atorch.checkpoint.reading import Checkpoint
 from atorch.errors import CheckpointError
 from tests.checkpoint.jobs import Ranks, save_state, saved_number
 from tests.checkpoint.test_files import share
@@ -135,33 +137,39 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} >= set(others[:5])
 
 
-def saving(rank: int, size: int, folder: str, shared: str, same_step: bool) -> None:
+def saving(rank: int, size: int, folder: str, shared: str, same_step: bool, background: bool) -> None:
     """Save states 1, 2, …; shared memory has the number that was saved last, and whether a save is going on."""
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", store=dist.FileStore(f"{shared}.store", size), rank=rank, world_size=size)
     with open(shared, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 16)
-    number = 0
+    number, writer = 0, BackgroundWriter() if background else None
     while True:
         number += 1
         values = torch.full((600, 500), float(number))
         tensors = {f"t{i}": share(rank, size, values) for i in range(3)}
         memory[8 + rank] = 1
-        save(folder, 1 if same_step else number, tensors, {"number": number}, {"number": number}, keep_last=2)
+        at = {"number": number}
+        save(folder, 1 if same_step else number, tensors, at, at, keep_last=2, background=writer)
+        values.zero_()  # what is written is a copy
+        if writer is not None:
+            writer.wait()
+            if size > 1:
+                dist.barrier()
         memory[8 + rank] = 0
         if rank == 0:
             memory[:4] = struct.pack("<I", number)
 
 
-def kill_once(folder: Path, ranks: int, same_step: bool, draw: random.Random) -> bool:
+def kill_once(folder: Path, ranks: int, same_step: bool, draw: random.Random, background: bool) -> bool:
     """Kill a job at a random moment, and look at its newest checkpoint; True if that was within a save."""
     folder.mkdir()
     shared = folder.with_suffix(".shared")
     shared.write_bytes(bytes(16))
     fork = multiprocessing.get_context("forkserver")
     fork.set_forkserver_preload(list(IMPORTED))
-    arguments = [(rank, ranks, str(folder), str(shared), same_step) for rank in range(ranks)]
+    arguments = [(rank, ranks, str(folder), str(shared), same_step, background) for rank in range(ranks)]
     jobs = [fork.Process(target=saving, args=given, daemon=True) for given in arguments]
     for job in jobs:
         job.start()
@@ -194,5 +202,5 @@ def kill_once(folder: Path, ranks: int, same_step: bool, draw: random.Random) ->
 @pytest.mark.parametrize("trials", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path: Path, trials: int) -> None:
     draw = random.Random(trials)
-    inside = [kill_once(tmp_path / str(i), 1 + i % 2, i % 4 > 1, draw) for i in range(trials)]
+    inside = [kill_once(tmp_path / str(i), 1 + i % 2, i % 4 > 1, draw, background=i % 8 > 3) for i in range(trials)]
     assert sum(inside) > trials // 2, "most moments are within a save"

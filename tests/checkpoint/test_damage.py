@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from atorch.checkpoint.boxes import Box
-from atorch.checkpoint.files import Checkpoint, save
+from atorch.checkpoint.files import save
 from atorch.checkpoint.manifest import MANIFEST
+from atorch.checkpoint.reading import Checkpoint
 from atorch.errors import CheckpointError
 from tests.checkpoint.jobs import Ranks, in_boxes, small_blocks, whole
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import re
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +18,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atorch.checkpoint.boxes import Box, LogicalTensor, flat_boxes, whole_box
-from atorch.checkpoint.files import Checkpoint, save, steps
+from atorch.checkpoint.commit import steps
+from atorch.checkpoint.files import save
+from atorch.checkpoint.reading import Checkpoint
 from atorch.checkpoint.shard_file import BLOCK_BYTES, DTYPES
 from atorch.errors import CheckpointError
 from tests.checkpoint.jobs import Ranks, as_bits, bits, in_boxes, save_state, saved_number, small_blocks, whole
 from tests.checkpoint.test_boxes import cut
+from tests.pool import Pool
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -304,3 +310,63 @@ def test_two_processes_to_one_to_two(pool, tmp_path: Path) -> None:
     assert steps(tmp_path) == [0, 1, 2]
     manifest = json.loads((tmp_path / "step-000000002" / "manifest.json").read_text())
     assert manifest["world_size"] == 2
+
+
+def counted_load(rank: int, size: int, folder: str, damaged: bool) -> int:
+    """Load a tensor whole on all ranks, and another in halves; the bytes that this rank has read."""
+    preadv, counts = os.preadv, []
+
+    def counting(handle: int, buffers: list[memoryview], start: int) -> int:
+        counts.append(preadv(handle, buffers, start))
+        return counts[-1]
+
+    same, cut = torch.zeros(9, BLOCK_BYTES // 8), share(rank % 2, 2, torch.zeros(8, BLOCK_BYTES // 16))
+    with Checkpoint.open(folder) as checkpoint, mock.patch.object(os, "preadv", counting):
+        if damaged:
+            with pytest.raises(CheckpointError, match="has changed since it was written"):
+                checkpoint.load({"same": whole(same), "cut": cut})
+        else:
+            checkpoint.load({"same": whole(same), "cut": cut})
+            assert torch.equal(same[:, 5], torch.arange(9.0))
+            assert all(torch.equal(values[:, 0], torch.arange(4.0) + box.offsets[0]) for box, values in cut.pieces)
+    return sum(counts)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_replicas_read_a_file_once(pool: Pool, tmp_path: Path, damaged: bool) -> None:
+    """Of eight; a damaged block is refused by all of them, and nobody waits for the others."""
+    numbers = torch.arange(9.0)[:, None]
+    same, cut = numbers.expand(9, BLOCK_BYTES // 8), numbers[:8].expand(8, BLOCK_BYTES // 16)
+    path = save(tmp_path, 1, {"same": whole(same), "cut": whole(cut)}, {}) / "rank-00000.safetensors"
+    if damaged:
+        with path.open("r+b") as file:
+            file.seek(BLOCK_BYTES * 3)
+            file.write(b"\xff")
+    counts = pool.run(counted_load, str(tmp_path), damaged, ranks=8)
+    assert sum(counts) <= 1.1 * path.stat().st_size
+    assert max(counts) <= 2 * BLOCK_BYTES
+
+
+def peak_of_load(rank: int, size: int, folder: str) -> int:
+    """The bytes by which memory grows while this rank loads its rows."""
+    rows = 256 // size
+    piece = torch.empty(rows, 2**18)
+    target = LogicalTensor((256, 2**18), torch.float32, [(Box((rank * rows, 0), (rows, 2**18)), piece)])
+    with Checkpoint.open(folder) as checkpoint:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = highest()
+        checkpoint.load({"w": target})
+        return highest() - before
+
+
+def highest() -> int:
+    """The peak of this process's memory in bytes, since the last time that it was cleared."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])  # type: ignore[index]
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak of memory")
+def test_a_rank_holds_its_part_and_some_blocks(pool: Pool, tmp_path: Path) -> None:
+    """Of 256 MiB on two ranks, while both are in the page cache."""
+    save(tmp_path, 1, {"w": whole(torch.ones(1, 1).expand(256, 2**18))}, {})
+    assert max(pool.run(peak_of_load, str(tmp_path))) <= 2**27 + 8 * BLOCK_BYTES

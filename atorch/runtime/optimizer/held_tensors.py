@@ -216,8 +216,13 @@ class HeldStates:
         return {name: logical for (name, key), logical in self.tensors.items() if key == MASTER}
 
 
-def held_states(optimizer: Optimizer, held: Iterable[HeldTensor], saved: Mapping[str, Any] | None = None) -> HeldStates:
-    """The states of an optimizer of an accelerated model.
+def held_states(
+    optimizer: Optimizer,
+    held: Iterable[HeldTensor],
+    saved: Mapping[str, Any] | None = None,
+    only_masters: bool = False,
+) -> HeldStates:
+    """The states of an optimizer of an accelerated model. Masters are views of the ones that it steps.
 
     Raises:
         CheckpointError: a state of a parameter that is cut has another shape than the parameter.
@@ -230,6 +235,8 @@ def held_states(optimizer: Optimizer, held: Iterable[HeldTensor], saved: Mapping
     for number, owner in enumerate(itertools.chain.from_iterable(listed)):
         entry = saved["state"].get(number) or {}
         for key, value in entry.items():
+            if only_masters and key != MASTER:
+                continue
             if isinstance(value, Tensor):
                 tensors[owner.name, key] = _state(owner, key, value, _range(saved, number))
             else:

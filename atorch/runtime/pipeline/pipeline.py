@@ -50,6 +50,7 @@ class Pipeline(Wrapper):
         self.module, self.others = engine.parts[0], nn.ModuleList(engine.parts[1:])
         self.engine, self.ties = engine, ties
         self.state_names = tuple(names)  # of the whole model's state, in its order
+        self.tied_names = ties.names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A deferred output, or, without gradients, the output itself on every process.

@@ -133,7 +133,7 @@ class Ties:
     def __init__(
         self, shared: Shared, parts: Sequence[nn.Module], group: dist.ProcessGroup, places: Sequence[int]
     ) -> None:
-        self._group = group
+        self._group, self.names = group, [names for names, _ in shared]
         self._ties: list[tuple[list[int], list[Tensor]]] = []  # (processes, copies on this one)
         self.counted_elsewhere: set[Tensor] = set()
         named = {stage_of(part).index: dict(part.named_parameters(remove_duplicate=False)) for part in parts}

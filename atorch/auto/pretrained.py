@@ -1,0 +1,252 @@
+"""Whole models in and out, under any strategy: pretrained weights loaded, and models exported for other programs."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atorch.auto.context import AccelerateResult
+from atorch.checkpoint.boxes import LogicalTensor
+from atorch.checkpoint.files import save
+from atorch.checkpoint.pretrained import (
+    MAX_SHARD_SIZE,
+    MODEL,
+    export_model,
+    hidden_folder,
+    model_names,
+    open_pretrained,
+)
+from atorch.checkpoint.reading import Checkpoint
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, world_group
+from atorch.distributed.fingerprints import described
+from atorch.errors import ArgumentError, CheckpointError, shown
+from atorch.files import AnyPath
+from atorch.model.meta_device import first_names, is_meta
+from atorch.model.wrapper import Wrapper
+from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, held_states, held_tensors
+
+
+def load_pretrained(model: AccelerateResult | nn.Module, path: AnyPath, *, strict: bool = True) -> None:
+    """Load a whole model from safetensors files into one that any strategy has divided.
+
+    Collective: all processes call it. Each reads what it has of the model, and holds some MiB more at a time.
+
+    Args:
+        model: what `auto_accelerate` returned, or its model alone; then fp32 masters (`half`) get the 16-bit values.
+        path: a folder in Hugging Face's layout, a safetensors file, or a checkpoint of `save_checkpoint`. Values are
+            cast to the dtypes of the parameters. Of tied tensors, one is enough.
+        strict: raise for tensors that the model does not have, and for missing ones.
+
+    Raises:
+        CheckpointError: on all processes: there is no such file, it is damaged, or of another model. Names and shapes
+            are compared before anything is written.
+        ArgumentError: `model` is something else.
+    """
+
+    def opened() -> tuple[nn.Module, list[HeldTensor], Mapping[str, LogicalTensor]]:
+        if isinstance(model, AccelerateResult):
+            held, states = held_by(model, only_masters=True)
+            return model.model, held, {} if states is None else states.masters
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"load_pretrained was given {shown(model)}; give what auto_accelerate returned")
+        return model, held_tensors(model), {}
+
+    given = {"path": described("path", str(path)), "strict": described("strict", strict)}
+    module, held, masters = call_on_all_ranks("load_pretrained", lambda: given, opened)
+    with open_pretrained(path) as source:
+        load_model(source, held, module, strict, masters)
+
+
+@torch.no_grad()
+def load_model(
+    source: Checkpoint,
+    held: Sequence[HeldTensor],
+    model: nn.Module,
+    strict: bool,
+    masters: Mapping[str, LogicalTensor] = MappingProxyType({}),
+) -> None:
+    """Load the tensors of a model, and the masters of some, under the names that the source has them."""
+    found = all_or_none(lambda: _names(source, held, model, strict))
+    tensors: dict[str, LogicalTensor] = {}
+    for entry in held:
+        if (name := found.get(entry.name)) is not None:
+            wanted = tensors.setdefault(name, LogicalTensor(entry.shape, source.names[name][1], []))
+            for logical in filter(None, (entry.logical(), masters.get(entry.name))):
+                wanted.pieces += logical.pieces
+    source.load(tensors)
+    for entry in held:
+        if entry.place is not None:
+            entry.place[0].updated()
+
+
+def _names(source: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, strict: bool) -> dict[str, str]:
+    """The name in the source of each tensor of this process, by its first name; without those that it lacks."""
+    saved, aliases = model_names(source), source.plain.get("aliases", {})
+    tied: Any = getattr(model, "tied_names", ())  # of a pipeline, whose stages hold tensors of one another
+    known = {name for entry in held for name in entry.names} | {name for names in tied for name in names}
+    known |= set(getattr(model, "state_names", ()))
+    prefix = getattr(model, "base_model_prefix", None)
+    if isinstance(prefix, str) and prefix:  # files have the weights of a base model under its own names, or a head's
+        for name in [name for name in saved if name not in known]:
+            for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+                if other in known and other not in saved:
+                    saved[other] = saved.pop(name)
+                    break
+    found, lacking = {}, []
+    for entry in held:
+        same = [*entry.names, *(name for names in tied if set(names) & set(entry.names) for name in names)]
+        same += [aliases[name] for name in same if name in aliases]
+        first = next((saved[name] for name in same if name in saved), None)
+        if first is None:
+            lacking.append(entry.name)
+            continue
+        shape, dtype = source.names[first]
+        if shape != entry.shape:
+            raise CheckpointError(
+                f"{source.path} has {first} of shape {shape}, and the model's {entry.name} is {entry.shape}; give the "
+                "files of the same model"
+            )
+        if is_meta(entry.tensor):
+            raise CheckpointError(f"{entry.name} has no memory: it is on the meta device; call to_empty before")
+        if _kind(dtype) != _kind(entry.tensor.dtype):
+            raise CheckpointError(
+                f"{source.path} has {first} as {dtype}, and the model's {entry.name} is {entry.tensor.dtype}; give "
+                "files that are not quantized"
+            )
+        found[entry.name] = first
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    more = [name for name in saved if name not in known and not any(re.search(rule, name) for rule in ignored)]
+    if strict and (lacking or more):
+        text = " and ".join(
+            f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names
+        )
+        raise CheckpointError(
+            f"{source.path} {text}, other than the model {type(model).__name__}; give the files of the same model, or "
+            "strict=False to load what both have"
+        )
+    return found
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def export(
+    result: AccelerateResult,
+    path: AnyPath,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> None:
+    """Write the whole model as Hugging Face has it: `model.safetensors`, or several files and an index, and its config.
+
+    Collective: all processes call it, between steps. The folder appears when it is complete. Until then its parent
+    folder, which all processes see, holds the model a second time. A process holds some MiB at a time.
+
+    Args:
+        result: as `auto_accelerate` returned it.
+        path: of a new folder. A tokenizer can be saved into it afterwards.
+        dtype: of floating-point tensors; None for the dtype of the parameters, or fp32 where they have masters.
+        max_shard_size: the most bytes of a file; a larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: on all processes: it cannot be written, or there is something at `path`.
+        ArgumentError: `result` is not from `auto_accelerate`, or processes differ in the arguments.
+    """
+    need_result(result, "export")
+    arguments = {"path": str(path), "dtype": str(dtype), "max_shard_size": max_shard_size}
+    given = {name: described(name, value) for name, value in arguments.items()}
+    held, states = call_on_all_ranks("export", lambda: given, lambda: held_by(result, only_masters=True))
+    tensors, plain, _ = model_content(result, held, states)
+    with hidden_folder(Path(path)) as folder:
+        save(folder, 0, tensors, plain)
+        with Checkpoint.open(folder) as checkpoint:
+            export_model(checkpoint, path, dtype, max_shard_size)
+
+
+def need_result(result: object, call: str) -> None:
+    """Refuse what is not from `auto_accelerate`."""
+    if not isinstance(result, AccelerateResult):
+        raise ArgumentError(f"{call} was given {shown(result)} as result; give what auto_accelerate returned")
+
+
+def held_by(result: AccelerateResult, only_masters: bool = False) -> tuple[list[HeldTensor], HeldStates | None]:
+    """The tensors of the model, and the optimizer's states, that this process has.
+
+    Raises:
+        ArgumentError: the optimizer is of a package that saves in a form of its own.
+    """
+    package = type(result.optim).__module__.partition(".")[0]
+    if package in ("deepspeed", "fairscale"):
+        raise ArgumentError(f"{package}'s backend saves in a form of its own: see its save_checkpoint or state_dict")
+    held = held_tensors(result.model)
+    return held, None if result.optim is None else held_states(result.optim, held, only_masters=only_masters)
+
+
+def model_content(
+    result: AccelerateResult, held: Sequence[HeldTensor], states: HeldStates | None
+) -> tuple[dict[str, LogicalTensor], dict[str, Any], list[dict[str, Any]]]:
+    """Tensors and plain data to save of the model, and facts of each process. All processes call it together.
+
+    Of a parameter with a master, the master's values are saved, on the ranks that have parts of it.
+    """
+    own: dict[str, Any] = {
+        "masters": sorted(states.masters) if states else [],
+        "groups": [group["params"] for group in states.groups] if states else [],
+        "values": dict(states.values) if states else {},
+        "buffers": {entry.name: _checksum(entry.tensor) for entry in held if is_buffer(entry)},
+    }
+    ranks = gather_objects(own)
+    masters = {name for rank in ranks for name in rank["masters"]}
+    own_masters = {} if states is None else states.masters
+    tensors = {}
+    for entry in held:
+        logical = entry.logical()
+        if entry.name in masters:
+            logical = own_masters.get(entry.name) or LogicalTensor(entry.shape, torch.float32, [])
+        elif is_buffer(entry) and first_with(ranks, entry.name)[0] != own_rank():
+            logical = LogicalTensor(entry.shape, logical.dtype, [])  # ranks may differ: the first one's is saved
+        tensors[MODEL + entry.name] = logical
+    plain: dict[str, Any] = {"aliases": {name: entry.name for entry in held for name in entry.names[1:]}}
+    if config := all_or_none(lambda: _config(result.model)):
+        plain["config"] = config
+    return tensors, plain, ranks
+
+
+def _config(model: nn.Module) -> dict[str, Any] | None:
+    """The content of the config.json of a model of Hugging Face."""
+    while isinstance(model, Wrapper):
+        model = model.module
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
+
+
+def own_rank() -> int:
+    """The rank of this process among all."""
+    group = world_group()
+    return 0 if group is None else group.rank()
+
+
+def is_buffer(entry: HeldTensor) -> bool:
+    """True if the tensor is no parameter."""
+    return not isinstance(entry.tensor, torch.nn.Parameter)
+
+
+def first_with(ranks: Sequence[Mapping[str, Any]], buffer: str) -> tuple[int, int]:
+    """The first rank that has a buffer, and its checksum."""
+    return next((index, rank["buffers"][buffer]) for index, rank in enumerate(ranks) if buffer in rank["buffers"])
+
+
+def _checksum(tensor: Tensor) -> int:
+    values = tensor.detach().cpu().contiguous()
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data) if values.numel() else 0
