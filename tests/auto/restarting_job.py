@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,29 +28,40 @@ class Net(nn.Module):
         return output
 
 
-def train(rank: int, size: int, folder: str, until: int, failure: str = "") -> list[str]:
-    """The loss of each step; with a `failure`, rank 1 fails after the second step, before it is saved."""
+def job(strategy: list[Any]) -> Any:
+    """The result for a model that draws random numbers, on shuffled data."""
     data = torch.utils.data.TensorDataset(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)))
-    result = auto_accelerate(
-        Net(), torch.optim.AdamW, data, lambda batch, output: output.square().mean(), load_strategy=["ddp"],
+    return auto_accelerate(
+        Net(), torch.optim.AdamW, data, lambda batch, output: output.square().mean(), load_strategy=strategy,
         dataloader_args={"batch_size": 4, "shuffle": True}, optim_args={"lr": 1e-2}, timeout=60.0,
     )[1]  # fmt: skip
-    first = step = resume_or_start(folder, result)
-    losses = []
+
+
+def losses_of(result: Any, step: int, until: int) -> Iterator[str]:
+    """The losses of the steps from `step` to `until`, to the last bit."""
     while step < until:
         result.dataloader.set_epoch(step // len(result.dataloader))
         for batch in result.dataloader:
-            losses.append(float(result.step(batch)).hex())
+            yield float(result.step(batch)).hex()
             step += 1
-            with Path(folder, f"losses-{rank}").open("a") as file:
-                file.write(f"{step} {losses[-1]}\n")
-            if failure and step == first + 2 and rank == 1:
-                if failure == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise RuntimeError("this process fails")
-            save_checkpoint(folder, result, step, keep_last=2)
             if step == until:
-                break
+                return
+
+
+def train(rank: int, size: int, folder: str, until: int, failure: str = "") -> list[str]:
+    """The loss of each step; with a `failure`, rank 1 fails after the second step, before it is saved."""
+    result = job(["ddp"])
+    first = resume_or_start(folder, result)
+    losses = []
+    for step, loss in enumerate(losses_of(result, first, until), first + 1):
+        losses.append(loss)
+        with Path(folder, f"losses-{rank}").open("a") as file:
+            file.write(f"{step} {loss}\n")
+        if failure and step == first + 2 and rank == 1:
+            if failure == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("this process fails")
+        save_checkpoint(folder, result, step, keep_last=2)
     return losses
 
 
