@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from atorch.errors import ArgumentError
 from atorch.logs import name_rank
@@ -57,7 +58,7 @@ def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _check_launcher()
-        launched, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        launched, rank, size = next(rendezvous("env://", timeout=timeout))
         store = start_store(launched, rank, size, timeout)
         dist.init_process_group(_backend(device_type), store=store, rank=rank, world_size=size, timeout=timeout)
         atexit.register(_leave)
@@ -76,7 +77,7 @@ def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
     return World(rank=rank, size=size, local_rank=local_rank, device=device, timeout=timeout)
 
 
-def start_store(launched: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def start_store(launched: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """The part of the launcher's store that belongs to the processes that start now.
 
     torchrun keeps one store over all restarts, and in it the addresses of processes that have ended. A prefix by the
@@ -86,7 +87,8 @@ def start_store(launched: dist.Store, rank: int, size: int, timeout: timedelta) 
     Raises:
         ArgumentError: on all processes, if some, which are named, did not start in time.
     """
-    store, token, everyone = dist.PrefixStore("atorch/start", launched), secrets.token_hex(8), set(range(1, size))
+    prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, as HashStore
+    store, token, everyone = prefixed("atorch/start", launched), secrets.token_hex(8), set(range(1, size))
     end = time.monotonic() + timeout.total_seconds()
     try:
         if rank:
@@ -111,7 +113,7 @@ def start_store(launched: dist.Store, rank: int, size: int, timeout: timedelta) 
             f"of {size} processes that the launcher announced, this start waited {timeout.total_seconds():g} s for "
             f"rank {missing}; look there for what happened first, an error or an endless wait"
         )
-    return dist.PrefixStore(token, store)
+    return prefixed(token, store)
 
 
 def _rank_of_several() -> int | None:
