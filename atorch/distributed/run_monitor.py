@@ -25,7 +25,7 @@ from atorch.errors import ArgumentError, shown
 from atorch.logs import OF_THIS_RANK, logger
 
 POLL_S = 1.0  # between two looks at the store, as those of torch's own watchdog
-GRACE_S = 3.0  # for answers, where a connection is lost; for the main thread to raise by itself
+GRACE_S = 2.0  # for answers, where a connection is lost; for the main thread to raise by itself
 STEPS, LEAST_S = 20, 60.0  # a step's time-out, in median steps and at least
 LIBRARIES: Set[str] = {"torch", "atorch", *sys.stdlib_module_names}
 
@@ -67,9 +67,6 @@ class RunMonitor(ExitStack):
         self._watchdog: _Watchdog | None = None
 
     def __enter__(self) -> RunMonitor:
-        if is_distributed() and not is_fake_world():
-            self._watchdog = _Watchdog(self._timeout_s)
-            self.push(self._watchdog.close)
         for number in self._signals:
             try:
                 before: Any = signal.signal(number, self._note)
@@ -81,6 +78,10 @@ class RunMonitor(ExitStack):
                     "that can be handled, in the main thread, or none: signals=()"
                 ) from error
             self.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
+        # It is the first to end: torchrun sends SIGTERM when a process has died, which must not cut the report short.
+        if is_distributed() and not is_fake_world():
+            self._watchdog = _Watchdog(self._timeout_s)
+            self.push(self._watchdog.close)
         return self
 
     def _note(self, number: int, _: object) -> None:
@@ -137,18 +138,18 @@ class _Watchdog:
         """End, and let the others know how; of an error between processes, raise one that says where they were."""
         self._done.set()
         self._thread.join()
-        name = "" if kind is None else kind.__name__
+        is_lost = isinstance(error, (dist.DistError, NoAnswerError)) or "gloo" in str(error)
+        what = "lost a connection" if is_lost else "left the loop" if kind is None else f"raised {kind.__name__}"
+        told = f"{what} in step {self._num_steps + 1}"
         try:
-            if isinstance(error, (dist.DistError, NoAnswerError)) or "gloo" in str(error):
-                self._answer(sys.maxsize, f"lost a connection in step {self._num_steps + 1}")
+            has_failed = isinstance(error, Exception) and not is_lost
+            self._answer(sys.maxsize, f"{told}: {error}" if has_failed else told, has_failed)
+            if is_lost:
                 told = self._verdict() or self._ask(GRACE_S)[0]
-                raise NoAnswerError(f"{told} ({str(error).splitlines()[0]})") from error
-            text = f"raised {name} in step {self._num_steps + 1}: {error}" if error else "left the loop"
-            self._answer(sys.maxsize, text, has_failed=isinstance(error, Exception))
-        except NoAnswerError:
-            raise
-        except RuntimeError:  # the process that holds the store has ended: the error that is raised says so
-            return
+        except RuntimeError:
+            told = f"{told}, and the process that holds the job's store has ended"
+        if is_lost:
+            raise NoAnswerError(f"{told} ({str(error).splitlines()[0]})") from error
 
     def _run(self) -> None:
         try:
