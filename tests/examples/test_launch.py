@@ -39,6 +39,15 @@ def until(lines: IO[str] | None, pattern: str) -> str:
     raise AssertionError(f"no {pattern}: {printed}")
 
 
+def rest(job: subprocess.Popen[str]) -> str:
+    """All that a process prints until it ends, behind what `until` has read."""
+    assert job.stdout is not None
+    with job.stdout:
+        printed = job.stdout.read()
+    job.wait(60)
+    return printed
+
+
 def curve(printed: str) -> dict[int, float]:
     """The loss by step; steps that were taken twice agree."""
     found = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+) on \d+: loss ([\d.]+)", printed)]
@@ -54,7 +63,7 @@ def check_curve(printed: str, folder: Path) -> None:
     plain = started(
         sys.executable, str(LAUNCH / "train.py"), "--folder", "plain", "--steps", str(max(losses)), folder=folder
     )
-    expected = curve(plain.communicate(timeout=200)[0])
+    expected = curve(rest(plain))
     assert losses == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
@@ -63,10 +72,10 @@ def test_a_stopped_job_goes_on_with_another_number_of_processes(tmp_path: Path) 
     job = started(*TORCHRUN, "2", *rendezvous("static"), script, "--steps", "100000", folder=tmp_path)
     printed = until(job.stdout, "step 7 ")
     job.send_signal(signal.SIGTERM)
-    printed += job.communicate(timeout=100)[0]
+    printed += rest(job)
     last = max(curve(printed))
     again = started(sys.executable, script, "--steps", str(last + 3), folder=tmp_path)
-    printed += again.communicate(timeout=100)[0]
+    printed += rest(again)
     assert again.returncode == 0
     check_curve(printed, tmp_path)
 
@@ -97,11 +106,11 @@ def test_slurms_batch_script_saves_before_the_time_limit_and_requeues(tmp_path: 
     job = slurm(tmp_path, "--steps", "100000")
     printed = until(job.stdout, "step 7 ")
     job.send_signal(signal.SIGUSR1)
-    printed += job.communicate(timeout=100)[0]
+    printed += rest(job)
     assert job.returncode == 0
     assert (tmp_path / "calls").read_text() == "--signal=USR1 7\nrequeue 7\n"
     again = slurm(tmp_path, "--steps", str(max(curve(printed)) + 3))
-    printed += again.communicate(timeout=100)[0]
+    printed += rest(again)
     assert again.returncode == 0
     assert (tmp_path / "calls").read_text().count("requeue") == 1
     check_curve(printed, tmp_path)
@@ -153,5 +162,5 @@ def test_ray_trains(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     script = str(LAUNCH / "ray_train.py")
     job = started(sys.executable, script, "--folder", str(tmp_path / "run"), "--steps", "20", folder=tmp_path)
-    printed = job.communicate(timeout=250)[0]
+    printed = rest(job)
     assert "step 20 on 2" in printed
