@@ -1,4 +1,14 @@
-"""Watches the loop of a job: processes stop together when one gets a signal, and name those that die or stall."""
+"""Watches the loop of a job: processes stop together when one gets a signal, and name those that die or stall.
+
+    with atorch.RunMonitor() as monitor:
+        for step, batch in enumerate(result.dataloader, 1):
+            result.step(batch)
+            if monitor.should_stop():
+                atorch.save_checkpoint(folder, result, step)
+                break
+
+Nothing is installed before the block or left behind it: neither handlers of signals nor threads.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +42,6 @@ LIBRARIES: Set[str] = {"torch", "atorch", *sys.stdlib_module_names}
 
 class RunMonitor(ExitStack):
     """Agrees after each step whether a process got a signal to stop, and names processes that die or stall.
-
-        with atorch.RunMonitor() as monitor:
-            for step, batch in enumerate(result.dataloader, 1):
-                result.step(batch)
-                if monitor.should_stop():
-                    atorch.save_checkpoint(folder, result, step)
-                    break
 
     Signals are noted from the beginning of the block on, and are handled as before at its end. A noted signal does not
     interrupt the step. End the script as usual then: to torchrun and to Slurm, status 0 is a wanted end.
