@@ -155,13 +155,18 @@ def test_a_long_step_is_told_and_goes_on(rank: int, size: int) -> None:
 
 
 def failing_alone(rank: int, size: int, number: int | None) -> None:
-    with RunMonitor() as monitor:
-        monitor.should_stop()
-        if rank == 1 and number is not None:
-            signal.raise_signal(number)
-        if rank == 1:
-            raise KeyError("a name")
-        monitor.should_stop()
+    """A signal to stop, as torchrun sends it when a process has died, arrives while the others look for it."""
+    signal.setitimer(signal.ITIMER_REAL, 3.0)
+    try:
+        with RunMonitor([signal.SIGALRM]) as monitor:
+            monitor.should_stop()
+            if rank == 1 and number is not None:
+                signal.raise_signal(number)
+            if rank == 1:
+                raise KeyError("a name")
+            monitor.should_stop()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGKILL], ids=["raises", "killed"])
