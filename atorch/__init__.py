@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from atorch.auto.strategy.method import load_methods
     from atorch.checkpoint.reading import Checkpoint
     from atorch.cluster.spec import ClusterSpec
+    from atorch.distributed.run_monitor import RunMonitor
     from atorch.runtime.gradients.clip import clip_grad_norm
     from atorch.runtime.memory.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
     from atorch.runtime.straggler_detector import StragglerDetector
@@ -31,6 +32,7 @@ _HOMES: Mapping[str, str] = {
     "Checkpoint": "atorch.checkpoint.reading",
     "ClusterSpec": "atorch.cluster.spec",
     "Plan": "atorch.auto.planner.plan",
+    "RunMonitor": "atorch.distributed.run_monitor",
     "StragglerDetector": "atorch.runtime.straggler_detector",
     "Strategy": "atorch.auto.strategy",
     "auto_accelerate": "atorch.auto.accelerate",
@@ -54,6 +56,7 @@ __all__ = [
     "Checkpoint",
     "ClusterSpec",
     "Plan",
+    "RunMonitor",
     "StragglerDetector",
     "Strategy",
     "auto_accelerate",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import socket
 import time
 from contextlib import suppress
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from atorch.errors import ArgumentError
 from atorch.logs import name_rank
 
 TIMEOUT = timedelta(minutes=10)
 """The default time-out of process groups."""
+START_POLL_S = 0.02  # rank 0 looks so often for processes that have started
 LONGEST_LEAVE = timedelta(seconds=2)
 """The longest time that a process waits at its end for gloo's threads."""
 
@@ -49,12 +52,15 @@ def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
         timeout: how long processes of a group that is made here wait for one another.
 
     Raises:
-        ArgumentError: the launcher's variables are incomplete, there is no CUDA device, or processes would share one.
+        ArgumentError: the launcher's variables are incomplete, other processes did not start in time, there is no CUDA
+            device, or processes would share one.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _check_launcher()
-        dist.init_process_group(_backend(device_type), timeout=timeout)
+        launched, rank, size = next(rendezvous("env://", timeout=timeout))
+        store = start_store(launched, rank, size, timeout)
+        dist.init_process_group(_backend(device_type), store=store, rank=rank, world_size=size, timeout=timeout)
         atexit.register(_leave)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if size > 1:
@@ -69,6 +75,45 @@ def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
         if size > 1:
             _check_devices(device)
     return World(rank=rank, size=size, local_rank=local_rank, device=device, timeout=timeout)
+
+
+def start_store(launched: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """The part of the launcher's store that belongs to the processes that start now.
+
+    torchrun keeps one store over all restarts, and in it the addresses of processes that have ended. A prefix by the
+    number of restarts would not do: nodes that left and came back count differently. So every process writes a random
+    token, which rank 0 answers with its own until all have found their answer. Rank 0's token is the prefix.
+
+    Raises:
+        ArgumentError: on all processes, if some, which are named, did not start in time.
+    """
+    prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, as HashStore
+    store, token, everyone = prefixed("atorch/start", launched), secrets.token_hex(8), set(range(1, size))
+    end = time.monotonic() + timeout.total_seconds()
+    try:
+        if rank:
+            store.set(f"token/{rank}", token)
+            store.wait([f"answer/{token}"], timeout)
+            token = store.get(f"answer/{token}").decode()
+            store.set(f"{token}/{rank}", "")
+            store.wait([f"{token}/missing"], timeout + timedelta(seconds=2))  # rank 0 stops waiting first
+        while not rank and everyone and time.monotonic() < end:
+            for other in everyone:
+                if store.check([f"token/{other}"]):
+                    store.set(f"answer/{store.get(f'token/{other}').decode()}", token)
+            everyone = {other for other in everyone if not store.check([f"{token}/{other}"])}
+            time.sleep(START_POLL_S)
+        if not rank:
+            store.set(f"{token}/missing", ", ".join(map(str, sorted(everyone))))
+        missing = store.get(f"{token}/missing").decode()
+    except RuntimeError as error:  # stores raise different kinds of it on a time-out
+        missing = f"0 ({str(error).splitlines()[0]})"
+    if missing:
+        raise ArgumentError(
+            f"of {size} processes that the launcher announced, this start waited {timeout.total_seconds():g} s for "
+            f"rank {missing}; look there for what happened first, an error or an endless wait"
+        )
+    return prefixed(token, store)
 
 
 def _rank_of_several() -> int | None:

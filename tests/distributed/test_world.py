@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +53,42 @@ def test_the_end_of_a_job_ends_what_it_did_to_logging(caplog: pytest.LogCaptureF
             logger.warning("rank 0 says it")
         logger.warning("after the job")
     assert caplog.messages == ["after the job"]
+
+
+def started(store: dist.Store, ranks: list[int], timeout_s: float = 20.0) -> list[str]:
+    """Errors of some of three ranks, or if they find what rank 0 writes, and nothing older."""
+    written = secrets.token_hex(8)
+
+    def start(rank: int) -> str:
+        try:
+            mine = world.start_store(store, rank, 3, timedelta(seconds=timeout_s))
+        except world.ArgumentError as error:
+            return str(error)
+        if rank == 0:
+            mine.set("address", written)
+        mine.wait(["address"], timedelta(seconds=20))
+        return "new" if mine.get("address").decode() == written else "old"
+
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(start, ranks))
+
+
+def test_a_start_sees_nothing_of_an_earlier_one() -> None:
+    """Also where the last one ended within its start, and left any of its keys."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    assert started(store, [0, 1, 2]) == ["new"] * 3
+    for left in ([1, 2], [0, 1]):
+        started(store, left, 0.2)
+        assert started(store, [2, 0, 1]) == ["new"] * 3
+
+
+def test_a_start_names_the_missing() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    started(store, [0, 1, 2])
+    for error in started(store, [0, 1], 0.3):
+        assert "waited 0.3 s for rank 2; look there" in error
+    for error in started(store, [1, 2], 0.3):
+        assert "for rank 0 (" in error
 
 
 @on_ranks(2)

@@ -13,10 +13,10 @@ DEFERRED = (
 )  # fmt: skip
 
 PUBLIC = {
-    "Checkpoint", "ClusterSpec", "Plan", "StragglerDetector", "Strategy", "auto_accelerate", "checkpoint_sequential",
-    "checkpoint_wrapper", "clip_grad_norm", "export", "is_recomputing", "load_checkpoint", "load_methods",
-    "load_pretrained", "load_whole_state", "plan", "resume_or_start", "save_checkpoint", "wait_for_checkpoint",
-    "whole_state",
+    "Checkpoint", "ClusterSpec", "Plan", "RunMonitor", "StragglerDetector", "Strategy", "auto_accelerate",
+    "checkpoint_sequential", "checkpoint_wrapper", "clip_grad_norm", "export", "is_recomputing", "load_checkpoint",
+    "load_methods", "load_pretrained", "load_whole_state", "plan", "resume_or_start", "save_checkpoint",
+    "wait_for_checkpoint", "whole_state",
 }  # fmt: skip
 
 

@@ -31,10 +31,11 @@ from tests.house.test_docs import DOCS, DOCUMENTS, name_of, table, tables
 
 MIGRATION = sorted((DOCS / "migration").glob("*.md"))
 FRONT_DOORS: tuple[Callable[..., Any], ...] = (
-    auto_accelerate, atorch.StragglerDetector, atorch.checkpoint_sequential, atorch.checkpoint_wrapper,
-    atorch.clip_grad_norm, atorch.export, atorch.load_checkpoint, atorch.load_methods, atorch.load_pretrained,
-    atorch.load_whole_state, atorch.resume_or_start, atorch.save_checkpoint, atorch.wait_for_checkpoint,
-    atorch.whole_state, init, initialize_engine, merge_checkpoints, PatrickStarClient, rank_table, use_mesh,
+    auto_accelerate, atorch.RunMonitor, atorch.StragglerDetector, atorch.checkpoint_sequential,
+    atorch.checkpoint_wrapper, atorch.clip_grad_norm, atorch.export, atorch.load_checkpoint, atorch.load_methods,
+    atorch.load_pretrained, atorch.load_whole_state, atorch.resume_or_start, atorch.save_checkpoint,
+    atorch.wait_for_checkpoint, atorch.whole_state, init, initialize_engine, merge_checkpoints, PatrickStarClient,
+    rank_table, use_mesh,
 )  # fmt: skip
 SMP = [getattr(owner, name) for owner in (smp, smp.nn, smp.optimizers) for name in owner.__all__]
 MESH = ("parallel_mode", ([("tensor", 2), ("data", 2), ("pipeline", 2)], None))  # that recipes need
