@@ -122,8 +122,8 @@ class CallOptions(Arguments):
     time_limit: float | None = Field(None, gt=0, description="a number of seconds above 0, or None")
     precision: Exactness | None = Field(
         None,
-        description=f"the least exact that you allow: one of {', '.join(map(repr, EXACTNESS))}, or None for "
-        "'autocast' and less exact only where nothing else fits",
+        description=f"the lowest that you allow: one of {', '.join(map(repr, EXACTNESS))}, or None for "
+        "'autocast' and lower only where nothing else fits",
     )
     calibration: Annotated[bool | str | os.PathLike[str], AfterValidator(_file)] = Field(
         True,

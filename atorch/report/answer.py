@@ -200,17 +200,19 @@ def _listed(title: str, lines: Iterable[str]) -> RenderableType:
     return Group(Text(title, style="italic"), *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
 
 
-def beside_report(answers: Answers, title: str = "") -> RenderableType:
+def clusters_report(answers: Answers, title: str = "") -> RenderableType:
     """Plans of one job for several clusters as a rich renderable, with as many in a table as there is room for."""
     from rich.console import Group
     from rich.text import Text
 
     fastest = max(rate(answer) for _, answer in answers)
+    plans = [answer for _, answer in answers if not isinstance(answer, str)]
+    notes = [Text(f"Note: {note}.") for note in dict.fromkeys(note for plan in plans for note in plan.get("notes", ()))]
 
     def drawn(width: int) -> RenderableType:
         number = max(1, (width - NAMES) // EACH)
         parts = (_columns(answers[start : start + number], fastest) for start in range(0, len(answers), number))
-        return Group(Text(title, style="dim", no_wrap=True, overflow="ellipsis"), *parts)
+        return Group(Text(title, style="dim", no_wrap=True, overflow="ellipsis"), *parts, *notes)
 
     return Sized(drawn)
 

@@ -200,7 +200,7 @@ def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen
             covered |= names
             ratio = columns.step_s[row] / columns.step_s[chosen] - 1
             speed = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
-            less = "less simple" if columns.intricacy(chosen) < columns.intricacy(row) else "known less well"
+            less = "less simple" if columns.intricacy(chosen) < columns.intricacy(row) else "less certain"
             reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{speed} and {less}"
             yield question.ranked(columns.methods[row]).rejected("slower", reason)
     for method, reason in space.unmet:

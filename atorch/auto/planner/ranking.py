@@ -49,7 +49,7 @@ class Ranking:
 class Wanted:
     """The user's limits on the space of a search: see `space.compositions`.
 
-    precision: the least exact numbers; None for autocast, and for less exact ones only if nothing else fits.
+    precision: the lowest precision; None for autocast, and for lower ones only if nothing else fits.
     """
 
     excluded: Iterable[str] | None = None

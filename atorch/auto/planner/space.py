@@ -204,7 +204,7 @@ def compositions(
         excluded: methods that no composition has.
         included: methods that every composition has, in any of their settings.
         fixed: every composition has exactly these methods, with the knobs that were set; knobs left unset vary.
-        precision: the least exact numbers for methods that are neither included nor fixed.
+        precision: the lowest precision of methods that are neither included nor fixed.
 
     Raises:
         CapabilityError: an included method cannot be applied yet.
