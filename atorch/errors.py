@@ -71,15 +71,15 @@ def shown(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def check_bools(door: str, **given: object) -> None:
-    """Refuse arguments of the call `door` that are not True, False, 1 or 0: "no" would count as True.
+def check_bools(caller: str, **given: object) -> None:
+    """Refuse arguments of the call `caller` that are not True, False, 1 or 0: "no" would count as True.
 
     Raises:
         ArgumentError: an argument is no bool; the message names the first.
     """
     for name, value in given.items():
         if not isinstance(value, int) or value not in (0, 1):
-            raise ArgumentError(f"{door} was given {shown(value)} as {name}; it is True or False")
+            raise ArgumentError(f"{caller} was given {shown(value)} as {name}; it is True or False")
 
 
 def near_miss(name: str, known: Iterable[str]) -> str:

@@ -85,8 +85,8 @@ def auto_accelerate(
         ignore_dryrun_on_load_strategy: apply a given strategy without a dry run.
         verbose: log the steps.
         time_limit: seconds for the search.
-        precision: the lowest precision that a search may take: "fp32", "autocast", "half" or "fp8"; None for "autocast",
-            and lower only where nothing else fits.
+        precision: the lowest precision of a search: "fp32", "autocast", "half" or "fp8"; None for "autocast", and lower
+            only where nothing else fits.
         calibration: the search uses and keeps measurements of this machine in the user's cache directory (True) or in
             the file at that path, or none (False).
         find_unused_parameters: ddp looks for parameters that a forward pass did not use.

@@ -223,14 +223,14 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
     return _agreed("plan", {"model": model, **keywords, **dict(zip(names, given, strict=False))}, read)
 
 
-def _agreed(door: str, arguments: Mapping[str, Any], read: Callable[[], Request]) -> Request:
+def _agreed(caller: str, arguments: Mapping[str, Any], read: Callable[[], Request]) -> Request:
     """The request that `read` makes of a call, equal on all processes."""
     try:
         timeout = CallOptions.of({"timeout": arguments["timeout"]}).timeout if "timeout" in arguments else None
     except ArgumentError:  # raised again in `read`, when all processes can exchange errors
         timeout = None
     worlds.init(timeout=worlds.TIMEOUT if timeout is None else timedelta(seconds=timeout))
-    return call_on_all_ranks(door, lambda: _argument_facts(arguments), read, _call_facts)
+    return call_on_all_ranks(caller, lambda: _argument_facts(arguments), read, _call_facts)
 
 
 def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:

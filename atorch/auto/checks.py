@@ -43,9 +43,9 @@ class Arguments(BaseModel):
             return cls(**given)
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
-            told = fault.get("ctx", {}).get("error")
-            if isinstance(told, AtorchError):
-                raise told from told.__cause__
+            raised = fault.get("ctx", {}).get("error")
+            if isinstance(raised, AtorchError):
+                raise raised from raised.__cause__
             name = str(fault["loc"][0])
             if name not in cls.model_fields:
                 raise ArgumentError(f"there is no argument {name!r}; {near_miss(name, cls.model_fields)}") from None

@@ -103,14 +103,14 @@ def tell_depth(model: nn.Module, before: int, repeats: int) -> None:
                     setattr(owner, attribute, repeats)
 
 
-def told_of_all(found: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
+def extended_to_all(found: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
     """JSON data about a model's first blocks, with lists of their names extended to all blocks."""
     if isinstance(found, Mapping):
-        return {key: told_of_all(value, few, all_of_them) for key, value in found.items()}
+        return {key: extended_to_all(value, few, all_of_them) for key, value in found.items()}
     if isinstance(found, (list, tuple)):
-        return (
-            list(all_of_them) if list(found) == list(few) else [told_of_all(item, few, all_of_them) for item in found]
-        )
+        if list(found) == list(few):
+            return list(all_of_them)
+        return [extended_to_all(item, few, all_of_them) for item in found]
     return found
 
 

@@ -32,7 +32,7 @@ _OF_OPERATION = ("moved_bytes", "working_bytes", "data_bytes", "flops", "head_di
 _OF_NODE = ("rows", "inner", "columns", "elements", "left")
 
 
-def foretold(record: Callable[[int], Recorder], length: int) -> Recorder | None:
+def extrapolated(record: Callable[[int], Recorder], length: int) -> Recorder | None:
     """The record of a sample of `length` tokens; None if it has no loop over tokens, or short samples do not fit.
 
     Args:

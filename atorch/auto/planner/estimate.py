@@ -190,7 +190,9 @@ class EstimateUncertainty:
     def _against(self, columns: CandidateTable, row: int, chosen: int) -> tuple[float, float]:
         """The expected lag of a row behind the chosen one, as a logarithm, and its standard deviation."""
         slower = math.log(self._expected_s(columns, row) / self._expected_s(columns, chosen))
-        spread = self._uncertainty.apart(self.shares(columns.methods[row]), self.shares(columns.methods[chosen]))
+        spread = self._uncertainty.of_difference(
+            self.shares(columns.methods[row]), self.shares(columns.methods[chosen])
+        )
         return slower, spread
 
     def _expected_s(self, columns: CandidateTable, row: int) -> float:

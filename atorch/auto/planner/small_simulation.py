@@ -36,7 +36,7 @@ from atorch.distributed.world import World
 from atorch.model.copy import copy_structure, lazy_copy
 from atorch.model.copy_isolation import Originals
 from atorch.model.pytree import map_tensors
-from atorch.model.structure import block_names, shorten, told_of_all
+from atorch.model.structure import block_names, extended_to_all, shorten
 from atorch.profiler.memory_tracker import ACTIVATIONS, MemorySample
 
 SHORT, LONG = 3, 4
@@ -186,10 +186,12 @@ def _in_parts(method: Method, count: int) -> Method:
 _HERE = torch.device("cpu")
 
 
-def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, told_of: int | None = None) -> Strategy:
+def with_metadata(
+    ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, extended_to: int | None = None
+) -> Strategy:
     """`strategy` with the metadata that its methods learn on `batch` from the model, cut to `repeats` blocks.
 
-    told_of: the number of blocks that the metadata is extended to, if that is not `repeats`.
+    extended_to: the number of blocks that the metadata is extended to, if that is not `repeats`.
     """
     mode = strategy.get(ParallelMode)
     if mode is None or not any(method.needs_sample for method in strategy):
@@ -205,11 +207,11 @@ def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, 
     with preserved_rng(), Originals(ctx.root):
         for method in strategy:
             if method.needs_sample:
-                learnt.update(method.foresee(job, dict(mode.slices)))
+                learnt.update(method.trace_metadata(job, dict(mode.slices)))
             elif Phase.MESH < method.phase < Phase.TENSOR:
                 job = method.apply(job)
-    if repeats is not None and told_of is not None:
-        learnt = told_of_all(learnt, block_names(ctx.root, repeats), block_names(ctx.root, told_of))
+    if repeats is not None and extended_to is not None:
+        learnt = extended_to_all(learnt, block_names(ctx.root, repeats), block_names(ctx.root, extended_to))
     return replace(strategy, metadata={**strategy.metadata, **learnt})
 
 

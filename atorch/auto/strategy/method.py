@@ -211,7 +211,7 @@ class Method(BaseModel):
         """A new context with this method applied. May transform `ctx.parts` in place."""
         raise NotImplementedError(f"{type(self).__name__} does not define apply")
 
-    def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
+    def trace_metadata(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
         """Observe the model as `apply` would, for a mesh that does not exist here, and return a strategy's metadata.
 
         With this metadata `apply` needs no values. The model of `ctx` is real, has the earlier methods applied, and is

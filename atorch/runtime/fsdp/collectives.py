@@ -172,7 +172,7 @@ class FsdpPasses:
         used = bytes(self._used)
         missing = [number for number, watched in enumerate(self._watched) if watched and not used[number]]
         if not self._finds_unused:
-            self._order.announce(BACKWARD_ENDS, note=self._told(missing))
+            self._order.announce(BACKWARD_ENDS, note=self._note(missing))
         elif self._order.announce(BACKWARD_ENDS, flag=bool(missing)) and self._reduces:
             anywhere = self._order.any_of(used)
             for number in self._without:
@@ -181,7 +181,7 @@ class FsdpPasses:
         if self._reduces:  # else gradients, and the records of use, accumulate until a later pass
             self._used[:], self._reduces = bytes(len(used)), False
 
-    def _told(self, missing: Sequence[int]) -> str:
+    def _note(self, missing: Sequence[int]) -> str:
         names = ", ".join(str(self._sharded[number]._param_fqn) for number in missing)
         return f"without a gradient for {names}" if names else ""
 

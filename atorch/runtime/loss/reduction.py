@@ -97,7 +97,7 @@ class LossWeight:
         return not math.isfinite(losses[2]) or min(errors) <= tolerance
 
     @property
-    def is_told(self) -> bool:
+    def is_known(self) -> bool:
         """True if a rule was named, or losses were compared."""
         return self.is_named or self._looks > 0
 

@@ -44,7 +44,7 @@ class TokenPartition:
     one contiguous piece."""
     averaged: bool = True
     """True if the gradients of parameters are averaged over the group in the end."""
-    told: set[str] = field(default_factory=set, repr=False)
+    already_warned: set[str] = field(default_factory=set, repr=False)
     """Names of functions whose gather of split tokens was logged."""
 
     @property
@@ -180,8 +180,8 @@ class Tokens(DimSharding):
 
     def note_gather(self, name: str, shape: tuple[int, ...]) -> None:
         """Log a gather once for each function: the whole may be hundreds of times larger than a rank's part."""
-        if name not in self.share.told:
-            self.share.told.add(name)
+        if name not in self.share.already_warned:
+            self.share.already_warned.add(name)
             logger.info(
                 "%s asks for all tokens of %s: every process gathers them. Cross entropies and what works token by "
                 "token do not",

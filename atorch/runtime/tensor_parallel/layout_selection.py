@@ -28,8 +28,8 @@ from atorch.runtime.tensor_parallel.derive.block_sandbox import (
     ForwardCall,
     MatmulUse,
     SeeProducts,
-    apart,
     fresh,
+    sandboxed,
     tensors_of,
 )
 from atorch.runtime.tensor_parallel.derive.split_validation import Ranks, Watched
@@ -236,7 +236,7 @@ def _counted(kind: Alike, watched: Watched) -> dict[str, Counted]:
         return {}
     block, call = watched.example(kind.paths[0])
     with preserved_rng():
-        return counted(apart(block), kind.layout, call)
+        return counted(sandboxed(block), kind.layout, call)
 
 
 def _of_group(model: nn.Module, kind: Alike, group: SplitRegion, counts: Counted) -> Option:

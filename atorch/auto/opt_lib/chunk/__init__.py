@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
@@ -47,15 +47,15 @@ from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.memory import ChunkSet, stand_in
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
-from atorch.runtime.chunk.schedule_cache import Courses, Foresee
+from atorch.runtime.chunk.schedule_cache import ScheduleCache, TraceBatch
 from atorch.runtime.data.batches import take
 
 DEFAULT_FRACTION = 0.9
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _REFUSED: Mapping[str, str] = {
     "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
-    "pipeline_parallel": "a pass is foreseen of a whole model, not of a stage. Use tensor_parallel beside chunk, or "
-    "fsdp with cpu_offload beside pipeline_parallel",
+    "pipeline_parallel": "a pass of the whole model is traced, not one of a stage. Use tensor_parallel with chunk, or "
+    "fsdp with cpu_offload under pipeline_parallel",
     "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp beside cross_entropy",
 }
 
@@ -171,17 +171,17 @@ class Chunk(Method):
         sharers = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
         budget = -all_reduce_max([-self._budget(ctx)], sharers)[0]  # of the smallest device
         if ctx.sample_batch is None:
-            raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
+            raise ArgumentError(f"{self.name} traces a pass before the first one; give a dataset, or a sample_batch")
         ctx.give_memory(_place_in_chunk)
         compiles = ctx.strategy.get(Compile)
         compiled = [] if compiles is None else outermost(compiles.chosen(part))
         # A simulation allocates nothing on the host.
         on_host = None if is_simulated(ctx.parts) else 0.0 if self.disk else state_bytes(ctx)
-        courses = Courses(_foresee(ctx, part, compiled), sharers)
-        courses.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
+        schedules = ScheduleCache(_batch_tracer(ctx, part, compiled), sharers)
+        schedules.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
         operations = chunk(
             part,
-            courses.first(),
+            schedules.first(),
             budget,
             device=ctx.device,
             dtype=ctx.compute_dtype,
@@ -194,18 +194,18 @@ class Chunk(Method):
             host_state_bytes=on_host,
             prefetch=self.prefetch,
         )
-        courses.schedule_passes(operations)
+        schedules.schedule_passes(operations)
         inner_prepare = ctx.prepare_input
 
         def prepare_input(batch: Any, device: Any) -> Any:
-            courses.expect(batch, tensors_in(batch))
+            schedules.expect(batch, tensors_in(batch))
             return inner_prepare(batch, device)
 
         ctx = replace(
             ctx,
             prepare_input=prepare_input,
             write_value=partial(_write, operations.chunks),
-            learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.course)},
+            learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.pass_schedule)},
         )
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
@@ -288,16 +288,16 @@ def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
     }
 
 
-def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Foresee:
+def _batch_tracer(ctx: Context, part: nn.Module, compiled: Collection[str]) -> TraceBatch:
     """A function that traces a pass on a batch of the loader, or on the largest of its micro-batches."""
     loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
-    def foresee(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
+    def trace_batch(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
         prepared = ctx.prepare_input(batch, "cpu")
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):
             prepared = take(prepared, 0, rows, batch_size(prepared))
-        return foreseen(
+        return trace_pass(
             part,
             prepared,
             loss,
@@ -309,7 +309,7 @@ def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Forese
             whole=whole,
         )
 
-    return foresee
+    return trace_batch
 
 
 def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.Module, batch: Any) -> Any:

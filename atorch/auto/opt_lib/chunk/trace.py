@@ -28,7 +28,7 @@ from atorch.runtime.chunk.pass_schedule import FEWEST, AccessTrace, deeper, stre
 from atorch.runtime.chunk.trace import trace
 
 
-def foreseen(
+def trace_pass(
     model: nn.Module,
     batch: Any,
     loss: Callable[[nn.Module, Any], Any],

@@ -60,7 +60,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     shared = holders(model, named, route, starts)
     names = tuple(model.state_dict())
     mine = stages_of(place, size, method.pieces)
-    make_oracle = understudy_of(ctx, model, named, route)
+    make_oracle = oracle_of(ctx, model, named, route)
     parts = cut(model, named, route, starts, mine, ctx.device)
     all_or_none(lambda: _need_training(ctx, parts, mine))
     group = mesh.group("pipeline")
@@ -276,9 +276,7 @@ def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, 
         )
 
 
-def understudy_of(
-    ctx: Context, model: nn.Module, units: Iterable[str], route: Route
-) -> Callable[[], ShapeOracle | None]:
+def oracle_of(ctx: Context, model: nn.Module, units: Iterable[str], route: Route) -> Callable[[], ShapeOracle | None]:
     """Copy a model before it is cut; return a function that makes the shape oracle once the stages are built.
 
     The oracle is None if other processes exist. Methods that apply to stages apply to the copy as well.

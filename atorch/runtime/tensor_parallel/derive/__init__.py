@@ -38,7 +38,7 @@ Masks = list[Tensor]
 
 
 def derive(block: nn.Module, call: ForwardCall, degree: int) -> BlockLayout:
-    """The ways to split `block`, a copy by `block_sandbox.apart` whose weights may change, over `degree` ranks.
+    """The ways to split `block`, a copy by `block_sandbox.sandboxed` whose weights may change, over `degree` ranks.
 
     Groups may share parameters: then not all of them can be split at once.
     """
