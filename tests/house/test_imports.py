@@ -1,9 +1,13 @@
 """What importing costs, and what is public."""
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 
 import atorch
+from tests.house.source import modules
 
 # Imported by the functions that use them. Some of it comes with torch itself: only what atorch adds is counted.
 DEFERRED = (
@@ -58,3 +62,21 @@ def test_public_names_exist():
 
 def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(atorch, "auto_acelerate")
+
+
+def test_what_benchmarks_and_examples_import_is_there():
+    """Inside functions, too: no test runs all of them."""
+    names = [
+        (module.at(node), node.module, alias.name)
+        for module in modules("benchmarks", "examples", "tools")
+        for node, _ in module.nodes(ast.ImportFrom)
+        if (node.module or "").partition(".")[0] == "atorch"
+        for alias in node.names
+    ]
+    assert names
+    lost = [
+        f"{place}: {home}.{name}"
+        for place, home, name in names
+        if not hasattr(import_module(home), name) and find_spec(f"{home}.{name}") is None
+    ]
+    assert not lost
