@@ -47,7 +47,7 @@ def calibrate(
 ) -> None:
     """Measure this machine, its processes' links included, and write a cluster file.
 
-    Links need several processes: torchrun --nproc-per-node 8 -m atorch.cli calibrate
+    Links need several processes: torchrun --nproc-per-node 8 -m atorch calibrate
 
     With --runs FILE --cluster TEXT, fit that cluster's constants to steps of your own: docs/clusters.md has the form.
     """

@@ -25,8 +25,7 @@ from atorch.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from atorch.auto.capacity_search import Fit
-    from atorch.auto.plan_for_cluster import Subject
+    from atorch.auto.plan_for_cluster import Fit, Subject
     from atorch.auto.planner.plan import ClusterPlan
     from atorch.cluster.spec import ClusterSpec
 
@@ -155,8 +154,7 @@ def _fit_answer(
     what: What, source: JobSource, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
 ) -> NamedAnswer:
     """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated."""
-    from atorch.auto.capacity_search import largest, smallest_cluster
-    from atorch.auto.plan_for_cluster import plan_for
+    from atorch.auto.plan_for_cluster import largest, plan_for, smallest_cluster
 
     _check_fit(what, source, wanted)
     if what == "seq":

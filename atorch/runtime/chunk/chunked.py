@@ -23,11 +23,11 @@ from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
 from atorch.model.wrapper import override
-from atorch.runtime.chunk.compiled import CompiledModules, outermost
 from atorch.runtime.chunk.gradients import GradientSink, Rounds, SharedGradients
 from atorch.runtime.chunk.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.parameter import CompiledModules, outermost
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule, Uses, moments
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.transfer import Transfer, transfer_for

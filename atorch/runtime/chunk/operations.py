@@ -21,10 +21,17 @@ from torch.utils.weak import TensorWeakRef
 
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.gradients import GradientSink, Rounds
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
-from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Owner, manage, saved_as_handles
+from atorch.runtime.chunk.parameter import (
+    ChunkedParameter,
+    ChunkedView,
+    CompiledModules,
+    Home,
+    Owner,
+    manage,
+    saved_as_handles,
+)
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, CollectiveEvent

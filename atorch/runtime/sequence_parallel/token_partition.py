@@ -11,7 +11,7 @@ The average is then right on both sides.
 | `gather` | all-gather | own tokens, times the size |
 
 Results of a model outside of its blocks may stay split, the logits the largest. Token-local work runs on a rank's own
-tokens: modules that passed a trial (`token_local_modules`), products, casts, views. Cross entropies and the like need
+tokens: modules that passed a trial (`token_split`), products, casts, views. Cross entropies and the like need
 no gathered logits: each rank computes one number per token, and all ranks gather these. Everything else gathers first:
 see `tensor_parallel.sharding_rules`.
 """

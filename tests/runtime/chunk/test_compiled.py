@@ -11,8 +11,8 @@ from atorch.errors import StrategyError
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.parameter import CompiledModules
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from tests.runtime.chunk.test_training import (
     CPU,

@@ -44,8 +44,8 @@ from atorch.model.pytree import batch_size, tensors_in
 from atorch.model.user_functions import ELEMENTWISE, LossFunc, value_of
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.memory import ChunkSet, stand_in
+from atorch.runtime.chunk.parameter import outermost
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.chunk.schedule_cache import ScheduleCache, TraceBatch
 from atorch.runtime.data.batches import take

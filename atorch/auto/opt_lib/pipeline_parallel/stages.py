@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, deepspeed, even_cut, uneven
+from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, even_cut, uneven
+from atorch.auto.opt_lib.shared.backends import check_pipeline, deepspeed_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy import Phase, Strategy
 from atorch.cost.gemm import peak_flops
@@ -73,7 +74,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         engine = Engine(built.parts, method.schedule, group, ctx.device, make_oracle(), replicas)
         pipeline = Pipeline(engine, Ties(shared, built.parts, group, engine.places), names)
         if method.backend == "deepspeed":
-            return deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
+            return deepspeed_pipeline(built, ctx, method, pipeline, batches, tolerance, rows_of_a_process(ctx))
         loss_func = PipelinedLoss(
             pipeline,
             built.loss_func,
@@ -98,7 +99,7 @@ def check(ctx: Context, method: PipelineParallel) -> None:
             raise StrategyError(reason)
     Batches.of(ctx, method)
     if method.backend == "deepspeed":
-        deepspeed.check(ctx, method)
+        check_pipeline(ctx, method)
     if ctx.loss_func is None:
         raise StrategyError("pipeline_parallel runs forward and backward inside loss_func; give auto_accelerate one")
     stages = size_of(ctx, "pipeline") * method.pieces
