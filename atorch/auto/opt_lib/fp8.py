@@ -161,8 +161,8 @@ class Fp8(Method):
 
 
 def _why_not_te(method: Method) -> str | None:
-    if method.name == "checkpoint":
-        return "checkpoint, whose recompute does not run in te's fp8 region"
+    if method.recomputes:
+        return f"{method.name}, whose recompute does not run in te's fp8 region"
     if method.phase == Phase.TENSOR:
         return f"{method.name}, which splits what te's layers keep whole"
     return None

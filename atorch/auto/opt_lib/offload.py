@@ -118,12 +118,12 @@ class Offload(Method):
                 f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
                 "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"
             )
-        if self.optimizer and "chunk" in strategy.names():
-            raise StrategyError(
-                "offload was given optimizer beside chunk, which decides itself which states wait in host memory; give "
-                'it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
-            )
         for other in strategy if self.optimizer else ():
+            if other.places_states:
+                raise StrategyError(
+                    f"offload was given optimizer beside {other.name}, which decides itself which states wait in host "
+                    'memory; give it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
+                )
             if other.engine:
                 raise StrategyError(
                     f"offload was given optimizer beside {other.name} with the {other.engine} backend, which steps "
@@ -139,7 +139,7 @@ class Offload(Method):
         """Save activations of blocks on the host, and step the optimizer there; fsdp has placed the parameters."""
         self.check(ctx)
         inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
-        if "chunk" not in ctx.strategy.names():  # chunk has moved them itself, before it traced live bytes
+        if not any(other.places_states for other in ctx.strategy):  # else it has moved activations already
             ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:
             return replace(ctx)

@@ -29,7 +29,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
 from atorch.auto.opt_lib.shared.defaults import batch_place
-from atorch.auto.strategy import Method, Phase, Strategy
+from atorch.auto.strategy import Phase, Strategy
 from atorch.distributed.mesh import groups_along
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.world import World
@@ -167,20 +167,12 @@ def with_fewer_micro_batches(strategy: Strategy, samples: int) -> Fewer:
 
     pipeline, stages = strategy.get(PipelineParallel), num_stages(strategy)
     assert pipeline is not None, "a strategy with a pipeline"
-    micro_batch: Any = next((method for method in strategy if method.name == "micro_batch"), None)
-    count = Batches(pipeline, micro_batch, stages).count(samples // batch_place(strategy, "cpu")[1])
+    count = Batches(pipeline, strategy, stages).count(samples // batch_place(strategy, "cpu")[1])
     few = stages + TAKING_TURNS
     if pipeline.schedule != "1f1b" or count <= few:
         return Fewer(strategy, samples, 0)
-    methods = tuple(_in_parts(method, few) for method in strategy)
+    methods = tuple(method.in_parts(few) for method in strategy)
     return Fewer(Strategy(methods, strategy.metadata), samples // count * few, count - few)
-
-
-def _in_parts(method: Method, count: int) -> Method:
-    knob = {"pipeline_parallel": "micro_batches", "micro_batch": "count"}.get(method.name)
-    if knob is None or (method.name == "micro_batch" and getattr(method, knob) is None):
-        return method
-    return method.model_copy(update={knob: count})
 
 
 _HERE = torch.device("cpu")

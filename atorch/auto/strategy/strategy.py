@@ -203,6 +203,9 @@ class Strategy(Sequence[Method]):
         """Raise the errors of `apply` that are known before anything is changed: see `Method.check`."""
         ctx = replace(ctx, strategy=self)
         for method in self.methods:
+            for name in self.names():
+                if name in method.exclusions:
+                    raise StrategyError(f"{method.name} and {name} exclude each other: {method.exclusions[name]}")
             method.check(ctx)
 
     def check_at_work(self, ctx: Context) -> None:

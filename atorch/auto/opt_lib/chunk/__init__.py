@@ -52,12 +52,6 @@ from atorch.runtime.data.batches import take
 
 DEFAULT_FRACTION = 0.9
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-_REFUSED: Mapping[str, str] = {
-    "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
-    "pipeline_parallel": "a pass of the whole model is traced, not one of a stage. Use tensor_parallel with chunk, or "
-    "fsdp with cpu_offload under pipeline_parallel",
-    "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp beside cross_entropy",
-}
 
 
 @method("chunk", phase=Phase.SHARD, slot="data_parallel")
@@ -70,6 +64,13 @@ class Chunk(Method):
     keeps_masters: ClassVar[bool] = True
     keeps_on_host: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = True
+    places_states: ClassVar[bool] = True
+    exclusions: ClassVar[Mapping[str, str]] = {
+        "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
+        "pipeline_parallel": "a pass of the whole model is traced, not one of a stage. Use tensor_parallel with chunk, or "
+        "fsdp with cpu_offload under pipeline_parallel",
+        "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp beside cross_entropy",
+    }
 
     budget_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes that a device may hold at any moment."""
@@ -100,7 +101,9 @@ class Chunk(Method):
     def unfit(self, cost: Cost) -> str | None:
         by_chunks = any(segment.loss_chunks > 1.0 for segment in cost.segments)
         excluded = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1, "cross_entropy": by_chunks}
-        return next((f"chunk and {name}: {_REFUSED[name]}" for name, present in excluded.items() if present), None)
+        return next(
+            (f"chunk and {name}: {self.exclusions[name]}" for name, present in excluded.items() if present), None
+        )
 
     def cost(self, cost: Cost) -> Cost:
         """Shards as under fsdp, gradients copied into their own chunks, and a budget for states on the device."""
@@ -139,8 +142,6 @@ class Chunk(Method):
 
     def check(self, ctx: Context) -> None:
         for other in ctx.strategy:
-            if other.name in _REFUSED:
-                raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
             if isinstance(other, Compile) and other.mode in _WITH_GRAPHS:
                 raise StrategyError(
                     f"compile's mode {other.mode!r} records where parameters are, and chunk moves them; leave mode "

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, even_cut, uneven
+from atorch.auto.opt_lib.pipeline_parallel import even_cut, uneven
 from atorch.auto.opt_lib.shared.backends import check_pipeline, deepspeed_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
-from atorch.auto.strategy import Phase, Strategy
+from atorch.auto.strategy import Method, Phase, Strategy
 from atorch.cost.gemm import peak_flops
 from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.distributed.mesh import BATCH_AXES
@@ -36,7 +36,6 @@ from atorch.runtime.pipeline.stage_placement import Ties
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
-    from atorch.auto.opt_lib.micro_batch import MicroBatch
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
 
 SEEN_ROWS = 3
@@ -94,8 +93,8 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
 def check(ctx: Context, method: PipelineParallel) -> None:
     """Raise the errors of `split` that need no run of the model: see `Method.check`."""
     for other in ctx.strategy:
-        reason = against_pipeline(other, size_of(ctx, "pipeline"), method.schedule)
-        if reason is not None:
+        reason = other.against_pipeline(method.schedule)
+        if reason is not None and size_of(ctx, "pipeline") > 1:
             raise StrategyError(reason)
     Batches.of(ctx, method)
     if method.backend == "deepspeed":
@@ -157,7 +156,8 @@ def _few_rows(batch: Any) -> Any:
 class Batches:
     """The cut of a batch into micro-batches: set by micro_batch if it is in the strategy, else by the pipeline."""
 
-    def __init__(self, method: PipelineParallel, other: MicroBatch | None, stages: int) -> None:
+    def __init__(self, method: PipelineParallel, strategy: Iterable[Method], stages: int) -> None:
+        other: Any = next((candidate for candidate in strategy if candidate.name == "micro_batch"), None)
         self._method, self._stages = method, stages
         self._size: int | None = None
         self._count = method.micro_batches
@@ -169,8 +169,7 @@ class Batches:
 
     @classmethod
     def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
-        other: Any = next((candidate for candidate in ctx.strategy if candidate.name == "micro_batch"), None)
-        batches = cls(method, other, size_of(ctx, "pipeline"))
+        batches = cls(method, ctx.strategy, size_of(ctx, "pipeline"))
         batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
         return batches
 

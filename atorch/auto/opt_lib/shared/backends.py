@@ -104,7 +104,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
     _needed_optimizer(ctx, name)
     for method in ctx.strategy:
         scales = getattr(method, "dtype", None) == "fp16" or getattr(method, "skip_if_nonfinite", False)
-        if scales or method.name == "half":
+        if scales or method.exactness == "half":
             raise StrategyError(
                 f"{name} with the deepspeed backend keeps the fp32 weights and steps itself, so it goes with fp32 or "
                 "amp_native bf16; leave out half, fp16 and skip_if_nonfinite, or use the default backend"
@@ -288,7 +288,7 @@ def check_pipeline(ctx: Context, method: PipelineParallel) -> None:
             "varying fastest; give them in this order, without a rank order"
         )
     low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
-    if low or any(other.name == "half" or getattr(other, "dtype", None) == "fp16" for other in strategy):
+    if low or any(other.exactness == "half" or getattr(other, "dtype", None) == "fp16" for other in strategy):
         raise StrategyError(
             f"{method} goes with fp32 or amp_native bf16; leave out half and fp16, or use the default backend"
         )
