@@ -69,7 +69,7 @@ class Chunk(Method):
         "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
         "pipeline_parallel": "a pass of the whole model is traced, not one of a stage. Use tensor_parallel with chunk, "
         "or fsdp with cpu_offload under pipeline_parallel",
-        "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp with cross_entropy",
+        "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp with it",
     }
 
     budget_bytes: Annotated[int, Field(ge=1)] | None = None
