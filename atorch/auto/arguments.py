@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from atorch.auto.adapters import adapted
 from atorch.auto.checks import Arguments
 from atorch.auto.job import Job
 from atorch.auto.planner.request import PLAN_OPTIONS
@@ -169,7 +168,7 @@ class Request:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Request:
         options = CallOptions.of({name: given[name] for name in given if name in CallOptions.model_fields})
-        job = Job.of(adapted({name: given[name] for name in given if name in Job.model_fields}))
+        job = Job.of({name: given[name] for name in given if name in Job.model_fields})
         source, target = options.load_strategy, options.save_strategy_to_file
         strategy = None if source is None else Strategy.of(source).settled(job.model)
         request = cls(job=job, options=options, strategy=strategy)

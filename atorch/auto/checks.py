@@ -147,13 +147,6 @@ def checked_optimizer(optim_func: Any) -> Any:
             f"optim_func is a {type(optim_func).__name__}; the order is (model, optim_func, dataset, loss_func), as in "
             "(model, torch.optim.AdamW, dataset, loss_func)"
         )
-    if isinstance(optim_func, torch.optim.Optimizer):
-        home = "torch.optim." if type(optim_func).__module__.startswith("torch.optim") else ""
-        args = {key: value for key, value in optim_func.defaults.items() if key in ("lr", "momentum", "weight_decay")}
-        raise ArgumentError(
-            "optim_func is an optimizer that was made already, of parameters which a strategy may replace; give its "
-            f"class and its arguments: optim_func={home}{type(optim_func).__name__}, optim_args={args!r}"
-        )
     if isinstance(optim_func, str):
         match = next((name for name in dir(torch.optim) if name.lower() == optim_func.lower()), "AdamW")
         raise ArgumentError(f"optim_func is {optim_func!r}; give the class itself, torch.optim.{match}")
@@ -168,12 +161,6 @@ def checked_optimizer(optim_func: Any) -> Any:
 
 
 def checked_dataset(dataset: Any) -> Any:
-    if isinstance(dataset, DataLoader):
-        size = dataset.batch_size or getattr(dataset.batch_sampler, "batch_size", None)
-        raise ArgumentError(
-            "dataset is a DataLoader; give the data that it loads, dataset=loader.dataset, and its settings as "
-            f"dataloader_args={{'batch_size': {size}}}, in which batch_size is that of all processes together"
-        )
     if isinstance(dataset, Mapping):
         raise ArgumentError(
             f"dataset is a {type(dataset).__name__} of {shown(list(dataset))}, no sequence of samples; give one of "

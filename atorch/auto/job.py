@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
+from atorch.auto.adapters import adapted
 from atorch.auto.checks import (
     Arguments,
     check_call,
@@ -55,6 +56,15 @@ class Job(Arguments):
     distributed_sampler_cls: Annotated[Callable[..., Any] | None, PlainValidator(checked_class)] = None
     lr_scheduler_cls: Annotated[Callable[..., Any] | None, PlainValidator(checked_class)] = None
     lr_scheduler_args: Keywords = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The job with the `given` arguments; an optimizer or a DataLoader that exists already is made again.
+
+        Raises:
+            AtorchError: for the first invalid argument.
+        """
+        return super().of(adapted(given))
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
