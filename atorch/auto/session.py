@@ -245,7 +245,7 @@ def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> 
             f"or converts them; leave {asking} out, or give the model on a real device"
         )
     if len(functions) > 1 or (functions and options.empty_init):
-        raise ArgumentError("param_init_fn is given twice, or beside empty_init=True; give one of them")
+        raise ArgumentError("param_init_fn is given twice, or with empty_init=True; give one of them")
     return None if options.empty_init else InitialValues(model, *functions)
 
 

@@ -13,7 +13,7 @@ from atorch.units import format_bytes, format_count, format_seconds
 CATEGORIES: Mapping[str, str] = {
     "masters": "fp32 copies of 16-bit parameters",
     "transient": "gathered parameters, whole gradients, what the optimizer's step needs",
-    "working": "what one operation needs beside what is saved",
+    "working": "what one operation needs in addition to what is saved",
     "matmul": "products and attention",
     "traffic": "operations that only move bytes, such as norms",
     "launch": "waiting for operations to be launched",

@@ -49,7 +49,7 @@ class ActivationCheckpoint(Method):
         if self.selective and not self.no_reentrant:
             raise ValueError("selective needs a forward that is not reentrant; leave no_reentrant out")
         if self.selective and self.offload_to_cpu:
-            raise ValueError("selective keeps results on the device, beside which inputs are little; give one of them")
+            raise ValueError("selective keeps results on the device, and inputs add little; give one of them")
         return self
 
     @classmethod

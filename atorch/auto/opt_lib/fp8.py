@@ -142,7 +142,7 @@ class Fp8(Method):
         if reason is None:
             return self.backend
         if self.backend == "te":
-            raise StrategyError(f'fp8 was given backend "te" beside {reason}; use backend="torchao", or leave it out')
+            raise StrategyError(f'fp8 was given backend "te" with {reason}; use backend="torchao", or leave it out')
         return "torchao" if self.backend == "auto" else self.backend
 
     def _tell(self, model: str, report: Fp8Report) -> None:

@@ -131,7 +131,7 @@ class MicroBatch(Method):
         is_searched = self.size == "auto" and self.count is None
         if is_searched and "chunk" in ctx.strategy.names() and is_distributed() and ctx.device.type == "cuda":
             raise StrategyError(
-                'micro_batch was given size="auto" beside chunks on several processes: one that runs out of memory '
+                'micro_batch was given size="auto" with chunks on several processes: one that runs out of memory '
                 "alone would leave the others in a collective; give a size or a count"
             )
 

@@ -101,7 +101,7 @@ class TensorParallel(Method):
         for other in ctx.strategy:
             if other.slot == "data_parallel" and other.engine:
                 raise StrategyError(
-                    f"{other.name} was given backend {other.engine!r} beside tensor_parallel, and {other.engine} would "
+                    f"{other.name} was given backend {other.engine!r} with tensor_parallel, and {other.engine} would "
                     "take each process's part of a parameter for the whole; leave backend out"
                 )
 

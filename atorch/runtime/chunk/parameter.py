@@ -277,7 +277,7 @@ def outermost(names: Collection[str]) -> list[str]:
     """
     if "" in names:
         raise StrategyError(
-            "chunk beside compile of the whole model would need all parameters at once: name the blocks to compile "
+            "chunk with compile of the whole model would need all parameters at once: name the blocks to compile "
             "with compile's wrap_class"
         )
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

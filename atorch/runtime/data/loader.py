@@ -245,7 +245,7 @@ def _check_order(dataset: Any, arguments: Mapping[str, Any], sampler_cls: object
     deciding = [name for name in ("sampler", "batch_sampler") if arguments.get(name) is not None]
     if sampler_cls is not None and (deciding or is_stream):
         other = deciding[0] if deciding else "an IterableDataset"
-        raise ArgumentError(f"distributed_sampler_cls is given beside {other}, and both decide the order; give one")
+        raise ArgumentError(f"distributed_sampler_cls is given with {other}, and both decide the order; give one")
     if deciding and arguments.get("shuffle"):
         raise ArgumentError(
             f"dataloader_args has both {deciding[0]} and shuffle; the sampler decides the order, leave shuffle out"

@@ -47,7 +47,7 @@ def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
     rest = {knob: value for knob, value in config.items() if knob not in flags}
     for flag, backend in chosen.items():
         if rest.setdefault("backend", backend) != backend:
-            raise StrategyError(f"{name} was given {flag}, which means {backend}, beside {rest['backend']}; give one")
+            raise StrategyError(f"{name} was given {flag}, which means {backend}, with {rest['backend']}; give one")
     return rest
 
 
@@ -93,7 +93,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
         axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         raise StrategyError(
             f"{name} with the deepspeed backend shares over all {ctx.world.size} processes, but parallel_mode has "
-            f"{axes}; use the default backend beside tensor or pipeline"
+            f"{axes}; use the default backend with tensor or pipeline"
         )
     low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
     if low or ctx.compute_dtype == torch.float16:
