@@ -206,7 +206,7 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     def first() -> Any:
         if ctx.make_loader is None:
             raise ArgumentError(
-                f"{needing[0]} watches the model at work before it splits it; give a dataset, or a sample_batch"
+                f"{needing[0]} runs the model on a sample before it splits it; give a dataset, or a sample_batch"
             )
         return Feed(ctx).batches(0, batch_place(strategy, ctx.device.type)[1])[0]
 
@@ -241,8 +241,8 @@ def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> 
     asking = needs_values(given or ()) or needs_values(call.options.included or ())
     if asking is not None:
         raise ArgumentError(
-            f"{name} has parameters on the meta device, and {asking} tries itself on their values before it splits "
-            f"or converts them; leave {asking} out, or give the model on a real device"
+            f"{name} has parameters on the meta device, and {asking} needs their values before it splits or "
+            f"converts them; leave {asking} out, or give the model on a real device"
         )
     if len(functions) > 1 or (functions and options.empty_init):
         raise ArgumentError("param_init_fn is given twice, or with empty_init=True; give one of them")

@@ -1,6 +1,6 @@
 """Files read and written safely by user-given paths: bounded reads of regular files, and atomic writes.
 
-A path may name a pipe or a device: a read could block for ever, and a replacement would destroy it. So only regular
+A path may name a pipe or a device: a read could block forever, and a replacement would destroy it. So only regular
 files are read or replaced. Links are followed, and stay links.
 """
 

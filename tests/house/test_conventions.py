@@ -38,8 +38,8 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/sources/__init__.py:_of_config.subject": "a library's model may fail anyhow; the error has a remedy",
     "atorch/auto/sources/config.py:SampleForm._num_features": "a model may fail on an image; there is a remedy",
     "atorch/checkpoint/files.py:save": "raised again, once the files of the failed save are removed",
-    "atorch/distributed/collectives.py:call_on_all_ranks": "raised again on all ranks, which would wait for ever",
-    "atorch/distributed/collectives.py:all_or_none": "raised again on all ranks, which would wait for ever",
+    "atorch/distributed/collectives.py:call_on_all_ranks": "raised again on all ranks, which would wait forever",
+    "atorch/distributed/collectives.py:all_or_none": "raised again on all ranks, which would wait forever",
     "atorch/distributed/fingerprints.py:described_dataset": (
         "what a user's __len__ raises is no concern of a comparison"
     ),
@@ -68,7 +68,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
         "the same, where a pipeline watches what modules hand over"
     ),
     "atorch/runtime/pipeline/schedules.py:TorchStage.backward_maybe_with_nosync": "raised again, or told to its owner",
-    "atorch/runtime/data/batches.py:_Fetched.__init__": ("raised again, and told to others, who would wait for ever"),
+    "atorch/runtime/data/batches.py:_Fetched.__init__": ("raised again, and told to others, who would wait forever"),
     "atorch/smp/steps/first_step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
     "atorch/smp/steps/runner.py:Runner.run": "raised on all processes at the end of the step",
     "atorch/smp/steps/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",

@@ -100,7 +100,9 @@ class CrossEntropy(Method):
                     f"{other.reshard_after_forward}, which frees the head's weight; leave it out"
                 )
         if has_compiled_loss(ctx):
-            raise StrategyError("cross_entropy is beyond a compiled loss_func; give the function that was compiled")
+            raise StrategyError(
+                "cross_entropy cannot see inside a compiled loss_func; give the function that was compiled"
+            )
         if not ctx.strategy.uses("fp8"):
             self._heads(ctx)
 

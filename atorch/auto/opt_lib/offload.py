@@ -75,7 +75,7 @@ class Offload(Method):
         if cost.budget_bytes < math.inf and (self.parameters or self.optimizer):
             return "chunk decides which states wait in host memory; offload activations alone with it"
         if self.activations and not _num_moved(self.activations, cost.num_blocks / cost.stages):
-            return f"activations {self.activations:g} is no whole block of {cost.num_blocks / cost.stages:g}"
+            return f"activations {self.activations:g} is less than one block of {cost.num_blocks / cost.stages:g}"
         return None
 
     @property

@@ -44,7 +44,7 @@ class MixedParallel(Recipe):
         """
         if config:
             raise StrategyError(
-                f"mixed_parallel was given {shown(config)}; it has no knobs: degrees stand in parallel_mode, and a "
+                f"mixed_parallel was given {shown(config)}; it has no knobs: degrees belong in parallel_mode, and a "
                 'method with knobs next to it, as ("pipeline_parallel", {"schedule": "interleaved"})'
             )
         mode = next((other for other in others if isinstance(other, ParallelMode)), None)

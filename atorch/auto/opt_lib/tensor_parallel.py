@@ -201,7 +201,7 @@ def _warn_of_order(ctx: Context, layout: ModelLayout) -> None:
         ctx.already_warned.add("order of rows")
         more = f" and {len(reordered) - 1} more" if len(reordered) > 1 else ""
         logger.warning(
-            "under tensor_parallel rows of %s%s stand in the order of the processes, also in what "
+            "under tensor_parallel rows of %s%s are in the order of the processes, also in what "
             "torch.distributed.checkpoint takes for the whole tensor; save and load it by atorch.whole_state and "
             "atorch.load_whole_state", reordered[0], more,
         )  # fmt: skip

@@ -237,9 +237,9 @@ def pass_schedule(
         moment = planned.moment
         raise OutOfBudgetError(
             f"the budget is {format_bytes(budget_bytes)}, and {moment.name} misses {planned.missing_bytes:,} bytes: "
-            f"{format_bytes(moment.other_bytes)} of activations and workspace live then, in addition to its parameters. "
-            "Raise the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
-            "(tensor_parallel)"
+            f"{format_bytes(moment.other_bytes)} of activations and workspace live then, in addition to its "
+            "parameters. Raise the budget by as many, make activations smaller (checkpoint, micro_batch), or split the "
+            "operation (tensor_parallel)"
         )
     return PassSchedule(by_chunk, planned, traced.varies)
 
@@ -279,8 +279,8 @@ def _fit_host(
         in_place = missing_bytes(needed(False)) > 0
         if in_place:
             logger.warning(
-                "host memory has no room for gradients in addition to 16-bit parameters, so gradients take the place of "
-                "parameters: call optim.step() after every backward pass"
+                "host memory has no room for gradients in addition to 16-bit parameters, so gradients take the "
+                "place of parameters: call optim.step() after every backward pass"
             )
     need_host_memory(
         needed(in_place),

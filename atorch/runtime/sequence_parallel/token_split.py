@@ -109,8 +109,8 @@ def _by_kind(
         path, block = paths[kind], blocks[paths[kind]]
         if not lengths:
             raise StrategyError(
-                f"{path} calls no scaled_dot_product_attention, by which alone its tokens may meet; make the model "
-                "with attn_implementation='sdpa', or put module_replace into the strategy"
+                f"{path} calls no scaled_dot_product_attention, the only operation in which its tokens may meet; make "
+                "the model with attn_implementation='sdpa', or put module_replace into the strategy"
             )
         uneven = [length for length in sorted(lengths) if length % share.pieces]
         if uneven:

@@ -141,7 +141,7 @@ class PipelineParallel(Method):
             if ctx.plain_pass is not None and ctx.plain_pass.communicates:
                 raise StrategyError(
                     "the model or its loss calls collectives of torch.distributed, and under pipeline_parallel each "
-                    "process runs another part of them, so that some would wait for ever; use ddp, zero1 or fsdp"
+                    "process runs another part of them, so that some would wait forever; use ddp, zero1 or fsdp"
                 )
             check(ctx, self)
 

@@ -200,7 +200,7 @@ def _plan_cut(
 ) -> tuple[Mapping[str, nn.Module], Route, tuple[int, ...]]:
     """The model's units, their calls, and the first call of each stage. A cut by the graph changes the model."""
     if ctx.sample_batch is None:
-        raise ArgumentError("pipeline_parallel watches the model at work; give a dataset, or a sample_batch")
+        raise ArgumentError("pipeline_parallel runs the model on a sample; give a dataset, or a sample_batch")
     stages = ctx.need_mesh().size("pipeline") * method.pieces
     if ctx.make_loader is not None:
         batches.check(rows_of_a_process(ctx))
