@@ -76,7 +76,7 @@ class FsdpPasses:
             if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.11
                 raise ArgumentError(
                     f"find_unused_parameters=True is not supported by the FSDP2 of torch {torch.__version__}: it "
-                    "leaves out what has no gradient. Use a later torch, or zero1, or let all ranks use the same parameters"
+                    "skips what has no gradient. Use a later torch, or zero1, or let all ranks use the same parameters"
                 )
             modules[0].set_reduce_scatter_unused_params(True)  # the root is the first
         root.register_forward_pre_hook(self._begin_forward, prepend=True)
