@@ -8,7 +8,7 @@ backward, gradients go back, and the host steps what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from atorch.model.user_functions import ELEMENTWISE, LossFunc, value_of
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.memory import ChunkSet, stand_in
+from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.parameter import outermost
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.chunk.schedule_cache import ScheduleCache, TraceBatch
@@ -168,33 +169,16 @@ class Chunk(Method):
         if offload is not None:
             ctx = offload.move_activations(ctx)
         (part,), mesh = ctx.parts, ctx.need_mesh()
-        axes, replicas = _axes(mesh)
         sharers = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
-        budget = -all_reduce_max([-self._budget(ctx)], sharers)[0]  # of the smallest device
         if ctx.sample_batch is None:
             raise ArgumentError(f"{self.name} traces a pass before the first one; give a dataset, or a sample_batch")
         ctx.give_memory(_place_in_chunk)
         compiles = ctx.strategy.get(Compile)
         compiled = [] if compiles is None else outermost(compiles.chosen(part))
-        # A simulation allocates nothing on the host.
-        on_host = None if is_simulated(ctx.parts) else 0.0 if self.disk else state_bytes(ctx)
         schedules = ScheduleCache(_batch_tracer(ctx, part, compiled), sharers)
         schedules.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
-        operations = chunk(
-            part,
-            schedules.first(),
-            budget,
-            device=ctx.device,
-            dtype=ctx.compute_dtype,
-            values=ctx.unrounded,
-            group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
-            replicas=mesh.group(*replicas) if replicas else None,
-            compiled=compiled,
-            in_place=False if ctx.strategy.get(MicroBatch) else None,  # its passes add gradients up
-            state_bytes=state_bytes(ctx) if self.hybrid else None,
-            host_state_bytes=on_host,
-            prefetch=self.prefetch,
-        )
+        budget = -all_reduce_max([-self._budget(ctx)], sharers)[0]  # of the smallest device
+        operations = self._in_chunks(ctx, part, schedules.first(), budget, compiled)
         schedules.schedule_passes(operations)
         inner_prepare = ctx.prepare_input
 
@@ -221,6 +205,30 @@ class Chunk(Method):
                 disk=disk,
                 early=operations.gradients if self.step_in_backward else None,
             ),
+        )
+
+    def _in_chunks(
+        self, ctx: Context, part: nn.Module, traced: AccessTrace, budget: int, compiled: Sequence[str]
+    ) -> Operations:
+        """Put the parameters into chunks, planned by the traced pass."""
+        mesh = ctx.need_mesh()
+        axes, replicas = _axes(mesh)
+        # A simulation allocates nothing on the host.
+        on_host = None if is_simulated(ctx.parts) else 0.0 if self.disk else state_bytes(ctx)
+        return chunk(
+            part,
+            traced,
+            budget,
+            device=ctx.device,
+            dtype=ctx.compute_dtype,
+            values=ctx.unrounded,
+            group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
+            replicas=mesh.group(*replicas) if replicas else None,
+            compiled=compiled,
+            in_place=False if ctx.strategy.get(MicroBatch) else None,  # its passes add gradients up
+            state_bytes=state_bytes(ctx) if self.hybrid else None,
+            host_state_bytes=on_host,
+            prefetch=self.prefetch,
         )
 
     def _between(self, ctx: Context) -> str | None:
