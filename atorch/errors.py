@@ -75,7 +75,7 @@ def check_bools(caller: str, **given: object) -> None:
     """Refuse arguments of the call `caller` that are not True, False, 1 or 0: "no" would count as True.
 
     Raises:
-        ArgumentError: an argument is no bool; the message names the first.
+        ArgumentError: an argument is not a bool; the message names the first.
     """
     for name, value in given.items():
         if not isinstance(value, int) or value not in (0, 1):

@@ -219,7 +219,7 @@ def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
         return source_of(f"{folder / named}" if local_path.exists() else named, None, {})
     allowed = (*NEEDED, *OPTIONAL)
     if not isinstance(data["shape"], dict):
-        raise ArgumentError(f"{where} has a shape that is no object; it has {', '.join(allowed)}")
+        raise ArgumentError(f"{where} has a shape that is not an object; it has {', '.join(allowed)}")
     shape = {str(key).replace("_", "-"): value for key, value in data["shape"].items()}
     for key, value in shape.items():
         if key not in allowed:

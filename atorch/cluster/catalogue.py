@@ -188,7 +188,7 @@ def _overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
         for name in above:
             part = part.setdefault(name, {})
             if not isinstance(part, dict):
-                raise ArgumentError(f"overrides has {place!r}, and {name!r} is no object in a cluster file")
+                raise ArgumentError(f"overrides has {place!r}, and {name!r} is not an object in a cluster file")
         part[last] = value
         if isinstance(data.setdefault("sources", {}), dict):  # `cluster_of` reports other types
             data["sources"] = with_source(data["sources"], place, "given by the caller")

@@ -120,11 +120,11 @@ def _reporting(path: AnyPath, kind: FileKind, done: Literal["read", "written"]) 
     try:
         quoted, has_nul = shown(os.fspath(path)), b"\0" in os.fsencode(path)
     except TypeError:
-        raise kind.error(f"{shown(path)} is no path; give the path of a {kind.name}") from None
+        raise kind.error(f"{shown(path)} is not a path; give the path of a {kind.name}") from None
     except UnicodeEncodeError as error:
-        raise kind.error(f"{shown(path)} is no file name: {error}") from None
+        raise kind.error(f"{shown(path)} is not a file name: {error}") from None
     if has_nul:
-        raise kind.error(f"{quoted} is no file name: it holds a NUL")
+        raise kind.error(f"{quoted} is not a file name: it holds a NUL")
     try:
         yield quoted
     except OSError as error:

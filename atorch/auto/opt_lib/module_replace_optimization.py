@@ -136,7 +136,7 @@ def register_replace_pair(
 def _check_pair(name: str, source: Any, target: Any) -> None:
     for cls in (source, target):
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise StrategyError(f"replacement {name!r} has {cls!r}, which is no module class")
+            raise StrategyError(f"replacement {name!r} has {cls!r}, which is not a module class")
     parameters = inspect.signature(target).parameters.values()
     if not any(parameter.name == "src_module" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise StrategyError(

@@ -220,7 +220,7 @@ def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
     """The arguments of the job for `atorch.plan`.
 
     Raises:
-        ArgumentError: it is no job, or takes no `seq` and one is given.
+        ArgumentError: it is not a job, or takes no `seq` and one is given.
     """
     if seq is not None and not takes_seq(job):
         raise ArgumentError(

@@ -80,13 +80,14 @@ def _from_json(text: str | bytes) -> Strategy:
     if isinstance(document, list):
         return strategy_of(document, place="$")
     if not isinstance(document, dict):
-        raise StrategyError(f'$: {shown(document)} is no strategy; {ITEM_FORMS} in a list, or "methods" in an object')
+        given = shown(document)
+        raise StrategyError(f'$: {given} is not a strategy; {ITEM_FORMS} in a list, or "methods" in an object')
     _check_fields(document)
     methods, metadata = document.get("methods"), document.get("metadata", {})
     if not isinstance(methods, list):
-        raise StrategyError(f"$.methods: {shown(methods)} is no list of methods; {ITEM_FORMS}")
+        raise StrategyError(f"$.methods: {shown(methods)} is not a list of methods; {ITEM_FORMS}")
     if not isinstance(metadata, dict):
-        raise StrategyError(f"$.metadata: {shown(metadata)} is no object; leave it out or write {{}}")
+        raise StrategyError(f"$.metadata: {shown(metadata)} is not an object; leave it out or write {{}}")
     return strategy_of(methods, metadata, "$.methods")
 
 
@@ -94,10 +95,10 @@ def _check_fields(document: dict[str, Json]) -> None:
     """Check the version before the fields: a later version may have other fields."""
     if _FIELDS[0] not in document:
         near = f"; it has {shown(sorted(document))}" if document else ""
-        raise StrategyError(f'$: no "atorch_strategy": {VERSION}, so this is no strategy file{near}')
+        raise StrategyError(f'$: no "atorch_strategy": {VERSION}, so this is not a strategy file{near}')
     version = document[_FIELDS[0]]
     if type(version) is not int or version < 1:
-        raise StrategyError(f"$.atorch_strategy: {shown(version)} is no version; write {VERSION}")
+        raise StrategyError(f"$.atorch_strategy: {shown(version)} is not a version; write {VERSION}")
     if version > VERSION:
         raise StrategyError(
             f"$.atorch_strategy: the file has version {version}, and this atorch reads up to {VERSION}; "
@@ -280,7 +281,7 @@ def _item(given: Any, place: str) -> _Item:
             logger.info("%s: tunable has no effect; finetune_strategy=True searches the knobs that are unset", place)
         return _Item(place, given[0], step(place, 0), given[1], step(place, 1))
     hint = "; a set has no order: write a tuple" if isinstance(given, (set, frozenset)) else ""
-    raise StrategyError(f"{place}: {shown(given)} is no method; {ITEM_FORMS}{hint}")
+    raise StrategyError(f"{place}: {shown(given)} is not a method; {ITEM_FORMS}{hint}")
 
 
 def _item_of_object(given: Mapping[Any, Any], place: str) -> _Item:
@@ -290,7 +291,7 @@ def _item_of_object(given: Mapping[Any, Any], place: str) -> _Item:
             raise StrategyError(f'{step(place, str(field))}: a method has "name" and "config" alone{pair}')
     name = given.get("name")
     if not isinstance(name, str):
-        raise StrategyError(f"{step(place, 'name')}: {shown(name)} is no method's name")
+        raise StrategyError(f"{step(place, 'name')}: {shown(name)} is not a method's name")
     return _Item(place, name, step(place, "name"), given.get("config"), step(place, "config"))
 
 

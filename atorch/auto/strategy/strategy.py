@@ -156,7 +156,7 @@ class Strategy(Sequence[Method]):
         """This strategy with `new`, a method or any item for one, in its slot.
 
         Raises:
-            StrategyError: `new` is no method.
+            StrategyError: `new` is not a method.
         """
         added = Strategy.of([new]).methods
         slots = {method.slot for method in added}

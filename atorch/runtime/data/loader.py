@@ -186,7 +186,7 @@ def make_loader(
     for name in arguments:
         if name not in _LOADER_ARGUMENTS:
             meant = "give it as dataset" if name == "dataset" else near_miss(str(name), _LOADER_ARGUMENTS)
-            raise ArgumentError(f"dataloader_args has {name!r}, which is no setting of a DataLoader; {meant}")
+            raise ArgumentError(f"dataloader_args has {name!r}, which is not a setting of a DataLoader; {meant}")
     for name in ("shuffle", "drop_last", "persistent_workers"):
         if not isinstance(arguments.get(name) or False, int):
             raise ArgumentError(f"dataloader_args has {name} {arguments[name]!r}; it is True or False")

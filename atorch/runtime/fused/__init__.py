@@ -228,7 +228,7 @@ def fuse_cross_entropy(model: nn.Module, device: torch.device) -> SwapReport:
 
     The kernel overwrites the logits with the gradient. So code that reads them after the loss, such as an accuracy,
     gets wrong values. This cannot be detected, so the replacement is only done on request. A loss that is computed by
-    a function, as in transformers, is no module and stays.
+    a function, as in transformers, is not a module and stays.
     """
     liger = _attribute("liger_kernel.transformers.cross_entropy", "LigerCrossEntropyLoss")
 

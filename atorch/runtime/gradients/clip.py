@@ -111,7 +111,7 @@ def clip_grad_norm(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(
-            f"clip_grad_norm was given a {type(model).__name__}, which is no torch.nn.Module; give the model itself "
+            f"clip_grad_norm was given a {type(model).__name__}, which is not a torch.nn.Module; give the model itself "
             "(result.model), whose gradients may be spread over processes"
         )
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]

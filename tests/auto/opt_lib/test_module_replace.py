@@ -135,7 +135,7 @@ class TestTheDoor:
         [
             ({"pair_name": "verbose", "pair_cls": (Slow, Fast)}, "another name"),
             ({"pair_name": "mine", "pair_cls": (Slow,)}, r"give \(source, replacement\)"),
-            ({"pair_name": "mine", "pair_cls": (Slow, "Fast")}, "'Fast', which is no module class"),
+            ({"pair_name": "mine", "pair_cls": (Slow, "Fast")}, "'Fast', which is not a module class"),
             ({"pair_name": "mine", "pair_cls": (Slow, Slow)}, "constructor of Slow takes no src_module"),
             ({"pair_name": "mine", "pair_cls": (Slow, Fast), "supported_dtypes": {torch.int8}}, "give some of"),
             ({"pair_name": "mine", "pair_cls": (Slow, Fast), "supported_dtypes": set()}, "supports no dtype"),

@@ -93,7 +93,7 @@ class _Row:
         return self.size // self.head_size if self.head_size else 1
 
     def unfit(self, degree: int) -> str | None:
-        """The reason why this is no row split, empty if z cannot be cut at all; None if it is one."""
+        """The reason why this is not a row split, empty if z cannot be cut at all; None if it is one."""
         if self.heads == 1:
             return ""
         if self.heads % degree:
@@ -210,7 +210,7 @@ def _nonzero(tensors: Mapping[str, Tensor], grads: Iterable[Tensor | None]) -> d
 def _groups(
     block: nn.Module, row_by_weight: Mapping[str, _Row], products: Mapping[str, MatmulUse], degree: int
 ) -> tuple[list[SplitRegion], list[Unsplit], bool]:
-    """The splits, the weights that are no row split, and True if more draws might change that."""
+    """The splits, the weights that are not split by rows, and True if more draws might change that."""
     parameters = dict(block.named_parameters())
     groups: list[SplitRegion] = []
     kept: list[Unsplit] = []
