@@ -82,11 +82,11 @@ def check_bools(caller: str, **given: object) -> None:
             raise ArgumentError(f"{caller} was given {shown(value)} as {name}; it is True or False")
 
 
-def near_miss(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown `name`: the nearest known name, or all of them."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
+def near_miss(name: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown `name`: the nearest of `names`, or all of them."""
+    names = sorted(names)
+    near = difflib.get_close_matches(name, names, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
-    more = ["…"] if len(known) > MAX_LISTED else []
-    return f"known: {', '.join([*known[:MAX_LISTED], *more])}" if known else "nothing is known here"
+    more = ["…"] if len(names) > MAX_LISTED else []
+    return f"known: {', '.join([*names[:MAX_LISTED], *more])}" if names else "nothing is known here"

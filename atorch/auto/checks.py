@@ -33,14 +33,14 @@ class Arguments(BaseModel):
     )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The model of the `given` arguments.
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The model of these arguments.
 
         Raises:
             AtorchError: for the first invalid argument.
         """
         try:
-            return cls(**given)
+            return cls(**arguments)
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             raised = fault.get("ctx", {}).get("error")
@@ -217,27 +217,27 @@ def checked_loss(loss_func: Any) -> Any:
     return loss_func
 
 
-def checked_function(given: Any, info: ValidationInfo) -> Any:
-    if given is not None and not callable(given):
-        raise ArgumentError(f"{info.field_name} is {shown(given)}, which cannot be called; give it, or leave it out")
-    return given
+def checked_function(value: Any, info: ValidationInfo) -> Any:
+    if value is not None and not callable(value):
+        raise ArgumentError(f"{info.field_name} is {shown(value)}, which cannot be called; give it, or leave it out")
+    return value
 
 
-def checked_class(given: Any, info: ValidationInfo) -> Any:
+def checked_class(value: Any, info: ValidationInfo) -> Any:
     """Check that a sampler's or scheduler's class is neither an instance, nor a name, nor of another kind."""
     name = info.field_name
     home = torch.optim.lr_scheduler if name == "lr_scheduler_cls" else torch.utils.data
-    if isinstance(given, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
+    if isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
         rest = ", and its arguments as lr_scheduler_args" if name == "lr_scheduler_cls" else ""
         raise ArgumentError(
-            f"{name} is a {type(given).__name__} that was made already; give its class, {name}="
-            f"{type(given).__name__}{rest}: it is made for what the strategy makes"
+            f"{name} is a {type(value).__name__} that was made already; give its class, {name}="
+            f"{type(value).__name__}{rest}: it is made for what the strategy makes"
         )
-    if isinstance(given, str) and hasattr(home, given):
-        raise ArgumentError(f"{name} is {given!r}; give the class itself, {home.__name__}.{given}")
-    if isinstance(given, type) and issubclass(given, (torch.optim.Optimizer, nn.Module)):
-        raise ArgumentError(f"{name} is {given.__name__}; give a class of {home.__name__}")
-    return checked_function(given, info)
+    if isinstance(value, str) and hasattr(home, value):
+        raise ArgumentError(f"{name} is {value!r}; give the class itself, {home.__name__}.{value}")
+    if isinstance(value, type) and issubclass(value, (torch.optim.Optimizer, nn.Module)):
+        raise ArgumentError(f"{name} is {value.__name__}; give a class of {home.__name__}")
+    return checked_function(value, info)
 
 
 def checked_keywords(given: Any, info: ValidationInfo) -> dict[str, Any]:

@@ -58,13 +58,13 @@ class Job(Arguments):
     lr_scheduler_args: Keywords = Field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The job with the `given` arguments; an optimizer or a DataLoader that exists already is made again.
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The job of these arguments; an optimizer or a DataLoader that exists already is made again.
 
         Raises:
             AtorchError: for the first invalid argument.
         """
-        return super().of(adapted(given))
+        return super().of(adapted(arguments))
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -157,7 +157,7 @@ class Job(Arguments):
 
 def make_context(
     model: nn.Module,
-    *given: Any,
+    *positional: Any,
     world: World,
     cluster: ClusterSpec,
     find_unused_parameters: bool = False,
@@ -169,7 +169,7 @@ def make_context(
     Raises:
         ArgumentError: an invalid argument.
     """
-    placed = dict(zip(Job.model_fields, (model, *given), strict=False))
+    placed = dict(zip(Job.model_fields, (model, *positional), strict=False))
     return Job.of({**placed, **more}).context(world, cluster, find_unused_parameters, sampler_seed)
 
 

@@ -59,13 +59,13 @@ class Subject:
     batch: Any = None
 
 
-def plan_elsewhere(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
+def plan_elsewhere(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
     """Carry out `plan` for a cluster.
 
     Raises:
         ArgumentError: an unknown or invalid argument.
     """
-    wanted = {**keywords, **positioned(given, ("sample_batch",), keywords)}
+    wanted = {**keywords, **positioned(positional, ("sample_batch",), keywords)}
     sample_batch = wanted.pop("sample_batch", None)
     for name in wanted:
         if name not in PLAN_OPTIONS and name not in _JOB:

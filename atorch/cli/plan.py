@@ -239,7 +239,7 @@ def _names(options: list[str] | None) -> list[str] | None:
     return [name for name in names if name] or None
 
 
-def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
+def clusters_of(descriptions: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
     """(name, cluster) of each cluster; all are read before any is planned for.
 
     Raises:
@@ -247,16 +247,16 @@ def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
     """
     from atorch.auto.plan_for_cluster import cluster_of
 
-    if not given:
+    if not descriptions:
         this_machine = _here()
         if this_machine:
             return [this_machine]
         typer.echo(f"no --cluster is given and there is no GPU here; comparing {', '.join(TYPICAL)}", err=True)
         return [(name, cluster_of(name)) for name in TYPICAL]
-    for name in given:
-        if given.count(name) > 1:
-            raise ArgumentError(f"--cluster {name} is given {given.count(name)} times; give each cluster once")
-    clusters = [(name, cluster_of(name)) for name in given]
+    for name in descriptions:
+        if descriptions.count(name) > 1:
+            raise ArgumentError(f"--cluster {name} is given {descriptions.count(name)} times; give each cluster once")
+    clusters = [(name, cluster_of(name)) for name in descriptions]
     for name, spec in clusters:
         _note_large_node(name, spec)
     return clusters

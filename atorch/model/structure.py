@@ -287,12 +287,12 @@ def _user_bases(module: nn.Module) -> Iterator[type]:
 T = TypeVar("T")
 
 
-def made_alone(run: Callable[[], T], given: Iterable[Tensor]) -> tuple[T, list[torch.Size]]:
-    """The result of `run`, and the shapes of all tensors that it computes independently of `given`, in order.
+def made_alone(run: Callable[[], T], inputs: Iterable[Tensor]) -> tuple[T, list[torch.Size]]:
+    """The result of `run`, and the shapes of all tensors that it computes independently of `inputs`, in order.
 
     Two runs that differ in the number of tokens alone give equal shapes if the code does not depend on positions.
     """
-    with _IndependentShapes(given) as independent:
+    with _IndependentShapes(inputs) as independent:
         result = run()
     return result, independent.shapes
 

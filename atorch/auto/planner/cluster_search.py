@@ -268,8 +268,8 @@ def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     yield cluster
 
 
-def _nothing_fits(question: _Question, space: Space, found: BestFound) -> StrategyError | NoFeasiblePlanError:
-    columns = found.columns
+def _nothing_fits(question: _Question, space: Space, best: BestFound) -> StrategyError | NoFeasiblePlanError:
+    columns = best.columns
     if not len(columns):
         reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))
         return StrategyError(f"no legal composition is left: {reasons or 'exclude fewer methods'}")

@@ -71,7 +71,7 @@ def is_source(model: object) -> bool:
     return isinstance(model, (str, PathLike)) or hasattr(type(model), "model_type")
 
 
-def plan_of(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
+def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
     """Carry out `plan` for a model of which `is_source` is true.
 
     Raises:
@@ -81,7 +81,7 @@ def plan_of(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[st
     from atorch.auto.plan_for_cluster import cluster_of, plan_for
     from atorch.auto.planner.request import PLAN_OPTIONS, PlanRequest
 
-    options = {**keywords, **positioned(given, (), keywords)}
+    options = {**keywords, **positioned(positional, (), keywords)}
     for name in options:
         if name not in ("seq", *PLAN_OPTIONS):
             remedy = meant(name, ("seq", *PLAN_OPTIONS))

@@ -243,7 +243,7 @@ class PassStretch(NamedTuple):
 
 
 def stretches(
-    found: AccessTrace, instants: Sequence[Sequence[int]], num_periods: int, period_of: Callable[[str], int | None]
+    traced: AccessTrace, instants: Sequence[Sequence[int]], num_periods: int, period_of: Callable[[str], int | None]
 ) -> list[PassStretch]:
     """A pass, cut where each period begins in forward, and each but the last in backward.
 
@@ -253,14 +253,14 @@ def stretches(
     """
     starts = [*range(num_periods), *reversed(range(num_periods - 1))]
     made, arrived = [PassStretch([], [])], 0
-    for index, access in enumerate(found.accesses):
+    for index, access in enumerate(traced.accesses):
         if starts and starts[0] in map(period_of, access.parameters):
             made.append(PassStretch([], []))
             del starts[0]
         made[-1].events.append((access.operation, access.parameters))
         made[-1].instants.append(instants[index])
-        while arrived < len(found.gradients) and found.gradients[arrived][0] <= index + 1:
-            made[-1].events.append((None, frozenset((found.gradients[arrived][1],))))
+        while arrived < len(traced.gradients) and traced.gradients[arrived][0] <= index + 1:
+            made[-1].events.append((None, frozenset((traced.gradients[arrived][1],))))
             arrived += 1
     return made
 
