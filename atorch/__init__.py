@@ -1,4 +1,4 @@
-"""atorch: train any PyTorch model as fast as the hardware allows.
+"""atorch: plans how to train a PyTorch model on your hardware, and applies the plan.
 
     status, result, strategy = auto_accelerate(model, torch.optim.AdamW, dataset, loss_func)
 

@@ -71,22 +71,22 @@ def shown(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def check_bools(door: str, **given: object) -> None:
-    """Refuse arguments of the call `door` that are not True, False, 1 or 0: "no" would count as True.
+def check_bools(caller: str, **given: object) -> None:
+    """Refuse arguments of the call `caller` that are not True, False, 1 or 0: "no" would count as True.
 
     Raises:
-        ArgumentError: an argument is no bool; the message names the first.
+        ArgumentError: an argument is not a bool; the message names the first.
     """
     for name, value in given.items():
         if not isinstance(value, int) or value not in (0, 1):
-            raise ArgumentError(f"{door} was given {shown(value)} as {name}; it is True or False")
+            raise ArgumentError(f"{caller} was given {shown(value)} as {name}; it is True or False")
 
 
-def near_miss(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown `name`: the nearest known name, or all of them."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
+def near_miss(name: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown `name`: the nearest of `names`, or all of them."""
+    names = sorted(names)
+    near = difflib.get_close_matches(name, names, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
-    more = ["…"] if len(known) > MAX_LISTED else []
-    return f"known: {', '.join([*known[:MAX_LISTED], *more])}" if known else "nothing is known here"
+    more = ["…"] if len(names) > MAX_LISTED else []
+    return f"known: {', '.join([*names[:MAX_LISTED], *more])}" if names else "nothing is known here"

@@ -30,7 +30,7 @@ from compare import Row, interleave
 from small_llama import VOCAB, make_model, make_tokens
 
 from atorch import auto_accelerate
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 
 SHARES = {2: 1.1, 3: 0.5}  # of the parameters that fit in chunks' budget, by DeepSpeed's stage
 LEARNING_RATE = 1e-4
@@ -50,7 +50,7 @@ def batch_of(rank: int, rows: int) -> torch.Tensor:
 def in_chunks(width: int, layers: int, batch: torch.Tensor, share: float) -> Step:
     """The documented loop's step, with room for activations and a share of the parameters."""
     model = make_model(width, layers)
-    accesses = foreseen(model, batch, loss_of, device_type="cpu", dtype=torch.bfloat16).accesses
+    accesses = trace_pass(model, batch, loss_of, device_type="cpu", dtype=torch.bfloat16).accesses
     most = max(access.other_bytes for access in accesses)
     room = share * 2 * sum(parameter.numel() for parameter in model.parameters())
     _, result, _ = auto_accelerate(

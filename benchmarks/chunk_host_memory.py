@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from command import answer_of, main
 from compare import Row
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 
@@ -55,7 +55,7 @@ def train(layers: int, in_place: bool) -> tuple[int, nn.Module, ChunkOptimizer]:
     """Train three steps. Returns the number of parameters, and objects that must live while memory is counted."""
     model, batch = make_model(layers), torch.randint(0, VOCAB, (1, SEQ))
     count = sum(parameter.numel() for parameter in model.parameters())
-    accesses = foreseen(model, batch, loss_of, device_type="cpu", dtype=torch.bfloat16)
+    accesses = trace_pass(model, batch, loss_of, device_type="cpu", dtype=torch.bfloat16)
     most = max(access.other_bytes for access in accesses.accesses)
     operations = chunk(
         model, accesses, most + 2 * count, device=torch.device("cpu"), dtype=torch.bfloat16, in_place=in_place

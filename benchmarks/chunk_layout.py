@@ -30,13 +30,13 @@ def rows(workload: Workload) -> Iterator[Row]:
     """Utilisation for one process, for many, and with chunks of equal size."""
     import torch
 
-    from atorch.runtime.chunk.chunked import lay_out
+    from atorch.runtime.chunk.chunked import ChunkPlanner
     from atorch.runtime.chunk.layout import Item, pack
 
     total = sum(parameter.numel() for parameter in workload.parameters.values())
-    budget = max(access.other_bytes for access in workload.foreseen.accesses) + total
+    budget = max(access.other_bytes for access in workload.traced.accesses) + total
     for shards in (1, 64):
-        layout = lay_out(workload.parameters, workload.foreseen, budget, dtype=torch.bfloat16, shards=shards)
+        layout = ChunkPlanner(workload.parameters, workload.traced, budget, torch.bfloat16, shards=shards).lay_out()
         sizes = [chunk.numel for chunk in layout.chunks]
         chunks = f"{len(sizes)} chunks, the largest of {max(sizes) / 2**20:.1f} Mi elements"
         used = total / sum(sizes)

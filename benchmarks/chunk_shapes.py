@@ -19,7 +19,7 @@ class Workload(NamedTuple):
 
     name: str
     parameters: Mapping[str, nn.Parameter]
-    foreseen: AccessTrace
+    traced: AccessTrace
 
 
 def gpt2(hidden: int, blocks: int, heads: int) -> nn.Module:
@@ -94,12 +94,12 @@ def workloads(quick: bool = False) -> Iterator[Workload]:
     """All models one after another, the first alone if `quick`."""
     import torch
 
-    from atorch.auto.opt_lib.chunk.trace import foreseen
+    from atorch.auto.opt_lib.chunk.trace import trace_pass
 
     for name, (make, batch) in list(MODELS.items())[: 1 if quick else None]:
         with torch.device("meta"):
             model = make()
-        seen = foreseen(
+        seen = trace_pass(
             model, batch(), lambda model, batch: model(**batch).loss, device_type="cpu", dtype=torch.bfloat16
         )
         yield Workload(name, dict(model.named_parameters()), seen)

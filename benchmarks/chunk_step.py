@@ -33,7 +33,7 @@ from compare import Row, interleave
 from paced_link import Paced
 from small_llama import SEQ, VOCAB, make_model, make_tokens
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.transfer import Transfer
@@ -101,19 +101,19 @@ def in_chunks(
 ) -> tuple[nn.Module, ChunkOptimizer, int]:
     """A model with room for activations and a share of its parameters, its optimizer, and the bytes a pass fetches."""
     model = make_model(width, layers)
-    foreseen_pass = foreseen(model, batch, loss_of, device_type="cpu", lingering=transfer is not None)
-    most = max(access.other_bytes for access in foreseen_pass.accesses)
+    traced = trace_pass(model, batch, loss_of, device_type="cpu", lingering=transfer is not None)
+    most = max(access.other_bytes for access in traced.accesses)
     size = sum(parameter.nbytes for parameter in model.parameters())
     operations = chunk(
         model,
-        foreseen_pass,
+        traced,
         most + int(share * size),
         device=torch.device("cpu"),
         prefetch=4,
         transfer=transfer,
         state_bytes=state_bytes,
     )
-    fetched = operations.residency.course.schedule
+    fetched = operations.residency.pass_schedule.schedule
     assert fetched is not None
     return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), fetched.fetched_bytes
 
@@ -214,7 +214,7 @@ def stepping(width: int, layers: int, rows: int, _: int, rounds: int) -> list[tu
         def make(groups: Any, fused: bool = fused) -> torch.optim.Optimizer:
             return torch.optim.AdamW(groups, lr=1e-4, fused=fused)
 
-        passed = foreseen(model, batch, loss, device_type="cpu")
+        passed = trace_pass(model, batch, loss, device_type="cpu")
         size = sum(parameter.nbytes for parameter in model.parameters())
         operations = chunk(model, passed, 2 * size, device=torch.device("cpu"), chunk_size=width * width)
         early_gradients = operations.gradients if early else None

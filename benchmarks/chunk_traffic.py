@@ -33,23 +33,23 @@ def row(workload: Workload, share: float) -> Row:
     from traffic_bound import lower_bound
 
     from atorch.errors import OutOfBudgetError
-    from atorch.runtime.chunk.chunked import ChunkPlanner, course
+    from atorch.runtime.chunk.chunked import ChunkPlanner, pass_schedule
     from atorch.runtime.chunk.pass_schedule import moments
 
     sizes = [ITEM_BYTES * parameter.numel() for parameter in workload.parameters.values()]
-    peak = max(access.other_bytes for access in workload.foreseen.accesses)
+    peak = max(access.other_bytes for access in workload.traced.accesses)
     budget = peak + int(share * sum(sizes))
     start = time.process_time()
-    layout = ChunkPlanner(workload.parameters, workload.foreseen, budget, torch.bfloat16).lay_out()
+    layout = ChunkPlanner(workload.parameters, workload.traced, budget, torch.bfloat16).lay_out()
     seconds = time.process_time() - start
     claim = f"{workload.name}, {share:.0%} of the parameters beside activations: bytes fetched against the least"
     try:
-        found = course(layout, workload.foreseen, budget).schedule
+        found = pass_schedule(layout, workload.traced, budget).schedule
     except OutOfBudgetError as missing:
         return Row(claim, str(missing).split(":")[0], "")
     assert found is not None
     numbers = {name: number for number, name in enumerate(workload.parameters)}
-    least = lower_bound(moments(workload.foreseen, numbers), sizes, budget)
+    least = lower_bound(moments(workload.traced, numbers), sizes, budget)
     print(
         f"{workload.name}, {share:.0%}: {len(layout.chunks)} chunks of {len(sizes)} parameters, {found.num_fetches} "
         f"transfers at {len(found.steps)} moments, {found.fetched_bytes / sum(sizes):.2f} of the parameters' bytes, "

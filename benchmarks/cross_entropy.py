@@ -51,7 +51,7 @@ def most_bytes(*shape: int, in_chunks: bool, autocast: bool) -> float:
     """Peak live bytes of a step on fake tensors, which have the same sizes."""
     with FakeTensorMode():
         step = job(*shape, in_chunks=in_chunks, autocast=autocast)
-        with LiveBytes() as live, live.born(OTHER):
+        with LiveBytes() as live, live.default_category(OTHER):
             step()
             live.mark("step")
     return live.moments[0].total_bytes

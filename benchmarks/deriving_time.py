@@ -113,7 +113,7 @@ def as_one_process(name: str, length: int) -> Stopwatch:
     cluster = ClusterSpec.detect(world, measure=False)
     ctx = make_context(model, model_input_format="unpack_dict", world=world, cluster=cluster)
     with Stopwatch() as watch:
-        TensorParallel().foresee(replace(ctx, sample_batch=batch), {"tensor": 8})
+        TensorParallel().trace_metadata(replace(ctx, sample_batch=batch), {"tensor": 8})
     return watch
 
 

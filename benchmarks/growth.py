@@ -291,7 +291,7 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
 
 
 def _chunks(name: str, num: int) -> dict[str, float]:
-    from atorch.runtime.chunk.chunked import ChunkPlanner, course
+    from atorch.runtime.chunk.chunked import ChunkPlanner, pass_schedule
     from atorch.runtime.chunk.pass_schedule import Access, AccessTrace
 
     widths, share = CHUNKED[name]
@@ -307,22 +307,22 @@ def _chunks(name: str, num: int) -> dict[str, float]:
     for layer in reversed(range(num // 2)):
         accesses.append(Access("backward", frozenset((f"{layer}.weight",)), KEPT * (layer + 1)))
         gradients += [(len(accesses), f"{layer}.bias"), (len(accesses), f"{layer}.weight")]
-    foreseen = AccessTrace(accesses, gradients)
+    traced = AccessTrace(accesses, gradients)
     total = sum(4 * parameter.numel() for parameter in parameters.values())
     budget = int(share * total) + KEPT * num // 2
     marks = [time.process_time()]
-    layout = ChunkPlanner(parameters, foreseen, budget).lay_out()
+    layout = ChunkPlanner(parameters, traced, budget).lay_out()
     marks.append(time.process_time())
-    pinned, beside = ChunkPlanner(parameters, foreseen, budget, state_bytes=8.0).pin(layout)
+    pinned, beside = ChunkPlanner(parameters, traced, budget, state_bytes=8.0).pin(layout)
     marks.append(time.process_time())
-    course(layout, foreseen, budget - beside, pinned=pinned)
+    pass_schedule(layout, traced, budget - beside, pinned=pinned)
     marks.append(time.process_time())
     seconds = [after - before for before, after in itertools.pairwise(marks)]
     return {"chunks": len(layout.chunks), "layout": seconds[0], "pinned": seconds[1], "schedule": seconds[2]}
 
 
 def _trace(name: str, num: int) -> dict[str, float]:
-    from atorch.auto.opt_lib.chunk.trace import foreseen
+    from atorch.auto.opt_lib.chunk.trace import trace_pass
 
     def model(num: int) -> torch.nn.Module:
         if name == "equal blocks":
@@ -331,7 +331,7 @@ def _trace(name: str, num: int) -> dict[str, float]:
         return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(num // 2)))
 
     def trace(model: torch.nn.Module) -> None:
-        foreseen(model, torch.zeros(4, 8, WIDTH), lambda model, batch: model(batch).sum(), device_type="cpu")
+        trace_pass(model, torch.zeros(4, 8, WIDTH), lambda model, batch: model(batch).sum(), device_type="cpu")
 
     trace(model(24))  # imports what it needs, before the clock starts
     large = model(num)

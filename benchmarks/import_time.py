@@ -29,7 +29,7 @@ def measure(quick: bool = False) -> list[Row]:
             "torch again": python("-c", "import torch"),
             "atorch": python("-c", "from atorch.auto import auto_accelerate"),
             "all of atorch": python("-c", "import atorch.auto.session, atorch.auto.planner"),
-            "help": python("-m", "atorch.cli", "--help"),
+            "help": python("-m", "atorch", "--help"),
         },
         rounds=3 if quick else 15,
         warmup=1,

@@ -73,7 +73,7 @@ def ring(
 
 def live_mib(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor], Tensor]]) -> tuple[float, float]:
     """MiB of live tensors after forward, and at the peak, including inputs and the result's gradient."""
-    with LiveBytes() as live, live.born(OTHER):
+    with LiveBytes() as live, live.default_category(OTHER):
         forward, given, grad = make()
         out = forward()
         live.mark("forward")

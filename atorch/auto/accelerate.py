@@ -58,7 +58,7 @@ def auto_accelerate(
     timeout: float = 600.0,
     **kargs: Any,
 ) -> tuple[bool, AccelerateResult | None, Strategy | None]:
-    """Make `model` train as fast as the hardware allows.
+    """Apply the strategy that trains `model` fastest, or the given one, and build what your training loop uses.
 
     Without `load_strategy` atorch searches a strategy, which needs `optim_func`, `dataset` and `loss_func`. A given
     strategy is applied unchanged (`finetune_strategy=True` searches the knobs that it leaves unset).
@@ -85,8 +85,8 @@ def auto_accelerate(
         ignore_dryrun_on_load_strategy: apply a given strategy without a dry run.
         verbose: log the steps.
         time_limit: seconds for the search.
-        precision: the least exact numbers of a search: "fp32", "autocast", "half" or "fp8"; None for "autocast", and
-            less exact only where nothing else fits.
+        precision: the lowest precision of a search: "fp32", "autocast", "half" or "fp8"; None for "autocast", and lower
+            only where nothing else fits.
         calibration: the search uses and keeps measurements of this machine in the user's cache directory (True) or in
             the file at that path, or none (False).
         find_unused_parameters: ddp looks for parameters that a forward pass did not use.
@@ -167,7 +167,7 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         fixed: a strategy, or what makes one: exactly these methods. Knobs that it leaves unset are searched, as is the
             mesh; several processes get ddp where it has no data-parallel method.
         extend: a strategy, or what makes one: these methods, and others that make it faster.
-        precision: for a cluster, the least exact numbers that may be trained in: "fp32", "autocast", "half" (16 bits,
+        precision: for a cluster, the lowest precision that you allow: "fp32", "autocast", "half" (16 bits,
             with fp32 masters) or "fp8". Methods that are included or fixed are allowed.
         host_memory: for a cluster, allow methods that use host memory; None: only if nothing fits without.
         objective: "step_time", "throughput", "cost" (device-seconds) or "fewest_devices".

@@ -42,10 +42,10 @@ def adapted(job: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _need_alone(given: str, job: Mapping[str, Any], others: Iterable[str]) -> None:
+def _need_alone(what: str, job: Mapping[str, Any], others: Iterable[str]) -> None:
     for other in others:
         if job.get(other):
-            raise ArgumentError(f"{given} that was made already, with its settings; leave {other} out")
+            raise ArgumentError(f"{what} that was made already, with its settings; leave {other} out")
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def _of_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _regrouped(part: nn.Module, groups: Iterable[_Group], known: frozenset[str]) -> list[dict[str, Any]]:
+def _regrouped(part: nn.Module, groups: Iterable[_Group], model_names: frozenset[str]) -> list[dict[str, Any]]:
     """The groups for `part`: the model, its copy, a stage of it, or a wrapper around one of these."""
     named, prefix = dict(part.named_parameters(remove_duplicate=False)), "module."
-    while not named.keys() <= known and all(name.startswith(prefix) for name in named):
+    while not named.keys() <= model_names and all(name.startswith(prefix) for name in named):
         named = {name.removeprefix(prefix): parameter for name, parameter in named.items()}
-    new = [name for name, parameter in named.items() if name not in known and parameter.requires_grad]
+    new = [name for name, parameter in named.items() if name not in model_names and parameter.requires_grad]
     if new:
         raise ArgumentError(
             f"the strategy gives the model parameters that it did not have, such as {new[0]}, and the optimizer that "

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from atorch.auto.adapters import adapted
 from atorch.auto.checks import Arguments
 from atorch.auto.job import Job
 from atorch.auto.planner.request import PLAN_OPTIONS
@@ -79,26 +78,26 @@ OWN = ("model", "dataset", "load_strategy", "sample_batch", "save_strategy_to_fi
 """Arguments that have a fingerprint of their own kind, or none."""
 
 
-def _bool(given: object) -> object:
-    return bool(given) if isinstance(given, int) and given in (0, 1) else given
+def _bool(value: object) -> object:
+    return bool(value) if isinstance(value, int) and value in (0, 1) else value
 
 
-def _names(given: Any, info: ValidationInfo) -> tuple[str, ...] | None:
+def _names(names: Any, info: ValidationInfo) -> tuple[str, ...] | None:
     from atorch.auto.planner.request import names_in
 
-    return None if given is None else names_in(given, str(info.field_name))
+    return None if names is None else names_in(names, str(info.field_name))
 
 
-def _file(given: bool | str | os.PathLike[str]) -> bool | str | os.PathLike[str]:
-    if not isinstance(given, bool) and Path(given).is_dir():
+def _file(path: bool | str | os.PathLike[str]) -> bool | str | os.PathLike[str]:
+    if not isinstance(path, bool) and Path(path).is_dir():
         raise ValueError("a folder")
-    return given
+    return path
 
 
-def _rule(given: Any) -> Any:
-    if not (callable(given) or (isinstance(given, str) and given)):
+def _rule(rule: Any) -> Any:
+    if not (callable(rule) or (isinstance(rule, str) and rule)):
         raise ValueError("no rule")
-    return given
+    return rule
 
 
 def _flag(default: bool) -> Any:
@@ -122,8 +121,8 @@ class CallOptions(Arguments):
     time_limit: float | None = Field(None, gt=0, description="a number of seconds above 0, or None")
     precision: Exactness | None = Field(
         None,
-        description=f"the least exact that you allow: one of {', '.join(map(repr, EXACTNESS))}, or None for "
-        "'autocast' and less exact only where nothing else fits",
+        description=f"the lowest that you allow: one of {', '.join(map(repr, EXACTNESS))}, or None for "
+        "'autocast' and lower only where nothing else fits",
     )
     calibration: Annotated[bool | str | os.PathLike[str], AfterValidator(_file)] = Field(
         True,
@@ -167,9 +166,9 @@ class Request:
         return self.strategy is None or self.options.finetune_strategy
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Request:
-        options = CallOptions.of({name: given[name] for name in given if name in CallOptions.model_fields})
-        job = Job.of(adapted({name: given[name] for name in given if name in Job.model_fields}))
+    def of(cls, arguments: Mapping[str, Any]) -> Request:
+        options = CallOptions.of({name: arguments[name] for name in arguments if name in CallOptions.model_fields})
+        job = Job.of({name: arguments[name] for name in arguments if name in Job.model_fields})
         source, target = options.load_strategy, options.save_strategy_to_file
         strategy = None if source is None else Strategy.of(source).settled(job.model)
         request = cls(job=job, options=options, strategy=strategy)
@@ -182,7 +181,7 @@ class Request:
         return request
 
 
-def call_of_auto_accelerate(given: Mapping[str, Any], others: Mapping[str, Any]) -> Request:
+def call_of_auto_accelerate(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> Request:
     """Read a call of `auto_accelerate` from its arguments, with `others` that it does not have.
 
     All processes call this together.
@@ -193,13 +192,13 @@ def call_of_auto_accelerate(given: Mapping[str, Any], others: Mapping[str, Any])
 
     def read() -> Request:
         for name in others:
-            raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, given)}")
-        return Request.of(given)
+            raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, arguments)}")
+        return Request.of(arguments)
 
-    return _agreed("auto_accelerate", {**given, **others}, read)
+    return _agreed("auto_accelerate", {**arguments, **others}, read)
 
 
-def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) -> Request:
+def call_of_plan(model: Any, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Request:
     """Read a call of `plan` for the job's own devices. All processes call this together.
 
     Raises:
@@ -209,7 +208,7 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
     known = [name for name in (*Job.model_fields, *CallOptions.model_fields) if name not in OF_STRATEGIES]
 
     def read() -> Request:
-        wanted = {"model": model, **keywords, **positioned(given, names, keywords)}
+        wanted = {"model": model, **keywords, **positioned(positional, names, keywords)}
         for name in wanted:
             if name in PLAN_OPTIONS and name not in known:
                 raise ArgumentError(
@@ -220,40 +219,40 @@ def call_of_plan(model: Any, given: Sequence[Any], keywords: Mapping[str, Any]) 
                 raise ArgumentError(f"plan has no argument {name!r}; {meant(name, known)}")
         return Request.of(wanted)
 
-    return _agreed("plan", {"model": model, **keywords, **dict(zip(names, given, strict=False))}, read)
+    return _agreed("plan", {"model": model, **keywords, **dict(zip(names, positional, strict=False))}, read)
 
 
-def _agreed(door: str, arguments: Mapping[str, Any], read: Callable[[], Request]) -> Request:
+def _agreed(caller: str, arguments: Mapping[str, Any], read: Callable[[], Request]) -> Request:
     """The request that `read` makes of a call, equal on all processes."""
     try:
         timeout = CallOptions.of({"timeout": arguments["timeout"]}).timeout if "timeout" in arguments else None
     except ArgumentError:  # raised again in `read`, when all processes can exchange errors
         timeout = None
     worlds.init(timeout=worlds.TIMEOUT if timeout is None else timedelta(seconds=timeout))
-    return call_on_all_ranks(door, lambda: _argument_facts(arguments), read, _call_facts)
+    return call_on_all_ranks(caller, lambda: _argument_facts(arguments), read, _call_facts)
 
 
-def positioned(given: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def positioned(positional: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Positional arguments of `plan` under their names; raises ArgumentError for one too many or given twice."""
-    if len(given) > len(names):
+    if len(positional) > len(names):
         raise ArgumentError(
-            f"plan was given {1 + len(given)} arguments by position; these are model, {', '.join(names)}"
+            f"plan was given {1 + len(positional)} arguments by position; these are model, {', '.join(names)}"
         )
-    placed = dict(zip(names, given, strict=False))
+    placed = dict(zip(names, positional, strict=False))
     for name in placed:
         if name in keywords:
             raise ArgumentError(f"plan was given {name} twice, by position and by name; leave one out")
     return placed
 
 
-def meant(name: str, known: Collection[str]) -> str:
+def meant(name: str, arguments: Collection[str]) -> str:
     """The end of an error about an unknown argument: the remedy."""
     for wrong, instead in INSTEAD.items():
         if re.fullmatch(wrong, name.lower()):
             return instead
     if name in METHODS or name in RECIPES:
         return f"it is a method: give load_strategy=[{name!r}], or to a search included=[{name!r}]"
-    return near_miss(name, known)
+    return near_miss(name, arguments)
 
 
 def _argument_facts(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:

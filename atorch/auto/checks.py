@@ -33,19 +33,19 @@ class Arguments(BaseModel):
     )
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The model of the `given` arguments.
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The model of these arguments.
 
         Raises:
             AtorchError: for the first invalid argument.
         """
         try:
-            return cls(**given)
+            return cls(**arguments)
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
-            told = fault.get("ctx", {}).get("error")
-            if isinstance(told, AtorchError):
-                raise told from told.__cause__
+            raised = fault.get("ctx", {}).get("error")
+            if isinstance(raised, AtorchError):
+                raise raised from raised.__cause__
             name = str(fault["loc"][0])
             if name not in cls.model_fields:
                 raise ArgumentError(f"there is no argument {name!r}; {near_miss(name, cls.model_fields)}") from None
@@ -147,13 +147,6 @@ def checked_optimizer(optim_func: Any) -> Any:
             f"optim_func is a {type(optim_func).__name__}; the order is (model, optim_func, dataset, loss_func), as in "
             "(model, torch.optim.AdamW, dataset, loss_func)"
         )
-    if isinstance(optim_func, torch.optim.Optimizer):
-        home = "torch.optim." if type(optim_func).__module__.startswith("torch.optim") else ""
-        args = {key: value for key, value in optim_func.defaults.items() if key in ("lr", "momentum", "weight_decay")}
-        raise ArgumentError(
-            "optim_func is an optimizer that was made already, of parameters which a strategy may replace; give its "
-            f"class and its arguments: optim_func={home}{type(optim_func).__name__}, optim_args={args!r}"
-        )
     if isinstance(optim_func, str):
         match = next((name for name in dir(torch.optim) if name.lower() == optim_func.lower()), "AdamW")
         raise ArgumentError(f"optim_func is {optim_func!r}; give the class itself, torch.optim.{match}")
@@ -168,12 +161,6 @@ def checked_optimizer(optim_func: Any) -> Any:
 
 
 def checked_dataset(dataset: Any) -> Any:
-    if isinstance(dataset, DataLoader):
-        size = dataset.batch_size or getattr(dataset.batch_sampler, "batch_size", None)
-        raise ArgumentError(
-            "dataset is a DataLoader; give the data that it loads, dataset=loader.dataset, and its settings as "
-            f"dataloader_args={{'batch_size': {size}}}, in which batch_size is that of all processes together"
-        )
     if isinstance(dataset, Mapping):
         raise ArgumentError(
             f"dataset is a {type(dataset).__name__} of {shown(list(dataset))}, no sequence of samples; give one of "
@@ -230,27 +217,27 @@ def checked_loss(loss_func: Any) -> Any:
     return loss_func
 
 
-def checked_function(given: Any, info: ValidationInfo) -> Any:
-    if given is not None and not callable(given):
-        raise ArgumentError(f"{info.field_name} is {shown(given)}, which cannot be called; give it, or leave it out")
-    return given
+def checked_function(value: Any, info: ValidationInfo) -> Any:
+    if value is not None and not callable(value):
+        raise ArgumentError(f"{info.field_name} is {shown(value)}, which cannot be called; give it, or leave it out")
+    return value
 
 
-def checked_class(given: Any, info: ValidationInfo) -> Any:
+def checked_class(value: Any, info: ValidationInfo) -> Any:
     """Check that a sampler's or scheduler's class is neither an instance, nor a name, nor of another kind."""
     name = info.field_name
     home = torch.optim.lr_scheduler if name == "lr_scheduler_cls" else torch.utils.data
-    if isinstance(given, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
+    if isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Sampler)):
         rest = ", and its arguments as lr_scheduler_args" if name == "lr_scheduler_cls" else ""
         raise ArgumentError(
-            f"{name} is a {type(given).__name__} that was made already; give its class, {name}="
-            f"{type(given).__name__}{rest}: it is made for what the strategy makes"
+            f"{name} is a {type(value).__name__} that was made already; give its class, {name}="
+            f"{type(value).__name__}{rest}: it is made for what the strategy makes"
         )
-    if isinstance(given, str) and hasattr(home, given):
-        raise ArgumentError(f"{name} is {given!r}; give the class itself, {home.__name__}.{given}")
-    if isinstance(given, type) and issubclass(given, (torch.optim.Optimizer, nn.Module)):
-        raise ArgumentError(f"{name} is {given.__name__}; give a class of {home.__name__}")
-    return checked_function(given, info)
+    if isinstance(value, str) and hasattr(home, value):
+        raise ArgumentError(f"{name} is {value!r}; give the class itself, {home.__name__}.{value}")
+    if isinstance(value, type) and issubclass(value, (torch.optim.Optimizer, nn.Module)):
+        raise ArgumentError(f"{name} is {value.__name__}; give a class of {home.__name__}")
+    return checked_function(value, info)
 
 
 def checked_keywords(given: Any, info: ValidationInfo) -> dict[str, Any]:

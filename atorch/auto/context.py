@@ -132,7 +132,7 @@ class Context:
     initial: InitialValues | None = None  # of a model on the meta device; None if it has values, or gets none
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
     seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
-    told: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job
+    already_warned: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON data for the metadata of a saved strategy
 
     @property
@@ -246,7 +246,7 @@ class Context:
         if not self.batch_axes:
             return None
         group = self.need_mesh().group(*BATCH_AXES)
-        weight = RankWeight(rule, group, lambda rows: shares_out(loader, rows), self.told)
+        weight = RankWeight(rule, group, lambda rows: shares_out(loader, rows), self.already_warned)
         self.rank_weights.append(weight)
         return weight
 

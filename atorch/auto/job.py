@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
+from atorch.auto.adapters import adapted
 from atorch.auto.checks import (
     Arguments,
     check_call,
@@ -55,6 +56,15 @@ class Job(Arguments):
     distributed_sampler_cls: Annotated[Callable[..., Any] | None, PlainValidator(checked_class)] = None
     lr_scheduler_cls: Annotated[Callable[..., Any] | None, PlainValidator(checked_class)] = None
     lr_scheduler_args: Keywords = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """The job of these arguments; an optimizer or a DataLoader that exists already is made again.
+
+        Raises:
+            AtorchError: for the first invalid argument.
+        """
+        return super().of(adapted(arguments))
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -147,7 +157,7 @@ class Job(Arguments):
 
 def make_context(
     model: nn.Module,
-    *given: Any,
+    *positional: Any,
     world: World,
     cluster: ClusterSpec,
     find_unused_parameters: bool = False,
@@ -159,7 +169,7 @@ def make_context(
     Raises:
         ArgumentError: an invalid argument.
     """
-    placed = dict(zip(Job.model_fields, (model, *given), strict=False))
+    placed = dict(zip(Job.model_fields, (model, *positional), strict=False))
     return Job.of({**placed, **more}).context(world, cluster, find_unused_parameters, sampler_seed)
 
 

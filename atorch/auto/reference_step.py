@@ -284,7 +284,7 @@ def _run_plainly(
 
     def note(tensor: Tensor) -> Tensor:
         dtypes.add(tensor.dtype)
-        return tensor.detach()  # an operation that saves its own output would hold itself for ever
+        return tensor.detach()  # an operation that saves its own output would hold itself forever
 
     mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
     with restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), muted(model.parameters()):

@@ -30,25 +30,25 @@ MAX_ATTEMPTS = 24  # at applying the choice and the next best ones
 MAX_KEPT = 50  # rejected compositions in a strategy's report
 
 
-def adopt(ctx: Context, strategy: Strategy, found: Plan, accelerate: Callable[..., T]) -> T:
+def adopt(ctx: Context, strategy: Strategy, plan: Plan, accelerate: Callable[..., T]) -> T:
     """Apply the search's choice, or the next best one after a failure, which leaves the model as before.
 
     Raises:
         NoFeasiblePlanError, StrategyError: all failed, or `MAX_ATTEMPTS` did.
     """
     for _ in range(MAX_ATTEMPTS):
-        if found.baseline is not None and found.baseline.strategy == found.strategy:
+        if plan.baseline is not None and plan.baseline.strategy == plan.strategy:
             return accelerate(ctx, strategy)
-        need = None if found.measured or found.estimate is None else found.estimate.memory.get("optimizer", 0.0)
+        need = None if plan.measured or plan.estimate is None else plan.estimate.memory.get("optimizer", 0.0)
         made, failure = attempt(ctx, partial(accelerate, strategy=strategy), need)
         if made is not None:
             return made
-        assert found.instead is not None, "of a search"
-        found = found.instead(str(failure))
-        logger.warning("%s", found.notes[-1])
-        metadata = {**strategy.metadata, "report": trimmed(found.to_json_data())}
-        strategy = replace(found.strategy, metadata=metadata)
-    raise StrategyError(f"{MAX_ATTEMPTS} strategies failed when they were applied: {found.notes[-1]}")
+        assert plan.instead is not None, "of a search"
+        plan = plan.instead(str(failure))
+        logger.warning("%s", plan.notes[-1])
+        metadata = {**strategy.metadata, "report": trimmed(plan.to_json_data())}
+        strategy = replace(plan.strategy, metadata=metadata)
+    raise StrategyError(f"{MAX_ATTEMPTS} strategies failed when they were applied: {plan.notes[-1]}")
 
 
 def trimmed(report: dict[str, Any]) -> dict[str, Any]:

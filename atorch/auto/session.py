@@ -45,15 +45,15 @@ def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """Do the work of `auto_accelerate`: prepare, choose, and `accelerate` with the choice; then save it."""
     began, options = time.monotonic(), call.options
     with speaking(options.verbose and worlds.init().rank == 0):
-        ctx, given = _prepare(call)
+        ctx, requested = _prepare(call)
         try:
-            strategy, found = _choose(ctx, given, call, began)
+            strategy, plan = _choose(ctx, requested, call, began)
             logger.info("the strategy is %s", strategy)
-            if found is None:
+            if plan is None:
                 result, strategy = accelerate(ctx, strategy, options.verify)
             else:
-                ctx = replace(ctx, plain_pass=found.plain_pass)
-                result, strategy = adopt(ctx, strategy, found, partial(accelerate, verify=options.verify))
+                ctx = replace(ctx, plain_pass=plan.plain_pass)
+                result, strategy = adopt(ctx, strategy, plan, partial(accelerate, verify=options.verify))
         except NoFeasiblePlanError as error:
             if ctx.world.rank == 0:
                 from atorch.report.text import show_rejections
@@ -76,14 +76,14 @@ def _prepare(call: Request) -> tuple[Context, Strategy | None]:
     """The context of the job, and the user's strategy, complete for these processes."""
     options = call.options
     ctx = _context(call)
-    given = None if call.strategy is None else _loaded(call.strategy, ctx)
-    ctx = replace(ctx, initial=all_or_none(lambda: _initial_values(ctx.root, given, call)))
+    requested = None if call.strategy is None else _loaded(call.strategy, ctx)
+    ctx = replace(ctx, initial=all_or_none(lambda: _initial_values(ctx.root, requested, call)))
     if not call.searches and (options.excluded or options.included or options.time_limit is not None):
         logger.warning(
             "excluded, included and time_limit are the search's; the load_strategy is applied as it is "
             "(finetune_strategy=True searches the knobs that it leaves unset)"
         )
-    return ctx, given
+    return ctx, requested
 
 
 def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float) -> Plan:
@@ -207,7 +207,7 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     def first() -> Any:
         if ctx.make_loader is None:
             raise ArgumentError(
-                f"{needing[0]} watches the model at work before it splits it; give a dataset, or a sample_batch"
+                f"{needing[0]} runs the model on a sample before it splits it; give a dataset, or a sample_batch"
             )
         return Feed(ctx).batches(0, batch_place(strategy, ctx.device.type)[1])[0]
 
@@ -222,10 +222,10 @@ def _context(call: Request) -> Context:
     return replace(made, sample_batch=options.sample_batch, loss_weight=options.loss_weight)
 
 
-def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> InitialValues | None:
+def _initial_values(model: nn.Module, requested: Strategy | None, call: Request) -> InitialValues | None:
     """Initial values of the model's parameters on the meta device; None if there are no such parameters or values."""
     options = call.options
-    knobs = (getattr(method, "param_init_fn", None) for method in given or ())
+    knobs = (getattr(method, "param_init_fn", None) for method in requested or ())
     functions: list[Any] = [function for function in (options.param_init_fn, *knobs) if function is not None]
     if not has_meta([model]):
         if options.empty_init:
@@ -234,19 +234,19 @@ def _initial_values(model: nn.Module, given: Strategy | None, call: Request) -> 
             logger.warning("param_init_fn is not called: it is for a model on the meta device, and this one has values")
         return None
     name = type(model).__name__
-    if options.empty_init and (call.searches or given is None):
+    if options.empty_init and (call.searches or requested is None):
         raise ArgumentError(
             f"{name} has parameters on the meta device, and empty_init=True leaves them without values, but a search "
             "takes real steps; leave empty_init out and load the checkpoint afterwards, or give a load_strategy"
         )
-    asking = needs_values(given or ()) or needs_values(call.options.included or ())
+    asking = needs_values(requested or ()) or needs_values(call.options.included or ())
     if asking is not None:
         raise ArgumentError(
-            f"{name} has parameters on the meta device, and {asking} tries itself on their values before it splits "
-            f"or converts them; leave {asking} out, or give the model on a real device"
+            f"{name} has parameters on the meta device, and {asking} needs their values before it splits or "
+            f"converts them; leave {asking} out, or give the model on a real device"
         )
     if len(functions) > 1 or (functions and options.empty_init):
-        raise ArgumentError("param_init_fn is given twice, or beside empty_init=True; give one of them")
+        raise ArgumentError("param_init_fn is given twice, or with empty_init=True; give one of them")
     return None if options.empty_init else InitialValues(model, *functions)
 
 
@@ -308,24 +308,24 @@ def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     return completed
 
 
-def _choose(ctx: Context, given: Strategy | None, call: Request, began: float) -> tuple[Strategy, Plan | None]:
-    """The given strategy, after a dry run if the user wants one; or the search's strategy and its plan."""
-    if given is not None and not call.options.finetune_strategy:
+def _choose(ctx: Context, requested: Strategy | None, call: Request, began: float) -> tuple[Strategy, Plan | None]:
+    """The requested strategy, after a dry run if the user wants one; or the search's strategy and its plan."""
+    if requested is not None and not call.options.finetune_strategy:
         if not call.options.ignore_dryrun_on_load_strategy:
             from atorch.auto.planner import dry_run
 
-            dry_run(ctx, given)
-        return given, None
-    found = _searched(ctx, given, call, began)
-    report = found.to_json_data()
+            dry_run(ctx, requested)
+        return requested, None
+    plan = _searched(ctx, requested, call, began)
+    report = plan.to_json_data()
     if ctx.world.rank == 0:
         from atorch.report.text import show_plan
 
         show_plan(report)
     metadata = {**provenance(ctx.root, ctx.cluster, ctx.world.size), "report": trimmed(report)}
-    if given is not None and "rejected" in given.metadata:
-        metadata["rejected"] = given.metadata["rejected"]
-    return replace(found.strategy, metadata=metadata), found
+    if requested is not None and "rejected" in requested.metadata:
+        metadata["rejected"] = requested.metadata["rejected"]
+    return replace(plan.strategy, metadata=metadata), plan
 
 
 def fingerprint(model: nn.Module) -> str:

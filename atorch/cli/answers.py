@@ -61,7 +61,7 @@ def give(
     """
     from rich.console import Console
 
-    from atorch.report.answer import answer_report, beside_report
+    from atorch.report.answer import answer_report, clusters_report
     from atorch.report.html import plan_page, plans_page
 
     console, result = Console(highlight=False), answers[0][1]
@@ -77,7 +77,7 @@ def give(
             reasons = "; ".join(f"{name}: {result}" for name, result in answers)
             raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {reasons}")
         columns = [(name, given.data if isinstance(given, NamedAnswer) else _reason(given)) for name, given in answers]
-        console.print(beside_report(columns, title))
+        console.print(clusters_report(columns, title))
         data = {"clusters": {name: {"error": of} if isinstance(of, str) else of for name, of in columns}}
         page = partial(plans_page, columns, title, outputs.command)
     if outputs.json is not None:

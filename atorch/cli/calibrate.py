@@ -47,7 +47,7 @@ def calibrate(
 ) -> None:
     """Measure this machine, its processes' links included, and write a cluster file.
 
-    Links need several processes: torchrun --nproc-per-node 8 -m atorch.cli calibrate
+    Links need several processes: torchrun --nproc-per-node 8 -m atorch calibrate
 
     With --runs FILE --cluster TEXT, fit that cluster's constants to steps of your own: docs/clusters.md has the form.
     """
@@ -219,7 +219,7 @@ def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
         return source_of(f"{folder / named}" if local_path.exists() else named, None, {})
     allowed = (*NEEDED, *OPTIONAL)
     if not isinstance(data["shape"], dict):
-        raise ArgumentError(f"{where} has a shape that is no object; it has {', '.join(allowed)}")
+        raise ArgumentError(f"{where} has a shape that is not an object; it has {', '.join(allowed)}")
     shape = {str(key).replace("_", "-"): value for key, value in data["shape"].items()}
     for key, value in shape.items():
         if key not in allowed:

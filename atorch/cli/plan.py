@@ -25,8 +25,7 @@ from atorch.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from atorch.auto.capacity_search import Fit
-    from atorch.auto.plan_for_cluster import Subject
+    from atorch.auto.plan_for_cluster import Fit, Subject
     from atorch.auto.planner.plan import ClusterPlan
     from atorch.cluster.spec import ClusterSpec
 
@@ -38,7 +37,7 @@ IN_PARTS = ("micro_batch", "pipeline_parallel")  # methods that run a batch in p
 TYPICAL = ("8xA100-80GB", "8xH100-80GB", "8xH200", "8xB200")
 CLUSTER_HELP = (
     "8xA100-40GB is one node of 8 devices, 16x8xH100-80GB are 16 nodes of 8, and 64xH100-80GB is one node of 64; a "
-    "cloud's machine such as 4xp5.48xlarge; or a cluster file. Given several times, clusters stand beside each other. "
+    "cloud's machine such as 4xp5.48xlarge; or a cluster file. Give it several times to compare clusters. "
     "Without it: the GPUs of this machine, or where it has none one node each of a few usual ones."
 )
 
@@ -58,7 +57,7 @@ def _file(name: str, help_text: str, exists: bool = False) -> Any:
 MODEL = "A Hugging Face config.json, a folder that has one, or a job FILE.py:NAME: arguments of atorch.plan."
 Number = int | None
 File = Path | None
-Names = Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Methods, separated by commas.")]
+Names = Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Method names, separated by commas.")]
 
 
 def plan(
@@ -66,27 +65,27 @@ def plan(
     named: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)] = None,
     cluster: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CLUSTER_HELP)] = None,
     model: Annotated[File, _file("--model", "The same as MODEL: a config.json.", exists=True)] = None,
-    layers: Annotated[Number, _number("Instead of MODEL, a shape: its blocks.")] = None,
-    hidden: Annotated[Number, _number("Of a shape: elements of the stream between blocks.")] = None,
-    heads: Annotated[Number, _number("Of a shape: attention heads.")] = None,
-    kv_heads: Annotated[Number, _number("Of a shape: heads of keys and values.")] = None,
-    ffn: Annotated[Number, _number("Of a shape: elements inside the feed-forward layer, or an expert.")] = None,
-    vocab: Annotated[Number, _number("Of a shape: vocabulary size.")] = None,
-    experts: Annotated[Number, _number("Of a shape: experts of a block.")] = None,
-    top_k: Annotated[Number, _number("Of a shape: experts that a token goes to.")] = None,
-    batch: Annotated[Number, _number("Samples of a step, on all devices together.")] = None,
-    seq: Annotated[Number, _number("Tokens of a sample.")] = None,
+    layers: Annotated[Number, _number("Number of blocks. With --hidden and the rest, in place of MODEL.")] = None,
+    hidden: Annotated[Number, _number("Hidden size.")] = None,
+    heads: Annotated[Number, _number("Attention heads.")] = None,
+    kv_heads: Annotated[Number, _number("Key and value heads.")] = None,
+    ffn: Annotated[Number, _number("Width of the feed-forward layer, or of an expert.")] = None,
+    vocab: Annotated[Number, _number("Vocabulary size.")] = None,
+    experts: Annotated[Number, _number("Experts in a block.")] = None,
+    top_k: Annotated[Number, _number("Experts for each token.")] = None,
+    batch: Annotated[Number, _number("Global batch: samples of a step on all devices.")] = None,
+    seq: Annotated[Number, _number("Sequence length: tokens of a sample.")] = None,
     fit: Annotated[What | None, typer.Option(help="Find the fewest devices, largest batch, longest sample.")] = None,
-    objective: Annotated[ObjectiveName, typer.Option(help="What is best.")] = "step_time",
+    objective: Annotated[ObjectiveName, typer.Option(help="The figure to optimize.")] = "step_time",
     exclude: Names = None,
     include: Names = None,
-    fixed: Annotated[File, _file("--fixed", "A strategy file: exactly these methods.", exists=True)] = None,
-    extend: Annotated[File, _file("--extend", "A strategy file: these methods and others.", exists=True)] = None,
-    precision: Annotated[PrecisionName, typer.Option(help="The least exact numbers that are allowed.")] = "half",
-    host_memory: Annotated[bool | None, typer.Option(help="Whether something may wait in host memory.")] = None,
+    fixed: Annotated[File, _file("--fixed", "A strategy file: use exactly these methods.", exists=True)] = None,
+    extend: Annotated[File, _file("--extend", "A strategy file: use these methods, and others.", exists=True)] = None,
+    precision: Annotated[PrecisionName, typer.Option(help="The lowest precision that you allow.")] = "half",
+    host_memory: Annotated[bool | None, typer.Option(help="Allow or forbid offloading to host memory.")] = None,
     reserve: Annotated[float, typer.Option(min=0, max=0.99, help="Share of a device's memory to keep free.")] = RESERVE,
     verify: Annotated[
-        Number, typer.Option(min=0, max=32, metavar="N", help="How many of the best are simulated, however long.")
+        Number, typer.Option(min=0, max=32, metavar="N", help="Simulate the best N candidates, without a time limit.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 8,
     verbose: Annotated[bool, typer.Option(help="Show all that was tried, and compositions by axis.")] = False,
@@ -155,8 +154,7 @@ def _fit_answer(
     what: What, source: JobSource, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
 ) -> NamedAnswer:
     """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated."""
-    from atorch.auto.capacity_search import largest, smallest_cluster
-    from atorch.auto.plan_for_cluster import plan_for
+    from atorch.auto.plan_for_cluster import largest, plan_for, smallest_cluster
 
     _check_fit(what, source, wanted)
     if what == "seq":
@@ -241,7 +239,7 @@ def _names(options: list[str] | None) -> list[str] | None:
     return [name for name in names if name] or None
 
 
-def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
+def clusters_of(descriptions: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
     """(name, cluster) of each cluster; all are read before any is planned for.
 
     Raises:
@@ -249,16 +247,16 @@ def clusters_of(given: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
     """
     from atorch.auto.plan_for_cluster import cluster_of
 
-    if not given:
+    if not descriptions:
         this_machine = _here()
         if this_machine:
             return [this_machine]
-        typer.echo(f"no --cluster is given and there is no GPU here: beside each other {', '.join(TYPICAL)}", err=True)
+        typer.echo(f"no --cluster is given and there is no GPU here; comparing {', '.join(TYPICAL)}", err=True)
         return [(name, cluster_of(name)) for name in TYPICAL]
-    for name in given:
-        if given.count(name) > 1:
-            raise ArgumentError(f"--cluster {name} is given {given.count(name)} times; give each cluster once")
-    clusters = [(name, cluster_of(name)) for name in given]
+    for name in descriptions:
+        if descriptions.count(name) > 1:
+            raise ArgumentError(f"--cluster {name} is given {descriptions.count(name)} times; give each cluster once")
+    clusters = [(name, cluster_of(name)) for name in descriptions]
     for name, spec in clusters:
         _note_large_node(name, spec)
     return clusters

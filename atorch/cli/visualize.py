@@ -103,7 +103,7 @@ def profile(
     if output and output.suffix not in (".png", ".html"):
         raise ArgumentError(f"--output is {str(output)!r}; it ends in .png for a picture, in .html for a page")
     if not profile.exists():
-        raise ArgumentError(f"{str(profile)!r} is no file that is there; visualize takes a profile, or `schedule`")
+        raise ArgumentError(f"{str(profile)!r} is not an existing file; visualize takes a profile, or `schedule`")
     for path in paths:
         check_target(path)
 

@@ -88,12 +88,12 @@ def _counted(source: str | Path) -> tuple[int | None, int | None, str]:
     return (counts[0] if len(counts) == 2 else None), (counts[-1] if counts else None), rest
 
 
-def _agreed(what: str, source: str | Path, named: int | None, given: int | None) -> int | None:
-    if given is not None and (type(given) is not int or given < 1):
-        raise ArgumentError(f"{what} is {shown(given)}; it is a whole number of at least 1")
-    if named is not None and given is not None and named != given:
-        raise ArgumentError(f"the cluster {str(source)!r} has {what} {named}, and {given} is given; leave one out")
-    return named or given
+def _agreed(what: str, source: str | Path, named: int | None, number: int | None) -> int | None:
+    if number is not None and (type(number) is not int or number < 1):
+        raise ArgumentError(f"{what} is {shown(number)}; it is a whole number of at least 1")
+    if named is not None and number is not None and named != number:
+        raise ArgumentError(f"the cluster {str(source)!r} has {what} {named}, and {number} is given; leave one out")
+    return named or number
 
 
 def _file_of(name: str) -> str:
@@ -188,7 +188,7 @@ def _overridden(data: Any, overrides: Mapping[str, Any]) -> Any:
         for name in above:
             part = part.setdefault(name, {})
             if not isinstance(part, dict):
-                raise ArgumentError(f"overrides has {place!r}, and {name!r} is no object in a cluster file")
+                raise ArgumentError(f"overrides has {place!r}, and {name!r} is not an object in a cluster file")
         part[last] = value
         if isinstance(data.setdefault("sources", {}), dict):  # `cluster_of` reports other types
             data["sources"] = with_source(data["sources"], place, "given by the caller")

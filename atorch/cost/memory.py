@@ -21,7 +21,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from atorch.cost.memory_timeline import REMEMBERED, MemoryPoint, StageMemory, courses_of
+from atorch.cost.memory_timeline import REMEMBERED, MemoryPoint, StageMemory, timelines_of
 from atorch.cost.pipeline_stages import StageCost, heaviest_stages, stages_of
 from atorch.cost.state import Cost
 
@@ -123,10 +123,10 @@ def stage_memory(cost: Cost, stage: StageCost) -> Memory:
     return held._replace(stage=stage.index)
 
 
-def beside_host(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[StageMemory, Memory]]:
+def with_offload(cost: Cost, stages: Sequence[StageCost]) -> list[tuple[StageMemory, Memory]]:
     """Timelines of stages without offloading, and the bytes held at each peak with it."""
-    courses = courses_of(cost, stages)
-    return list(zip(courses, _peaks_of(cost, courses), strict=True))
+    timelines = timelines_of(cost, stages)
+    return list(zip(timelines, _peaks_of(cost, timelines), strict=True))
 
 
 def host_bytes(cost: Cost) -> float:
@@ -137,12 +137,12 @@ def least_on_host(cost: Cost) -> float:
     """Lower bound of the bytes of parameters, masters and optimizer states on the host, the maximum over stages."""
     offload = _OffloadTerms._make(_offload_terms(cost))
 
-    def of_stage(course: StageMemory) -> float:
-        steps = course.optimizer + course.masters
-        shares = offload.param_offload * course.parameters + offload.optim_offload * steps
-        return max(shares, course.parameters + steps - offload.budget_bytes)
+    def of_stage(timeline: StageMemory) -> float:
+        steps = timeline.optimizer + timeline.masters
+        shares = offload.param_offload * timeline.parameters + offload.optim_offload * steps
+        return max(shares, timeline.parameters + steps - offload.budget_bytes)
 
-    return max(of_stage(course) for course in courses_of(cost, heaviest_stages(cost)))
+    return max(of_stage(timeline) for timeline in timelines_of(cost, heaviest_stages(cost)))
 
 
 def uses_host(cost: Cost) -> bool:
@@ -150,69 +150,71 @@ def uses_host(cost: Cost) -> bool:
 
 
 def _peaks(cost: Cost, stages: Sequence[StageCost]) -> list[Memory]:
-    return _peaks_of(cost, courses_of(cost, stages))
+    return _peaks_of(cost, timelines_of(cost, stages))
 
 
-def _peaks_of(cost: Cost, courses: Sequence[StageMemory]) -> list[Memory]:
+def _peaks_of(cost: Cost, timelines: Sequence[StageMemory]) -> list[Memory]:
     if not uses_host(cost):
-        return [_on_device(course, course.peak, cost.buffer_bytes) for course in courses]
+        return [_on_device(timeline, timeline.peak, cost.buffer_bytes) for timeline in timelines]
     offload = _OffloadTerms._make(_offload_terms(cost))
-    return [_peak_beside_host(course, cost.buffer_bytes, offload) for course in courses]
+    return [_peak_with_host(timeline, cost.buffer_bytes, offload) for timeline in timelines]
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _peak_beside_host(course: StageMemory, buffer_bytes: float, offload: _OffloadTerms) -> Memory:
+def _peak_with_host(timeline: StageMemory, buffer_bytes: float, offload: _OffloadTerms) -> Memory:
     """The fullest moment; of equals the one with the most bytes on the host."""
-    *passes, step = course.moments
+    *passes, step = timeline.moments
     if offload.activation_offload:
-        passes += course.in_backward  # when offloaded activations of blocks are back on the device
+        passes += timeline.in_backward  # when offloaded activations of blocks are back on the device
     step = step._replace(transient=step.transient * (1.0 - offload.optim_offload))
-    shared = [(moment, _with_host(course, moment, buffer_bytes, offload)) for moment in (*passes, step)]
+    shared = [(moment, _with_host(timeline, moment, buffer_bytes, offload)) for moment in (*passes, step)]
     full = max(held.total for _, held in shared) * (1 - ROUNDING)
     fullest = [pair for pair in shared if pair[1].total >= full]
     _, held = max(fullest, key=lambda pair: (pair[1].on_host, -pair[1].parameters))
     coming = max(live.activations + live.transient + live.working for _, live in shared)
-    return held._replace(coming=coming - course.buckets)
+    return held._replace(coming=coming - timeline.buckets)
 
 
-def _on_device(course: StageMemory, moment: MemoryPoint, buffer_bytes: float) -> Memory:
+def _on_device(timeline: StageMemory, moment: MemoryPoint, buffer_bytes: float) -> Memory:
     return Memory(
-        course.parameters,
+        timeline.parameters,
         moment.gradients,
-        course.optimizer,
-        course.masters,
+        timeline.optimizer,
+        timeline.masters,
         moment.activations,
         buffer_bytes,
-        moment.transient + course.buckets,
+        moment.transient + timeline.buckets,
         moment.working,
-        coming=course.coming,
+        coming=timeline.coming,
     )
 
 
-def _with_host(course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms) -> Memory:
+def _with_host(timeline: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms) -> Memory:
     """Bytes of a moment after shares, or all that exceeds a budget, moved to the host."""
-    saved = _offloaded_activations(course, moment, shares)
+    saved = _offloaded_activations(timeline, moment, shares)
     if shares.budget_bytes < math.inf:
-        return _under_budget(course, moment, buffer_bytes, shares, saved)
+        return _under_budget(timeline, moment, buffer_bytes, shares, saved)
     waiting, stepped = shares.param_offload, shares.optim_offload
-    moved = waiting * (course.parameters + course.stepped_gradients) + stepped * (course.optimizer + course.masters)
+    moved = waiting * (timeline.parameters + timeline.stepped_gradients) + stepped * (
+        timeline.optimizer + timeline.masters
+    )
     # The host steps copies of parameters that stay on the device; masters have gradients of their own meanwhile.
-    copied = course.stepped_parameters + course.stepped_gradients
-    copies = max(0.0, stepped - waiting) * copied + stepped * course.masters
+    copied = timeline.stepped_parameters + timeline.stepped_gradients
+    copies = max(0.0, stepped - waiting) * copied + stepped * timeline.masters
     # Full gradients stay until they are reduced; only this device's shard is offloaded.
     leaving = 0.0 if shares.whole_grads else waiting
-    return _on_device(course, moment, buffer_bytes)._replace(
-        parameters=course.parameters * (1 - waiting),
+    return _on_device(timeline, moment, buffer_bytes)._replace(
+        parameters=timeline.parameters * (1 - waiting),
         gradients=moment.gradients * (1 - leaving),
-        optimizer=course.optimizer * (1 - stepped),
-        masters=course.masters * (1 - stepped),
+        optimizer=timeline.optimizer * (1 - stepped),
+        masters=timeline.masters * (1 - stepped),
         activations=moment.activations - saved,
-        on_host=moved + copies + shares.activation_offload * course.in_blocks,
+        on_host=moved + copies + shares.activation_offload * timeline.in_blocks,
         stepped=stepped,
     )
 
 
-def _offloaded_activations(course: StageMemory, moment: MemoryPoint, shares: _OffloadTerms) -> float:
+def _offloaded_activations(timeline: StageMemory, moment: MemoryPoint, shares: _OffloadTerms) -> float:
     """Bytes of blocks' activations on the host: its share of every micro-batch, less what backward has fetched back.
 
     The micro-batch in backward releases the blocks kept on the device first. At the end of a run of blocks more is back
@@ -220,36 +222,36 @@ def _offloaded_activations(course: StageMemory, moment: MemoryPoint, shares: _Of
     """
     if not (shares.activation_offload and moment.in_blocks):
         return 0.0
-    one = course.in_blocks / course.in_flight
+    one = timeline.in_blocks / timeline.in_flight
     num_whole = math.floor(moment.in_blocks / one * (1 + ROUNDING))
     away = shares.activation_offload * one
     total = num_whole * away + min(away, max(0.0, moment.in_blocks - num_whole * one))
-    return total if moment.in_blocks == course.in_blocks else total - shares.activations_ahead * one
+    return total if moment.in_blocks == timeline.in_blocks else total - shares.activations_ahead * one
 
 
 def _under_budget(
-    course: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms, saved: float
+    timeline: StageMemory, moment: MemoryPoint, buffer_bytes: float, shares: _OffloadTerms, saved: float
 ) -> Memory:
     """Offload whole chunks: the host holds their states, while parameters stay on the device as long as there is room.
 
     Gradients of those chunks move to the host as they are computed, and the host always has a copy of their parameters.
     """
-    whole, states = _on_device(course, moment, buffer_bytes), course.optimizer + course.masters
+    whole, states = _on_device(timeline, moment, buffer_bytes), timeline.optimizer + timeline.masters
     stepped, beside = shares.optim_offload, states + moment.gradients
     beyond = whole.total - stepped * beside - saved - shares.budget_bytes
     waiting = 0.0
     if beyond > 0:
         moved = min(beyond, (1 - stepped) * beside)
         stepped = min(1.0, stepped + moved / beside) if beside else 1.0
-        waiting = min(beyond - moved, course.parameters)
+        waiting = min(beyond - moved, timeline.parameters)
     return whole._replace(
-        parameters=course.parameters - waiting,
+        parameters=timeline.parameters - waiting,
         gradients=moment.gradients * (1 - stepped),
-        optimizer=course.optimizer * (1 - stepped),
-        masters=course.masters * (1 - stepped),
+        optimizer=timeline.optimizer * (1 - stepped),
+        masters=timeline.masters * (1 - stepped),
         activations=moment.activations - saved,
-        on_host=stepped * (states + course.parameters + course.gradients)
-        + shares.activation_offload * course.in_blocks,
+        on_host=stepped * (states + timeline.parameters + timeline.gradients)
+        + shares.activation_offload * timeline.in_blocks,
         stepped=stepped,
     )
 

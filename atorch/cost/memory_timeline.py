@@ -136,7 +136,7 @@ def micro_batch_share(cost: Cost) -> float:
     return cost.batch_size / cost.num_micro_batches / cost.traced_batch
 
 
-def courses_of(cost: Cost, stages: Iterable[StageCost]) -> list[StageMemory]:
+def timelines_of(cost: Cost, stages: Iterable[StageCost]) -> list[StageMemory]:
     """Live bytes on each of some stages during a step."""
     whole = micro_batch_share(cost) * cost.activation_scale
     scale = whole / (cost.sequence * cost.context)
@@ -145,11 +145,11 @@ def courses_of(cost: Cost, stages: Iterable[StageCost]) -> list[StageMemory]:
     # backward before the stage is full, all gradients exist at the peak.
     least = math.inf if cost.grads_persist else cost.num_micro_batches
     piece = 1.0 / cost.interleave
-    return [_course(terms, stage, stage.in_flight >= least, piece) for stage in stages]
+    return [_timeline(terms, stage, stage.in_flight >= least, piece) for stage in stages]
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _course(terms: Terms, stage: StageCost, appear: bool, piece: float) -> StageMemory:
+def _timeline(terms: Terms, stage: StageCost, appear: bool, piece: float) -> StageMemory:
     copies = [(segment.is_block, number, _copy(terms, segment)) for segment, number in stage.parts]
     params = state = trained = 0.0
     for _, number, copy in copies:

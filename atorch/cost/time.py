@@ -10,11 +10,11 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost.comm import (
     EXPERT_AXIS,
     LinkGroup,
-    beside_share,
     boundary_bytes,
     group_of,
     group_of_neighbours,
     of_copy,
+    overlapped_share,
     rounds_of,
 )
 from atorch.cost.comm.offload import host_time
@@ -221,7 +221,7 @@ class StepTimes:
             seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
             hiding = comm.overlap * seconds
             if comm.axis == ("tensor",):
-                hiding = min(hiding, computed.matmul_s * beside_share(cost, segment, comm.overlap))
+                hiding = min(hiding, computed.matmul_s * overlapped_share(cost, segment, comm.overlap))
                 overlapped += hiding
             exposed += seconds - hiding + (1.0 - comm.overlap) * comm.count * rounds_of(comm.kind) * late_s
             hidden += hiding
@@ -316,14 +316,14 @@ def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, totals: _Total
         exposed += max(0.0, hidden - matmul - traffic - launch)
         total = matmul + traffic + launch + exposed
     else:
-        exposed += beside_computing(hidden, matmul + traffic)
+        exposed += slowdown_of_hidden(hidden, matmul + traffic)
         total = ((matmul + traffic + exposed) ** SHARPNESS + launch**SHARPNESS) ** (1 / SHARPNESS)
     computing = max(matmul + traffic, total - exposed)  # rounding may make the difference too small
     work = _Copy(matmul, traffic, launch, exposed, hidden, inside, between, params, dense, experts, added)
     return _MicroBatch(work, computing, exposed, computing + exposed)
 
 
-def beside_computing(sending_s: float, computing_s: float) -> float:
+def slowdown_of_hidden(sending_s: float, computing_s: float) -> float:
     """Seconds that communication adds to the computing that hides it on a GPU.
 
     Communication kernels take multiprocessors and memory bandwidth from computing kernels.
@@ -364,7 +364,7 @@ def _end_seconds(
         waited = max(0.0, unfilled * in_backward * earlier)
         hiding = max(0.0, share * totals.once.hidden_s - backward - waiting)
         if cluster.device.type == "cuda":
-            hiding = beside_computing(share * totals.once.hidden_s, backward + waiting)
+            hiding = slowdown_of_hidden(share * totals.once.hidden_s, backward + waiting)
         exposed = share * totals.once.exposed_s + hiding
         optimizer = optimizer_s * kept_elements(micro.work.dense, micro.work.experts, cost.optim_shards, cost.expert)
         if exposed + optimizer - waited > longest:

@@ -91,7 +91,7 @@ class Uncertainty:
         """The standard deviation s of one plan's error, a logarithm."""
         return math.sqrt(OWN**2 + self._variance(shares))
 
-    def apart(self, one: Shares, other: Shares) -> float:
+    def of_difference(self, one: Shares, other: Shares) -> float:
         return math.sqrt(2 * OWN**2 + self._variance([mine - yours for mine, yours in zip(one, other, strict=True)]))
 
     def of_kind(self, kind: str, one: Shares, other: Shares) -> float:

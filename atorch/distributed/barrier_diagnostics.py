@@ -31,7 +31,7 @@ class Arrivals:
         """The ranks that have arrived less often than this process."""
         return [rank for rank in self.ranks if self.store.add(f"{self.place}/{rank}", 0) < self.number]
 
-    def told(self) -> str:
+    def message(self) -> str:
         missing, here = self.missing(), f"{self._call} is called on rank {dist.get_rank()}"
         return f"{here} but not on {listed(missing)}; call it on all together" if missing else here
 

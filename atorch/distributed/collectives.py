@@ -129,7 +129,7 @@ def all_or_none(work: Callable[[], T], group: dist.ProcessGroup | None = None) -
     try:
         result = work()
     except Exception as error:  # also what users' code raises: no rank may be left waiting
-        first_not_none((_kind(error), _told(error)), group)
+        first_not_none((_kind(error), _message(error)), group)
         raise
     failure: tuple[int, tuple[str, str]] | None = first_not_none(None, group)
     if failure is not None:
@@ -176,7 +176,7 @@ def call_on_all_ranks(
         facts = {**given(), **facts}
     except Exception as raised:
         error = error or raised
-    failure = None if error is None else (_kind(error), _told(error))
+    failure = None if error is None else (_kind(error), _message(error))
     digests = {name: digest(part) for name, part in facts.items()}
     ranks = _ranks(group)
     with nullcontext() if is_frequent else _naming_the_missing(call, group):
@@ -226,8 +226,8 @@ def checked_barrier(
             arrivals.store.wait([all_here], patience)
             return
         except RuntimeError:  # stores raise different kinds of it on a time-out
-            logger.warning("%s (this process waits for them)", arrivals.told(), extra=OF_THIS_RANK)
-    raise ArgumentError(arrivals.told())
+            logger.warning("%s (this process waits for them)", arrivals.message(), extra=OF_THIS_RANK)
+    raise ArgumentError(arrivals.message())
 
 
 @contextmanager
@@ -237,9 +237,9 @@ def _naming_the_missing(call: str, group: dist.ProcessGroup | None) -> Iterator[
     if group is None or not is_distributed() or is_fake_world():
         yield
         return
-    arrivals = Arrivals(call, "door", group)
+    arrivals = Arrivals(call, "barrier", group)
 
-    with warn_after(lambda: f"{arrivals.told()} (this process waits for them)"):
+    with warn_after(lambda: f"{arrivals.message()} (this process waits for them)"):
         yield
 
 
@@ -381,5 +381,5 @@ def _kind(error: Exception) -> str:
     return next(names, ArgumentError.__name__)
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, AtorchError) else f"{type(error).__name__}: {error}"

@@ -149,7 +149,7 @@ def _parts(name: str, value: Any, depth: int, bound: bool) -> Iterator[tuple[str
 
 
 def _items(name: str, value: Any, bound: bool) -> list[tuple[str, Any]] | None:
-    """The items of a container, one level down, with their places; None where `value` is no container."""
+    """The items of a container, one level down, with their places; None where `value` is not a container."""
     if isinstance(value, functools.partial):
         arguments = [*enumerate(value.args), *value.keywords.items()] if bound else []
         return [(name, value.func), *((f"{name}'s argument {key!r}", item) for key, item in arguments)]

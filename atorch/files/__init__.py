@@ -1,6 +1,6 @@
 """Files read and written safely by user-given paths: bounded reads of regular files, and atomic writes.
 
-A path may name a pipe or a device: a read could block for ever, and a replacement would destroy it. So only regular
+A path may name a pipe or a device: a read could block forever, and a replacement would destroy it. So only regular
 files are read or replaced. Links are followed, and stay links.
 """
 
@@ -120,11 +120,11 @@ def _reporting(path: AnyPath, kind: FileKind, done: Literal["read", "written"]) 
     try:
         quoted, has_nul = shown(os.fspath(path)), b"\0" in os.fsencode(path)
     except TypeError:
-        raise kind.error(f"{shown(path)} is no path; give the path of a {kind.name}") from None
+        raise kind.error(f"{shown(path)} is not a path; give the path of a {kind.name}") from None
     except UnicodeEncodeError as error:
-        raise kind.error(f"{shown(path)} is no file name: {error}") from None
+        raise kind.error(f"{shown(path)} is not a file name: {error}") from None
     if has_nul:
-        raise kind.error(f"{quoted} is no file name: it holds a NUL")
+        raise kind.error(f"{quoted} is not a file name: it holds a NUL")
     try:
         yield quoted
     except OSError as error:

@@ -30,11 +30,11 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
-        for key in given if isinstance(given, Mapping) else ():
+    def _known(cls, config: Any) -> Any:
+        for key in config if isinstance(config, Mapping) else ():
             if key not in cls.model_fields:
                 raise ValueError(f"there is no key {shown(key)} here; {near_miss(str(key), cls.model_fields)}")
-        return given
+        return config
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | Section | None) -> Self:

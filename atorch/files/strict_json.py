@@ -137,7 +137,7 @@ class _Reader:
         plain: dict[str, Json] = {}
         for key, value in members:
             if not isinstance(key, str):
-                raise self._error(f"the key {shown(key)} is no string")
+                raise self._error(f"the key {shown(key)} is not a string")
             self._string(key, "a key of ")
             self._path.append(key)
             if key in plain:
@@ -157,7 +157,7 @@ class _Reader:
                 raise self._error(f"an integer beyond ±{MAX_INTEGER}, more than any that is meant")
             return int(value)
         if math.isnan(value) or (math.isinf(value) and not self.form.allows_infinity):
-            raise self._error(f"{value!r} is no JSON number; write a finite one, or null")
+            raise self._error(f"{value!r} is not a JSON number; write a finite one, or null")
         return float(value)
 
     def _string(self, text: str, what: str = "") -> str:

@@ -49,7 +49,7 @@ def _why(error: Exception) -> str:
     text = str(error)
     match = re.search(r"unsupported (?:global: )?GLOBAL (\S+)", text, re.IGNORECASE)
     if match is not None:
-        return f"it holds {match[1]}, which is no plain data"
+        return f"it holds {match[1]}, which is not plain data"
     _, _, inner = text.partition("WeightsUnpickler error:")
     lines = [line.strip() for line in (inner or text).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -275,7 +275,7 @@ def _refuse_attributes(model: nn.Module) -> None:
             hidden = next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and is_meta(leaf)), None)
             if hidden is not None:
                 other = names.get(id(hidden))
-                what = "that is no parameter and no buffer" if other is None else f"which is {other} by another road"
+                what = "that is neither a parameter nor a buffer" if other is None else f"which is {other} elsewhere"
                 raise ArgumentError(
                     f"{f'{path}.{name}' if path else name} of {type(model).__name__} is a tensor on the meta device "
                     f"{what}, and would not be given values; give the model on a real device, or make it a buffer"

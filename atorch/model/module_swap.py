@@ -147,12 +147,12 @@ def recast(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
 
     For replacements that compute the same from the same state. The constructor of `cls` does not run.
     """
-    twin = cls.__new__(cls)
+    clone = cls.__new__(cls)
     # Containers are copied one level deep, so a later change of one module's children does not affect the other. Hook
     # tables are shared on purpose: users' handles refer to them.
     state = {k: v.copy() if isinstance(v, dict) and not _is_hooks(k) else v for k, v in vars(module).items()}
-    twin.__dict__.update(state)
-    return twin
+    clone.__dict__.update(state)
+    return clone
 
 
 def post_order(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Module, list[ModuleSlot]]]:

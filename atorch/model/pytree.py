@@ -32,10 +32,10 @@ def map_leaves(change: LeafFn, data: Any, place: str = "batch") -> Any:
         items = [map_leaves(change, item, f"{place}[{index}]") for index, item in enumerate(data)]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        twin = copy.copy(data)
+        clone = copy.copy(data)
         for name in (field.name for field in dataclasses.fields(data)):
-            object.__setattr__(twin, name, map_leaves(change, getattr(data, name), f"{place}.{name}"))
-        return twin
+            object.__setattr__(clone, name, map_leaves(change, getattr(data, name), f"{place}.{name}"))
+        return clone
     return change(data, place)
 
 
@@ -86,10 +86,10 @@ def refilled(data: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     """A mapping of the class of `data` with the items of `changed`."""
     if type(data) is dict or not isinstance(data, MutableMapping):
         return changed
-    twin = copy.copy(data)
+    clone = copy.copy(data)
     for key, value in changed.items():
-        twin[key] = value
-    return twin
+        clone[key] = value
+    return clone
 
 
 def batch_size(batch: Any) -> int:

@@ -103,14 +103,14 @@ def tell_depth(model: nn.Module, before: int, repeats: int) -> None:
                     setattr(owner, attribute, repeats)
 
 
-def told_of_all(found: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
+def extended_to_all(found: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
     """JSON data about a model's first blocks, with lists of their names extended to all blocks."""
     if isinstance(found, Mapping):
-        return {key: told_of_all(value, few, all_of_them) for key, value in found.items()}
+        return {key: extended_to_all(value, few, all_of_them) for key, value in found.items()}
     if isinstance(found, (list, tuple)):
-        return (
-            list(all_of_them) if list(found) == list(few) else [told_of_all(item, few, all_of_them) for item in found]
-        )
+        if list(found) == list(few):
+            return list(all_of_them)
+        return [extended_to_all(item, few, all_of_them) for item in found]
     return found
 
 
@@ -287,12 +287,12 @@ def _user_bases(module: nn.Module) -> Iterator[type]:
 T = TypeVar("T")
 
 
-def made_alone(run: Callable[[], T], given: Iterable[Tensor]) -> tuple[T, list[torch.Size]]:
-    """The result of `run`, and the shapes of all tensors that it computes independently of `given`, in order.
+def made_alone(run: Callable[[], T], inputs: Iterable[Tensor]) -> tuple[T, list[torch.Size]]:
+    """The result of `run`, and the shapes of all tensors that it computes independently of `inputs`, in order.
 
     Two runs that differ in the number of tokens alone give equal shapes if the code does not depend on positions.
     """
-    with _IndependentShapes(given) as independent:
+    with _IndependentShapes(inputs) as independent:
         result = run()
     return result, independent.shapes
 

@@ -98,10 +98,10 @@ _OF_WRONG_TYPES = (TypeError, AttributeError, KeyError, IndexError)
 
 
 def scalar_loss(loss_func: LossFunc) -> LossFunc:
-    """`loss_func`; its first result that is no scalar raises there instead of later in backward.
+    """`loss_func`; its first result that is not a scalar raises there instead of later in backward.
 
     Raises:
-        ContradictionError: the loss is no scalar, or the function takes (output, batch).
+        ContradictionError: the loss is not a scalar, or the function takes (output, batch).
     """
 
     has_worked = False

@@ -6,7 +6,7 @@ operation is invisible. Storages that are resized in place, such as FSDP2's gath
 after each operation, once they were detected.
 
 The category of a result depends on the time of its creation. Inside backward, tensors computed with gradients enabled
-are recomputed activations and others are working memory; outside, `born` sets the category. `label` overrides it for
+are recomputed activations and others are working memory; outside, `default_category` sets it. `label` overrides it for
 parameters, gradients and optimizer states. ELSEWHERE marks tensors of simulated processes, which do not count. HOST
 counts separately: tensors labelled HOST keep that label, and so do results computed from them alone.
 
@@ -68,18 +68,18 @@ class LiveBytes(TorchDispatchMode):
         self.now: dict[str, float] = {}
         self._total = self._most = self._most_on_host = 0.0
         self._at_most: dict[str, float] = {}
-        self._born = ACTIVATIONS
+        self._default_category = ACTIVATIONS
         self._held: dict[int, _Entry] = {}
         self._resized: dict[int, _Entry] = {}
 
     @contextmanager
-    def born(self, label: str) -> Iterator[None]:
+    def default_category(self, label: str) -> Iterator[None]:
         """Label tensors that are created inside, but outside of backward, with this category."""
-        before, self._born = self._born, label
+        before, self._default_category = self._default_category, label
         try:
             yield
         finally:
-            self._born = before
+            self._default_category = before
 
     def label(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         """Set the category of these tensors from now on."""
@@ -130,7 +130,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _category(self) -> str:
         in_backward = torch._C._current_graph_task_id() != -1
-        return OTHER if in_backward and not torch.is_grad_enabled() else (ACTIVATIONS if in_backward else self._born)
+        return (
+            OTHER
+            if in_backward and not torch.is_grad_enabled()
+            else (ACTIVATIONS if in_backward else self._default_category)
+        )
 
     def _are_on_host(self, inputs: Any) -> bool:
         """True if all inputs of an operation are on the host, except scalars."""

@@ -4,7 +4,7 @@ The unfused substitute of a scan kernel loops over tokens, and takes minutes at 
 operations at any length, and their reads, writes and FLOPs are at most quadratic in the tokens. So three short samples
 determine them, and a fourth checks the fit. Loops over chunks are fast enough at full length.
 
-Ranks must give all tokens to modules outside of blocks that do not work token by token. `token_local_modules` checks a
+Ranks must give all tokens to modules outside of blocks that do not work token by token. `token_split` checks a
 real split. Here the same is checked on fake tensors: a module runs again on half of the tokens. Its output must be half
 as long, and tensors that it makes by itself must not change.
 """
@@ -32,7 +32,7 @@ _OF_OPERATION = ("moved_bytes", "working_bytes", "data_bytes", "flops", "head_di
 _OF_NODE = ("rows", "inner", "columns", "elements", "left")
 
 
-def foretold(record: Callable[[int], Recorder], length: int) -> Recorder | None:
+def extrapolated(record: Callable[[int], Recorder], length: int) -> Recorder | None:
     """The record of a sample of `length` tokens; None if it has no loop over tokens, or short samples do not fit.
 
     Args:

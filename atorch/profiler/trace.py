@@ -33,7 +33,7 @@ from atorch.profiler.fakes import as_on
 from atorch.profiler.recording import Recorder, TooManyCallsError
 from atorch.profiler.repeated_blocks import Blocks, groups_of_alike
 from atorch.profiler.segments import Ownership, segments_of
-from atorch.profiler.token_dependence import TIMES, UNIT, at_length, foretold, watch_outside
+from atorch.profiler.token_dependence import TIMES, UNIT, at_length, extrapolated, watch_outside
 
 CallModel = Callable[[nn.Module, Any], Any]
 OfLength = tuple[int, Callable[[int], Any]]
@@ -157,7 +157,7 @@ def _of_length(job: _Job, groups: Sequence[Sequence[str]]) -> tuple[_Job, Record
     except TooManyCallsError:
         logger.info("the model calls more than %d operations in a block; shorter samples are traced", MAX_CALLS)
     try:
-        recorder = foretold(lambda size: _once(replace(job, batch=make(size)), groups), length)
+        recorder = extrapolated(lambda size: _once(replace(job, batch=make(size)), groups), length)
         if recorder is not None:
             return replace(job, is_short=True), recorder, True
     except Exception as error:  # a user's model may fail in any way on a short sample

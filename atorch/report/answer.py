@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from atorch.report.figures import (
     PlanData,
@@ -35,9 +41,6 @@ from atorch.report.figures import (
 from atorch.report.text import Sized, table
 from atorch.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 Answers = Sequence[tuple[str, PlanData | str]]
 """Plans by the name of their cluster; in place of a missing plan, the reason in words."""
 
@@ -55,9 +58,6 @@ def answer_report(plan: PlanData, title: str = "", max_rows: int = MAX_ROWS, ver
 
     verbose: also all counterfactuals, and the number of compositions by axis.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     shown = shown_estimates(plan, max_rows)
     parts: list[RenderableType] = [answer_summary(plan, title), "", _spent(plan), _legend(plan)]
     parts += ["", *_runners_up(plan, shown)]
@@ -87,10 +87,6 @@ def _picked(changes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def answer_summary(plan: PlanData, title: str = "") -> RenderableType:
     """The first lines: the choice and its main figures."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -101,8 +97,6 @@ def answer_summary(plan: PlanData, title: str = "") -> RenderableType:
 
 def _spent(plan: PlanData) -> RenderableType:
     """The choice's bytes and seconds by category, side by side if there is room."""
-    from rich.table import Table
-
     estimate = plan["estimate"]
 
     def drawn(width: int) -> RenderableType:
@@ -119,9 +113,6 @@ def _spent(plan: PlanData) -> RenderableType:
 
 def _shares(title: str, values: Mapping[str, float], whole: float, form: Any, width: int) -> RenderableType:
     """Every category with its figure and a bar, in `width` columns; a full bar is `whole`."""
-    from rich.table import Table
-    from rich.text import Text
-
     grid = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 1, 0, 0))
     grid.add_column(min_width=12, no_wrap=True)
     grid.add_column(justify="right", min_width=9, no_wrap=True)
@@ -138,8 +129,6 @@ def _shares(title: str, values: Mapping[str, float], whole: float, form: Any, wi
 
 def _legend(plan: PlanData) -> RenderableType:
     """A legend of the categories, and the bytes that the allocator reserves in addition."""
-    from rich.text import Text
-
     estimate = plan["estimate"]
     memory, seconds = held(estimate["memory"]), estimate["time"]
     named = [name for name, size in memory.items() if size > NOTHING * plan["memory_bytes"]]
@@ -165,8 +154,6 @@ def _runners_up(plan: PlanData, shown: Sequence[tuple[str, PlanData]]) -> Iterat
 
 def _why_not(rejected: Sequence[Mapping[str, Any]], max_rows: int | None) -> Iterator[RenderableType]:
     """The fastest rejected compositions of each reason, and the number of others."""
-    from rich.text import Text
-
     of_reason = Counter[str]()
     turns = []  # the first of every reason, then the second
     for entry in sorted(rejected, key=step_of):
@@ -193,32 +180,24 @@ def _all_with(shared: Sequence[str]) -> str:
 
 def _listed(title: str, lines: Iterable[str]) -> RenderableType:
     """Lines under a title; a line that is longer than the width continues indented."""
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
     return Group(Text(title, style="italic"), *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
 
 
-def beside_report(answers: Answers, title: str = "") -> RenderableType:
+def clusters_report(answers: Answers, title: str = "") -> RenderableType:
     """Plans of one job for several clusters as a rich renderable, with as many in a table as there is room for."""
-    from rich.console import Group
-    from rich.text import Text
-
     fastest = max(rate(answer) for _, answer in answers)
+    plans = [answer for _, answer in answers if not isinstance(answer, str)]
+    notes = [Text(f"Note: {note}.") for note in dict.fromkeys(note for plan in plans for note in plan.get("notes", ()))]
 
     def drawn(width: int) -> RenderableType:
         number = max(1, (width - NAMES) // EACH)
         parts = (_columns(answers[start : start + number], fastest) for start in range(0, len(answers), number))
-        return Group(Text(title, style="dim", no_wrap=True, overflow="ellipsis"), *parts)
+        return Group(Text(title, style="dim", no_wrap=True, overflow="ellipsis"), *parts, *notes)
 
     return Sized(drawn)
 
 
 def _columns(answers: Answers, fastest: float) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     drawn.add_column("", no_wrap=True, style="dim")

@@ -13,7 +13,7 @@ from atorch.units import format_bytes, format_count, format_seconds
 CATEGORIES: Mapping[str, str] = {
     "masters": "fp32 copies of 16-bit parameters",
     "transient": "gathered parameters, whole gradients, what the optimizer's step needs",
-    "working": "what one operation needs beside what is saved",
+    "working": "what one operation needs in addition to what is saved",
     "matmul": "products and attention",
     "traffic": "operations that only move bytes, such as norms",
     "launch": "waiting for operations to be launched",
@@ -73,7 +73,6 @@ def left_out(rejected: Iterable[Mapping[str, Any]]) -> str:
 PlanData = Mapping[str, Any]
 
 SLACK = "slack"  # the category of bytes that an allocator reserves in addition to those of tensors
-NARROW = "it fits by less than the estimate of its memory may be off"
 ALIKE = 0.0005  # of a step's seconds: smaller differences are not shown
 
 
@@ -142,7 +141,7 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
 def remarks(plan: PlanData) -> Iterator[tuple[str, str]]:
     """(name, words) of the certainty of the choice, and of the search."""
     if plan.get("fits_narrowly"):
-        yield "room", f"{NARROW}; --reserve leaves more"
+        yield "room", "it fits, but by less than the error of the memory estimate; raise --reserve to leave more"
     if plan.get("near_ties"):
         yield "ties", ties(plan["near_ties"])
     if plan.get("decisive"):
@@ -175,19 +174,19 @@ def _with_one_unit(low: float, word: str, high: float) -> str:
 def ties(near: Sequence[Mapping[str, Any]]) -> str:
     """The number of compositions that the estimate ranks as equal, and their chance to be faster."""
     chances = [candidate["chance"] for candidate in near if candidate.get("chance") is not None]
-    likeliest = f"; the likeliest of them is faster with a chance of {max(chances):.0%}" if chances else ""
-    others = "1 other" if len(near) == 1 else f"{len(near)} others"
-    return f"the estimate cannot tell it from {others}{likeliest}"
+    likeliest = f"; chance that the likeliest is faster: {max(chances):.0%}" if chances else ""
+    others = "1 alternative is" if len(near) == 1 else f"{len(near)} alternatives are"
+    return f"{others} within the estimate's error{likeliest}"
 
 
 def measuring(plan: PlanData, entry: Mapping[str, Any]) -> str:
-    """The saving by a measurement, in words."""
-    saves = f"saves {entry['saves']:.1%} of a step on average"
+    """A measurement to decide between near ties, and its expected gain."""
+    gain = f"expected gain {entry['saves']:.1%} of a step"
     if entry.get("strategy") is None:
-        return f"atorch calibrate, for {shown_work(entry['kind'])}, {saves}"
+        return f"run atorch calibrate, for {shown_work(entry['kind'])}: {gain}"
     shared = shared_methods((plan["strategy"], entry["strategy"]))
     differing = [method for method in entry["strategy"] if method not in shared]
-    return f"five steps of it and of {composition(differing) if differing else 'the same without'} {saves}"
+    return f"time five steps of this and of {composition(differing) if differing else 'the same without'}: {gain}"
 
 
 def _paces(estimate: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

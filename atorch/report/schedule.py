@@ -95,7 +95,7 @@ def timeline(order: Sequence[Sequence[PassId]]) -> Timeline:
         if len(done) < len(passes):
             kind, stage, micro_batch = passes[len(done)]
             raise StrategyError(
-                f"process {process} waits for ever to do {kind} of micro-batch {micro_batch} on stage {stage}; order "
+                f"process {process} waits forever to do {kind} of micro-batch {micro_batch} on stage {stage}; order "
                 "every pass after those that it needs"
             )
     return Timeline(placed)

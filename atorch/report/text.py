@@ -13,14 +13,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from atorch.report.figures import PlanData, composition, left_out
+from rich import progress
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from atorch.report.figures import PlanData, composition, left_out, shared_methods
 from atorch.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-
 
 NARROW = 64  # columns below which the rows of a table become lines
 
@@ -46,8 +49,6 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Siz
 
 
 def _drawn(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
 
     drawn = Table(title=title, title_justify="left", show_header=any(head))
     for name in head:
@@ -62,10 +63,6 @@ def _drawn(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Re
 
 def _lines(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     """Each row as a line of its figures, with the cells that fold below it."""
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
     parts: list[RenderableType] = [Text(title, style="italic")]
     for row in rows:
         short = [cell for name, cell in zip(head, row, strict=True) if cell and (not name or name.startswith(">"))]
@@ -84,10 +81,8 @@ _ORDER = ("slower", "failed", "time", "memory", "refused", "hardware", "not run"
 
 def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableType:
     """The plan as a rich renderable; `max_rows` of the why-not table, None for all."""
-    from rich.console import Group
-    from rich.text import Text
-
-    common = _common(plan)
+    others = (entry["strategy"] for entry in plan["rejected"] if entry["why"] != "hardware")
+    common = shared_methods((plan["strategy"], *others))
     parts: list[RenderableType] = [plan_summary(plan)]
     if common:
         parts.append(Text(f"In every composition: {' + '.join(common)}"))
@@ -99,9 +94,6 @@ def plan_report(plan: PlanData, max_rows: int | None = MAX_ROWS) -> RenderableTy
 
 def plan_summary(plan: PlanData) -> RenderableType:
     """The choice, its estimate and measurement, and its effect on the numbers."""
-    from rich.console import Group
-    from rich.text import Text
-
     parts: list[RenderableType] = [Text(f"Chosen: {composition(plan['strategy'])}", style="bold")]
     parts.append(Text(steps(plan)))
     if plan.get("numbers"):
@@ -110,9 +102,9 @@ def plan_summary(plan: PlanData) -> RenderableType:
     return Group(*parts)
 
 
-def show_plan(plan: PlanData, max_rows: int | None = MAX_ROWS, console: Console | None = None) -> None:
-    """Write the plan to the console, by default standard error."""
-    (console or _standard_error()).print(plan_report(plan, max_rows))
+def show_plan(plan: PlanData) -> None:
+    """Write the plan to standard error."""
+    _standard_error().print(plan_report(plan))
 
 
 def show_rejections(rejected: Rejections, max_rows: int | None = MAX_ROWS, console: Console | None = None) -> None:
@@ -123,8 +115,6 @@ def show_rejections(rejected: Rejections, max_rows: int | None = MAX_ROWS, conso
 
 
 def _standard_error() -> Console:
-    from rich.console import Console
-
     return Console(stderr=True, highlight=False)
 
 
@@ -154,7 +144,7 @@ def _baseline(plan: PlanData) -> str:
         return ""
     methods = _shown(baseline["strategy"], ()) or "plain training"
     if baseline["strategy"] == plan["strategy"]:
-        return "That is the baseline; nothing was surely faster.\n"
+        return "That is the baseline; nothing was clearly faster.\n"
     basis = "measured" if baseline["measured"] is not None else "expected, not measured"
     step = f"{format_seconds(baseline['expected_s'])} ({basis})"
     return f"Baseline: {methods}, {step}; the choice takes {baseline['gain']:.0%} less.\n"
@@ -182,16 +172,9 @@ def _sorted(rejected: Rejections) -> list[Mapping[str, Any]]:
 
 
 def _left_out(rejected: Rejections, max_rows: int | None) -> list[RenderableType]:
-    from rich.text import Text
 
     rest = [] if max_rows is None else _sorted(rejected)[max_rows:]
     return [Text(left_out(rest), style="dim")] if rest else []
-
-
-def _common(plan: PlanData) -> list[str]:
-    """Methods that all compositions share, which rows omit."""
-    compositions = [plan["strategy"], *(entry["strategy"] for entry in plan["rejected"] if entry["why"] != "hardware")]
-    return [name for name in plan["strategy"] if len(compositions) > 1 and all(name in other for other in compositions)]
 
 
 def _shown(strategy: Sequence[str], common: Sequence[str]) -> str:
@@ -232,8 +215,6 @@ def _report(what: str, is_over: threading.Event, began: float, after_s: float) -
             out.flush()
             if is_over.wait(AGAIN_S):
                 return
-    from rich.console import Console
-    from rich.text import Text
 
     with Console(stderr=True).status("") as status:
         while True:
@@ -264,9 +245,6 @@ def line(state: Progress) -> str:
 @contextmanager
 def search_progress(console: Console | None = None, *, verbose: bool = False) -> Iterator[Callable[[Progress], None]]:
     """A function that shows each state, by default on standard error; `verbose` adds lines to the bar."""
-    from rich import progress
-    from rich.markup import escape
-
     console = console or _standard_error()
     if not console.is_terminal:
         yield lambda state: console.print(line(state), markup=False, soft_wrap=True)

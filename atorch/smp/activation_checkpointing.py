@@ -218,12 +218,12 @@ def size_of(strategy: str) -> int | None:
     )
 
 
-def check_module(door: str, module: object) -> None:
-    """Raise ArgumentError unless `module` is a module with a forward; `door` is the caller's name."""
+def check_module(caller: str, module: object) -> None:
+    """Raise ArgumentError unless `module` is a module with a forward; `caller` is the caller's name."""
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"{door} was given {shown(module)}; give a module, not a function or a class")
+        raise ArgumentError(f"{caller} was given {shown(module)}; give a module, not a function or a class")
     if "forward" not in vars(module) and inspect.unwrap(type(module).forward) is nn.Module.forward:
         raise ArgumentError(
-            f"{door} was given a {type(module).__name__}, which has no forward that could run again; call it for each "
-            "of the modules inside"
+            f"{caller} was given a {type(module).__name__}, which has no forward that could run again; call it for "
+            "each of the modules inside"
         )

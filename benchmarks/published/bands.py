@@ -61,7 +61,7 @@ class Bands:
         """The sigma of each run."""
         return spread_of(np.asarray(list(self.sigma.values())), np.asarray(shares), OWN)
 
-    def apart(self, one: Shares, other: Shares) -> float:
+    def of_difference(self, one: Shares, other: Shares) -> float:
         """The sigma of the difference of two runs' errors, without each run's own part."""
         squares = [(self.sigma[kind] * (x - y)) ** 2 for kind, x, y in zip(KINDS, one, other, strict=True)]
         return math.sqrt(sum(squares))
@@ -149,7 +149,7 @@ def pairs_of(runs: Sequence[Run], bands: Bands) -> list[Pair]:
         for one, other in combinations(first, 2):
             mine, yours = by_name[one.row_id], by_name[other.row_id]
             slower = math.log(_pace(other) / _pace(one))
-            spread = bands.apart(mine.shares, yours.shares)
+            spread = bands.of_difference(mine.shares, yours.shares)
             pairs.append(Pair(slower, spread, slower + yours.error - mine.error < 0, 1.0))
     return [pair._replace(says=1 / len(pairs)) for pair in pairs]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from atorch.auto.capacity_search import largest, sized, smallest_cluster
+from atorch.auto.plan_for_cluster import largest, sized, smallest_cluster
 from atorch.cluster.spec import ClusterSpec
 from atorch.errors import NoFeasiblePlanError
 

@@ -361,8 +361,8 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         (Parent, {"param_init_fn": "normal"}, "is a function"),
         (Parent, {"param_init_fn": lambda module: None}, "param_init_fn does not write it"),
         (Parent, {"load_strategy": None, "empty_init": True, "param_init_fn": None}, "a search takes real steps"),
-        (Parent, {"load_strategy": None, "included": ["sequence_parallel"]}, "sequence_parallel tries itself"),
-        (Parent, {"load_strategy": ["sequence_parallel"]}, "sequence_parallel tries itself"),
+        (Parent, {"load_strategy": None, "included": ["sequence_parallel"]}, "sequence_parallel needs their values"),
+        (Parent, {"load_strategy": ["sequence_parallel"]}, "sequence_parallel needs their values"),
         (lambda: nn.Linear(2, 2, device="cpu"), {"empty_init": True}, "has values"),
     ],
 )

@@ -200,6 +200,15 @@ def test_what_asks_for_values_is_made_for_real_and_that_is_said(kind, is_traced,
     assert "the model is made for real" in caplog.text
 
 
+def test_an_optimizer_that_exists_already_is_planned_as_its_class():
+    model = nn.Linear(8, 8)
+    kinds = (torch.optim.Adam, torch.optim.Adam(model.parameters()))
+    made = [subject_of(model, torch.zeros(4, 8), FOUR, optim_func=kind, loss_func=loss_func) for kind in kinds]
+    assert made[0].profile == made[1].profile
+    with pytest.raises(ArgumentError, match="that the model does not have"):
+        subject_of(nn.Linear(8, 8), torch.zeros(4, 8), FOUR, optim_func=kinds[1], loss_func=loss_func)
+
+
 def test_a_profile_is_taken_as_it_is_and_no_batch():
     profile = subject_of(Plain(), BATCH, CLUSTER).profile
     assert subject_of(profile, None, CLUSTER).profile is profile

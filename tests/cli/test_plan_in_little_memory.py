@@ -34,7 +34,7 @@ MODELS = {
 def test_a_plan_takes_little_memory(name, tmp_path):
     config, cluster, batch = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "atorch.cli", "plan", "--model", str(tmp_path / "config.json"), "--seq", "8192"]
+    command = [sys.executable, "-m", "atorch", "plan", "--model", str(tmp_path / "config.json"), "--seq", "8192"]
     command += ["--cluster", cluster, "--batch", str(batch), "--json", str(tmp_path / "plan.json")]
     with open(tmp_path / "said", "w") as said:
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, preexec_fn=limited)

@@ -128,7 +128,7 @@ def test_a_name_is_read_as_people_write_it(written, nodes, devices, device):
         ("L4", {"num_nodes": 0}, "num_nodes is 0; it is a whole number"),
         ("mine.json", {}, "there is no cluster file .*mine.json"),
         ("L4", {"overrides": {"intra_node.bandwith": 1e9}}, "unknown intra_node.bandwith; did you mean 'bandwidth'"),
-        ("L4", {"overrides": {"device.name.first": 1}}, "overrides has 'device.name.first', and 'name' is no object"),
+        ("L4", {"overrides": {"device.name.first": 1}}, "has 'device.name.first', and 'name' is not an object"),
         ("L4", {"overrides": {"device.memory_gib": "much"}}, "device.memory_gib = 'much'"),
     ],
 )

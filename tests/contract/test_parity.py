@@ -52,7 +52,7 @@ REFUSED = {
 } | {
     frozenset(("amp_native", "half")): "one slot: both choose the precision of the matmuls",
     frozenset(("chunk", "fp8")): "fp8's layers keep every weight for backward, so that no chunk could leave",
-    frozenset(("chunk", "pipeline_parallel")): "a pass is foreseen of a whole model",
+    frozenset(("chunk", "pipeline_parallel")): "a pass of the whole model is traced",
     frozenset(("chunk", "offload")): "parameters that wait on the host are chunk's business",
     frozenset(("chunk", "cross_entropy")): "the head's weight is away when logits are computed",
     frozenset(("cross_entropy", "tensor_parallel")): "losses are taken of each process's classes",

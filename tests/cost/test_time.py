@@ -32,7 +32,8 @@ OTHERS = {
     "segments": (replace(BLOCK, num_ops=1000), HEAD), "in_half": (BLOCK, HEAD), "in_autocast": (BLOCK, HEAD),
     "axes": AXES | {"data": 2, "zero": 2}, "schedule": "gpipe",
     "dtype": "bfloat16", "recompute_keeps": "selective", "comm": (), "device_bytes": 1e9,
-    "attention": "written", "fp8": "tensorwise", "fp8_sent": "blocks", "attention_kernel": "flash3", "tensor_beside": "chunks",
+    "attention": "written", "fp8": "tensorwise", "fp8_sent": "blocks", "attention_kernel": "flash3",
+    "tensor_beside": "chunks",
 }  # fmt: skip
 
 

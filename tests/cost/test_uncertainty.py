@@ -80,10 +80,10 @@ def test_what_is_known_less_well_is_expected_to_take_longer():
 def test_plans_differ_by_the_kinds_of_which_they_have_different_shares():
     found = Uncertainty(CLUSTER)
     sharded, split = found.shares(SHARDED), found.shares(SPLIT)
-    assert found.apart(sharded, sharded) == pytest.approx(OWN * math.sqrt(2))
-    assert found.apart(sharded, split) == found.apart(split, sharded)
+    assert found.of_difference(sharded, sharded) == pytest.approx(OWN * math.sqrt(2))
+    assert found.of_difference(sharded, split) == found.of_difference(split, sharded)
     apart = math.hypot(OWN * math.sqrt(2), *(found.of_kind(kind, sharded, split) for kind in KINDS))
-    assert found.apart(sharded, split) == pytest.approx(apart)
+    assert found.of_difference(sharded, split) == pytest.approx(apart)
 
 
 def test_a_cluster_that_knows_better_has_narrower_bands_of_what_it_knows():

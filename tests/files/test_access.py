@@ -1,4 +1,4 @@
-"""Files: what is no ordinary one is refused both ways and at once, and what is written is whole or not there."""
+"""Files: what is not an ordinary one is refused both ways and at once, and what is written is whole or not there."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_the_system_makes_up_can_be_read() -> None:
 def test_what_cannot_be_read_is_told(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for use in (lambda: read_bytes(path, KIND), lambda: check_source(path, KIND)):
-        with pytest.raises(ArgumentError, match="there is no note|cannot be read|is no file name"):
+        with pytest.raises(ArgumentError, match="there is no note|cannot be read|is not a file name"):
             use()
 
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_written_is_told(path: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     for use in (lambda: write(path, "text", KIND), lambda: check_target(path, KIND)):
-        with pytest.raises(ArgumentError, match="cannot be written|is no file name"):
+        with pytest.raises(ArgumentError, match="cannot be written|is not a file name"):
             use()
     assert [each.name for each in tmp_path.iterdir()] == ["loop"]
 
@@ -113,7 +113,7 @@ def test_what_is_no_path_is_told(path: object) -> None:
         lambda: write(path, "text", KIND),  # type: ignore[arg-type]
         lambda: check_target(path, KIND),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ArgumentError, match="is no path; give the path of a note"):
+        with pytest.raises(ArgumentError, match="is not a path; give the path of a note"):
             use()
 
 

@@ -29,7 +29,7 @@ FORM = Format("note", ArgumentError, max_bytes=200, max_depth=3, max_values=10, 
         ('["123456789"]', r"\$\[0\]: a string of 9 characters; one has at most 8"),
         ("[[[[1]]]]", r"\$\[0\]\[0\]\[0\]: nested deeper than 3 levels"),
         ('{"a": 1, "a": 2}', r"\$\.a: the key is there twice"),
-        ("[NaN]", r"\$\[0\]: nan is no JSON number"),
+        ("[NaN]", r"\$\[0\]: nan is not a JSON number"),
         (" " * 201, "more than 200 bytes; a note is smaller"),
         (b"\xff", "byte 0 is not UTF-8"),
     ],
@@ -42,7 +42,7 @@ def test_limits_are_those_of_the_format(text: str | bytes, told: str) -> None:
 def test_infinity_where_it_is_allowed() -> None:
     form = Format("note", ArgumentError, allows_infinity=True)
     assert parse("[0.0, Infinity]", form) == [0.0, float("inf")]
-    with pytest.raises(ArgumentError, match="nan is no JSON number"):
+    with pytest.raises(ArgumentError, match="nan is not a JSON number"):
         parse("[NaN]", form)
 
 
@@ -87,7 +87,7 @@ BAD = [
     (long_text, "more than [0-9,]+ bytes"),
     (written('{"a":' * 50_000 + "1" + "}" * 50_000), "nested deeper than"),
     (written('{"device": 1, "device": 2}'), "the key is there twice"),
-    (written('{"device": NaN}'), "nan is no JSON number"),
+    (written('{"device": NaN}'), "nan is not a JSON number"),
     (written(json.dumps({"device": "a" * 70_000})), "a string of 70,000 characters; one has at most 8,192"),
     (written(f'{{"device": {"9" * 5000}}}'), "a number of 5000 characters"),
     (written(""), "cut short"),

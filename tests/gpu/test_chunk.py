@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atorch.auto.opt_lib.chunk import kept_by_products
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
@@ -73,7 +73,7 @@ def in_chunks(
     """A model with room for a share of its parameters; its budget."""
     model = network()
     compiled = list(repeated_blocks(model)) if is_compiled else []
-    accesses = foreseen(model, rows() if batch is None else batch, loss_of, device_type="cuda", compiled=compiled)
+    accesses = trace_pass(model, rows() if batch is None else batch, loss_of, device_type="cuda", compiled=compiled)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     budget = max(access.other_bytes for access in accesses.accesses) + int(share * parameters)
     operations = chunk(model, accesses, budget, device=torch.device("cuda"), compiled=compiled, **how)
@@ -163,7 +163,7 @@ def test_batches_of_other_lengths() -> None:
 
 def test_an_optimizer_that_is_not_fused() -> None:
     model = network()
-    accesses = foreseen(model, rows(), loss_of, device_type="cuda")
+    accesses = trace_pass(model, rows(), loss_of, device_type="cuda")
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     budget = max(access.other_bytes for access in accesses.accesses) + 2 * parameters
     chunks = chunk(model, accesses, budget, device=torch.device("cuda"), state_bytes=8.0).chunks

@@ -1,4 +1,4 @@
-"""Sizes of micro-batches are tried alone where autograd has threads of its own, and where NCCL would wait for ever."""
+"""Sizes of micro-batches are tried alone where autograd has threads of its own, and where NCCL would wait forever."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
 """What importing costs, and what is public."""
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 
 import atorch
+from tests.house.source import modules
 
 # Imported by the functions that use them. Some of it comes with torch itself: only what atorch adds is counted.
 DEFERRED = (
@@ -39,7 +43,7 @@ def test_the_package_alone_does_not_load_torch():
 
 
 def test_help_does_not_load_torch():
-    command = [sys.executable, "-X", "importtime", "-m", "atorch.cli", "--help"]
+    command = [sys.executable, "-X", "importtime", "-m", "atorch", "--help"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
@@ -59,3 +63,21 @@ def test_public_names_exist():
 
 def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(atorch, "auto_acelerate")
+
+
+def test_what_benchmarks_and_examples_import_is_there():
+    """Inside functions, too: no test runs all of them."""
+    names = [
+        (module.at(node), node.module, alias.name)
+        for module in modules("benchmarks", "examples", "tools")
+        for node, _ in module.nodes(ast.ImportFrom)
+        if (node.module or "").partition(".")[0] == "atorch"
+        for alias in node.names
+    ]
+    assert names
+    lost = [
+        f"{place}: {home}.{name}"
+        for place, home, name in names
+        if not hasattr(import_module(home), name) and find_spec(f"{home}.{name}") is None
+    ]
+    assert not lost

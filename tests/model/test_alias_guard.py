@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from atorch import auto_accelerate
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.auto.planner.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -78,7 +78,7 @@ def traced(model: nn.Module) -> None:
 
 
 def foreseen_by_chunk(model: nn.Module) -> None:
-    foreseen(model, torch.randn(BATCH, WIDTH), loss, device_type="cpu")
+    trace_pass(model, torch.randn(BATCH, WIDTH), loss, device_type="cpu")
 
 
 def searched(model: nn.Module) -> None:
@@ -124,7 +124,7 @@ def test_constants_may_be_read_by_name() -> None:
 def test_parameters_of_others_have_the_gradients_that_they_had() -> None:
     HELD["criterion"] = nn.Linear(WIDTH, 1)
     HELD["criterion"].weight.grad = torch.ones(1, WIDTH)
-    foreseen(nn.Linear(WIDTH, WIDTH), torch.randn(BATCH, WIDTH), judged, device_type="cpu")
+    trace_pass(nn.Linear(WIDTH, WIDTH), torch.randn(BATCH, WIDTH), judged, device_type="cpu")
     assert torch.equal(HELD["criterion"].weight.grad, torch.ones(1, WIDTH))
     assert HELD["criterion"].bias.grad is None
 

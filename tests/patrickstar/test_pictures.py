@@ -106,7 +106,7 @@ def test_one_file_is_drawn_where_it_is_named(tmp_path: Path, capsys: pytest.Capt
     assert main(["visualize", profile, "--output", str(tmp_path / "drawn.gif")]) == 2
     assert "ends in .png" in capsys.readouterr().err
     assert main(["visualize", str(tmp_path / "no profile")]) == 2
-    assert "no file that is there" in capsys.readouterr().err
+    assert "not an existing file" in capsys.readouterr().err
     assert main(["visualize", profile, "--output", str(tmp_path / "nowhere" / "drawn.png")]) == 2
     assert "in no folder" in capsys.readouterr().err
 

@@ -87,7 +87,7 @@ def test_categories_follow_from_when_a_tensor_was_made() -> None:
         hidden.register_hook(lambda gradient: seen.update(live.now))
         (hidden * hidden).sum().backward()
         assert seen[OTHER] >= 1024, "the gradient of the product"
-        with live.born(OTHER):
+        with live.default_category(OTHER):
             temporary = torch.ones(KIB)
         assert live.now[OTHER] == 2 * 1024, "the gradient and what was made now"
         live.label([weight.grad], PARAMETERS)

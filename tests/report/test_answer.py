@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from atorch.report.answer import answer_report, beside_report
+from atorch.report.answer import answer_report, clusters_report
 from atorch.report.figures import headline, nearest_changes, shown_estimates, slower
 from atorch.units import GiB
 from tests.report.answers import answer
@@ -23,7 +23,7 @@ def text_of(plan: dict, width: int = 120, **options: int) -> str:
 
 
 def beside(answers, width: int = 100) -> str:
-    return printed(beside_report(answers, "job"), width)
+    return printed(clusters_report(answers, "job"), width)
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
@@ -50,7 +50,7 @@ def test_narrow_fits_sizes_of_two_units_categories_and_markup():
     plan["estimate"]["time"] |= {"launch": 0.0, "traffic": 1.0}
     plan["rejected"][0]["reason"] = "[bold]layers[0][/bold] is too large"
     told = " ".join(text_of(plan).split())
-    assert "room it fits by less than the estimate of its memory may be off; --reserve leaves more" in told
+    assert "room it fits, but by less than the error of the memory estimate; raise --reserve to leave more" in told
     assert "(998 MiB to 1.1 GiB)" in told
     assert "traffic: operations that only move bytes" in told
     assert "launch" not in told, "it takes nothing"
@@ -137,6 +137,8 @@ def test_every_cluster_has_a_column():
     assert rows["MFU"].split()[1] == "10.0%"
     assert rows["… a device"].split()[3] == "1"
     assert "nothing fits:" in rows["step"]
+    noted = [(name, {**slow(), "notes": ["no expert parallelism"]}) for name in "AB"]
+    assert beside(noted).count("Note: no expert parallelism.") == 1
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -82,7 +82,7 @@ def test_an_order_that_waits_for_itself_is_refused() -> None:
         [("forward", 0, 0), ("backward", 0, 0), ("forward", 0, 1), ("backward", 0, 1)],
         [("forward", 1, 0), ("forward", 1, 1), ("backward", 1, 0), ("backward", 1, 1)],
     ]
-    with pytest.raises(StrategyError, match="process 0 waits for ever to do backward of micro-batch 0 on stage 0"):
+    with pytest.raises(StrategyError, match="process 0 waits forever to do backward of micro-batch 0 on stage 0"):
         timeline(order)
 
 

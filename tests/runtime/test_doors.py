@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
@@ -67,7 +67,7 @@ def shards(case: str, other: bool) -> Any:
 
 def chunks(case: str, other: bool) -> Any:
     model, batch = Net(8 if other and case == "model" else 4), torch.zeros(3, 4)
-    known = foreseen(model, batch, lambda model, batch: model(batch).sum(), device_type="cpu")
+    known = trace_pass(model, batch, lambda model, batch: model(batch).sum(), device_type="cpu")
     budget = {"keyword": 10**5, "raises": 10}.get(case, 10**6) if other else 10**6
     return chunk(model, known, budget, device=CPU, group=dist.group.WORLD)
 

@@ -1,4 +1,4 @@
-"""The methods and recipes, one a file. Importing this package registers them all."""
+"""The methods, one a file, and the recipes. Importing this package registers them all."""
 
 from importlib import import_module
 from pkgutil import iter_modules

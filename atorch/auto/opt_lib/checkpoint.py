@@ -15,7 +15,6 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
@@ -31,6 +30,7 @@ class ActivationCheckpoint(Method):
     """Recompute activations in the backward pass."""
 
     saves_memory: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
 
     wrap_class: tuple[str, ...] | None = None
     """Classes or names of the modules to checkpoint; None for the model's repeated blocks, or its
@@ -49,7 +49,7 @@ class ActivationCheckpoint(Method):
         if self.selective and not self.no_reentrant:
             raise ValueError("selective needs a forward that is not reentrant; leave no_reentrant out")
         if self.selective and self.offload_to_cpu:
-            raise ValueError("selective keeps results on the device, beside which inputs are little; give one of them")
+            raise ValueError("selective keeps results on the device, and inputs add little; give one of them")
         return self
 
     @classmethod
@@ -66,7 +66,12 @@ class ActivationCheckpoint(Method):
         return super().of(config)
 
     def unfit(self, cost: Cost) -> str | None:
-        return against_pipeline(self, cost.stages, cost.schedule)
+        return self.against_pipeline(cost.schedule) if cost.stages > 1 else None
+
+    @property
+    def joins_backward(self) -> str:
+        runs_once = self.selective or not self.no_reentrant
+        return "lets backward run once: leave selective and no_reentrant at their defaults" if runs_once else ""
 
     def cost(self, cost: Cost) -> Cost:
         """The blocks' inputs instead of their activations, those of the block being recomputed, and its forward again.

@@ -15,7 +15,6 @@ from torch._functorch import config as functorch_config
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, Simulation, method
 from atorch.cluster.spec import ClusterSpec
@@ -47,7 +46,11 @@ class Compile(Method):
         return super().of(config)
 
     def unfit(self, cost: Cost) -> str | None:
-        return against_pipeline(self, cost.stages, cost.schedule)
+        return self.against_pipeline(cost.schedule) if cost.stages > 1 else None
+
+    @property
+    def joins_backward(self) -> str:
+        return "computes both at once: leave it out"
 
     def cost(self, cost: Cost) -> Cost:
         """Fused operations inside the blocks: only traffic of products, and a third of the launches.

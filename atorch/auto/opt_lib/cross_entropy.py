@@ -37,6 +37,11 @@ class CrossEntropy(Method):
     """Compute logits by chunks of tokens, when a loss is taken of them."""
 
     saves_memory: ClassVar[bool] = True
+    exclusions: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel": "tensor_parallel takes losses of each process's classes; leave one of them out",
+        "sequence_parallel": "sequence_parallel takes losses of each process's tokens; leave one of them out",
+        "context_parallel": "context_parallel takes losses of each process's tokens; leave one of them out",
+    }
 
     head: tuple[str, ...] | None = None
     """Names of the linear layers that give logits; None for the one with the most outputs outside of blocks."""
@@ -51,7 +56,7 @@ class CrossEntropy(Method):
     def unfit(self, cost: Cost) -> str | None:
         """Require all tokens and classes of a head on one process."""
         split = {"tensor_parallel": cost.tensor, "sequence_parallel": cost.sequence, "context_parallel": cost.context}
-        return next((_exclusion(name) for name, size in split.items() if size > 1), None)
+        return next((self.exclusions[name] for name, size in split.items() if size > 1), None)
 
     def cost(self, cost: Cost) -> Cost:
         """Logits of one chunk at a time, none of them saved, and the head's gradient from the loss on."""
@@ -89,15 +94,15 @@ class CrossEntropy(Method):
     def check(self, ctx: Context) -> None:
         """Check that there is a head, and that no other method splits, moves or compiles its logits."""
         for other in ctx.strategy:
-            if other.name in _REFUSED:
-                raise StrategyError(_exclusion(other.name))
             if isinstance(other, Fsdp) and other.reshard_after_forward not in (None, False):
                 raise StrategyError(
                     f"cross_entropy computes logits after forward, and {other.name} was given reshard_after_forward="
                     f"{other.reshard_after_forward}, which frees the head's weight; leave it out"
                 )
         if has_compiled_loss(ctx):
-            raise StrategyError("cross_entropy is beyond a compiled loss_func; give the function that was compiled")
+            raise StrategyError(
+                "cross_entropy cannot see inside a compiled loss_func; give the function that was compiled"
+            )
         if not ctx.strategy.uses("fp8"):
             self._heads(ctx)
 
@@ -140,17 +145,6 @@ def _compiled(ctx: Context, part: nn.Module) -> Iterable[nn.Module]:
     other = ctx.strategy.get(Compile)
     is_known = other is not None and not (other.wrap_class and changes_modules(ctx))
     return other.chosen(part).values() if other is not None and is_known else ()
-
-
-_REFUSED: Mapping[str, str] = {
-    "tensor_parallel": "takes losses of each process's classes",
-    "sequence_parallel": "takes losses of each process's tokens",
-    "context_parallel": "takes losses of each process's tokens",
-}
-
-
-def _exclusion(name: str) -> str:
-    return f"cross_entropy and {name} exclude each other: {name} {_REFUSED[name]}; leave one of them out"
 
 
 def _product(segment: Segment) -> Matmul | None:

@@ -70,8 +70,7 @@ class Ddp(Method):
 
 def looks_for_unused(ctx: Context, is_asked: bool = False) -> bool:
     """True if DDP should look for unused parameters; never if the loss function runs backward in parts, later."""
-    later = "micro_batch" in ctx.strategy.names() or ctx.strategy.splits_over("pipeline")
-    return (is_asked or ctx.find_unused_parameters) and not later
+    return (is_asked or ctx.find_unused_parameters) and not any(method.defers_backward for method in ctx.strategy)
 
 
 def averages_before_steps(built: Built) -> Built:

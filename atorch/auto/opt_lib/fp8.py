@@ -175,7 +175,7 @@ class Fp8(Method):
         if reason is None:
             return self.backend
         if self.backend == "te":
-            raise StrategyError(f'fp8 was given backend "te" beside {reason}; use backend="torchao", or leave it out')
+            raise StrategyError(f'fp8 was given backend "te" with {reason}; use backend="torchao", or leave it out')
         return "torchao" if self.backend == "auto" else self.backend
 
     def _tell(self, model: str, report: Fp8Report) -> None:
@@ -194,8 +194,8 @@ class Fp8(Method):
 
 
 def _why_not_te(method: Method) -> str | None:
-    if method.name == "checkpoint":
-        return "checkpoint, whose recompute does not run in te's fp8 region"
+    if method.recomputes:
+        return f"{method.name}, whose recompute does not run in te's fp8 region"
     if method.phase == Phase.TENSOR:
         return f"{method.name}, which splits what te's layers keep whole"
     return None

@@ -21,7 +21,6 @@ from typing_extensions import Self
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import (
     changes_modules,
     need_dense_gradients,
@@ -206,7 +205,11 @@ class Fsdp(Method):
         return ("zero",)
 
     def unfit(self, cost: Cost) -> str | None:
-        return against_pipeline(self, cost.stages, cost.schedule)
+        return self.against_pipeline(cost.schedule) if cost.stages > 1 else None
+
+    @property
+    def joins_backward(self) -> str:
+        return "does not keep weights gathered until then: use ddp or zero1 instead"
 
     def cost(self, cost: Cost) -> Cost:
         """Shards of everything, and the parameters that are gathered at one moment.

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, uneven
+from atorch.auto.opt_lib.pipeline_parallel import uneven
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory
@@ -39,6 +39,7 @@ class MicroBatch(Method):
     """Accumulate gradients inside one step, at the same global batch."""
 
     saves_memory: ClassVar[bool] = True
+    defers_backward: ClassVar[bool] = True
 
     size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows of a micro-batch on each process; "auto" is the largest that fits, on a CPU the whole batch."""
@@ -61,8 +62,7 @@ class MicroBatch(Method):
         """Require several equal parts of a process's batch; interleaved pipelines take them in rounds."""
         if self.reduce == "each" and (not cost.gathered_itemsize or cost.grads_persist):
             return f"{self} has no sharded gradients to reduce"
-        reason = against_pipeline(self, cost.stages, cost.schedule)
-        if reason is not None:
+        if cost.stages > 1 and (reason := self.against_pipeline(cost.schedule)):
             return reason
         samples = f"the {cost.batch_size:g} samples of a process"
         parts = cost.batch_size / self.size if isinstance(self.size, int) else self.count
@@ -75,6 +75,17 @@ class MicroBatch(Method):
         if cost.stages == 1 and (self.reduce == "each" or parts > FEW_PARTS) and is_ample(cost):
             return f"{self} saves memory where {AMPLE:g} times the whole batch would fit"
         return uneven(cost.stages, cost.schedule, parts)
+
+    def against_pipeline(self, schedule: str) -> str | None:
+        if self.reduce == "each":
+            return (
+                'micro_batch was given reduce="each", and a pipeline reduces gradients with the last micro-batch; '
+                'leave reduce at "once"'
+            )
+        return super().against_pipeline(schedule)
+
+    def in_parts(self, count: int) -> Self:
+        return self if self.count is None else self.model_copy(update={"count": count})
 
     def cost(self, cost: Cost) -> Cost:
         """Activations of the largest micro-batch; launches, weight casts and fsdp's gathers for each micro-batch."""
@@ -120,7 +131,7 @@ class MicroBatch(Method):
         is_searched = self.size == "auto" and self.count is None
         if is_searched and "chunk" in ctx.strategy.names() and is_distributed() and ctx.device.type == "cuda":
             raise StrategyError(
-                'micro_batch was given size="auto" beside chunks on several processes: one that runs out of memory '
+                'micro_batch was given size="auto" with chunks on several processes: one that runs out of memory '
                 "alone would leave the others in a collective; give a size or a count"
             )
 

@@ -73,9 +73,9 @@ class Offload(Method):
     def unfit(self, cost: Cost) -> str | None:
         """Refuse parameters and optimizer states under chunk, which places them itself; activations are allowed."""
         if cost.budget_bytes < math.inf and (self.parameters or self.optimizer):
-            return "chunk decides which states wait in host memory; offload activations alone beside it"
+            return "chunk decides which states wait in host memory; offload activations alone with it"
         if self.activations and not _num_moved(self.activations, cost.num_blocks / cost.stages):
-            return f"activations {self.activations:g} is no whole block of {cost.num_blocks / cost.stages:g}"
+            return f"activations {self.activations:g} is less than one block of {cost.num_blocks / cost.stages:g}"
         return None
 
     @property
@@ -118,15 +118,15 @@ class Offload(Method):
                 f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
                 "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"
             )
-        if self.optimizer and "chunk" in strategy.names():
-            raise StrategyError(
-                "offload was given optimizer beside chunk, which decides itself which states wait in host memory; give "
-                'it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
-            )
         for other in strategy if self.optimizer else ():
+            if other.places_states:
+                raise StrategyError(
+                    f"offload was given optimizer with {other.name}, which decides itself which states wait in host "
+                    'memory; give it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
+                )
             if other.engine:
                 raise StrategyError(
-                    f"offload was given optimizer beside {other.name} with the {other.engine} backend, which steps "
+                    f"offload was given optimizer with {other.name} with the {other.engine} backend, which steps "
                     f"itself; leave the backend of {other.name} out"
                 )
 
@@ -139,7 +139,7 @@ class Offload(Method):
         """Save activations of blocks on the host, and step the optimizer there; fsdp has placed the parameters."""
         self.check(ctx)
         inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
-        if "chunk" not in ctx.strategy.names():  # chunk has moved them itself, before it traced live bytes
+        if not any(other.places_states for other in ctx.strategy):  # else it has moved activations already
             ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:
             return replace(ctx)
@@ -151,7 +151,7 @@ class Offload(Method):
                 need_host_memory(
                     needed,
                     "what offload keeps there (copies of parameters, masters, optimizer states, gradients of a step)",
-                    "Offload a smaller share (optimizer=0.5), use more processes beside zero1 or fsdp, or take chunk, "
+                    "Offload a smaller share (optimizer=0.5), use more processes with zero1 or fsdp, or take chunk, "
                     "which has disk",
                 )
             return HostOptimizer(inner, full_groups, self.optimizer, away=on_host, values=values)

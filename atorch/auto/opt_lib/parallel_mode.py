@@ -162,9 +162,7 @@ def _check_flags(flags: Sequence[Any]) -> None:
     """Check entries three and four of ATorch's configuration: several instances of the mesh, and a DeviceMesh."""
     for flag in flags:
         if flag is not None and not isinstance(flag, bool):
-            raise StrategyError(
-                f"parallel_mode has {flag!r} behind the rank order; True, False or None may stand there"
-            )
+            raise StrategyError(f"parallel_mode has {flag!r} behind the rank order; True, False or None may follow")
     if flags and flags[0]:
         raise StrategyError(
             "parallel_mode was given support_multi_parallel_instance, under which a job trains several models that do "

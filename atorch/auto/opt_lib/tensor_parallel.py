@@ -21,10 +21,10 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
+from atorch.auto.opt_lib.shared.backends import in_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.auto.opt_lib.shared.sample_batch import on_few_tokens
-from atorch.auto.opt_lib.shared.zero_backends import in_pipeline
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -35,7 +35,7 @@ from atorch.errors import StrategyError, shown
 from atorch.logs import logger
 from atorch.model.copy import copy_structure, lazy_copy
 from atorch.model.meta_device import has_meta
-from atorch.model.structure import num_repeats, repeated_blocks, shorten, told_of_all
+from atorch.model.structure import extended_to_all, num_repeats, repeated_blocks, shorten
 from atorch.runtime.precision.fp8 import log_indivisible_parts, without_fp8
 from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_parallel
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout, why_not_of
@@ -101,7 +101,7 @@ class TensorParallel(Method):
         for other in ctx.strategy:
             if other.slot == "data_parallel" and other.engine:
                 raise StrategyError(
-                    f"{other.name} was given backend {other.engine!r} beside tensor_parallel, and {other.engine} would "
+                    f"{other.name} was given backend {other.engine!r} with tensor_parallel, and {other.engine} would "
                     "take each process's part of a parameter for the whole; leave backend out"
                 )
 
@@ -163,7 +163,8 @@ class TensorParallel(Method):
             return lazy_copy(copied, device)
 
     def _of_all_blocks(self, layout: ModelLayout, few: nn.Module, model: nn.Module) -> ModelLayout:
-        kept = told_of_all(written(layout, self._plan_knobs), list(repeated_blocks(few)), list(repeated_blocks(model)))
+        found = written(layout, self._plan_knobs)
+        kept = extended_to_all(found, list(repeated_blocks(few)), list(repeated_blocks(model)))
         full = read_layout(kept, model, layout.degree, self._plan_knobs)
         if isinstance(full, str):
             raise StrategyError(f"tensor_parallel cannot tell all blocks of {type(model).__name__} from two: {full}")
@@ -183,7 +184,7 @@ class TensorParallel(Method):
             return None
         return layout
 
-    def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
+    def trace_metadata(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
         degree = axes.get("tensor", 1)
         if degree == 1:
             return {}
@@ -196,11 +197,11 @@ class TensorParallel(Method):
 def _warn_of_order(ctx: Context, layout: ModelLayout) -> None:
     """Warn of DTensors whose rows are in another order than those of the full model."""
     reordered = [name for name, rows in layout.rows.items() if not rows.is_in_order]
-    if reordered and ctx.world.rank == 0 and "order of rows" not in ctx.told:
-        ctx.told.add("order of rows")
+    if reordered and ctx.world.rank == 0 and "order of rows" not in ctx.already_warned:
+        ctx.already_warned.add("order of rows")
         more = f" and {len(reordered) - 1} more" if len(reordered) > 1 else ""
         logger.warning(
-            "under tensor_parallel rows of %s%s stand in the order of the processes, also in what "
+            "under tensor_parallel rows of %s%s are in the order of the processes, also in what "
             "torch.distributed.checkpoint takes for the whole tensor; save and load it by atorch.whole_state and "
             "atorch.load_whole_state", reordered[0], more,
         )  # fmt: skip

@@ -16,8 +16,8 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.ddp import averages_before_steps, looks_for_unused
+from atorch.auto.opt_lib.shared.backends import check, deepspeed, fairscale_states, in_pipeline, named
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
-from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_states, in_pipeline, named
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.compat import need_backend

@@ -15,9 +15,9 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
+from atorch.auto.opt_lib.shared.backends import check, deepspeed, fairscale_gradients, named
 from atorch.auto.opt_lib.shared.model_requirements import need_dense_gradients
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
-from atorch.auto.opt_lib.shared.zero_backends import check, deepspeed, fairscale_gradients, named
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.compat import need_backend

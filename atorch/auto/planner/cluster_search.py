@@ -19,7 +19,7 @@ from atorch.auto.planner.best_first import BestFound, best_first, uncollected
 from atorch.auto.planner.bounds import num_legal
 from atorch.auto.planner.candidate_table import EQUAL, CandidateTable
 from atorch.auto.planner.estimate import EstimateUncertainty, estimate_of, usable_bytes, usable_host_bytes
-from atorch.auto.planner.explanation import Room, counterfactuals, remedies
+from atorch.auto.planner.explanation import MemoryLimits, counterfactuals, remedies
 from atorch.auto.planner.plan import ClusterPlan, Estimate, Rejected, Scored, json_data
 from atorch.auto.planner.request import PlanJob, PlanRequest
 from atorch.auto.planner.space import MESH, Space, plannable
@@ -88,18 +88,18 @@ class _Question(PlanJob):
         return plain_cost(self.profile, self.global_batch, self.cluster.device.memory_bytes)
 
     @property
-    def room(self) -> Room:
+    def limits(self) -> MemoryLimits:
         cluster, reserve = self.cluster, self.request.reserve
-        return Room(usable_bytes(cluster, reserve), usable_host_bytes(cluster, reserve))
+        return MemoryLimits(usable_bytes(cluster, reserve), usable_host_bytes(cluster, reserve))
 
     def space(self) -> Space:
         names = ("excluded", "included", "fixed", "extend", "precision")
         knobs = {name: getattr(self.request, name) for name in names}
         return plannable(self.profile, self.cluster, **knobs, host_memory=bool(self.request.host_memory))
 
-    def found(self, space: Space, *, breadth: int = 1, most: float = MOST, **limits: Any) -> BestFound:
-        limits |= {"device_bytes": self.room.device_bytes, "host_bytes": self.room.host_bytes}
-        return best_first(space, self.start, self.cluster, breadth=breadth, most=most, times=self.times, **limits)
+    def found(self, space: Space, *, breadth: int = 1, most: float = MOST, **more: Any) -> BestFound:
+        more |= {"device_bytes": self.limits.device_bytes, "host_bytes": self.limits.host_bytes}
+        return best_first(space, self.start, self.cluster, breadth=breadth, most=most, times=self.times, **more)
 
     @cached_property
     def times(self) -> StepTimes:
@@ -148,7 +148,7 @@ def _without_host(question: _Question, wanted: Mapping[str, Any]) -> _Search | N
 def _plan(
     question: _Question, space: Space, found: BestFound, rows: Sequence[int], objective: str, began: float
 ) -> ClusterPlan:
-    columns, room, cluster = found.columns, question.room, question.cluster
+    columns, limits, cluster = found.columns, question.limits, question.cluster
     doubt = question.doubt
     first = doubt.chosen(columns)
     chosen, note = columns.methods[first], doubt.note(columns, first)
@@ -160,7 +160,7 @@ def _plan(
     ranking = (best, *(ranked(row) for row in rows if row != first))
     near_ties = tuple(ranked(row) for row in doubt.ties(columns, first))
     decisive = doubt.decisive(columns, first)
-    neighbours = counterfactuals(space, chosen, question.start, room, columns, question.times)
+    neighbours = counterfactuals(space, chosen, question.start, limits, columns, question.times)
     return ClusterPlan(
         strategy=best.strategy,
         estimate=best.estimate,
@@ -172,7 +172,7 @@ def _plan(
         cluster=cluster,
         global_batch=question.global_batch,
         objective=objective,
-        usable_bytes=room.device_bytes,
+        usable_bytes=limits.device_bytes,
         ranking=ranking,
         near_ties=near_ties,
         decisive=decisive,
@@ -200,7 +200,7 @@ def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen
             covered |= names
             ratio = columns.step_s[row] / columns.step_s[chosen] - 1
             speed = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
-            less = "less simple" if columns.intricacy(chosen) < columns.intricacy(row) else "known less well"
+            less = "less simple" if columns.intricacy(chosen) < columns.intricacy(row) else "less certain"
             reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{speed} and {less}"
             yield question.ranked(columns.methods[row]).rejected("slower", reason)
     for method, reason in space.unmet:
@@ -209,7 +209,7 @@ def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen
 
 def _too_large(question: _Question, columns: CandidateTable, row: int) -> Rejected:
     entry = question.ranked(columns.methods[row])
-    return entry.rejected("memory", question.room.short(entry.estimate) or columns.why()[row])
+    return entry.rejected("memory", question.limits.short(entry.estimate) or columns.why()[row])
 
 
 def _counts(columns: CandidateTable, space: Space) -> dict[str, dict[str, int]]:
@@ -268,8 +268,8 @@ def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     yield cluster
 
 
-def _nothing_fits(question: _Question, space: Space, found: BestFound) -> StrategyError | NoFeasiblePlanError:
-    columns = found.columns
+def _nothing_fits(question: _Question, space: Space, best: BestFound) -> StrategyError | NoFeasiblePlanError:
+    columns = best.columns
     if not len(columns):
         reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))
         return StrategyError(f"no legal composition is left: {reasons or 'exclude fewer methods'}")
@@ -277,7 +277,7 @@ def _nothing_fits(question: _Question, space: Space, found: BestFound) -> Strate
     rejected, helps = _too_large(question, columns, row), remedies(question, _Question.fits)
     advice = f"What would make it fit: {'; or '.join(helps)}" if helps else "Use a smaller model, or larger devices"
     cluster, batch = question.cluster, question.global_batch
-    usable = format_bytes(question.room.device_bytes)
+    usable = format_bytes(question.limits.device_bytes)
     return NoFeasiblePlanError(
         f"nothing fits on {cluster.world_size} × {cluster.device.name} with {usable} usable each and a global batch of "
         f"{batch}. The nearest miss, {rejected.strategy}, {rejected.reason}. {advice}",

@@ -3,7 +3,7 @@
 Candidates share the machine and its kernels. So errors of their estimates are equal except for kinds of work of which
 they have different shares (`cost.uncertainty`). Regret is the logarithm of the choice's seconds over the best's. The
 candidate with the least expected logarithm has the least expected regret. That logarithm is the estimate's, plus more
-for work that is known less well, since work usually takes longer than estimated.
+for work whose estimate is less certain, since work usually takes longer than estimated.
 
 A strategy that splits the model and gives no mesh gets the one that is estimated fastest: at least one of the methods
 that split has an axis larger than 1. Methods without one are left out, with a warning.
@@ -156,8 +156,8 @@ class EstimateUncertainty:
         lost = self._expected_s(columns, other) / self._expected_s(columns, chosen) - 1
         work = f"{shown_work(worst)}, {shares} of a step"
         return (
-            f"by the estimate alone {Strategy(columns.methods[other])} would be chosen, {gain}; its time is known less "
-            f"well ({work}), so that it is expected to take {lost:.1%} longer than what is chosen"
+            f"{Strategy(columns.methods[other])} is estimated {gain}, but its estimate is less certain ({work}); with "
+            f"a safety margin it takes {lost:.1%} longer than the choice"
         )
 
     def chance(self, columns: CandidateTable, row: int, chosen: int) -> float:
@@ -190,7 +190,9 @@ class EstimateUncertainty:
     def _against(self, columns: CandidateTable, row: int, chosen: int) -> tuple[float, float]:
         """The expected lag of a row behind the chosen one, as a logarithm, and its standard deviation."""
         slower = math.log(self._expected_s(columns, row) / self._expected_s(columns, chosen))
-        spread = self._uncertainty.apart(self.shares(columns.methods[row]), self.shares(columns.methods[chosen]))
+        spread = self._uncertainty.of_difference(
+            self.shares(columns.methods[row]), self.shares(columns.methods[chosen])
+        )
         return slower, spread
 
     def _expected_s(self, columns: CandidateTable, row: int) -> float:

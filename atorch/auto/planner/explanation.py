@@ -30,7 +30,7 @@ MethodTuple = tuple[Method, ...]
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimits:
     device_bytes: float
     host_bytes: float
 
@@ -49,26 +49,26 @@ class Room:
 
 
 def counterfactuals(
-    space: Space, chosen: MethodTuple, start: Cost, room: Room, columns: CandidateTable, times: StepTimes
+    space: Space, chosen: MethodTuple, start: Cost, limits: MemoryLimits, columns: CandidateTable, times: StepTimes
 ) -> tuple[Counterfactual, ...]:
     """The neighbours, the fastest first, then those that do not fit; the best of each change.
 
     Neighbours that `columns` lacks are added to it.
     """
-    look = _Look(space, chosen, start, room, columns, set(columns.methods), times)
+    look = _Look(space, chosen, start, limits, columns, set(columns.methods), times)
     base = look.estimated(chosen)
     assert base is not None, "the chosen composition is legal"
     best: dict[tuple[str, str], Estimate] = {}
     for what, change, methods in look.neighbours():
         estimate = look.estimated(methods)
         if estimate is not None:
-            best[what, change] = min(best.get((what, change), estimate), estimate, key=room.order)
-    ordered = sorted(best.items(), key=lambda item: room.order(item[1]))
-    return tuple(_counterfactual(what, change, base, estimate, room) for (what, change), estimate in ordered)
+            best[what, change] = min(best.get((what, change), estimate), estimate, key=limits.order)
+    ordered = sorted(best.items(), key=lambda item: limits.order(item[1]))
+    return tuple(_counterfactual(what, change, base, estimate, limits) for (what, change), estimate in ordered)
 
 
-def _counterfactual(what: str, change: str, base: Estimate, estimate: Estimate, room: Room) -> Counterfactual:
-    short = room.short(estimate)
+def _counterfactual(what: str, change: str, base: Estimate, estimate: Estimate, limits: MemoryLimits) -> Counterfactual:
+    short = limits.short(estimate)
     ratio = estimate.step_s / base.step_s if short is None else None
     return Counterfactual(what=what, change=change, ratio=ratio, reason=short or _why(base, estimate))
 
@@ -101,7 +101,7 @@ class _Look:
     space: Space
     chosen: MethodTuple
     start: Cost
-    room: Room
+    limits: MemoryLimits
     columns: CandidateTable
     known: set[MethodTuple]
     times: StepTimes
@@ -123,7 +123,7 @@ class _Look:
         if _in_slot(methods, MESH) == mesh and _in_slot(methods, STEP) != cut:
             return None  # the neighbour's change is the cut itself
         estimates = [self._scored(node) for node in self._recut(methods)]
-        return min(estimates, key=self.room.order, default=None)
+        return min(estimates, key=self.limits.order, default=None)
 
     def _scored(self, node: SearchNode) -> Estimate:
         estimate = estimate_of(node.cost, self.times.cluster, self.times)

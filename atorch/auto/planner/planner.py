@@ -63,8 +63,8 @@ def search(
 
     Args:
         excluded, included, fixed: see `space.compositions`.
-        precision: the least exact numbers that it may train in; None for "autocast", and for less exact ones only if
-            nothing else fits.
+        precision: the lowest precision that it may train in; None for "autocast", and for lower ones only if nothing
+            else fits.
         time_limit: seconds for the search, exceeded by one start at most. None for a minute and a half, or 30 steps of
             the choice if these take longer; infinity for no limit. Trials that are not worth their time are not run.
         verbose: show a line for every dry run even with a progress bar.

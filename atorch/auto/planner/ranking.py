@@ -49,7 +49,7 @@ class Ranking:
 class Wanted:
     """The user's limits on the space of a search: see `space.compositions`.
 
-    precision: the least exact numbers; None for autocast, and for less exact ones only if nothing else fits.
+    precision: the lowest precision; None for autocast, and for lower ones only if nothing else fits.
     """
 
     excluded: Iterable[str] | None = None
@@ -126,10 +126,10 @@ def _simple(space: Space, start: Cost) -> set[Strategy]:
     return {plain, *(Strategy(node.methods) for node in nodes if node is not None)}
 
 
-def simplest(candidates: Sequence[Scored], given: Strategy | None = None) -> list[int]:
+def simplest(candidates: Sequence[Scored], requested: Strategy | None = None) -> list[int]:
     """The candidates in order, the baseline first.
 
-    The baseline is `given`, a strategy whose knobs are searched, or the code of a careful user: plain training on one
+    The baseline is `requested`, a strategy with knobs to search, or the code of a careful user: plain training on one
     process, `ddp` on several. If that does not fit, it is the composition that is estimated fastest among the equally
     exact ones without compiler and without split model.
     """
@@ -138,7 +138,7 @@ def simplest(candidates: Sequence[Scored], given: Strategy | None = None) -> lis
         strategy = candidates[index].strategy
         extras = len(_extras(strategy))
         seconds = candidates[index].estimate.step_s
-        is_other = given is None or strategy != given
+        is_other = requested is None or strategy != requested
         split = {axis for method in strategy for axis in method.splits}.difference(BATCH_AXES)
         return is_other, _level(strategy), compiles(strategy), len(split), extras > 0, seconds, extras
 

@@ -34,9 +34,9 @@ from atorch.auto.planner.small_simulation import (
     Sent,
     UnlikeError,
     extend,
-    foreseen,
     num_stages,
     with_fewer_micro_batches,
+    with_metadata,
 )
 from atorch.auto.strategy import Strategy
 from atorch.distributed.local_collectives import Pretending, fake_world
@@ -142,13 +142,13 @@ def simulate(
     notes = tuple(f"{name} is left out: compilers do not take fake tensors" for name in left_out)
     for name in [method.name for method in strategy if method.simulated == "by itself"]:
         raise CapabilityError(
-            f"{name} is not simulated: applied, it foresees a pass on fake tensors itself, and says before the first "
+            f"{name} is not simulated: applied, it traces a pass on fake tensors itself, and says before the first "
             "step whether the budget holds"
         )
     samples = batch_size(batch) if global_batch is None else global_batch
 
     def at(repeats: int | None) -> Observed:
-        informed = foreseen(ctx, strategy, batch, repeats)
+        informed = with_metadata(ctx, strategy, batch, repeats)
         with fake_world(world_size, rank) as world:
             return _on_fakes(ctx, informed, batch, samples, world, repeats, until)
 
@@ -183,7 +183,7 @@ def _stage(
 ) -> Simulated:
     repeats = num_repeats(ctx.root)
     blocks = SHORT if repeats is not None and repeats > SHORT else None
-    fewer = with_fewer_micro_batches(foreseen(ctx, strategy, batch, blocks, told_of=repeats), samples)
+    fewer = with_fewer_micro_batches(with_metadata(ctx, strategy, batch, blocks, extended_to=repeats), samples)
     with world_of_fakes as world:
         seen = _on_fakes(ctx, fewer.strategy, batch, fewer.samples, world, None, until)
     if fewer.left_out:
@@ -253,7 +253,7 @@ def _step(result: AccelerateResult, ctx: Context, batch: Any, live: LiveBytes) -
         value.backward()
     live.label(_gradients(result.model), GRADIENTS)
     live.mark("end of backward")
-    with live.born(OTHER):
+    with live.default_category(OTHER):
         result.optim.step()
         result.optim.zero_grad()
     live.mark("optimizer")
@@ -325,8 +325,8 @@ def _label(result: AccelerateResult, live: LiveBytes) -> None:
     live.label(result.model.parameters(), PARAMETERS)
     live.label(result.model.buffers(), BUFFERS)
     live.label(_gradients(result.model), GRADIENTS)
-    if isinstance(result.model, Pipeline) and result.model.engine.understudy is not None:
-        live.label(result.model.engine.understudy.tensors, ELSEWHERE)
+    if isinstance(result.model, Pipeline) and result.model.engine.oracle is not None:
+        live.label(result.model.engine.oracle.tensors, ELSEWHERE)
     for state in local_state_dict(result.optim).get("state", {}).values():
         for name, value in state.items() if isinstance(state, Mapping) else ():
             live.label(tensors_in(value), MASTERS if name == "master" else OPTIMIZER)

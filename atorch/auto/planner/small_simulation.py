@@ -29,14 +29,14 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
 from atorch.auto.opt_lib.shared.defaults import batch_place
-from atorch.auto.strategy import Method, Phase, Strategy
+from atorch.auto.strategy import Phase, Strategy
 from atorch.distributed.mesh import groups_along
 from atorch.distributed.rng import preserved_rng
 from atorch.distributed.world import World
 from atorch.model.copy import copy_structure, lazy_copy
 from atorch.model.copy_isolation import Originals
 from atorch.model.pytree import map_tensors
-from atorch.model.structure import block_names, shorten, told_of_all
+from atorch.model.structure import block_names, extended_to_all, shorten
 from atorch.profiler.memory_tracker import ACTIVATIONS, MemorySample
 
 SHORT, LONG = 3, 4
@@ -167,29 +167,23 @@ def with_fewer_micro_batches(strategy: Strategy, samples: int) -> Fewer:
 
     pipeline, stages = strategy.get(PipelineParallel), num_stages(strategy)
     assert pipeline is not None, "a strategy with a pipeline"
-    micro_batch: Any = next((method for method in strategy if method.name == "micro_batch"), None)
-    count = Batches(pipeline, micro_batch, stages).count(samples // batch_place(strategy, "cpu")[1])
+    count = Batches(pipeline, strategy, stages).count(samples // batch_place(strategy, "cpu")[1])
     few = stages + TAKING_TURNS
     if pipeline.schedule != "1f1b" or count <= few:
         return Fewer(strategy, samples, 0)
-    methods = tuple(_in_parts(method, few) for method in strategy)
+    methods = tuple(method.in_parts(few) for method in strategy)
     return Fewer(Strategy(methods, strategy.metadata), samples // count * few, count - few)
-
-
-def _in_parts(method: Method, count: int) -> Method:
-    knob = {"pipeline_parallel": "micro_batches", "micro_batch": "count"}.get(method.name)
-    if knob is None or (method.name == "micro_batch" and getattr(method, knob) is None):
-        return method
-    return method.model_copy(update={knob: count})
 
 
 _HERE = torch.device("cpu")
 
 
-def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, told_of: int | None = None) -> Strategy:
+def with_metadata(
+    ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, extended_to: int | None = None
+) -> Strategy:
     """`strategy` with the metadata that its methods learn on `batch` from the model, cut to `repeats` blocks.
 
-    told_of: the number of blocks that the metadata is extended to, if that is not `repeats`.
+    extended_to: the number of blocks that the metadata is extended to, if that is not `repeats`.
     """
     mode = strategy.get(ParallelMode)
     if mode is None or not any(method.needs_sample for method in strategy):
@@ -205,11 +199,11 @@ def foreseen(ctx: Context, strategy: Strategy, batch: Any, repeats: int | None, 
     with preserved_rng(), Originals(ctx.root):
         for method in strategy:
             if method.needs_sample:
-                learnt.update(method.foresee(job, dict(mode.slices)))
+                learnt.update(method.trace_metadata(job, dict(mode.slices)))
             elif Phase.MESH < method.phase < Phase.TENSOR:
                 job = method.apply(job)
-    if repeats is not None and told_of is not None:
-        learnt = told_of_all(learnt, block_names(ctx.root, repeats), block_names(ctx.root, told_of))
+    if repeats is not None and extended_to is not None:
+        learnt = extended_to_all(learnt, block_names(ctx.root, repeats), block_names(ctx.root, extended_to))
     return replace(strategy, metadata={**strategy.metadata, **learnt})
 
 

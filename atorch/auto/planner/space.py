@@ -204,7 +204,7 @@ def compositions(
         excluded: methods that no composition has.
         included: methods that every composition has, in any of their settings.
         fixed: every composition has exactly these methods, with the knobs that were set; knobs left unset vary.
-        precision: the least exact numbers for methods that are neither included nor fixed.
+        precision: the lowest precision of methods that are neither included nor fixed.
 
     Raises:
         CapabilityError: an included method cannot be applied yet.
@@ -274,19 +274,23 @@ def plannable(
 
 
 def _space(
-    profile: ModelProfile, cluster: ClusterSpec, barred: Sequence[str], needed: Sequence[str], given: Sequence[Method]
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    barred: Sequence[str],
+    needed: Sequence[str],
+    fixed_methods: Sequence[Method],
 ) -> Space:
     check_names_in(barred, needed)
-    held = {method.slot: method.name for method in given}
+    held = {method.slot: method.name for method in fixed_methods}
     for name in needed:
         other = held.setdefault(METHODS[name].slot, name)
         if other != name:
             raise StrategyError(f"{other} is fixed and {name} included, but they exclude each other; give one of them")
     unmet: list[tuple[Method, str]] = []
-    levels = [_fixed_level(method, profile, cluster) for method in given]
+    levels = [_fixed_level(method, profile, cluster) for method in fixed_methods]
     for name in METHODS:
         kind = METHODS[name]
-        if name in barred or kind in map(type, given) or held.get(kind.slot, name) != name:
+        if name in barred or kind in map(type, fixed_methods) or held.get(kind.slot, name) != name:
             continue
         level = _level(kind, profile, cluster, unmet, is_needed=name in needed)
         if level is not None:
@@ -319,26 +323,26 @@ def _level(
     return Level(kind, tuple(able), is_needed) if able else None
 
 
-def _fixed_level(given: Method, profile: ModelProfile, cluster: ClusterSpec) -> Level:
-    """The level of the given method, and of its kind's choices with the given knobs."""
-    variants: list[Method] = [given]
-    for choice in type(given).choices(profile, cluster):
-        variant = _with_knobs_of(given, choice)
+def _fixed_level(fixed: Method, profile: ModelProfile, cluster: ClusterSpec) -> Level:
+    """The level of the fixed method, and of its kind's choices with its knobs."""
+    variants: list[Method] = [fixed]
+    for choice in type(fixed).choices(profile, cluster):
+        variant = _with_knobs_of(fixed, choice)
         if variant is not None and variant not in variants and _why_not(variant, cluster) is None:
             variants.append(variant)
-    choices = tuple(_choice(variant, is_given=variant is given) for variant in variants)
-    return Level(type(given), choices, is_needed=True)
+    choices = tuple(_choice(variant, is_given=variant is fixed) for variant in variants)
+    return Level(type(fixed), choices, is_needed=True)
 
 
 def _choice(method: Method, *, is_given: bool = False) -> Choice:
     return Choice(method, frozenset(method.splits), frozenset(method.needs), is_given)
 
 
-def _with_knobs_of(given: Method, choice: Method) -> Method | None:
-    """The choice with the given knobs; None if it contradicts them."""
-    knobs = {knob: getattr(source, knob) for source in (choice, given) for knob in source.model_fields_set}
+def _with_knobs_of(fixed: Method, choice: Method) -> Method | None:
+    """The choice with the fixed knobs; None if it contradicts them."""
+    knobs = {knob: getattr(source, knob) for source in (choice, fixed) for knob in source.model_fields_set}
     try:
-        return type(given)(**knobs)
+        return type(fixed)(**knobs)
     except ValidationError:
         return None
 

@@ -1,16 +1,31 @@
-"""Sources of a plan: a Hugging Face config, a job in a file, or a transformer's shape."""
+"""Sources of a plan: a Hugging Face config, a job in a file, or a transformer's shape.
+
+A job is `FILE.py:NAME` or `package.module:NAME`. NAME is a dict of the arguments of `atorch.plan`, or a function that
+returns one:
+
+    def job(seq=8192):
+        return {"model": lambda: Llama(seq), "sample_batch": tokens(seq), "loss_func": loss, "optim_func": AdamW}
+
+A parameter `seq` is the length of a sample, which the command line may set. Loading a file runs it, as `python FILE.py`
+would; its errors keep their traceback.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from atorch.auto.sources import config, job
-from atorch.errors import ArgumentError, AtorchError, shown
+from atorch.auto.sources import config
+from atorch.errors import ArgumentError, AtorchError, near_miss, shown
 
 if TYPE_CHECKING:
     from atorch.auto.plan_for_cluster import Subject
@@ -56,7 +71,7 @@ def is_source(model: object) -> bool:
     return isinstance(model, (str, PathLike)) or hasattr(type(model), "model_type")
 
 
-def plan_of(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
+def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
     """Carry out `plan` for a model of which `is_source` is true.
 
     Raises:
@@ -66,7 +81,7 @@ def plan_of(model: Any, given: Sequence[Any], cluster: Any, keywords: Mapping[st
     from atorch.auto.plan_for_cluster import cluster_of, plan_for
     from atorch.auto.planner.request import PLAN_OPTIONS, PlanRequest
 
-    options = {**keywords, **positioned(given, (), keywords)}
+    options = {**keywords, **positioned(positional, (), keywords)}
     for name in options:
         if name not in ("seq", *PLAN_OPTIONS):
             remedy = meant(name, ("seq", *PLAN_OPTIONS))
@@ -102,15 +117,15 @@ def _of_name(named: str) -> JobSource:
 
 
 def _of_job(named: str) -> JobSource:
-    loaded = job.load(named)
+    loaded = load(named)
 
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import subject_of
 
-        arguments = job.arguments_of(loaded, named, seq)
+        arguments = arguments_of(loaded, named, seq)
         return subject_of(arguments.pop("model"), arguments.pop("sample_batch"), cluster, **arguments)
 
-    return JobSource(named, job.takes_seq(loaded), subject)
+    return JobSource(named, takes_seq(loaded), subject)
 
 
 def _of_config(path: Any) -> JobSource:
@@ -175,3 +190,64 @@ def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
         head_dim=hidden // heads,
         experts=None if experts is None else Experts(count=experts, top_k=top_k or min(2, experts), ffn=ffn),
     )
+
+
+FORM = "a job is FILE.py:NAME, where NAME is a dict of atorch.plan's arguments or a function that returns one"
+JOB_NEEDS = ("model", "sample_batch")
+
+
+def load(named: str) -> Any:
+    """The object that `FILE.py:NAME` or `package.module:NAME` names.
+
+    Raises:
+        ArgumentError: there is no such file, module or name.
+    """
+    home, colon, name = named.rpartition(":")
+    if not colon or not home or not name:
+        raise ArgumentError(f"the job is {named!r}; {FORM}")
+    module = _module_of(home)
+    if not hasattr(module, name):
+        names = [attribute for attribute in vars(module) if not attribute.startswith("_")]
+        raise ArgumentError(f"{home} has no {name!r}; {near_miss(name, names)}")
+    return getattr(module, name)
+
+
+def takes_seq(job: Any) -> bool:
+    return callable(job) and "seq" in inspect.signature(job).parameters
+
+
+def arguments_of(job: Any, named: str, seq: int | None) -> dict[str, Any]:
+    """The arguments of the job for `atorch.plan`.
+
+    Raises:
+        ArgumentError: it is not a job, or takes no `seq` and one is given.
+    """
+    if seq is not None and not takes_seq(job):
+        raise ArgumentError(
+            f"--seq is given, and the job {named} takes no seq; let it be a function with a parameter seq"
+        )
+    arguments = job if not callable(job) else job() if seq is None else job(seq=seq)
+    if not isinstance(arguments, Mapping):
+        raise ArgumentError(f"the job {named} is {shown(arguments)}; {FORM}")
+    missing = [name for name in JOB_NEEDS if name not in arguments]
+    if missing:
+        raise ArgumentError(f"the job {named} has no {' and no '.join(missing)}; {FORM}")
+    return dict(arguments)
+
+
+def _module_of(home: str) -> ModuleType:
+    if not home.endswith(".py"):
+        if importlib.util.find_spec(home.partition(".")[0]) is None:
+            raise ArgumentError(f"there is no module {home!r}; {FORM}")
+        return importlib.import_module(home)
+    path = Path(home)
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {home!r}; {FORM}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None  # of a name that ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.absolute().parent))  # for imports of its neighbours, as for a script
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

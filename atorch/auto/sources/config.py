@@ -27,7 +27,7 @@ def job_of(source: Any, seq: int | None) -> dict[str, Any]:
     source: the path of a `config.json`, or a config of transformers.
 
     Raises:
-        ArgumentError: the file is no config, or of a model that transformers does not have, or no batch fits it.
+        ArgumentError: the file is not a config, or of a model that transformers does not have, or no batch fits it.
         CapabilityError: transformers is not installed.
     """
     import torch
@@ -84,7 +84,7 @@ def _read_config(path: Path) -> tuple[Any, Any]:
     data = _read(path)
     kind = data.pop("model_type", None)
     if kind is None:
-        raise ArgumentError(f"{path} has no model_type, so it is no model's config; give one as Hugging Face's have it")
+        raise ArgumentError(f"{path} has no model_type, so it is not a model's config; give one like Hugging Face's")
     if kind not in transformers.CONFIG_MAPPING:
         raise ArgumentError(
             f"{path} has model_type {kind!r}, which transformers {transformers.__version__} does not have; "
@@ -101,7 +101,7 @@ def _config_of(kind: Any, data: dict[str, Any], path: Path) -> Any:
         return kind.from_dict(data)
     except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
         raise ArgumentError(
-            f"{path} is no config of a {kind.model_type} that transformers {transformers.__version__} takes: "
+            f"{path} is not a config of a {kind.model_type} that transformers {transformers.__version__} takes: "
             f"{' '.join(str(error).split())}"
         ) from error
 
@@ -121,7 +121,7 @@ DEFAULT_SIZE = 224  # of images, for networks that take any size
 DEFAULT_SEQ = 4096  # tokens of a sample, for models that take as many
 LOSSES = ("labels", "return_loss", "start_positions")  # parameters of `forward` that ask for a loss
 PLACES = ("max_position_embeddings", "max_target_positions", "n_positions")  # in configs: positions of a table
-PADDING = 2  # rows of some tables that are no positions
+PADDING = 2  # rows of some tables that are not positions
 NEEDS = ("labels", "start_positions", "end_positions", "input_ids", "pixel_values", "input_features")
 
 

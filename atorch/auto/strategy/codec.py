@@ -80,13 +80,14 @@ def _from_json(text: str | bytes) -> Strategy:
     if isinstance(document, list):
         return strategy_of(document, place="$")
     if not isinstance(document, dict):
-        raise StrategyError(f'$: {shown(document)} is no strategy; {ITEM_FORMS} in a list, or "methods" in an object')
+        given = shown(document)
+        raise StrategyError(f'$: {given} is not a strategy; {ITEM_FORMS} in a list, or "methods" in an object')
     _check_fields(document)
     methods, metadata = document.get("methods"), document.get("metadata", {})
     if not isinstance(methods, list):
-        raise StrategyError(f"$.methods: {shown(methods)} is no list of methods; {ITEM_FORMS}")
+        raise StrategyError(f"$.methods: {shown(methods)} is not a list of methods; {ITEM_FORMS}")
     if not isinstance(metadata, dict):
-        raise StrategyError(f"$.metadata: {shown(metadata)} is no object; leave it out or write {{}}")
+        raise StrategyError(f"$.metadata: {shown(metadata)} is not an object; leave it out or write {{}}")
     return strategy_of(methods, metadata, "$.methods")
 
 
@@ -94,10 +95,10 @@ def _check_fields(document: dict[str, Json]) -> None:
     """Check the version before the fields: a later version may have other fields."""
     if _FIELDS[0] not in document:
         near = f"; it has {shown(sorted(document))}" if document else ""
-        raise StrategyError(f'$: no "atorch_strategy": {VERSION}, so this is no strategy file{near}')
+        raise StrategyError(f'$: no "atorch_strategy": {VERSION}, so this is not a strategy file{near}')
     version = document[_FIELDS[0]]
     if type(version) is not int or version < 1:
-        raise StrategyError(f"$.atorch_strategy: {shown(version)} is no version; write {VERSION}")
+        raise StrategyError(f"$.atorch_strategy: {shown(version)} is not a version; write {VERSION}")
     if version > VERSION:
         raise StrategyError(
             f"$.atorch_strategy: the file has version {version}, and this atorch reads up to {VERSION}; "
@@ -202,8 +203,8 @@ def _is_one_pair(items: Sequence[Any]) -> bool:
     return not _is_name(name) and not (isinstance(second, Mapping) and "name" in second)
 
 
-def _is_name(given: object) -> bool:
-    return given in METHODS or given in RECIPES
+def _is_name(name: object) -> bool:
+    return name in METHODS or name in RECIPES
 
 
 def meant_by(name: str) -> str:
@@ -269,37 +270,37 @@ class _Item(NamedTuple):
             raise _located(error, self.config_place, self.config) from None
 
 
-def _item(given: Any, place: str) -> _Item:
-    if isinstance(given, str):
-        return _Item(place, given, place, None, place)
-    if isinstance(given, Mapping):
-        return _item_of_object(given, place)
-    is_named = isinstance(given, (list, tuple)) and len(given) in (2, 3) and isinstance(given[0], str)
-    if is_named and all(isinstance(tunable, bool) for tunable in given[2:]):
-        if any(given[2:]):
+def _item(item: Any, place: str) -> _Item:
+    if isinstance(item, str):
+        return _Item(place, item, place, None, place)
+    if isinstance(item, Mapping):
+        return _item_of_object(item, place)
+    is_named = isinstance(item, (list, tuple)) and len(item) in (2, 3) and isinstance(item[0], str)
+    if is_named and all(isinstance(tunable, bool) for tunable in item[2:]):
+        if any(item[2:]):
             logger.info("%s: tunable has no effect; finetune_strategy=True searches the knobs that are unset", place)
-        return _Item(place, given[0], step(place, 0), given[1], step(place, 1))
-    hint = "; a set has no order: write a tuple" if isinstance(given, (set, frozenset)) else ""
-    raise StrategyError(f"{place}: {shown(given)} is no method; {ITEM_FORMS}{hint}")
+        return _Item(place, item[0], step(place, 0), item[1], step(place, 1))
+    hint = "; a set has no order: write a tuple" if isinstance(item, (set, frozenset)) else ""
+    raise StrategyError(f"{place}: {shown(item)} is not a method; {ITEM_FORMS}{hint}")
 
 
-def _item_of_object(given: Mapping[Any, Any], place: str) -> _Item:
-    for field in given:
+def _item_of_object(item: Mapping[Any, Any], place: str) -> _Item:
+    for field in item:
         if field not in ("name", "config"):
-            pair = f": write {shown((field, given[field]))}" if field in METHODS or field in RECIPES else ""
+            pair = f": write {shown((field, item[field]))}" if field in METHODS or field in RECIPES else ""
             raise StrategyError(f'{step(place, str(field))}: a method has "name" and "config" alone{pair}')
-    name = given.get("name")
+    name = item.get("name")
     if not isinstance(name, str):
-        raise StrategyError(f"{step(place, 'name')}: {shown(name)} is no method's name")
-    return _Item(place, name, step(place, "name"), given.get("config"), step(place, "config"))
+        raise StrategyError(f"{step(place, 'name')}: {shown(name)} is not a method's name")
+    return _Item(place, name, step(place, "name"), item.get("config"), step(place, "config"))
 
 
-def _located(error: StrategyError, place: str, given: Any) -> StrategyError:
-    """The error with its place in the list: `place`, followed by the error's own path as far as `given` contains it."""
+def _located(error: StrategyError, place: str, config: Any) -> StrategyError:
+    """The error with its place in the list: `place`, followed by the error's own path as far as `config` has it."""
     for part in error.place:
-        is_list = isinstance(given, (list, tuple))
-        keys = range(len(given)) if is_list else given if isinstance(given, Mapping) else ()
+        is_list = isinstance(config, (list, tuple))
+        keys = range(len(config)) if is_list else config if isinstance(config, Mapping) else ()
         if part not in keys:
             break
-        place, given = step(place, part), given[part]
+        place, config = step(place, part), config[part]
     return StrategyError(f"{place}: {error}")

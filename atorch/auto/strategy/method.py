@@ -85,7 +85,16 @@ class Method(BaseModel):
     """True if it acts where modules are called, which a pipeline that is cut by its graph does not do."""
     simulated: ClassVar[Simulation] = "applied"
     """Simulation on fake tensors: the method is applied, or left out, or traces a pass itself and is refused."""
-    keeps_on_host: ClassVar[bool] = False  # keeps data of a step in host memory, which a plan has to allow
+    keeps_on_host: ClassVar[bool] = False
+    """True if it keeps data of a step in host memory, which a plan has to allow."""
+    places_states: ClassVar[bool] = False
+    """True if it decides itself which states and activations wait in host memory."""
+    defers_backward: ClassVar[bool] = False
+    """True if the loss function runs forward and backward in parts, so that no forward shows what a step uses."""
+    recomputes: ClassVar[bool] = False
+    """True if backward runs forward again."""
+    exclusions: ClassVar[Mapping[str, str]] = {}
+    """Names of methods that it cannot be combined with, each with the reason and a remedy."""
     exactness: ClassVar[Exactness] = "fp32"
     """The number format it trains in; a search takes none that is less exact than the user allows."""
 
@@ -163,6 +172,11 @@ class Method(BaseModel):
         return ""
 
     @property
+    def joins_backward(self) -> str:
+        """The reason, with a remedy, why backward cannot leave gradients of weights for later; empty if it can."""
+        return ""
+
+    @property
     def numbers(self) -> str:
         """The effect on the numbers of training, as a clause; empty if they stay the model's own."""
         return ""
@@ -178,6 +192,19 @@ class Method(BaseModel):
     def unfit(self, cost: Cost) -> str | None:
         """The reason against this method for a model, batch and mesh, or None; `cost` includes the methods before."""
         return None
+
+    def against_pipeline(self, schedule: str) -> str | None:
+        """The reason why the method cannot be combined with a pipeline of this schedule, or None."""
+        if schedule != "zero_bubble" or not self.joins_backward:
+            return None
+        return (
+            f"the schedule zero_bubble computes gradients of weights after backward, and {self} {self.joins_backward}; "
+            "or take the schedule 1f1b or interleaved"
+        )
+
+    def in_parts(self, count: int) -> Self:
+        """The method for `count` micro-batches a step; itself if it does not set their number."""
+        return self
 
     def settled(self, model: nn.Module) -> Self:
         """The same method for `model`, with names in place of objects of this process such as classes and modules.
@@ -211,7 +238,7 @@ class Method(BaseModel):
         """A new context with this method applied. May transform `ctx.parts` in place."""
         raise NotImplementedError(f"{type(self).__name__} does not define apply")
 
-    def foresee(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
+    def trace_metadata(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
         """Observe the model as `apply` would, for a mesh that does not exist here, and return a strategy's metadata.
 
         With this metadata `apply` needs no values. The model of `ctx` is real, has the earlier methods applied, and is

@@ -156,7 +156,7 @@ class Strategy(Sequence[Method]):
         """This strategy with `new`, a method or any item for one, in its slot.
 
         Raises:
-            StrategyError: `new` is no method.
+            StrategyError: `new` is not a method.
         """
         added = Strategy.of([new]).methods
         slots = {method.slot for method in added}
@@ -203,6 +203,9 @@ class Strategy(Sequence[Method]):
         """Raise the errors of `apply` that are known before anything is changed: see `Method.check`."""
         ctx = replace(ctx, strategy=self)
         for method in self.methods:
+            for name in self.names():
+                if name in method.exclusions:
+                    raise StrategyError(f"{method.name} and {name} exclude each other: {method.exclusions[name]}")
             method.check(ctx)
 
     def check_at_work(self, ctx: Context) -> None:

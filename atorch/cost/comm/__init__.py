@@ -169,7 +169,7 @@ def _both(kind: Collective, wide: float, *passes: tuple[float, float, float]) ->
     return [comm for comm in both if comm.count]
 
 
-def beside_share(cost: Cost, segment: Segment, overlap: float) -> float:
+def overlapped_share(cost: Cost, segment: Segment, overlap: float) -> float:
     """The share of a copy's FLOPs that overlaps with communication of this hideable share.
 
     Chunks overlap with all dependent products. In Megatron-LM, products split by columns gather inputs again during the

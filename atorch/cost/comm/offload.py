@@ -19,7 +19,7 @@ import math
 from typing import NamedTuple
 
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost.memory import Memory, beside_host, uses_host
+from atorch.cost.memory import Memory, uses_host, with_offload
 from atorch.cost.memory_timeline import StageMemory
 from atorch.cost.pipeline_stages import StageCost, heaviest_stages
 from atorch.cost.state import Cost
@@ -69,15 +69,15 @@ def host_time(cost: Cost, passes_s: float, cluster: ClusterSpec, between_s: floa
     if not uses_host(cost):
         return HostTime(0.0, 0.0)
     rates, free_s, stages = rates_of(cluster), max(0.0, passes_s - between_s), heaviest_stages(cost)
-    both = zip(stages, beside_host(cost, stages), strict=True)
-    return max(_seconds(cost, stage, free_s, course, held, rates) for stage, (course, held) in both)
+    both = zip(stages, with_offload(cost, stages), strict=True)
+    return max(_seconds(cost, stage, free_s, timeline, held, rates) for stage, (timeline, held) in both)
 
 
-def _seconds(cost: Cost, stage: StageCost, free_s: float, course: StageMemory, held: Memory, rates: Rates) -> HostTime:
-    times, waiting = cost.num_micro_batches, course.parameters - held.parameters
-    saved = cost.activation_offload * course.in_blocks / stage.in_flight * times
-    of_stepped = course.stepped_gradients
-    parameters = held.stepped * course.parameters * cost.param_shards / cost.optim_shards
+def _seconds(cost: Cost, stage: StageCost, free_s: float, memory: StageMemory, held: Memory, rates: Rates) -> HostTime:
+    times, waiting = cost.num_micro_batches, memory.parameters - held.parameters
+    saved = cost.activation_offload * memory.in_blocks / stage.in_flight * times
+    of_stepped = memory.stepped_gradients
+    parameters = held.stepped * memory.parameters * cost.param_shards / cost.optim_shards
     gradients = held.stepped * of_stepped
     if cost.budget_bytes < math.inf:
         fetched, down, alone = parameters + (times - 1.0) * waiting, times * gradients, 0.0
@@ -87,7 +87,7 @@ def _seconds(cost: Cost, stage: StageCost, free_s: float, course: StageMemory, h
         fetched, down = times * waiting, reductions * cost.param_offload * of_stepped
         alone = max(0.0, held.stepped - cost.param_offload) * of_stepped + max(0.0, parameters - waiting)
     fetched_again = 0.0 if cost.keeps_gathered else times * waiting
-    step = 2.0 * (parameters + held.stepped * (course.optimizer + course.masters)) + gradients
+    step = 2.0 * (parameters + held.stepped * (memory.optimizer + memory.masters)) + gradients
     step_s, forward_s = step / rates.step, free_s / (3.0 + cost.recompute)
     if cost.steps_in_backward:
         step_s = _exposed(step_s, free_s - forward_s)

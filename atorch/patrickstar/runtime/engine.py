@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, synchronise
 from atorch.distributed.fingerprints import Facts, described, described_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
@@ -34,7 +34,7 @@ from atorch.runtime.chunk.memory import ChunkMemory
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.pass_schedule import AccessTrace
 from atorch.runtime.chunk.residency import Residency
-from atorch.runtime.chunk.schedule_cache import Courses
+from atorch.runtime.chunk.schedule_cache import ScheduleCache
 from atorch.runtime.gradients.clip import ClipsItself
 from atorch.units import format_bytes
 
@@ -115,7 +115,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             **adam,
         )
         self._foresight = Foresight(model, DTYPE, client.device)
-        self._courses = Courses(self._foresight, client.group)
+        self._schedules = ScheduleCache(self._foresight, client.group)
         self._operations: Operations | None = None
         self._recorder: MemoryRecorder | None = None
         self._backward = ScaledBackward(self.optimizer.scale, self._phase, client.group)
@@ -138,7 +138,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         """
         passes = self._passes((args, kwargs))
         args, kwargs = self._moved((args, kwargs))
-        self._courses.expect((args, kwargs), tensors_in((args, kwargs)))
+        self._schedules.expect((args, kwargs), tensors_in((args, kwargs)))
         if self._recorder is None:
             self._recorder = self._settle(args, kwargs)
         self._recorder.phase("forward")
@@ -229,7 +229,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         for name in on_host:
             look_up_on_host(self.module.get_submodule(name), DTYPE)
         chunks = self._operations.chunks
-        self._courses.schedule_passes(self._operations)
+        self._schedules.schedule_passes(self._operations)
         recorder = MemoryRecorder(self._operations)
         self._backward.watch(self.module)
         self.optimizer.live_in(chunks, recorder.phase, self._backward)
@@ -239,12 +239,12 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         """Trace the first pass, and decide which embeddings stay on the host."""
         if self.config.use_cpu_embedding:
             self._foresight.on_host = host_embeddings(self.module)
-        first = self._courses.first()
+        first = self._schedules.first()
         used = {name for access in first.accesses for name in access.parameters}
         elsewhere = {name for name in self._foresight.on_host if table_of(name) in used}
         if elsewhere:  # such as a head that uses the table directly
             self._foresight.on_host -= elsewhere
-            first = self._courses.first()
+            first = self._schedules.first()
         return first
 
     def _check_host(self) -> None:
@@ -282,7 +282,7 @@ class Foresight:
             foresee_lookups(duplicate, self.on_host, self._dtype)
             return _loss(duplicate, batch)
 
-        return foreseen(
+        return trace_pass(
             self._model,
             batch,
             loss,
@@ -333,7 +333,7 @@ class MemoryRecorder:
         """Bytes in use on the device: by its allocator on CUDA, else by the schedule's estimate."""
         if self._device.type == "cuda":
             return int(torch.cuda.memory_allocated(self._device))
-        return self._residency.tier.used_bytes + self._residency.course.other_bytes
+        return self._residency.tier.used_bytes + self._residency.pass_schedule.other_bytes
 
 
 def _place(memory: ChunkMemory, tier: MemoryTier) -> None:

@@ -23,11 +23,11 @@ from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
 from atorch.model.wrapper import override
-from atorch.runtime.chunk.compiled import CompiledModules, outermost
 from atorch.runtime.chunk.gradients import GradientSink, Rounds, SharedGradients
 from atorch.runtime.chunk.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.parameter import CompiledModules, outermost
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule, Uses, moments
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
@@ -43,7 +43,7 @@ TRANSFER_BYTES = 64 * 1024  # bytes that a link could move in the time that star
 
 def chunk(
     model: nn.Module,
-    foreseen: AccessTrace,
+    traced: AccessTrace,
     budget_bytes: int,
     *,
     device: torch.device,
@@ -63,7 +63,7 @@ def chunk(
     """Put the model's parameters into chunks, in place.
 
     Args:
-        foreseen: the trace of a training pass, from `trace`.
+        traced: the trace of a training pass, from `trace`.
         budget_bytes: device memory for chunks and everything else that is live in forward and backward.
         dtype: of floating-point parameters as operations see them; None for their own.
         values: the parameters' values before rounding to 16 bits, by parameter.
@@ -89,7 +89,7 @@ def chunk(
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in leave}
     shards = 1 if group is None else group.size()
 
-    planner = ChunkPlanner(parameters, foreseen, budget_bytes, dtype, chunk_size, state_bytes, prefetch, shards)
+    planner = ChunkPlanner(parameters, traced, budget_bytes, dtype, chunk_size, state_bytes, prefetch, shards)
 
     def agreed(fills_device: bool = False) -> _Planned:
         if group is None:
@@ -113,14 +113,14 @@ def chunk(
         device=device,
         on_device=plan.pinned,
     )
-    names = [name for _, name in foreseen.gradients]
+    names = [name for _, name in traced.gradients]
     copies = transfer or transfer_for(device)
     rounds = Rounds(chunks, CollectiveOrder.of([group, replicas], device.type))
     shared = None if group is None else SharedGradients(chunks, copies, names, replicas, rounds)
     gradients = shared or GradientSink(chunks, copies)
     residency = Residency(chunks, managed, budget_bytes, plan.first, copies, plan.staying, plan.beside_bytes, rounds)
     compiled_modules = CompiledModules.of(model, compiled)
-    operations = Operations(chunks, gradients, residency, plan.course_of, compiled_modules, rounds)
+    operations = Operations(chunks, gradients, residency, plan.schedule_of, compiled_modules, rounds)
     for name, parameter in managed.items():
         operations.adopt(name, parameter)
     bound = _Bound(operations)
@@ -140,7 +140,7 @@ class _Planned:
     pinned: Collection[int]
     staying: Collection[int]
     beside_bytes: int
-    course_of: Callable[[AccessTrace], PassSchedule]
+    schedule_of: Callable[[AccessTrace], PassSchedule]
     first: PassSchedule
 
     def facts(self) -> Mapping[str, Facts]:
@@ -152,7 +152,7 @@ class ChunkPlanner:
     """Plans chunks and their transfers; fields are the arguments of `chunk`."""
 
     parameters: Mapping[str, nn.Parameter]
-    foreseen: AccessTrace
+    traced: AccessTrace
     budget_bytes: int
     dtype: torch.dtype | None = None
     chunk_size: int | None = None
@@ -166,17 +166,17 @@ class ChunkPlanner:
         pinned, beside_bytes = self.pin(layout, fills_device)
         staying = pinned if self.shards == 1 else frozenset()  # of a shared chunk only the share stays: it is gathered
         left = self.budget_bytes - beside_bytes
-        course_of = partial(
-            course, layout, budget_bytes=left, prefetch=self.prefetch, shards=self.shards, pinned=staying
+        schedule_of = partial(
+            pass_schedule, layout, budget_bytes=left, prefetch=self.prefetch, shards=self.shards, pinned=staying
         )
-        return _Planned(layout, pinned, staying, beside_bytes, course_of, course_of(self.foreseen))
+        return _Planned(layout, pinned, staying, beside_bytes, schedule_of, schedule_of(self.traced))
 
     def lay_out(self) -> ChunkLayout:
         """The layout with the cheapest schedule; if none keeps the budget, the one that misses it by fewest bytes."""
         items = self._items()
         if self.chunk_size is not None:
             return pack(items, self.chunk_size, self.shards, ALIGNED)
-        uses = Uses(self.foreseen, [item.name for item in items])
+        uses = Uses(self.traced, [item.name for item in items])
         itemsizes = [_itemsize(item.dtype) for item in items]
         # A model whose chunks may be pinned has several.
         most = None if self.state_bytes is None else sum(item.numel for item in items) // PINNED_PARTS
@@ -199,7 +199,7 @@ class ChunkPlanner:
 
     def _items(self) -> list[Item]:
         """The parameters in the order of their first use."""
-        used = (name for access in self.foreseen.accesses for name in sorted(access.parameters))
+        used = (name for access in self.traced.accesses for name in sorted(access.parameters))
         named = [(name, self.parameters[name]) for name in dict.fromkeys((*used, *self.parameters))]
         dtypes = [self.dtype if self.dtype is not None and p.is_floating_point() else p.dtype for _, p in named]
         pairs = zip(named, dtypes, strict=True)
@@ -211,16 +211,16 @@ class ChunkPlanner:
             return frozenset(), 0
         beside = [_pinned_state_bytes(spec, self.state_bytes, self.shards) for spec in layout.chunks]
         sizes, is_shared = _sizes(layout), self.shards > 1
-        by_chunk = moments(self.foreseen, layout.chunk_of, sizes, self.shards)
+        by_chunk = moments(self.traced, layout.chunk_of, sizes, self.shards)
         pinned = choose_pinned(
             by_chunk, sizes, beside, self.budget_bytes, is_shared=is_shared, fills_device=fills_device
         )
         return pinned, sum(beside[chunk] for chunk in pinned)
 
 
-def course(
+def pass_schedule(
     layout: ChunkLayout,
-    foreseen: AccessTrace,
+    traced: AccessTrace,
     budget_bytes: int,
     prefetch: int = 1,
     shards: int = 1,
@@ -231,17 +231,17 @@ def course(
     Raises:
         OutOfBudgetError: no schedule keeps the budget.
     """
-    by_chunk = moments(foreseen, layout.chunk_of, _sizes(layout), shards)
+    by_chunk = moments(traced, layout.chunk_of, _sizes(layout), shards)
     planned = schedule(by_chunk, _sizes(layout), budget_bytes, pinned=pinned, prefetch=prefetch)
     if isinstance(planned, Shortfall):
         moment = planned.moment
         raise OutOfBudgetError(
             f"the budget is {format_bytes(budget_bytes)}, and {moment.name} misses {planned.missing_bytes:,} bytes: "
-            f"beside its parameters, {format_bytes(moment.other_bytes)} of activations and workspace live then. Raise "
-            "the budget by as many, make activations smaller (checkpoint, micro_batch), or split the operation "
-            "(tensor_parallel)"
+            f"{format_bytes(moment.other_bytes)} of activations and workspace live then, in addition to its "
+            "parameters. Raise the budget by as many, make activations smaller (checkpoint, micro_batch), or split the "
+            "operation (tensor_parallel)"
         )
-    return PassSchedule(by_chunk, planned, foreseen.varies)
+    return PassSchedule(by_chunk, planned, traced.varies)
 
 
 def _fit_host(
@@ -279,8 +279,8 @@ def _fit_host(
         in_place = missing_bytes(needed(False)) > 0
         if in_place:
             logger.warning(
-                "host memory has no room for gradients beside 16-bit parameters, so they lie in the place of these: "
-                "call optim.step() after every backward pass"
+                "host memory has no room for gradients in addition to 16-bit parameters, so gradients take the "
+                "place of parameters: call optim.step() after every backward pass"
             )
     need_host_memory(
         needed(in_place),

@@ -169,7 +169,7 @@ class SharedGradients(GradientSink):
     """Reduces gradients, so that each process gets its share of the average.
 
     Args:
-        foreseen: names of parameters in the order in which their gradients come.
+        gradient_order: names of parameters in the order in which their gradients come.
         replicas: processes that keep the same share of other copies of the chunks; None for one copy.
         rounds: puts the reductions in one order on all processes.
     """
@@ -178,14 +178,14 @@ class SharedGradients(GradientSink):
         self,
         chunks: ChunkSet,
         transfer: Transfer,
-        foreseen: Sequence[str],
+        gradient_order: Sequence[str],
         replicas: dist.ProcessGroup | None,
         rounds: Rounds,
     ) -> None:
         super().__init__(chunks, transfer)
         self._replicas, self._rounds = replicas, rounds
         rounds.reduce = self._reduce_complete
-        self._order = completion(chunks.layout, foreseen)
+        self._order = completion(chunks.layout, gradient_order)
         self._names = list(chunks.layout.slot_of)
         self.begin()
 

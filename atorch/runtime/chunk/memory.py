@@ -169,9 +169,9 @@ class ChunkMemory:
         self.need_whole()
         if self._overwritten and self.has_gradient:
             raise ArgumentError(
-                f"gradients of chunk {self.spec.index} lie in the place of its parameters, and another pass began "
+                f"gradients of chunk {self.spec.index} take the place of its parameters, and another pass began "
                 "before they were stepped on or cleared: call optim.step() or optim.zero_grad() after every backward, "
-                "or keep gradients beside the parameters"
+                "or keep gradients in separate memory"
             )
         if self._overwritten:
             self.updated()
@@ -239,8 +239,8 @@ class ChunkMemory:
         if self._in_place:
             if again := self.has_gradient.intersection(names):
                 raise ArgumentError(
-                    f"{min(again)} has a second gradient, and the first one lies in the place of the parameter: step "
-                    "after every backward, or keep gradients beside the parameters"
+                    f"{min(again)} has a second gradient, and the first one takes the place of the parameter: step "
+                    "after every backward, or keep gradients in separate memory"
                 )
             self.follow()
             self._overwritten = True

@@ -21,10 +21,17 @@ from torch.utils.weak import TensorWeakRef
 
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.gradients import GradientSink, Rounds
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
-from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Owner, manage, saved_as_handles
+from atorch.runtime.chunk.parameter import (
+    ChunkedParameter,
+    ChunkedView,
+    CompiledModules,
+    Home,
+    Owner,
+    manage,
+    saved_as_handles,
+)
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.data_parallel.collective_order import FORWARD_ENDS, CollectiveEvent
@@ -63,20 +70,20 @@ class Operations(Owner):
         chunks: ChunkSet,
         gradients: GradientSink,
         residency: Residency,
-        course_of: Callable[[AccessTrace], PassSchedule],
+        schedule_of: Callable[[AccessTrace], PassSchedule],
         compiled: CompiledModules,
         rounds: Rounds,
     ) -> None:
         super().__init__(compiled)
-        self.chunks, self.residency, self.course_of = chunks, residency, course_of
+        self.chunks, self.residency, self.schedule_of = chunks, residency, schedule_of
         self.gradients, self._rounds = gradients, rounds
         self.norms_differ = ""
         """The reason why the norm of gradients differs from plain training's; empty if it does not."""
         self._aliases: dict[str, list[TensorWeakRef]] = {}  # by parameter, results of `parameter.data` still alive
         self._passes = 0  # forward passes under way
         self._gathered: dict[int, Tensor] | None = None
-        self._foreseeing = False
-        self.course_for: Callable[[], PassSchedule] | None = None  # of the pass that begins
+        self._is_tracing = False
+        self.schedule_for: Callable[[], PassSchedule] | None = None  # of the pass that begins
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -86,15 +93,15 @@ class Operations(Owner):
                 self._refuse_hooks()
             self.compiled.begin()
             self._rounds.announce(PASS_BEGINS if torch.is_grad_enabled() else FORWARD_BEGINS)
-            if self.course_for is not None and torch.is_grad_enabled():
-                self._foreseeing = True
+            if self.schedule_for is not None and torch.is_grad_enabled():
+                self._is_tracing = True
                 try:
-                    self.residency.course = self.course_for()
+                    self.residency.pass_schedule = self.schedule_for()
                 finally:
-                    self._foreseeing = False
+                    self._is_tracing = False
             if torch.is_grad_enabled() and not any(chunk.has_gradient for chunk in self.chunks.chunks):
                 self.chunks.reduced.clear()  # left by a backward pass whose gradients were cleared
-            self._rounds.follow(self.residency.course.varies)
+            self._rounds.follow(self.residency.pass_schedule.varies)
             self.gradients.begin()
             self.residency.begin()
         self._passes += 1
@@ -131,7 +138,7 @@ class Operations(Owner):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], managed: Sequence[Any]) -> Any:
         """Run an operation that takes `managed` parameters, or views of them."""
-        if self._foreseeing:  # a trace needs only shapes
+        if self._is_tracing:  # a trace needs only shapes
             return func(*args, **kwargs)
         special = self._special(func)
         if special is not None:

@@ -14,7 +14,7 @@ activation checkpointing and activation offload work as usual.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.errors import ArgumentError
-from atorch.runtime.chunk.compiled import CompiledModules
+from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.chunk.pass_schedule import Nodes
 
 if TYPE_CHECKING:
@@ -229,3 +228,56 @@ def saved_as_handles(owner: Owner) -> saved_tensors_hooks:
         return tensor
 
     return saved_tensors_hooks(pack, unpack)
+
+
+class CompiledModules:
+    """Finds the operations that begin a compiled module.
+
+    Args:
+        groups: the parameter names of each module. Modules that share parameters count as one.
+    """
+
+    def __init__(self, groups: Iterable[Iterable[str]] = ()) -> None:
+        self._of: dict[str, frozenset[str]] = {}
+        self._running: frozenset[str] | None = None
+        for group in groups:
+            whole = frozenset(group)
+            whole = whole.union(*(self._of[name] for name in whole & self._of.keys()))
+            self._of.update(dict.fromkeys(whole, whole))
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Iterable[str]) -> CompiledModules:
+        """The compiled modules of `model` that have these names."""
+        name_of = {parameter: name for name, parameter in model.named_parameters()}
+        return cls([name_of[parameter] for parameter in model.get_submodule(name).parameters()] for name in names)
+
+    def begin(self) -> None:
+        self._running = None
+
+    def needs(self, names: frozenset[str]) -> frozenset[str] | None:
+        """The parameters that an operation on `names` needs; None if it is part of the running one."""
+        whole = next((self._of[name] for name in names if name in self._of), None)
+        if whole is None or not names <= whole:
+            self._running = None
+            return names
+        if whole is self._running:
+            return None
+        self._running = whole
+        return whole
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+
+def outermost(names: Collection[str]) -> list[str]:
+    """The modules among these that are inside no other of them.
+
+    Raises:
+        StrategyError: the whole model is among them.
+    """
+    if "" in names:
+        raise StrategyError(
+            "chunk with compile of the whole model would need all parameters at once: name the blocks to compile "
+            "with compile's wrap_class"
+        )
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

@@ -43,7 +43,7 @@ class AccessTrace(NamedTuple):
 
 
 def moments(
-    foreseen: AccessTrace, chunk_of: Mapping[str, int], gathering: Sequence[int] = (), shards: int = 1
+    traced: AccessTrace, chunk_of: Mapping[str, int], gathering: Sequence[int] = (), shards: int = 1
 ) -> list[ScheduleStep]:
     """The accesses by chunk.
 
@@ -52,12 +52,12 @@ def moments(
             chunk's first gradient to its last, or to the end if some of its parameters get none.
         shards: number of processes that reduce them. The reduced share lives until the next reduction.
     """
-    extras = [0] * len(foreseen.accesses)
+    extras = [0] * len(traced.accesses)
     if shards > 1:
-        extras = Uses(foreseen, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
+        extras = Uses(traced, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
     return [
         ScheduleStep(_label(access), frozenset([chunk_of[p] for p in access.parameters]), access.other_bytes + extra)
-        for access, extra in zip(foreseen.accesses, extras, strict=True)
+        for access, extra in zip(traced.accesses, extras, strict=True)
     ]
 
 
@@ -65,19 +65,19 @@ class Uses:
     """A pass as arrays, from which the runs of any layout are quickly computed.
 
     Args:
-        foreseen: the trace of the pass.
+        traced: the trace of the pass.
         names: of all parameters; a parameter's number is its position here.
     """
 
-    def __init__(self, foreseen: AccessTrace, names: Iterable[str]) -> None:
+    def __init__(self, traced: AccessTrace, names: Iterable[str]) -> None:
         numbers = {name: number for number, name in enumerate(names)}
-        lengths = [len(access.parameters) for access in foreseen.accesses]
-        used = [numbers[name] for access in foreseen.accesses for name in access.parameters]
+        lengths = [len(access.parameters) for access in traced.accesses]
+        used = [numbers[name] for access in traced.accesses for name in access.parameters]
         self._used = np.array(used, dtype=np.int64)
         self._by = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)  # the access of each use
-        self._other_bytes = np.array([access.other_bytes for access in foreseen.accesses], dtype=np.int64)
-        self._come = np.array([numbers[name] for _, name in foreseen.gradients], dtype=np.int64)
-        self._positions = np.array([position for position, _ in foreseen.gradients], dtype=np.int64)
+        self._other_bytes = np.array([access.other_bytes for access in traced.accesses], dtype=np.int64)
+        self._come = np.array([numbers[name] for _, name in traced.gradients], dtype=np.int64)
+        self._positions = np.array([position for position, _ in traced.gradients], dtype=np.int64)
         self.used = np.unique(self._used)
         """Numbers of the parameters that any operation takes."""
 
@@ -184,7 +184,7 @@ class PassSchedule:
 
     def begin(self) -> None:
         self.seen: list[tuple[str, frozenset[int]]] = []
-        self.on_course = True
+        self.on_schedule = True
 
     def next(self, operation: str, needs: frozenset[int]) -> StepTransfers | None:
         """The step before an operation that needs these chunks; None after a deviation."""
@@ -192,8 +192,8 @@ class PassSchedule:
         self.seen.append((operation, needs))
         if position >= len(self.moments):
             return None  # the pass is over, and user code reads a parameter
-        self.on_course = self.on_course and self.moments[position].needs == needs
-        if not self.on_course:
+        self.on_schedule = self.on_schedule and self.moments[position].needs == needs
+        if not self.on_schedule:
             self.strayed = self.strayed or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
             return None
         return self.schedule.steps[position]
@@ -201,7 +201,7 @@ class PassSchedule:
     @property
     def other_bytes(self) -> int:
         """Bytes except chunks at the current operation, as traced there; after a deviation the maximum of the pass."""
-        if self.on_course and 0 < len(self.seen) <= len(self.moments):
+        if self.on_schedule and 0 < len(self.seen) <= len(self.moments):
             return self.moments[len(self.seen) - 1].other_bytes
         return max((moment.other_bytes for moment in self.moments), default=0)
 
@@ -243,7 +243,7 @@ class PassStretch(NamedTuple):
 
 
 def stretches(
-    found: AccessTrace, instants: Sequence[Sequence[int]], num_periods: int, period_of: Callable[[str], int | None]
+    traced: AccessTrace, instants: Sequence[Sequence[int]], num_periods: int, period_of: Callable[[str], int | None]
 ) -> list[PassStretch]:
     """A pass, cut where each period begins in forward, and each but the last in backward.
 
@@ -253,14 +253,14 @@ def stretches(
     """
     starts = [*range(num_periods), *reversed(range(num_periods - 1))]
     made, arrived = [PassStretch([], [])], 0
-    for index, access in enumerate(found.accesses):
+    for index, access in enumerate(traced.accesses):
         if starts and starts[0] in map(period_of, access.parameters):
             made.append(PassStretch([], []))
             del starts[0]
         made[-1].events.append((access.operation, access.parameters))
         made[-1].instants.append(instants[index])
-        while arrived < len(found.gradients) and found.gradients[arrived][0] <= index + 1:
-            made[-1].events.append((None, frozenset((found.gradients[arrived][1],))))
+        while arrived < len(traced.gradients) and traced.gradients[arrived][0] <= index + 1:
+            made[-1].events.append((None, frozenset((traced.gradients[arrived][1],))))
             arrived += 1
     return made
 

@@ -1,6 +1,6 @@
 """The set of chunks on the compute device while a model runs.
 
-An operation's chunks are fetched before it runs, and stay until it ends. The schedule (`course`) decides which others
+An operation's chunks are fetched before it runs, and stay until it ends. `pass_schedule` decides which others
 stay, leave or are prefetched. To evict a chunk, its buffer is dropped. Operations saved handles, so no reference to it
 remains, and nothing has to be copied back. If other code still holds the memory, which a weak reference shows, it
 counts as in use until it is freed.
@@ -51,13 +51,13 @@ class Residency:
         chunks: ChunkSet,
         parameters: Mapping[str, nn.Parameter],
         budget_bytes: int,
-        course: PassSchedule,
+        pass_schedule: PassSchedule,
         transfer: Transfer,
         staying: Collection[int] = (),
         beside_bytes: int = 0,
         rounds: Rounds | None = None,
     ) -> None:
-        self.chunks, self.course = chunks, course
+        self.chunks, self.pass_schedule = chunks, pass_schedule
         self.tier = MemoryLedger("device budget", budget_bytes)
         self.fetched_bytes = self.peak_bytes = 0
         self.moved: Moved | None = None
@@ -81,7 +81,7 @@ class Residency:
             self._drop(chunk)
         for memory in self.chunks.chunks:
             memory.prepare()
-        self.course.begin()
+        self.pass_schedule.begin()
 
     def need(self, operation: str, chunks: frozenset[int]) -> None:
         """Fetch the chunks of an operation that is about to run.
@@ -89,7 +89,7 @@ class Residency:
         Raises:
             OutOfBudgetError: there is no room for them, which happens only if a pass differs from its trace.
         """
-        step = self.course.next(operation, chunks)
+        step = self.pass_schedule.next(operation, chunks)
         for chunk in sorted(chunks):
             self._drop_stale(chunk)
         if step is None:
@@ -101,7 +101,7 @@ class Residency:
                 self._fetch(chunk)
         for chunk in chunks:
             self._arrive(chunk)
-        self.peak_bytes = max(self.peak_bytes, self.tier.used_bytes + self.course.other_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.tier.used_bytes + self.pass_schedule.other_bytes)
 
     def buffer(self, chunk: int) -> Tensor:
         """The flat buffer of a chunk on the device."""
@@ -147,7 +147,7 @@ class Residency:
     def _room(self) -> int:
         self._strike_freed()
         assert self.tier.budget_bytes is not None
-        return self.tier.budget_bytes - self.tier.used_bytes - self.course.other_bytes
+        return self.tier.budget_bytes - self.tier.used_bytes - self.pass_schedule.other_bytes
 
     def _fetch(self, chunk: int) -> None:
         if chunk in self._here:
@@ -238,7 +238,7 @@ class Residency:
         return memory.spec.numel * memory.compute.element_size()
 
     def _too_much(self, chunk: int, num_bytes: int) -> str:
-        operation = self.course.seen[-1][0] if self.course.seen else "an operation"
+        operation = self.pass_schedule.seen[-1][0] if self.pass_schedule.seen else "an operation"
         held = sum(size for _, size in self._held)
         hint = ""
         if held:
@@ -246,6 +246,6 @@ class Residency:
         return (
             f"{operation} needs chunk {chunk}, {format_bytes(num_bytes)}, and {format_bytes(max(0, self._room()))} are "
             f"left of {format_bytes(self.tier.budget_bytes or 0)}, of which other tensors take up to "
-            f"{format_bytes(self.course.other_bytes)}{hint}. This pass differs from the one that was foreseen; raise "
+            f"{format_bytes(self.pass_schedule.other_bytes)}{hint}. This pass differs from the traced one; raise "
             "the budget, or make batches smaller"
         )

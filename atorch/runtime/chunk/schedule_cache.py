@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from atorch.runtime.chunk.operations import Operations
 
 
-class Foresee(Protocol):
+class TraceBatch(Protocol):
     """Traces the pass on a batch, on fake tensors or by a real run, of the `whole` model or of some blocks for all."""
 
     def __call__(self, batch: Any, /, *, for_real: bool = ..., whole: bool = ...) -> AccessTrace: ...
 
 
-class Courses:
+class ScheduleCache:
     """Traces passes, and keeps their schedules.
 
     Args:
-        foresee: traces the pass on a batch.
+        trace_batch: traces the pass on a batch.
         group: processes that share the chunks; None for a single process.
     """
 
-    def __init__(self, foresee: Foresee, group: dist.ProcessGroup | None) -> None:
-        self._foresee, self._group = foresee, group
+    def __init__(self, trace_batch: TraceBatch, group: dist.ProcessGroup | None) -> None:
+        self._trace_batch, self._group = trace_batch, group
         self._known: dict[Hashable, PassSchedule] = {}
         self._again: set[Hashable] = set()  # traced twice
         self._for_real = self._whole = False
@@ -70,7 +70,7 @@ class Courses:
         """
         numel, attempt = self._largest_attempt()
         if isinstance(attempt, AtorchError) and not self._for_real:
-            logger.info("a pass is foreseen by a real run on the host: %s", attempt)
+            logger.info("a pass is traced by a real run on the host: %s", attempt)
             self._for_real = True
             numel, attempt = self._largest_attempt()
         if isinstance(attempt, AtorchError):
@@ -80,10 +80,10 @@ class Courses:
 
     def schedule_passes(self, operations: Operations) -> None:
         """Schedule each later pass of a model whose first pass is the one that `first()` returned."""
-        self._known = {self._key(): operations.residency.course}
-        operations.course_for = partial(self.next, operations.course_of)
+        self._known = {self._key(): operations.residency.pass_schedule}
+        operations.schedule_for = partial(self.next, operations.schedule_of)
 
-    def next(self, course_of: Callable[[AccessTrace], PassSchedule]) -> PassSchedule:
+    def next(self, schedule_of: Callable[[AccessTrace], PassSchedule]) -> PassSchedule:
         key = self._key()
         strayed = key in self._known and self._known[key].strayed and key not in self._again
         if self._group is not None:
@@ -93,12 +93,12 @@ class Courses:
             if most > self._largest:
                 self._known.clear()
         if key not in self._known:
-            self._known[key] = course_of(self.first())
+            self._known[key] = schedule_of(self.first())
         elif strayed:
             self._again.add(key)
             self._whole = True
             with suppress(OutOfBudgetError):  # then chunks are still fetched on demand
-                self._known[key] = course_of(self.first())
+                self._known[key] = schedule_of(self.first())
         return self._known[key]
 
     def _key(self) -> Hashable:
@@ -120,12 +120,12 @@ class Courses:
         most, one, other = all_reduce_max([self._numel, *ways], self._group)
         varies = self._for_real or one != -other
         own_trace = attempt._replace(varies=varies) if self._numel == most else None
-        foreseen = first_not_none(own_trace, self._group)
-        assert foreseen is not None, "some batch is the largest"
-        return most, foreseen[1]
+        traced = first_not_none(own_trace, self._group)
+        assert traced is not None, "some batch is the largest"
+        return most, traced[1]
 
     def _attempt(self) -> AccessTrace | AtorchError:
         try:
-            return self._foresee(self._batch, for_real=self._for_real, whole=self._whole)
+            return self._trace_batch(self._batch, for_real=self._for_real, whole=self._whole)
         except AtorchError as error:
             return error

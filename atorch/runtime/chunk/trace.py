@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from atorch.runtime.chunk.compiled import CompiledModules
-from atorch.runtime.chunk.parameter import ChunkedParameter, ChunkedView, Home, Managed, Owner, saved_as_handles
+from atorch.runtime.chunk.parameter import (
+    ChunkedParameter,
+    ChunkedView,
+    CompiledModules,
+    Home,
+    Managed,
+    Owner,
+    saved_as_handles,
+)
 from atorch.runtime.chunk.pass_schedule import Access, AccessTrace
 
 

@@ -105,7 +105,7 @@ def checked(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, si
     if mask is None:
         return None
     if is_causal:
-        raise ArgumentError("a mask was given beside is_causal; give one of them, as torch has it")
+        raise ArgumentError("a mask was given with is_causal; give one of them, as torch has it")
     if mask.requires_grad:
         raise ArgumentError(
             "the mask needs a gradient, as learnt biases of positions do, and fused attention gives masks none; "

@@ -186,7 +186,7 @@ def make_loader(
     for name in arguments:
         if name not in _LOADER_ARGUMENTS:
             meant = "give it as dataset" if name == "dataset" else near_miss(str(name), _LOADER_ARGUMENTS)
-            raise ArgumentError(f"dataloader_args has {name!r}, which is no setting of a DataLoader; {meant}")
+            raise ArgumentError(f"dataloader_args has {name!r}, which is not a setting of a DataLoader; {meant}")
     for name in ("shuffle", "drop_last", "persistent_workers"):
         if not isinstance(arguments.get(name) or False, int):
             raise ArgumentError(f"dataloader_args has {name} {arguments[name]!r}; it is True or False")
@@ -245,7 +245,7 @@ def _check_order(dataset: Any, arguments: Mapping[str, Any], sampler_cls: object
     deciding = [name for name in ("sampler", "batch_sampler") if arguments.get(name) is not None]
     if sampler_cls is not None and (deciding or is_stream):
         other = deciding[0] if deciding else "an IterableDataset"
-        raise ArgumentError(f"distributed_sampler_cls is given beside {other}, and both decide the order; give one")
+        raise ArgumentError(f"distributed_sampler_cls is given with {other}, and both decide the order; give one")
     if deciding and arguments.get("shuffle"):
         raise ArgumentError(
             f"dataloader_args has both {deciding[0]} and shuffle; the sampler decides the order, leave shuffle out"

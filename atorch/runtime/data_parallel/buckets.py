@@ -266,7 +266,7 @@ def slice_of(param: Tensor, where: slice) -> nn.Parameter:
 
 
 def origin(parameter: Tensor) -> tuple[Tensor, slice | None]:
-    """The parameter that `parameter` is a slice of, and its elements; `parameter` and None if it is no slice."""
+    """The parameter that `parameter` is a slice of, and its elements; `parameter` and None if it is not a slice."""
     source: tuple[Tensor, slice | None] = getattr(parameter, "slice_of", (parameter, None))
     return source
 

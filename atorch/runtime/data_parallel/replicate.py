@@ -93,7 +93,7 @@ class _Averaging:
         self._task = -1  # the last pass checked for `torch.autograd.grad`
         self._tasks: set[int] = set()  # running passes, with nested ones: reentrant checkpoints run their own
         self._postponed: dict[tuple[Postponed, torch.Tensor], torch.Tensor | None] = {}  # to the gradient before
-        self._is_told_of_hooks = False
+        self._has_warned_of_hooks = False
         self._hooked: list[torch.Tensor] = []
         self._known: list[torch.Tensor] = [param for param in replicas.module.parameters() if param.requires_grad]
         self._frozen: list[torch.Tensor] = [param for param in replicas.module.parameters() if not param.requires_grad]
@@ -203,8 +203,8 @@ class _Averaging:
     def _postpone(self, hook: Postponed, parameter: torch.Tensor) -> None:
         if self._completes or (hook, parameter) in self._postponed:
             return
-        if not self._replicas.require_backward_grad_sync and not self._is_told_of_hooks:
-            self._is_told_of_hooks = True
+        if not self._replicas.require_backward_grad_sync and not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = True
             logger.warning(
                 "hooks on gradients run once for all passes within no_sync and the one after them, on what these give "
                 "together: only then is it averaged"

@@ -83,8 +83,8 @@ class FsdpPasses:
         if find_unused_parameters and root in modules:
             if not hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.11
                 raise ArgumentError(
-                    f"find_unused_parameters=True is beyond the FSDP2 of torch {torch.__version__}: it leaves out what "
-                    "has no gradient. Use a later torch, or zero1, or let all ranks use the same parameters"
+                    f"find_unused_parameters=True is not supported by the FSDP2 of torch {torch.__version__}: it "
+                    "skips what has no gradient. Use a later torch, or zero1, or let all ranks use the same parameters"
                 )
             modules[0].set_reduce_scatter_unused_params(True)  # the root is the first
         root.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -182,7 +182,7 @@ class FsdpPasses:
         used = bytes(self._used)
         missing = [number for number, watched in enumerate(self._watched) if watched and not used[number]]
         if not self._finds_unused:
-            self._order.announce(BACKWARD_ENDS, note=self._told(missing))
+            self._order.announce(BACKWARD_ENDS, note=self._note(missing))
         elif self._order.announce(BACKWARD_ENDS, flag=bool(missing)) and self._reduces:
             anywhere = self._order.any_of(used)
             for number in self._without:
@@ -191,7 +191,7 @@ class FsdpPasses:
         if self._reduces:  # else gradients, and the records of use, accumulate until a later pass
             self._used[:], self._reduces = bytes(len(used)), False
 
-    def _told(self, missing: Sequence[int]) -> str:
+    def _note(self, missing: Sequence[int]) -> str:
         names = ", ".join(str(self._sharded[number]._param_fqn) for number in missing)
         return f"without a gradient for {names}" if names else ""
 

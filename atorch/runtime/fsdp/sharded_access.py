@@ -369,7 +369,7 @@ def _explain(error: RuntimeError, func: Any, path: str, arguments: Iterable[Any]
         ) from error
     if any(are_sharded) and not all(are_sharded):
         raise ArgumentError(
-            f"{path} is sharded while its model does not run, and {func.__name__} takes it beside plain tensors. Call "
+            f"{path} is sharded while its model does not run, and {func.__name__} takes it with plain tensors. Call "
             "the model itself (an argument may tell its forward what to compute), take parameter.full_tensor(), or "
             f"keep it whole: atorch_ignored_cls=({path!r},)"
         ) from error

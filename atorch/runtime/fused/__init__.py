@@ -215,10 +215,10 @@ def fuse_layer_norms(model: nn.Module, device: torch.device) -> SwapReport:
             return "torch's LayerNorm is one operation already, and apex, which has another kernel, is not installed"
         if module.elementwise_affine and module.bias is None:
             return "apex has no LayerNorm with a weight and no bias"
-        twin: nn.Module = fused(module.normalized_shape, module.eps, module.elementwise_affine)
+        replacement: nn.Module = fused(module.normalized_shape, module.eps, module.elementwise_affine)
         if module.elementwise_affine:
-            twin.weight, twin.bias = module.weight, module.bias
-        return twin
+            replacement.weight, replacement.bias = module.weight, module.bias
+        return replacement
 
     return swap_candidates(model, lambda module: type(module) is nn.LayerNorm, build)
 
@@ -228,7 +228,7 @@ def fuse_cross_entropy(model: nn.Module, device: torch.device) -> SwapReport:
 
     The kernel overwrites the logits with the gradient. So code that reads them after the loss, such as an accuracy,
     gets wrong values. This cannot be detected, so the replacement is only done on request. A loss that is computed by
-    a function, as in transformers, is no module and stays.
+    a function, as in transformers, is not a module and stays.
     """
     liger = _attribute("liger_kernel.transformers.cross_entropy", "LigerCrossEntropyLoss")
 

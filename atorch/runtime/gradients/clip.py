@@ -111,7 +111,7 @@ def clip_grad_norm(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(
-            f"clip_grad_norm was given a {type(model).__name__}, which is no torch.nn.Module; give the model itself "
+            f"clip_grad_norm was given a {type(model).__name__}, which is not a torch.nn.Module; give the model itself "
             "(result.model), whose gradients may be spread over processes"
         )
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
@@ -128,11 +128,11 @@ def clip_grad_norm(
     return clip_grads(model.parameters(), max_norm * scale, norm_type, spread) / scale
 
 
-def _check_positive(name: str, given: Any, what: str) -> None:
-    if isinstance(given, Tensor):  # reading its value would wait for the device
+def _check_positive(name: str, number: Any, what: str) -> None:
+    if isinstance(number, Tensor):  # reading its value would wait for the device
         return
-    if not isinstance(given, Real) or isinstance(given, bool) or not float(given) > 0:
-        raise ArgumentError(f"clip_grad_norm was given {shown(given)} as {name}; it is {what}")
+    if not isinstance(number, Real) or isinstance(number, bool) or not float(number) > 0:
+        raise ArgumentError(f"clip_grad_norm was given {shown(number)} as {name}; it is {what}")
 
 
 def add_clipping(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ apart, without gradient. Rules that do not explain the loss of the two are dropp
 model's root in eval mode, since dropout would not draw the same twice. A named rule saves the runs, and one flag a step
 while several rules remain. The same rules weight the losses of several processes: see `rescaling`.
 
-A loss that is no weighted sum of its parts' (contrastive losses, rankings, medians) can be computed in a pipeline from
+A loss that is not a weighted sum of its parts' (contrastive losses, rankings) can be computed in a pipeline from
 all micro-batches together: see `Gathered`.
 """
 
@@ -97,7 +97,7 @@ class LossWeight:
         return not math.isfinite(losses[2]) or min(errors) <= tolerance
 
     @property
-    def is_told(self) -> bool:
+    def is_known(self) -> bool:
         """True if a rule was named, or losses were compared."""
         return self.is_named or self._looks > 0
 

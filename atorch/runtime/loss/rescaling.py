@@ -59,7 +59,7 @@ class RankWeight:
     """The weight of this rank's loss times the number of ranks, batch by batch.
 
     rule: weights of the losses of parts. group: ranks with different samples. equal_rows: takes this rank's rows; True
-    if every rank gets as many in each step. told: keys of warnings that were logged already.
+    if every rank gets as many in each step. already_warned: keys of warnings that were logged already.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class RankWeight:
         rule: LossWeight,
         group: dist.ProcessGroup,
         equal_rows: Callable[[int], bool] = lambda rows: False,
-        told: MutableSet[str] | None = None,
+        already_warned: MutableSet[str] | None = None,
     ) -> None:
         self.rule = rule
         self._group, self._size, self._rank = group, group.size(), group.rank()
-        self._equal_rows, self._told = equal_rows, set() if told is None else told
+        self._equal_rows, self._already_warned = equal_rows, set() if already_warned is None else already_warned
         self._constant: float | None = None
         self._is_settled, self._wanted, self._closed = False, 0, 0
         self.last = 1.0
@@ -132,8 +132,8 @@ class RankWeight:
     def give_up(self, why: StrategyError) -> None:
         """Average from now on, as torch does, and warn once."""
         self._constant, self._is_settled, self.is_explained = 1.0, True, False
-        if dist.get_rank() == 0 and "loss" not in self._told:
-            self._told.add("loss")
+        if dist.get_rank() == 0 and "loss" not in self._already_warned:
+            self._already_warned.add("loss")
             logger.warning("%s", why)
 
     def _settle(self, batch: Any, rows: int, look: Callable[[], None]) -> None:
@@ -193,7 +193,7 @@ class RankWeight:
             factors = self._factors(counts)
         if len(counts) == 1:
             self._close(batch, rows)
-        return float(factors[self._rank, 0]) if self.rule.is_told else 1.0
+        return float(factors[self._rank, 0]) if self.rule.is_known else 1.0
 
     def _factors(self, counts: Sequence[float]) -> Tensor:
         """(ranks, rules): the factor of each rank's gradient under each rule."""

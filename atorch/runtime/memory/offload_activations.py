@@ -39,8 +39,8 @@ def num_offloaded(share: float, num_blocks: int) -> int:
     num = min(int(share * num_blocks * (1 + 1e-9)), max(1, num_blocks - 1))
     if num < 1:
         raise ArgumentError(
-            f"activations of {share:g} of {num_blocks} repeated blocks are to wait in host memory, which is no whole "
-            f"block; give {f'at least {1 / num_blocks:.3g}' if num_blocks else 'a model that repeats blocks'}"
+            f"activations of {share:g} of {num_blocks} repeated blocks are to wait in host memory, which is less "
+            f"than one block; give {f'at least {1 / num_blocks:.3g}' if num_blocks else 'a model that repeats blocks'}"
         )
     return num
 

@@ -104,11 +104,11 @@ class Engine:
         schedule: str | PlacedSchedule,
         group: dist.ProcessGroup,
         device: torch.device,
-        understudy: ShapeOracle | None = None,
+        oracle: ShapeOracle | None = None,
         replicas: dist.ProcessGroup | None = None,
         reductions: Sequence[StageReduction] | None = None,
     ) -> None:
-        """`understudy`: replaces the other processes in a fake world. `replicas`: the ranks with other batches.
+        """`oracle`: replaces the other processes in a fake world. `replicas`: the ranks with other batches.
 
         reductions: control the reduction of the parts' gradients; None: the default of each part.
         """
@@ -117,7 +117,7 @@ class Engine:
         self.reductions: Sequence[StageReduction] = reductions or [Reduction(part) for part in parts]
         self.places = places_of(schedule, self.stages[0].num_stages, group.size())
         self.last_place = self.places[-1]
-        self._name, self.understudy = schedule, understudy
+        self._name, self.oracle = schedule, oracle
         # With sharded parameters, all ranks of a shard group must run the same passes.
         self._looks_with = replicas if any(reduction.is_sharded for reduction in self.reductions) else None
         self.pieces = [LocalStage(part, self) for part in parts]
@@ -145,7 +145,7 @@ class Engine:
 
             failures: list[Exception] = []
             # Failures on a single rank mostly occur in the first pass, or in evaluation.
-            ends_together = self.understudy is None and (cached is None or not train)
+            ends_together = self.oracle is None and (cached is None or not train)
             if ends_together:
                 self.job = _Job(work, shapes, failures)
             try:
@@ -202,9 +202,9 @@ class Engine:
 
         Only the ranks of this pipeline fail together: others have other batches, and may have cached their shapes.
         """
-        if self.understudy is not None:
+        if self.oracle is not None:
             assert isinstance(work, StageCalls), "only strategies are simulated"
-            return list(self.understudy.run(*work.calls[0])[0])
+            return list(self.oracle.run(*work.calls[0])[0])
         table: list[Sequence[TensorSpec]] = []
         for index in range(self.stages[0].num_stages):
             box = [all_or_none(functools.partial(self._seen_by, index, work, table), self.group)]

@@ -144,7 +144,7 @@ class PipelinedLoss:
         for name, parameter in self._named.items():
             parameter.register_hook(expects_none(partial(weakly(self._refuse_direct), name)))
         self._plain: torch.dtype | None = None  # the dtype of a loss that is a bare scalar
-        self._foretold: Any = None  # the loss that the understudy computed
+        self._oracle_loss: Any = None  # the loss that the oracle computed
 
     def __call__(self, batch: Any, output: Any) -> Any:
         """The loss, as the user's function returns it, on every process.
@@ -223,16 +223,16 @@ class PipelinedLoss:
             self._model.ties.add_up()
         if gathered is not None:
             losses, weights = [gathered.loss], [1.0]
-        loss = self._shared(merge(losses, weights or []) if losses else self._told(pieces[0]))
+        loss = self._shared(merge(losses, weights or []) if losses else self._loss_elsewhere(pieces[0]))
         return deposit_loss(loss, gradients)
 
-    def _told(self, piece: _Call) -> Any:
-        """The loss on processes without the last stage: None, but in a fake world the understudy's."""
-        understudy = self._engine.understudy
-        if understudy is not None and self._foretold is None:
+    def _loss_elsewhere(self, piece: _Call) -> Any:
+        """The loss on processes without the last stage: None, but in a fake world the oracle's."""
+        oracle = self._engine.oracle
+        if oracle is not None and self._oracle_loss is None:
             with torch.no_grad():
-                self._foretold = self._loss_func(piece[0], understudy.run(*piece[1:])[1])
-        return self._foretold
+                self._oracle_loss = self._loss_func(piece[0], oracle.run(*piece[1:])[1])
+        return self._oracle_loss
 
     def _shared(self, loss: Any) -> Any:
         """The last stage's loss on every process."""

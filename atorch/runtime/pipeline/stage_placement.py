@@ -60,16 +60,16 @@ class Turn(NamedTuple):
 
 def turns(placed: PlacedSchedule, micro_batches: int) -> list[list[Turn]]:
     """The passes of each process, in order; without training, torch leaves out the backward passes."""
-    course = _Course(placed, micro_batches)
+    progress = _Progress(placed, micro_batches)
     order: list[list[Turn]] = [[] for _ in range(max(placed.places) + 1)]
     running: list[tuple[int, int, Turn]] = []  # (when it ends, process, pass)
     busy: set[int] = set()
     now = 0
     while True:
         for place in range(len(order)):
-            turn = course.next(place) if place not in busy else None
+            turn = progress.next(place) if place not in busy else None
             if turn is not None:
-                course.begin(turn)
+                progress.begin(turn)
                 busy.add(place)
                 order[place].append(turn)
                 heapq.heappush(running, (now + (2 if turn.is_backward else 1), place, turn))
@@ -79,10 +79,10 @@ def turns(placed: PlacedSchedule, micro_batches: int) -> list[list[Turn]]:
         while running and running[0][0] == now:  # end all that end now, before a process chooses its next pass
             _, place, turn = heapq.heappop(running)
             busy.remove(place)
-            course.end(turn)
+            progress.end(turn)
 
 
-class _Course:
+class _Progress:
     """The progress of each stage. Micro-batches pass a stage in their order, forward and backward."""
 
     def __init__(self, placed: PlacedSchedule, micro_batches: int) -> None:

@@ -294,7 +294,7 @@ def without_fp8(model: nn.Module) -> Iterator[None]:
 
 
 def log_indivisible_parts(model: nn.Module) -> None:
-    """Log the layers that keep the old dtype, as this rank's part of their weight is no multiple of 16."""
+    """Log the layers that keep the old dtype, as this rank's part of their weight is not a multiple of 16."""
     parts = {name: local_part(layer._parameters["weight"]) for name, layer in _layers(model).items()}
     if left := [name for name, part in parts.items() if _is_indivisible(part.shape)]:
         logger.info("fp8 leaves %s, whose parts are not multiples of %d", ", ".join(left), MULTIPLE)

@@ -79,9 +79,9 @@ class Chain(TorchFunctionMode):
         return self.steps[index](call, partial(self._attend, index + 1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
-        twin = Chain()
-        twin.steps = list(self.steps)
-        return twin
+        clone = Chain()
+        clone.steps = list(self.steps)
+        return clone
 
 
 def chain_of(block: nn.Module) -> Chain:

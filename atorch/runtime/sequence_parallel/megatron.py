@@ -220,15 +220,15 @@ def _try_split(
     share: TokenPartition,
 ) -> BlockStream | str:
     """The stream of the block on this rank's tokens, or a reason to refuse it. All ranks call it."""
-    twin = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
+    clone = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
     for group, exchange in zip(layout.groups, exchanges, strict=True):
-        _learn(twin, group, exchange, whole.shapes.get(exchange.at, {}), share)
-    _share_gradients(twin, layout, Inside(), share)
+        _learn(clone, group, exchange, whole.shapes.get(exchange.at, {}), share)
+    _share_gradients(clone, layout, Inside(), share)
     leaves = _leaves(whole.call, whole.asked)
     try:
         with torch.enable_grad():
             args, kwargs = changed(leaves, share.scatter, cut)
-            outputs = by_place(twin(*args, **kwargs))
+            outputs = by_place(clone(*args, **kwargs))
             dims = {place: _cut(outputs[place].shape, tensor.shape, share) for place, tensor in whole.outputs.items()}
             parts = {place: dim for place, dim in dims.items() if dim is not None}
             gathered = {place: share.gather(x, parts[place]) if place in parts else x for place, x in outputs.items()}
@@ -236,7 +236,7 @@ def _try_split(
         return f"{type(error).__name__}: {error}"
     if any(not same(gathered[place], tensor) for place, tensor in whole.outputs.items()):
         return "it computes something else on a part of the tokens"
-    gradients = _backward(twin, gathered, whole.seeds)
+    gradients = _backward(clone, gathered, whole.seeds)
     arguments, whole_arguments = by_place(leaves), by_place(whole.leaves)
     gradients |= {place: arguments[place].grad for place in cut}
     for name, gradient in {**whole.gradients, **{place: whole_arguments[place].grad for place in cut}}.items():

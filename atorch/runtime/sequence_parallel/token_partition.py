@@ -11,7 +11,7 @@ The average is then right on both sides.
 | `gather` | all-gather | own tokens, times the size |
 
 Results of a model outside of its blocks may stay split, the logits the largest. Token-local work runs on a rank's own
-tokens: modules that passed a trial (`token_local_modules`), products, casts, views. Cross entropies and the like need
+tokens: modules that passed a trial (`token_split`), products, casts, views. Cross entropies and the like need
 no gathered logits: each rank computes one number per token, and all ranks gather these. Everything else gathers first:
 see `tensor_parallel.sharding_rules`.
 """
@@ -44,7 +44,7 @@ class TokenPartition:
     one contiguous piece."""
     averaged: bool = True
     """True if the gradients of parameters are averaged over the group in the end."""
-    told: set[str] = field(default_factory=set, repr=False)
+    already_warned: set[str] = field(default_factory=set, repr=False)
     """Names of functions whose gather of split tokens was logged."""
 
     @property
@@ -180,8 +180,8 @@ class Tokens(DimSharding):
 
     def note_gather(self, name: str, shape: tuple[int, ...]) -> None:
         """Log a gather once for each function: the whole may be hundreds of times larger than a rank's part."""
-        if name not in self.share.told:
-            self.share.told.add(name)
+        if name not in self.share.already_warned:
+            self.share.already_warned.add(name)
             logger.info(
                 "%s asks for all tokens of %s: every process gathers them. Cross entropies and what works token by "
                 "token do not",

@@ -4,25 +4,31 @@
 
 Attention mixes tokens, and `exchange` lets it do so over ranks. Everything else in a block must work token by token; a
 trial checks that before anything is changed. The stream stays split between blocks. Each block cuts tables of
-positions, which it gets whole. Outside of the blocks, token-local modules get a rank's own tokens
-(`token_local_modules`). The last block's output is gathered when a caller needs all of it (`split_tokens`).
+positions, which it gets whole. The last block's output is gathered when a caller needs all of it (`split_tokens`).
+
+Outside of the blocks, modules with one tensor argument (embeddings, final norms, heads) run once on all tokens of a
+small batch and once on a rank's. If every rank gets its part of the whole result, the module takes the rank's tokens
+from then on. All other modules stay unchanged. Fake tensors have no values, so shapes decide (`token_dependence`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from atorch.distributed.collectives import gather_objects
+from atorch.distributed.rng import RankStream
 from atorch.errors import AtorchError, StrategyError
 from atorch.model.state import evaluating
-from atorch.model.structure import repeated_blocks
+from atorch.model.structure import made_alone, outside_of, repeated_blocks
 from atorch.model.wrapper import override
 from atorch.runtime.sequence_parallel.attention import Exchange, exchange_attention
 from atorch.runtime.sequence_parallel.split_validation import (
@@ -30,16 +36,25 @@ from atorch.runtime.sequence_parallel.split_validation import (
     Evaluation,
     Whole,
     changed,
+    copied,
+    cut_along,
     evaluate,
     find_stream,
     run_whole,
     same,
     try_part,
+    uses_random_numbers,
+    usual,
 )
-from atorch.runtime.sequence_parallel.token_local_modules import compute_by_token, drawing, find_by_token
-from atorch.runtime.sequence_parallel.token_partition import TokenPartition, own_tokens, split_tokens
-from atorch.runtime.tensor_parallel.derive.block_sandbox import by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel
+from atorch.runtime.sequence_parallel.token_partition import (
+    TokenPartition,
+    Tokens,
+    is_by_tokens,
+    own_tokens,
+    split_tokens,
+)
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, EvaluateModel
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor, whole_of
 
 ENDS = "_ends_of_stream"  # attribute of a block that holds its scatter and gather
@@ -94,8 +109,8 @@ def _by_kind(
         path, block = paths[kind], blocks[paths[kind]]
         if not lengths:
             raise StrategyError(
-                f"{path} calls no scaled_dot_product_attention, by which alone its tokens may meet; make the model "
-                "with attn_implementation='sdpa', or put module_replace into the strategy"
+                f"{path} calls no scaled_dot_product_attention, the only operation in which its tokens may meet; make "
+                "the model with attn_implementation='sdpa', or put module_replace into the strategy"
             )
         uneven = [length for length in sorted(lengths) if length % share.pieces]
         if uneven:
@@ -204,10 +219,128 @@ def check_output(
         names = ", ".join(all_differing) or "another number of them"
         raise AtorchError(
             f"{type(model).__name__} has other outputs ({names}) after its tokens were split, though each of its "
-            "blocks had the same: something between or beside the blocks sees parts of a sequence. Leave the method "
+            "blocks had the same: something between or around the blocks sees parts of a sequence. Leave the method "
             "out for this model, or let the model return its logits alone"
         )
 
 
 def _plain(tensor: Tensor) -> Tensor:
     return whole_of(tensor) if isinstance(tensor, SplitTensor) else tensor
+
+
+@dataclass(frozen=True)
+class ByToken:
+    """The token split of a module that works token by token."""
+
+    place: str
+    """The place of the argument that is cut by tokens."""
+    given: int
+    """Its dim of tokens, counted from the first."""
+    made: int
+    """The result's dim of tokens."""
+    draws: bool
+    """True if it draws random numbers in training."""
+
+
+@torch.no_grad()
+def find_by_token(
+    model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel, dims: Set[int], share: TokenPartition
+) -> dict[str, ByToken]:
+    """Modules outside of `blocks`, by path, that compute the same on a rank's tokens, on all ranks.
+
+    Args:
+        dims: the dims of tokens in the blocks' outputs; results must have one of these.
+    """
+    by_path = {}
+    with evaluating(model):
+        with _called(dict(outside_of(model, blocks.keys()))) as calls:
+            run(model)
+        for path, (call, result) in calls.items():
+            way = None if call is None else _way(model.get_submodule(path), call, result, dims, share)
+            ways = gather_objects(way, share.group)
+            if way is not None and all(other == way for other in ways):
+                by_path[path] = way
+    return by_path
+
+
+def compute_by_token(module: nn.Module, way: ByToken, share: TokenPartition) -> None:
+    """Let `module` compute on its rank's tokens of any argument; in place."""
+    if way.draws:
+        override(module, "forward", drawing, share.rank)
+    override(module, "__call__", _by_token, way, share)
+
+
+def _by_token(original: Callable[..., Any], way: ByToken, share: TokenPartition) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = by_place((args, kwargs))
+        tensor = tensors.get(way.place)
+        if tensor is None or len(tensors) > 1 or not _can_be_cut(tensor, way, share):
+            return original(self, *args, **kwargs)
+        args, kwargs = changed((args, kwargs), partial(own_tokens, share=share), {way.place: way.given})
+        return split_tokens(original(self, *args, **kwargs), share, way.made)
+
+    return call
+
+
+def _can_be_cut(tensor: Tensor, way: ByToken, share: TokenPartition) -> bool:
+    if torch.compiler.is_compiling() or tensor.dim() <= way.given or tensor.shape[way.given] % share.pieces:
+        return False
+    if isinstance(tensor, SplitTensor) and isinstance(tensor._layout, Tokens):
+        return is_by_tokens(tensor, way.given)
+    return not tensor.requires_grad  # a gathered stream is not cut again
+
+
+def drawing(original: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    """A forward with its own random numbers on every rank, so that dropout differs between tokens."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stream = RankStream(rank)
+        if self.training:
+            stream.enter(next(iter(by_place((args, kwargs)).values())).device)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            stream.leave()
+
+    return forward
+
+
+@contextmanager
+def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[ForwardCall | None, Any]]]:
+    """Record first calls of modules and their results; (None, None) without exactly one tensor in and out."""
+    calls: dict[str, tuple[ForwardCall | None, Any]] = {}
+
+    def note(path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        is_plain = isinstance(output, Tensor) and len(by_place((args, kwargs))) == 1
+        if path not in calls:
+            calls[path] = (ForwardCall(*copied((args, kwargs))), output.clone()) if is_plain else (None, None)
+
+    with ExitStack() as hooks:
+        for path, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(note, path), with_kwargs=True))
+        yield calls
+
+
+def _way(module: nn.Module, call: ForwardCall, result: Tensor, dims: Set[int], share: TokenPartition) -> ByToken | None:
+    """The token split with which a module computes the same on this rank's tokens, or None."""
+    if any(isinstance(submodule, _BatchNorm) for submodule in module.modules()):
+        return None  # in training its statistics are those of all tokens
+    ((place, tensor),) = by_place((call.args, call.kwargs)).items()
+    is_fake, shapes_of_all = dist.get_backend(share.group) == "fake", None
+    if is_fake:
+        _, shapes_of_all = made_alone(partial(module, *call.args, **call.kwargs), [tensor])
+    for dim in usual(tensor.dim()):
+        if tensor.shape[dim] % share.pieces or tensor.shape[dim] < share.pieces:
+            continue
+        args, kwargs = changed(copied((call.args, call.kwargs)), share.part, {place: dim})
+        try:
+            run = partial(module, *args, **kwargs)
+            got, shapes = made_alone(run, by_place((args, kwargs)).values()) if is_fake else (run(), None)
+        except MISFITS:
+            continue
+        if shapes != shapes_of_all:
+            continue
+        result_dim = cut_along(got, result, share, share.rank) if isinstance(got, Tensor) else None
+        if isinstance(result_dim, int) and result_dim in dims:
+            return ByToken(place, dim, result_dim, uses_random_numbers(module, call))
+    return None

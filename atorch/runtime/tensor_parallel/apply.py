@@ -154,9 +154,9 @@ class SharedHook:
     """A hook whose deepcopy is a shallow copy: process groups cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        return twin
+        clone = copy.copy(self)
+        memo[id(self)] = clone
+        return clone
 
 
 class ForkArguments(SharedHook):

@@ -28,8 +28,8 @@ from atorch.runtime.tensor_parallel.derive.block_sandbox import (
     ForwardCall,
     MatmulUse,
     SeeProducts,
-    apart,
     fresh,
+    sandboxed,
     tensors_of,
 )
 from atorch.runtime.tensor_parallel.derive.split_validation import Ranks, Watched
@@ -188,9 +188,9 @@ NOT_NEEDED = "a process holds no more than parameter_bytes without that"
 
 
 def settled(
-    model: nn.Module, found: ModelLayout, watched: Watched, ranks: Ranks, parameter_bytes: float | None
+    model: nn.Module, layout: ModelLayout, watched: Watched, ranks: Ranks, parameter_bytes: float | None
 ) -> ModelLayout:
-    """The layout that is selected from `found`, whose groups may share parameters. All ranks call it.
+    """The layout that is selected from `layout`, whose groups may share parameters. All ranks call it.
 
     Args:
         parameter_bytes: maximum bytes of the whole model's parameters on a rank; None: as few as possible.
@@ -198,14 +198,14 @@ def settled(
     Raises:
         StrategyError: no choice leaves as little as `parameter_bytes`.
     """
-    cuts = [[name for group in kind.layout.groups for name in group.parameters] for kind in found.kinds]
+    cuts = [[name for group in kind.layout.groups for name in group.parameters] for kind in layout.kinds]
     if parameter_bytes is None and all(len(names) == len(set(names)) for names in cuts):
-        return found  # no two groups conflict
-    counts = {kind.paths: _counted(kind, watched) for kind in found.kinds}
-    groups = [(kind, group) for kind in found.kinds for group in kind.layout.groups]
-    tables = _aliases(model, (*found.vocabulary.lookups, *found.vocabulary.logits))
+        return layout  # no two groups conflict
+    counts = {kind.paths: _counted(kind, watched) for kind in layout.kinds}
+    groups = [(kind, group) for kind in layout.kinds for group in kind.layout.groups]
+    tables = _aliases(model, (*layout.vocabulary.lookups, *layout.vocabulary.logits))
     options = [_of_group(model, kind, group, counts[kind.paths][group.row]) for kind, group in groups]
-    options += [_of_table(model, names, found.vocabulary, watched) for names in tables]
+    options += [_of_table(model, names, layout.vocabulary, watched) for names in tables]
     cut = frozenset().union(*(option.cuts for option in options))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in cut]
     ties = [aliases for aliases in _aliases(model, names) if len(aliases) > 1]
@@ -215,20 +215,20 @@ def settled(
     if chosen is None:
         least = whole_bytes - most_spared(options, ties)
         raise StrategyError(
-            f"parameter_bytes was given {parameter_bytes:g}, but with tensor {found.degree} each process holds at "
+            f"parameter_bytes was given {parameter_bytes:g}, but with tensor {layout.degree} each process holds at "
             f"least {least:.0f} bytes ({format_bytes(least)}) of {type(model).__name__}; give at least so many, or "
             "the axis tensor a larger size"
         )
     taken = {(kind.paths, group.row) for index, (kind, group) in enumerate(groups) if index in chosen}
     kinds = [
         replace(kind, layout=_only(kind.layout, {row for paths, row in taken if paths == kind.paths}))
-        for kind in found.kinds
+        for kind in layout.kinds
     ]
     dropped = {name for index, names in enumerate(tables, len(groups)) if index not in chosen for name in names}
     biases = {product.bias for product in watched.products if product.weight in dropped}
-    vocabulary = found.vocabulary.without(dropped, biases)
+    vocabulary = layout.vocabulary.without(dropped, biases)
     kept = (*vocabulary.kept, *(Unsplit(name, NOT_NEEDED) for name in sorted(dropped)))
-    return replace(found, kinds=tuple(kinds), vocabulary=replace(vocabulary, kept=kept))
+    return replace(layout, kinds=tuple(kinds), vocabulary=replace(vocabulary, kept=kept))
 
 
 def _counted(kind: Alike, watched: Watched) -> dict[str, Counted]:
@@ -236,7 +236,7 @@ def _counted(kind: Alike, watched: Watched) -> dict[str, Counted]:
         return {}
     block, call = watched.example(kind.paths[0])
     with preserved_rng():
-        return counted(apart(block), kind.layout, call)
+        return counted(sandboxed(block), kind.layout, call)
 
 
 def _of_group(model: nn.Module, kind: Alike, group: SplitRegion, counts: Counted) -> Option:

@@ -25,7 +25,7 @@ from atorch.model.copy_isolation import Originals
 from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.derive.attention_heads import make_splittable, with_attributes
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, MatmulUse, SeeProducts, apart, fresh
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, MatmulUse, SeeProducts, fresh, sandboxed
 from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel, Ranks, Watched, why_refused
 from atorch.runtime.tensor_parallel.layout import BlockLayout, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout_selection import settled
@@ -234,7 +234,7 @@ def _alike(paths: list[str], layouts: Mapping[str, BlockLayout], blocks: Mapping
 def _derive_block(
     block: nn.Module, path: str, call: ForwardCall, degree: int, plan: ManualLayout | None, is_named: bool
 ) -> BlockLayout:
-    layout = derive(apart(block), call, degree)
+    layout = derive(sandboxed(block), call, degree)
     if plan is not None:
         layout = chosen(layout, path, plan)
     for unsplit in layout.kept:
@@ -257,19 +257,19 @@ def _trial(
     if groups and key not in tried:
         block, call = watched.example(kind.paths[0])
         with preserved_rng():
-            twin = apart(block)
-            layout = with_draws(twin, BlockLayout(groups), call)
-            layout = with_attributes(twin, layout, call, ranks)
-            tried[key] = layout if ranks.mesh is None else _accepted(twin, layout, call, ranks.mesh)
+            clone = sandboxed(block)
+            layout = with_draws(clone, BlockLayout(groups), call)
+            layout = with_attributes(clone, layout, call, ranks)
+            tried[key] = layout if ranks.mesh is None else _accepted(clone, layout, call, ranks.mesh)
     return tried[key] if groups else BlockLayout(())
 
 
-def _accepted(twin: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: DeviceMesh) -> BlockLayout:
+def _accepted(clone: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: DeviceMesh) -> BlockLayout:
     """The layout, or those of its groups that compute the same as the whole block on all ranks."""
-    if not layout.groups or why_refused(twin, layout, call, ShardingContext(mesh)) is None:
+    if not layout.groups or why_refused(clone, layout, call, ShardingContext(mesh)) is None:
         return layout
     return layout.without(
-        lambda group: why_refused(twin, replace(layout, groups=(group,)), call, ShardingContext(mesh))
+        lambda group: why_refused(clone, replace(layout, groups=(group,)), call, ShardingContext(mesh))
     )
 
 

@@ -67,7 +67,7 @@ Read = Callable[[Tensor], Tensor]
 
 
 class Inside:
-    """A flag that is true while a block's forward runs. It is no hook: recomputation calls forward without hooks.
+    """A flag that is true while a block's forward runs. It is not a hook: recomputation calls forward without hooks.
 
     All blocks of a model share one flag, so that blocks of one class keep one class.
     """

@@ -74,7 +74,7 @@ class VocabularyShards(DimSharding):
         """Indices of tokens among this rank's columns, 0 for those of other ranks; and a mask of the latter.
 
         Raises:
-            RuntimeError: a token is no column of any rank (on CUDA, the device's assertion).
+            RuntimeError: a token is not a column of any rank (on CUDA, the device's assertion).
         """
         check_targets(tokens, self.total)
         index = tokens - self.start

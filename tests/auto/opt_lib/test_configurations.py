@@ -134,7 +134,7 @@ def test_the_table_has_every_argument_of_fsdp1() -> None:
 def test_triples() -> None:
     given = [("parallel_mode", None, False), ("amp_native", {"dtype": "bf16"}, False), ["checkpoint", None, True]]
     assert Strategy.of(given) == Strategy.of(["parallel_mode", ("amp_native", {"dtype": "bf16"}), "checkpoint"])
-    with pytest.raises(StrategyError, match="is no method"):
+    with pytest.raises(StrategyError, match="is not a method"):
         Strategy.of([("checkpoint", None, "yes")])
     with pytest.raises(StrategyError, match=r"For one method and its configuration, give \[\('amp_native'"):
         Strategy.of(("amp_native", {"dtype": "bf16"}, False))

@@ -191,7 +191,7 @@ def test_te_is_refused_where_it_has_only_a_part(name: str) -> None:
     job = make_context(make_model(), **arguments(), world=init(), cluster=cluster("cpu"))
     ctx = replace(job, strategy=Strategy.of([name]))
     assert Fp8()._suitable_backend(ctx) == "torchao"
-    with pytest.raises(StrategyError, match=f'backend "te" beside {name}'):
+    with pytest.raises(StrategyError, match=f'backend "te" with {name}'):
         Fp8(backend="te")._suitable_backend(ctx)
 
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.module_replace import ModuleReplace
-from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS, register_replace_pair
+from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS, ModuleReplace, register_replace_pair
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.cost import AttentionKind
 from atorch.distributed.world import init
@@ -136,7 +135,7 @@ class TestTheDoor:
         [
             ({"pair_name": "verbose", "pair_cls": (Slow, Fast)}, "another name"),
             ({"pair_name": "mine", "pair_cls": (Slow,)}, r"give \(source, replacement\)"),
-            ({"pair_name": "mine", "pair_cls": (Slow, "Fast")}, "'Fast', which is no module class"),
+            ({"pair_name": "mine", "pair_cls": (Slow, "Fast")}, "'Fast', which is not a module class"),
             ({"pair_name": "mine", "pair_cls": (Slow, Slow)}, "constructor of Slow takes no src_module"),
             ({"pair_name": "mine", "pair_cls": (Slow, Fast), "supported_dtypes": {torch.int8}}, "give some of"),
             ({"pair_name": "mine", "pair_cls": (Slow, Fast), "supported_dtypes": set()}, "supports no dtype"),
@@ -169,7 +168,7 @@ def test_attention_that_can_be_replaced_is_tried_and_lets_tokens_meet() -> None:
 
 
 def test_a_named_package_that_is_missing_raises_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atorch.auto.opt_lib.module_replace.find_spec", lambda name: None)
+    monkeypatch.setattr("atorch.auto.opt_lib.module_replace_optimization.find_spec", lambda name: None)
     named = ModuleReplace.of({"cross_entropy_liger": None})
     with pytest.raises(CapabilityError, match="needs liger_kernel, and it is not installed"):
         named.unmet(CUDA)

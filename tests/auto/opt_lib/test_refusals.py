@@ -99,7 +99,7 @@ CONFIGURATIONS: Mapping[str, list[tuple[Any, str]]] = {
         ("data", "takes a dict"),
         ({"slice": []}, "did you mean 'slices'"),
         ((SLICES, None, True), "start a job for each"),
-        ((SLICES, None, 3), "True, False or None may stand there"),
+        ((SLICES, None, 3), "True, False or None may follow"),
         (([("pipe", 2), ("pipeline", 2)], None), "is given twice"),
         ((SLICES, None, False, True, 1), "it takes"),
     ],
@@ -135,7 +135,7 @@ STRATEGIES: list[tuple[Any, str]] = [
     ([MESH, ("ds_3d_parallel", {"ds_confg": {}})], "did you mean 'ds_config'"),
     ([MESH, ("pipeline_parallel", {"ds_config": {}})], "ds_config is for the deepspeed backend"),
     ([("parallel_mode", ([("data", 8)], None)), "mixed_parallel"], "no axis for mixed_parallel to split over"),
-    ([("mixed_parallel", {"tensor": 2})], r"strategy\[0\]\[1\].*it has no knobs: degrees stand in parallel_mode"),
+    ([("mixed_parallel", {"tensor": 2})], r"strategy\[0\]\[1\].*it has no knobs: degrees belong in parallel_mode"),
     (["amp_native", "half"], "exclude each other"),
 ]
 
@@ -209,7 +209,7 @@ UNFIT: list[tuple[Any, Mapping[str, int], dict[str, Any], str | None]] = [
     ("chunk", {}, {}, None),
     ("chunk", {}, {"stages": 2}, "pipeline_parallel"),
     ("chunk", {}, {"fp8": "tensorwise"}, "fp8"),
-    (("offload", {"activations": 0.1}), {}, {}, "no whole block of 8"),
+    (("offload", {"activations": 0.1}), {}, {}, "less than one block of 8"),
     (("offload", {"activations": 0.125}), {}, {}, None),
     ("offload", {}, {"budget_bytes": 1e9}, "chunk decides"),
     (("offload", {"optimizer": 0.0, "activations": 1.0}), {}, {"budget_bytes": 1e9}, None),

@@ -188,7 +188,7 @@ def rows_told(rank: int, size: int, method: str) -> list[str]:
             load_strategy=[("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel", method],
             **{**contract.arguments(), "loss_func": lambda batch, output: output.square().mean()},
         )
-    return [each for each in heard if "stand in the order of the processes" in each]
+    return [each for each in heard if "are in the order of the processes" in each]
 
 
 def test_rows_that_are_no_neighbours_are_told_of(pool: Pool) -> None:

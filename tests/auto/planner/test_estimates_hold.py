@@ -31,7 +31,7 @@ from atorch.cost import Cost, StepTimes, peak_memory, plain_cost
 from atorch.cost.comm import EXPERT_AXIS, boundary_bytes, group_of, group_of_neighbours, of_copy, rounds_of
 from atorch.cost.comm.offload import BYTES_A_CORE
 from atorch.cost.gemm import peak_flops
-from atorch.cost.memory import beside_host, stage_memory
+from atorch.cost.memory import stage_memory, with_offload
 from atorch.cost.pipeline_stages import StageCost, stages_of
 from atorch.cost.time import MEETING_S
 from atorch.cost.transformer import TransformerShape, transformer_profile
@@ -99,7 +99,7 @@ def check_terms(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
         assert 0 <= value < math.inf, f"{name} takes {value} s"
     for name, value in memory._asdict().items():
         assert 0 <= value < math.inf, f"{name} is {value}"
-    for _, held in beside_host(cost, stages_of(cost)):
+    for _, held in with_offload(cost, stages_of(cost)):
         assert all(value >= 0 for value in held), f"{held} has something below nothing"
         assert held.stepped <= 1
     assert sum(told.time.values()) == pytest.approx(told.step_s, rel=ROUNDING)
@@ -132,11 +132,11 @@ def check_links(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
         for between, seconds in carried_seconds(cost, cluster, stage).items():
             assert total >= seconds * (1 - ROUNDING), f"links {'between' if between else 'in'} nodes carry more"
     host = cluster.host_link
-    for course, held in beside_host(cost, stages_of(cost)):
-        waiting = course.parameters - held.parameters
-        up = held.stepped * course.parameters * cost.param_shards / cost.optim_shards
-        down = held.stepped * course.stepped_gradients
-        for moved in (max(up, waiting), down, cost.activation_offload * course.in_blocks):
+    for timeline, held in with_offload(cost, stages_of(cost)):
+        waiting = timeline.parameters - held.parameters
+        up = held.stepped * timeline.parameters * cost.param_shards / cost.optim_shards
+        down = held.stepped * timeline.stepped_gradients
+        for moved in (max(up, waiting), down, cost.activation_offload * timeline.in_blocks):
             assert total >= moved / host.bandwidth * (1 - ROUNDING)
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from atorch.auto.sources import job
+from atorch.auto import sources
 from atorch.errors import ArgumentError
 
 TEXT = """
@@ -38,18 +38,18 @@ def path(tmp_path, monkeypatch):
 
 
 def test_a_dict_a_function_and_a_module_are_jobs(path, tmp_path, monkeypatch):
-    fixed, flexible = job.load(f"{path}:fixed"), job.load(f"{path}:flexible")
-    assert job.arguments_of(fixed, "fixed", None)["sample_batch"] == [7]
-    assert job.arguments_of(flexible, "flexible", None)["sample_batch"] == [0, 0, 0, 0]
-    assert job.arguments_of(flexible, "flexible", 2)["sample_batch"] == [0, 0]
-    assert (job.takes_seq(fixed), job.takes_seq(flexible)) == (False, True)
+    fixed, flexible = sources.load(f"{path}:fixed"), sources.load(f"{path}:flexible")
+    assert sources.arguments_of(fixed, "fixed", None)["sample_batch"] == [7]
+    assert sources.arguments_of(flexible, "flexible", None)["sample_batch"] == [0, 0, 0, 0]
+    assert sources.arguments_of(flexible, "flexible", 2)["sample_batch"] == [0, 0]
+    assert (sources.takes_seq(fixed), sources.takes_seq(flexible)) == (False, True)
 
-    fixed = job.load(f"{path}:fixed")
-    job.arguments_of(fixed, "fixed", None).clear()
-    assert job.arguments_of(fixed, "fixed", None)
+    fixed = sources.load(f"{path}:fixed")
+    sources.arguments_of(fixed, "fixed", None).clear()
+    assert sources.arguments_of(fixed, "fixed", None)
 
     monkeypatch.syspath_prepend(tmp_path)
-    assert callable(job.load("jobs_of_a_test:flexible"))
+    assert callable(sources.load("jobs_of_a_test:flexible"))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_dict_a_function_and_a_module_are_jobs(path, tmp_path, monkeypatch):
 )
 def test_what_is_not_there_is_named(named, told, path):
     with pytest.raises(ArgumentError) as error:
-        job.load(named.format(path=path))
+        sources.load(named.format(path=path))
     assert told in str(error.value)
 
 
@@ -77,7 +77,7 @@ def test_what_is_not_there_is_named(named, told, path):
     ],
 )
 def test_what_is_no_job_is_named(name, seq, told, path):
-    found = job.load(f"{path}:{name}")
+    found = sources.load(f"{path}:{name}")
     with pytest.raises(ArgumentError) as error:
-        job.arguments_of(found, name, seq)
+        sources.arguments_of(found, name, seq)
     assert told in str(error.value)

@@ -103,12 +103,12 @@ def test_what_is_written_reads_back(sizes: Any, share: float, extra: Any, metada
         ("[] []", "line 1 column 4: Extra data"),
         ('["a\\"[[[[", ' + "[" * 32 + "]" * 32 + "]", "$[1]" + "[0]" * 31 + ": nested deeper than 32 levels"),
         ("[" * 100_000, "nested deeper than 32 levels"),
-        ("{}", '$: no "atorch_strategy": 1, so this is no strategy file'),
-        ('{"methods": []}', "$: no \"atorch_strategy\": 1, so this is no strategy file; it has ['methods']"),
-        ('{"atorch_strategy": "1"}', "$.atorch_strategy: '1' is no version; write 1"),
-        ('{"atorch_strategy": true}', "$.atorch_strategy: True is no version; write 1"),
-        ('{"atorch_strategy": 0}', "$.atorch_strategy: 0 is no version; write 1"),
-        ('{"atorch_strategy": 1.0}', "$.atorch_strategy: 1.0 is no version; write 1"),
+        ("{}", '$: no "atorch_strategy": 1, so this is not a strategy file'),
+        ('{"methods": []}', "$: no \"atorch_strategy\": 1, so this is not a strategy file; it has ['methods']"),
+        ('{"atorch_strategy": "1"}', "$.atorch_strategy: '1' is not a version; write 1"),
+        ('{"atorch_strategy": true}', "$.atorch_strategy: True is not a version; write 1"),
+        ('{"atorch_strategy": 0}', "$.atorch_strategy: 0 is not a version; write 1"),
+        ('{"atorch_strategy": 1.0}', "$.atorch_strategy: 1.0 is not a version; write 1"),
         (
             '{"atorch_strategy": 2, "x": 1}',
             "$.atorch_strategy: the file has version 2, and this atorch reads up to 1; update",
@@ -117,15 +117,15 @@ def test_what_is_written_reads_back(sizes: Any, share: float, extra: Any, metada
             '{"atorch_strategy": 1, "methods": [], "metdata": {}}',
             "$.metdata: a strategy file has no such field; did you mean",
         ),
-        ('{"atorch_strategy": 1}', "$.methods: None is no list of methods"),
-        ('{"atorch_strategy": 1, "methods": {}}', "$.methods: {} is no list of methods"),
-        ('{"atorch_strategy": 1, "methods": [], "metadata": []}', "$.metadata: [] is no object"),
+        ('{"atorch_strategy": 1}', "$.methods: None is not a list of methods"),
+        ('{"atorch_strategy": 1, "methods": {}}', "$.methods: {} is not a list of methods"),
+        ('{"atorch_strategy": 1, "methods": [], "metadata": []}', "$.metadata: [] is not an object"),
         ('{"atorch_strategy": 1, "methods": [], "methods": []}', "$.methods: the key is there twice"),
         ('[["toy_amp", {"dtype": "bf16", "dtype": "fp16"}]]', "$[0][1].dtype: the key is there twice; leave one"),
         ('[["toy_amp", {"a b": 1, "a b": 1}]]', "$[0][1]['a b']: the key is there twice"),
-        ('[["toy_shard", {"share": NaN}]]', "$[0][1].share: nan is no JSON number"),
-        ('[["toy_shard", {"share": -Infinity}]]', "$[0][1].share: -inf is no JSON number"),
-        ('[["toy_shard", {"share": 1e999}]]', "$[0][1].share: inf is no JSON number"),
+        ('[["toy_shard", {"share": NaN}]]', "$[0][1].share: nan is not a JSON number"),
+        ('[["toy_shard", {"share": -Infinity}]]', "$[0][1].share: -inf is not a JSON number"),
+        ('[["toy_shard", {"share": 1e999}]]', "$[0][1].share: inf is not a JSON number"),
         ('[["toy_shard", {"share": 9223372036854775808}]]', "$[0][1].share: an integer beyond"),
         (f'[["toy_shard", {{"share": {"9" * 5000}}}]]', "$[0][1].share: a number of 5000 characters"),
         (f'[["toy_shard", {{"share": 0.{"9" * 5000}}}]]', "$[0][1].share: a number of 5002 characters"),
@@ -150,8 +150,8 @@ def test_what_is_written_reads_back(sizes: Any, share: float, extra: Any, metada
         (b"\xff\xfe[", "byte 0 is not UTF-8 (invalid start byte)"),
         (b'["toy_mesh", "\xc3"]', "byte 14 is not UTF-8"),
         (b"", "line 1 column 1: Expecting value (the text was cut short)"),
-        (b"null", "$: None is no strategy; a method is written"),
-        (b'"toy_mesh"', "$: 'toy_mesh' is no strategy; a method is written"),
+        (b"null", "$: None is not a strategy; a method is written"),
+        (b'"toy_mesh"', "$: 'toy_mesh' is not a strategy; a method is written"),
     ],
     ids=lambda given: repr(given[:40]),
 )
@@ -192,8 +192,8 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "there is no strategy file" in refused(tmp_path / "none.json")
     assert refused("toy_amp").endswith("to name a method, give a list: ['toy_amp']")
     assert "there is no strategy file ''" in refused("")
-    assert "is no file name" in refused("a\0b")
-    assert "is no file name" in refused("a\ud800")
+    assert "is not a file name" in refused("a\0b")
+    assert "is not a file name" in refused("a\ud800")
     assert "cannot be read" in refused("a" * 100_000)
     assert len(refused("a" * 100_000)) < 400
     os.mkfifo(tmp_path / "pipe")
@@ -251,7 +251,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("path", ["no/such/folder/s.json", "a\0b", "/dev/null/x"])
 def test_a_place_that_cannot_be_written_to(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StrategyError, match="cannot be written|is no file name"):
+    with pytest.raises(StrategyError, match="cannot be written|is not a file name"):
         BOTH.save(path)
 
 
@@ -264,9 +264,9 @@ def itself() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Strategy((), {"x": float("nan")}), "$.metadata.x: nan is no JSON number"),
+        (Strategy((), {"x": float("nan")}), "$.metadata.x: nan is not a JSON number"),
         (Strategy((), {"x": [object]}), "$.metadata.x[0]: <class 'object'> is a type, which JSON does not hold"),
-        (Strategy((), {"x": {1: 2}}), "$.metadata.x: the key 1 is no string"),
+        (Strategy((), {"x": {1: 2}}), "$.metadata.x: the key 1 is not a string"),
         (Strategy((), {"x": 2**70}), "$.metadata.x: an integer beyond"),
         (Strategy((), itself()), "nested deeper than 32 levels"),
         (Strategy((), {"x": ["a" * 8000] * 200}), "more than 1,048,576 bytes"),

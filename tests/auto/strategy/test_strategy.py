@@ -146,12 +146,12 @@ def test_methods_are_in_the_order_of_phases() -> None:
         ([("toy_shard", {"use_ds_zero", True})], r"strategy\[0\]\[1\]: .* write the dict {'use_ds_zero': True}"),
         ([{"toy_amp", "bf16"}], r"strategy\[0\]: .* a set has no order: write a tuple"),
         ([{"toy_amp": "bf16"}], r"strategy\[0\].toy_amp: .*: write \('toy_amp', 'bf16'\)"),
-        ([{"name": 3}], r"strategy\[0\].name: 3 is no method's name"),
-        ([{}], r"strategy\[0\].name: None is no method's name"),
-        ([("toy_amp", "bf16", True, 1)], r"strategy\[0\]: .* is no method; a method is written"),
-        ([ToyAmp], r"strategy\[0\]: .* is no method"),
-        ([None], r"strategy\[0\]: None is no method"),
-        ([(ToyAmp, "bf16")], r"strategy\[0\]: .* is no method"),
+        ([{"name": 3}], r"strategy\[0\].name: 3 is not a method's name"),
+        ([{}], r"strategy\[0\].name: None is not a method's name"),
+        ([("toy_amp", "bf16", True, 1)], r"strategy\[0\]: .* is not a method; a method is written"),
+        ([ToyAmp], r"strategy\[0\]: .* is not a method"),
+        ([None], r"strategy\[0\]: None is not a method"),
+        ([(ToyAmp, "bf16")], r"strategy\[0\]: .* is not a method"),
         (["toy_mesh"] * 101, "101 methods; a strategy has at most 100"),
         ({"toy_amp": "bf16"}, "a strategy cannot be made of dict"),
         (None, "a strategy cannot be made of NoneType None"),
@@ -228,7 +228,7 @@ def test_with_method_takes_what_a_list_may_hold(new: Any) -> None:
 
 @pytest.mark.parametrize(
     ("new", "message"),
-    [("toy_haf", "did you mean 'toy_half'"), (None, "None is no method"), (["toy_half"], "is no method")],
+    [("toy_haf", "did you mean 'toy_half'"), (None, "None is not a method"), (["toy_half"], "is not a method")],
 )
 def test_with_method_refuses_what_a_list_may_not_hold(new: Any, message: str) -> None:
     with pytest.raises(StrategyError, match=message):

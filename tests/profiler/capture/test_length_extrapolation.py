@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from atorch.profiler.token_dependence import foretold
+from atorch.profiler.token_dependence import extrapolated
 from atorch.profiler.trace import trace
 from tests.profiler.totals import total
 
@@ -72,4 +72,4 @@ class Seen:
 
 @pytest.mark.parametrize("calls", [lambda size: 5, lambda size: -(-size // 12)])
 def test_what_has_no_loop_over_tokens_is_not_foretold(calls):
-    assert foretold(lambda size: Seen(calls(size)), 100) is None
+    assert extrapolated(lambda size: Seen(calls(size)), 100) is None

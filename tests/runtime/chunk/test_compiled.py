@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.errors import StrategyError
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.parameter import CompiledModules
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from tests.runtime.chunk.test_training import (
     CPU,
@@ -75,12 +75,12 @@ def assert_trains_alike(family: str, model: nn.Module, operations: Operations, o
 def test_compiled_blocks_train_as_without_chunks_and_as_foreseen(family: str, checkpoints: bool) -> None:
     model, optimizer, operations, budget = compiled(family, checkpoints=checkpoints)
     assert_trains_alike(family, model, operations, optimizer)
-    course = operations.residency.course
-    assert course.on_course
-    assert course.schedule is not None
-    assert operations.residency.fetched_bytes == STEPS * course.schedule.fetched_bytes
+    scheduled = operations.residency.pass_schedule
+    assert scheduled.on_schedule
+    assert scheduled.schedule is not None
+    assert operations.residency.fetched_bytes == STEPS * scheduled.schedule.fetched_bytes
     assert operations.residency.peak_bytes <= budget
-    assert len(course.seen) < 40, "a block is one operation forward and one backward"
+    assert len(scheduled.seen) < 40, "a block is one operation forward and one backward"
     if not checkpoints:  # whose forward and recomputation, compiled, save other tensors within a mode
         _, data, loss = FAMILIES[family]
         live, before = Live(), [data(1), *model.buffers()]
@@ -94,7 +94,7 @@ def test_compiled_blocks_train_as_without_chunks_and_as_foreseen(family: str, ch
 def test_the_code_of_an_optimizing_compiler_trains_as_without_chunks() -> None:
     model, optimizer, operations, _ = compiled("llama", backend="inductor")
     assert_trains_alike("llama", model, operations, optimizer)
-    assert operations.residency.course.on_course
+    assert operations.residency.pass_schedule.on_schedule
 
 
 def test_compiled_blocks_are_not_compiled_again_for_chunks_or_steps() -> None:
@@ -133,7 +133,7 @@ def test_modules_that_share_parameters_are_one() -> None:
 
 def test_the_whole_model_is_refused() -> None:
     model = fresh(Awkward)
-    accesses = foreseen(model, tokens(0), of_logits, device_type="cpu")
+    accesses = trace_pass(model, tokens(0), of_logits, device_type="cpu")
     with pytest.raises(StrategyError, match="wrap_class"):
         chunk(model, accesses, 10**6, device=CPU, compiled=[""])
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
@@ -64,7 +64,7 @@ def rows_at(step: int, rank: int) -> Tensor:
 def trained(rank: int, size: int, passes: list[tuple[Way, Way]], varies: bool = False) -> tuple[int, str, float]:
     """The number of passes, the error that stopped them, and the distance from plain training until there."""
     model, plain = blocks(), blocks()
-    first = foreseen(model, (rows_at(0, rank), passes[0][0]), loss_along, device_type="cpu")
+    first = trace_pass(model, (rows_at(0, rank), passes[0][0]), loss_along, device_type="cpu")
     first = first._replace(varies=varies)
     others = max(each.other_bytes for each in first.accesses)
     budget = others + 4 * 4 * WIDTH * WIDTH  # two blocks, beside their gradients
@@ -107,7 +107,7 @@ def test_ways_of_their_own_are_right_or_told_on_all_processes_unless_they_are_kn
 def test_a_pass_of_one_process_alone_is_told_on_all(rank: int, size: int) -> None:
     """The first process runs a pass without gradients that the others do not."""
     model = blocks()
-    first = foreseen(model, (rows_at(0, rank), ALL), loss_along, device_type="cpu")._replace(varies=True)
+    first = trace_pass(model, (rows_at(0, rank), ALL), loss_along, device_type="cpu")._replace(varies=True)
     chunk(model, first, 2**20, device=CPU, group=dist.group.WORLD)
 
     def run_twice() -> None:
@@ -160,7 +160,7 @@ def made() -> Branching:
 @on_ranks()
 def test_after_what_nobody_foresaw_all_gradients_are_reduced(rank: int, size: int, stumbles: bool) -> None:
     model, plain = made(), made()
-    first = foreseen(model, batch_of(rank), loss_of, device_type="cpu")
+    first = trace_pass(model, batch_of(rank), loss_of, device_type="cpu")
     operations = chunk(model, first, 10**6, device=torch.device("cpu"), group=dist.group.WORLD)
     if stumbles:
         model.raises = True
@@ -190,7 +190,7 @@ def test_after_what_nobody_foresaw_all_gradients_are_reduced(rank: int, size: in
 @on_ranks()
 def test_a_gradient_that_no_process_has_reduced_is_refused(rank: int, size: int) -> None:
     model, plain = made(), made()
-    first = foreseen(model, batch_of(rank), loss_of, device_type="cpu")
+    first = trace_pass(model, batch_of(rank), loss_of, device_type="cpu")
     operations = chunk(model, first, 10**6, device=torch.device("cpu"), group=dist.group.WORLD)
     optim = ChunkOptimizer(torch.optim.SGD, model.parameters(), operations.chunks)
     weight = model.layers[0].weight

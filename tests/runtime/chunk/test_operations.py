@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
@@ -183,7 +183,7 @@ def test_a_pass_that_raises_leaves_the_next_one_right() -> None:
         model(tokens(0))
     model.stumbles = False
     assert torch.equal(model(tokens(0)), plain(tokens(0)))
-    assert operations.residency.course.on_course
+    assert operations.residency.pass_schedule.on_schedule
 
 
 class Sparse(nn.Module):
@@ -206,7 +206,7 @@ def test_what_chunks_cannot_hold_is_refused_by_name(model: nn.Module) -> None:
     with pytest.raises(ArgumentError, match=r"table\.weight has a sparse gradient"):
         of_logits(in_chunks(Sparse, share=1.0)[0], tokens(0)).backward()
     plain = fresh(Awkward)
-    accesses = foreseen(plain, tokens(0), of_logits, device_type="cpu")
+    accesses = trace_pass(plain, tokens(0), of_logits, device_type="cpu")
     plain.scale = Peculiar(torch.tensor(1.5))
     with pytest.raises(ArgumentError, match="scale is a Peculiar"):
         chunk(plain, accesses, 10**9, device=CPU)

@@ -103,7 +103,7 @@ def check(made: dict[str, Any], share: float, stays: bool) -> None:
             each.step()
             each.zero_grad()
         del loss, expected
-    assert operations.residency.course.on_course
+    assert operations.residency.pass_schedule.on_schedule
     assert operations.residency.peak_bytes <= budget
     trained = model.state_dict()
     assert all(torch.equal(trained[name], parameter) for name, parameter in reference.named_parameters())

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.pass_schedule import AccessTrace
-from atorch.runtime.chunk.schedule_cache import Courses
+from atorch.runtime.chunk.schedule_cache import ScheduleCache
 from atorch.runtime.chunk.transfer import Transfer
 from benchmarks.paced_link import Paced
 from tests.runtime.sharing import SEQ, VOCAB, Awkward
@@ -199,7 +199,7 @@ def in_chunks(
     make, data, loss = FAMILIES[family] if isinstance(family, str) else family
     model = fresh(make)
     seen = {"dtype": dtype, "lingering": isinstance(transfer, Paced), "compiled": compiled}
-    accesses = foreseen(model, data(0), loss, device_type="cpu", **seen)
+    accesses = trace_pass(model, data(0), loss, device_type="cpu", **seen)
     others, parameters = needed(accesses, model)
     budget = others + int(share * parameters)
     how |= {"dtype": dtype, "transfer": transfer, "compiled": compiled}
@@ -225,7 +225,7 @@ def test_losses_and_parameters_are_those_of_training_without_chunks_and_budgets_
             continue
         fitting += 1
         assert train(model, optimizer, *FAMILIES[family][1:]) == expected
-        assert operations.residency.course.on_course, "the pass was as it was foreseen"
+        assert operations.residency.pass_schedule.on_schedule, "the pass was as it was foreseen"
         assert operations.residency.peak_bytes <= budget
         assert_same_bits(model, reference)
     assert fitting >= 1
@@ -264,11 +264,11 @@ def test_a_count_of_all_live_bytes_never_exceeds_the_budget(family: str, transfe
 def test_chunks_for_which_there_is_room_stay_with_their_states_and_are_stepped_on_the_device() -> None:
     reference, expected = plainly("llama")
     model, optimizer, operations, budget = in_chunks("llama", 3.0, state_bytes=8.0)
-    course = operations.residency.course
-    assert course.schedule is not None
-    assert 0 < course.schedule.num_fetches < 2 * len(operations.chunks.chunks), "some stay, and not all"
+    scheduled = operations.residency.pass_schedule
+    assert scheduled.schedule is not None
+    assert 0 < scheduled.schedule.num_fetches < 2 * len(operations.chunks.chunks), "some stay, and not all"
     assert train(model, optimizer, *FAMILIES["llama"][1:]) == expected
-    assert operations.residency.course.on_course
+    assert operations.residency.pass_schedule.on_schedule
     assert operations.residency.fetched_bytes < STEPS * sum(each.nbytes for each in reference.parameters())
     assert operations.residency.peak_bytes <= budget
     assert_same_bits(model, reference)
@@ -302,7 +302,7 @@ def test_a_gradient_that_is_on_its_way_is_waited_for_where_somebody_looks_at_it(
 def test_a_budget_below_what_an_operation_needs_is_refused_before_anything_is_moved() -> None:
     make, data, loss = FAMILIES["gpt2"]
     model = fresh(make)
-    accesses = foreseen(model, data(0), loss, device_type="cpu")
+    accesses = trace_pass(model, data(0), loss, device_type="cpu")
     with pytest.raises(OutOfBudgetError, match=r"misses [\d,]+ bytes"):
         chunk(model, accesses, needed(accesses, model)[0], device=CPU)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
@@ -325,20 +325,20 @@ def test_a_model_that_has_changed_is_foreseen_once_more() -> None:
 
     def foresee(batch: Tensor, /, **how: Any) -> AccessTrace:
         foreseen_batches.append(how["whole"])
-        return foreseen(model, batch, of_logits, device_type="cpu", **how)
+        return trace_pass(model, batch, of_logits, device_type="cpu", **how)
 
-    courses = Courses(foresee, None)
-    courses.expect(tokens(0), [tokens(0)])
-    first = courses.first()
+    schedules = ScheduleCache(foresee, None)
+    schedules.expect(tokens(0), [tokens(0)])
+    first = schedules.first()
     others, parameters = needed(first, model)
     operations = chunk(model, first, others + parameters // 2, device=CPU)
     optimizer = ChunkOptimizer(adam, model.parameters(), operations.chunks)
-    courses.schedule_passes(operations)
+    schedules.schedule_passes(operations)
     for early, seen in ((False, 1), (True, 2), (False, 2), (True, 2)):
         reference.early = model.early = early
         assert train(model, optimizer, tokens, of_logits) == train(reference, plain, tokens, of_logits)
         assert len(foreseen_batches) == seen, "what changes each time is not foreseen each time"
-        assert operations.residency.course.on_course == (early or seen == 1)
+        assert operations.residency.pass_schedule.on_schedule == (early or seen == 1)
     assert foreseen_batches == [False, True], "its blocks are not trusted to be alike any more"
 
 
@@ -354,4 +354,4 @@ class Lingering(Transfer):
 def test_a_thread_that_lets_go_of_a_chunk_late_is_waited_for() -> None:
     model, optimizer, operations, _ = in_chunks("awkward", 0.25, transfer=Lingering())
     assert train(model, optimizer, *FAMILIES["awkward"][1:]) == plainly("awkward")[1]
-    assert operations.residency.course.on_course
+    assert operations.residency.pass_schedule.on_schedule

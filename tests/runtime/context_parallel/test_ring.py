@@ -236,7 +236,7 @@ def test_nothing_to_see_dropout_and_what_is_refused(rank: int, size: int) -> Non
     wanted = (
         "whole sequences have 48 queries and 48 keys",
         "needs a gradient",
-        "beside is_causal",
+        "with is_causal",
         "48 queries and 24 keys",
     )
     assert all(words in message for words, message in zip(wanted, said, strict=True)), said

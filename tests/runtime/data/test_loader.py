@@ -201,9 +201,9 @@ class EveryThird(torch.utils.data.distributed.DistributedSampler[int]):
         (3, {}, "dataset is a int"),
         (DATA, in_sixes(size=5), "5, the global batch"),
         (DATA[:21], in_sixes(DATA[:21], 8), "5, the global batch"),
-        (DATA, {"sampler": SequentialSampler(DATA), "sampler_cls": EveryThird}, "beside sampler"),
-        (DATA, {**in_sixes(), "sampler_cls": EveryThird}, "beside batch_sampler"),
-        (Stream(), {"sampler_cls": EveryThird}, "beside an IterableDataset"),
+        (DATA, {"sampler": SequentialSampler(DATA), "sampler_cls": EveryThird}, "given with sampler"),
+        (DATA, {**in_sixes(), "sampler_cls": EveryThird}, "given with batch_sampler"),
+        (Stream(), {"sampler_cls": EveryThird}, "given with an IterableDataset"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_epoch(data: Any, arguments: dict[str, Any], message: str) -> None:

@@ -195,7 +195,7 @@ WITHIN: list[tuple[Way, Way]] = [
 
 @pytest.mark.skipif(CAN_FIND, reason="torch's FSDP2 can")
 def test_unused_parameters_that_torch_leaves_out_are_not_looked_for(pool: Pool) -> None:
-    with pytest.raises(RankFailure, match="find_unused_parameters=True is beyond the FSDP2 of torch"):
+    with pytest.raises(RankFailure, match="find_unused_parameters=True is not supported by the FSDP2 of torch"):
         pool.run(trained, WITHIN, False, True)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from atorch.auto.opt_lib.shared.zero_backends import shard_gradients, shard_states
+from atorch.auto.opt_lib.shared.backends import shard_gradients, shard_states
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.user_functions import ELEMENTWISE
 from atorch.runtime.data_parallel import buckets

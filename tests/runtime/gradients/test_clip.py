@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
-from atorch.auto.opt_lib.shared.zero_backends import shard_gradients, shard_states
+from atorch.auto.opt_lib.chunk.trace import trace_pass
+from atorch.auto.opt_lib.shared.backends import shard_gradients, shard_states
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
@@ -105,7 +105,7 @@ def wrapped(kind: str, rank: int, size: int) -> nn.Module:
     if kind == "ddp":
         return replicate(model, world, torch.device("cpu"))
     if kind == "chunk":
-        passed = foreseen(model, tokens_of(rank, size), loss_of, device_type="cpu")
+        passed = trace_pass(model, tokens_of(rank, size), loss_of, device_type="cpu")
         chunk(model, passed, 10**9, device=torch.device("cpu"), group=world if size > 1 else None)
         return model
     if kind == "fairscale":

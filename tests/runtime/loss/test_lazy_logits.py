@@ -214,7 +214,7 @@ def test_no_more_than_a_chunk_of_logits_exists() -> None:
         if in_chunks:
             chunk_logits(head, 64)
         labels = torch.randint(4096, (1024,))
-        with LiveBytes() as live, live.born(OTHER):
+        with LiveBytes() as live, live.default_category(OTHER):
             F.cross_entropy(head(hidden), labels).backward()
             live.mark("end")
         return live.moments[0].total_bytes

@@ -45,7 +45,7 @@ def test_every_pass_comes_once_when_what_it_needs_is_there(placed: PlacedSchedul
     done: set[Turn] = set()
     under_way = most = 0
     while any(waiting):
-        # Whoever's next pass has what it needs runs it: where nobody's has, processes would wait for ever.
+        # Whoever's next pass has what it needs runs it: where nobody's has, processes would wait forever.
         ready = [own for own in waiting if own and _needs(own[0], last) <= done]
         assert ready
         turn = ready[0].pop(0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from atorch.errors import StrategyError
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.tensor_parallel import ModelLayout, derive_layout, tensor_parallel
-from atorch.runtime.tensor_parallel.derive.block_sandbox import apart, fresh, map_by_place, tensors_of
+from atorch.runtime.tensor_parallel.derive.block_sandbox import fresh, map_by_place, sandboxed, tensors_of
 from atorch.runtime.tensor_parallel.derive.split_validation import Watched
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.layout_selection import Option, choose, counted, most_spared
@@ -211,7 +211,7 @@ def test_what_was_counted_is_sent(rank: int, size: int, name: str) -> None:
     """What the groups of each kind of block were counted to send, and what the split block did."""
     model = make(name)
     watched = Watched(model, lambda model: model(**batch(name)))
-    whole = {path: apart(watched.blocks[path]) for path in watched.calls}
+    whole = {path: sandboxed(watched.blocks[path]) for path in watched.calls}
     layout = tensor_parallel(model, lambda model: model(**batch(name)), mesh_of(size), as_dtensors=False)
     for path, call in watched.calls.items():
         expected = sum(each.sent for each in counted(whole[path], layout.blocks[path], call).values())

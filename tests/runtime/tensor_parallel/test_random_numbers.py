@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from atorch.distributed.rng import RankStream, preserved_rng
 from atorch.runtime.tensor_parallel.derive import derive
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, sandboxed
 from atorch.runtime.tensor_parallel.split import with_draws
 
 
@@ -33,7 +33,7 @@ def test_experts_that_a_call_does_not_reach_may_draw() -> None:
     torch.manual_seed(0)
     call = ForwardCall((torch.randn(2, 4),), {})
     drawing, quiet = (
-        with_draws(twin, derive(twin, call, 2), call) for twin in map(apart, (Experts(0.5), Experts(0.0)))
+        with_draws(twin, derive(twin, call, 2), call) for twin in map(sandboxed, (Experts(0.5), Experts(0.0)))
     )
     assert len(drawing.groups) > 2  # more than one draw of weights reaches
     assert all(group.draws for group in drawing.groups)

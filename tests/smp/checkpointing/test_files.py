@@ -269,12 +269,12 @@ def test_loading_runs_no_code(tmp_path: Path, caplog: pytest.LogCaptureFixture, 
     path = str(tmp_path / "model.pt")
     smp.save({"bomb": Bomb(tmp_path / "gone off")}, path, partial=partial)
     assert "smp.load will refuse" in caplog.text  # said where it can still be helped
-    with pytest.raises(CheckpointError, match=r"it holds posix\.mkdir, which is no plain data; tensors, numbers"):
+    with pytest.raises(CheckpointError, match=r"it holds posix\.mkdir, which is not plain data; tensors, numbers"):
         smp.load(path, partial=partial)
     assert not (tmp_path / "gone off").exists()
     caplog.clear()
     smp.save({"args": argparse.Namespace(lr=0.1)}, path, partial=partial)
-    assert "it holds argparse.Namespace, which is no plain data" in caplog.text
+    assert "it holds argparse.Namespace, which is not plain data" in caplog.text
     with torch.serialization.safe_globals([argparse.Namespace]):
         assert smp.load(path, partial=partial)["args"].lr == 0.1
 

@@ -231,7 +231,7 @@ FOUND: list[tuple[Callable[[Path, Any], Any], str]] = [
     (lambda path, model: (smp.save_checkpoint(path, "one", model=model), smp.resume_from_checkpoint(path)),
      "there is no partial checkpoint '.*optimizer_0.pt'"),
     (lambda path, model: smp.save_checkpoint(path, "two", model=model, user_content={"data": DataLoader([1])}),
-     r"it holds torch\.utils\.data\.\S+, which is no plain data; .* a data loader, its"),
+     r"it holds torch\.utils\.data\.\S+, which is not plain data; .* a data loader, its"),
     (lambda path, _: (newest(path, "steps100"), smp.resume_from_checkpoint(path)), "line 1 column 1"),
     (lambda path, _: (newest(path, "[1]"), smp.resume_from_checkpoint(path)), r"holds \[1\]; it lists checkpoints"),
 ]  # fmt: skip

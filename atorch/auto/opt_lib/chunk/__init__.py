@@ -8,7 +8,7 @@ backward, gradients go back, and the host steps what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
@@ -44,20 +44,15 @@ from atorch.model.pytree import batch_size, tensors_in
 from atorch.model.user_functions import ELEMENTWISE, LossFunc, value_of
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.compiled import outermost
 from atorch.runtime.chunk.memory import ChunkSet, stand_in
+from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.chunk.parameter import outermost
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
-from atorch.runtime.chunk.schedule_cache import Courses, Foresee
+from atorch.runtime.chunk.schedule_cache import ScheduleCache, TraceBatch
 from atorch.runtime.data.batches import take
 
 DEFAULT_FRACTION = 0.9
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-_REFUSED: Mapping[str, str] = {
-    "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
-    "pipeline_parallel": "a pass is foreseen of a whole model, not of a stage. Use tensor_parallel beside chunk, or "
-    "fsdp with cpu_offload beside pipeline_parallel",
-    "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp beside cross_entropy",
-}
 
 
 @method("chunk", phase=Phase.SHARD, slot="data_parallel")
@@ -70,6 +65,13 @@ class Chunk(Method):
     keeps_masters: ClassVar[bool] = True
     keeps_on_host: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = True
+    places_states: ClassVar[bool] = True
+    exclusions: ClassVar[Mapping[str, str]] = {
+        "fp8": "fp8's layers keep every weight for backward, so that no chunk could leave. Use amp_native or half",
+        "pipeline_parallel": "a pass of the whole model is traced, not one of a stage. Use tensor_parallel with chunk, "
+        "or fsdp with cpu_offload under pipeline_parallel",
+        "cross_entropy": "logits are computed after forward, when the head's weight is away. Use fsdp with it",
+    }
 
     budget_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes that a device may hold at any moment."""
@@ -100,7 +102,9 @@ class Chunk(Method):
     def unfit(self, cost: Cost) -> str | None:
         by_chunks = any(segment.loss_chunks > 1.0 for segment in cost.segments)
         excluded = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1, "cross_entropy": by_chunks}
-        return next((f"chunk and {name}: {_REFUSED[name]}" for name, present in excluded.items() if present), None)
+        return next(
+            (f"chunk and {name}: {self.exclusions[name]}" for name, present in excluded.items() if present), None
+        )
 
     def cost(self, cost: Cost) -> Cost:
         """Shards as under fsdp, gradients copied into their own chunks, and a budget for states on the device."""
@@ -139,8 +143,6 @@ class Chunk(Method):
 
     def check(self, ctx: Context) -> None:
         for other in ctx.strategy:
-            if other.name in _REFUSED:
-                raise StrategyError(f"{self.name} and {other.name} exclude each other: {_REFUSED[other.name]}")
             if isinstance(other, Compile) and other.mode in _WITH_GRAPHS:
                 raise StrategyError(
                     f"compile's mode {other.mode!r} records where parameters are, and chunk moves them; leave mode "
@@ -167,44 +169,27 @@ class Chunk(Method):
         if offload is not None:
             ctx = offload.move_activations(ctx)
         (part,), mesh = ctx.parts, ctx.need_mesh()
-        axes, replicas = _axes(mesh)
         sharers = mesh.group(*REPLICA_AXES) if mesh.size(*REPLICA_AXES) > 1 else None
-        budget = -all_reduce_max([-self._budget(ctx)], sharers)[0]  # of the smallest device
         if ctx.sample_batch is None:
-            raise ArgumentError(f"{self.name} foresees a pass before the first one; give a dataset, or a sample_batch")
+            raise ArgumentError(f"{self.name} traces a pass before the first one; give a dataset, or a sample_batch")
         ctx.give_memory(_place_in_chunk)
         compiles = ctx.strategy.get(Compile)
         compiled = [] if compiles is None else outermost(compiles.chosen(part))
-        # A simulation allocates nothing on the host.
-        on_host = None if is_simulated(ctx.parts) else 0.0 if self.disk else state_bytes(ctx)
-        courses = Courses(_foresee(ctx, part, compiled), sharers)
-        courses.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
-        operations = chunk(
-            part,
-            courses.first(),
-            budget,
-            device=ctx.device,
-            dtype=ctx.compute_dtype,
-            values=ctx.unrounded,
-            group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
-            replicas=mesh.group(*replicas) if replicas else None,
-            compiled=compiled,
-            in_place=False if ctx.strategy.get(MicroBatch) else None,  # its passes add gradients up
-            state_bytes=state_bytes(ctx) if self.hybrid else None,
-            host_state_bytes=on_host,
-            prefetch=self.prefetch,
-        )
-        courses.schedule_passes(operations)
+        schedules = ScheduleCache(_batch_tracer(ctx, part, compiled), sharers)
+        schedules.expect(ctx.sample_batch, tensors_in(ctx.sample_batch))
+        budget = -all_reduce_max([-self._budget(ctx)], sharers)[0]  # of the smallest device
+        operations = self._in_chunks(ctx, part, schedules.first(), budget, compiled)
+        schedules.schedule_passes(operations)
         inner_prepare = ctx.prepare_input
 
         def prepare_input(batch: Any, device: Any) -> Any:
-            courses.expect(batch, tensors_in(batch))
+            schedules.expect(batch, tensors_in(batch))
             return inner_prepare(batch, device)
 
         ctx = replace(
             ctx,
             prepare_input=prepare_input,
-            learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.course)},
+            learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.pass_schedule)},
         )
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
@@ -219,6 +204,30 @@ class Chunk(Method):
                 disk=disk,
                 early=operations.gradients if self.step_in_backward else None,
             ),
+        )
+
+    def _in_chunks(
+        self, ctx: Context, part: nn.Module, traced: AccessTrace, budget: int, compiled: Sequence[str]
+    ) -> Operations:
+        """Put the parameters into chunks, planned by the traced pass."""
+        mesh = ctx.need_mesh()
+        axes, replicas = _axes(mesh)
+        # A simulation allocates nothing on the host.
+        on_host = None if is_simulated(ctx.parts) else 0.0 if self.disk else state_bytes(ctx)
+        return chunk(
+            part,
+            traced,
+            budget,
+            device=ctx.device,
+            dtype=ctx.compute_dtype,
+            values=ctx.unrounded,
+            group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
+            replicas=mesh.group(*replicas) if replicas else None,
+            compiled=compiled,
+            in_place=False if ctx.strategy.get(MicroBatch) else None,  # its passes add gradients up
+            state_bytes=state_bytes(ctx) if self.hybrid else None,
+            host_state_bytes=on_host,
+            prefetch=self.prefetch,
         )
 
     def _between(self, ctx: Context) -> str | None:
@@ -277,16 +286,16 @@ def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
     }
 
 
-def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Foresee:
+def _batch_tracer(ctx: Context, part: nn.Module, compiled: Collection[str]) -> TraceBatch:
     """A function that traces a pass on a batch of the loader, or on the largest of its micro-batches."""
     loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
-    def foresee(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
+    def trace_batch(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
         prepared = ctx.prepare_input(batch, "cpu")
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):
             prepared = take(prepared, 0, rows, batch_size(prepared))
-        return foreseen(
+        return trace_pass(
             part,
             prepared,
             loss,
@@ -298,7 +307,7 @@ def _foresee(ctx: Context, part: nn.Module, compiled: Collection[str]) -> Forese
             whole=whole,
         )
 
-    return foresee
+    return trace_batch
 
 
 def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.Module, batch: Any) -> Any:

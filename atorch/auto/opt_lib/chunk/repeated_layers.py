@@ -182,7 +182,7 @@ class LayerTrace(TorchDispatchMode):
 
     def _watched(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside or self.after is not None:  # recompute in backward is no call
+            if self._is_inside or self.after is not None:  # recompute in backward is not a call
                 return forward(*args, **kwargs)
             self._note(index, (args, kwargs))
             inputs = tensors_in((args, kwargs))

@@ -22,13 +22,13 @@ from atorch.model.copy_isolation import OriginalReachedError, Originals
 from atorch.model.pytree import local_part, map_tensors, tensors_in
 from atorch.profiler.fakes import Fakes, as_on
 from atorch.profiler.memory_tracker import BUFFERS, HOST, PARAMETERS, LiveBytes
-from atorch.runtime.chunk.compiled import CompiledModules
 from atorch.runtime.chunk.operations import host_values
+from atorch.runtime.chunk.parameter import CompiledModules
 from atorch.runtime.chunk.pass_schedule import FEWEST, AccessTrace, deeper, stretches
 from atorch.runtime.chunk.trace import trace
 
 
-def foreseen(
+def trace_pass(
     model: nn.Module,
     batch: Any,
     loss: Callable[[nn.Module, Any], Any],

@@ -43,6 +43,7 @@ class PipelineParallel(Method):
     """Split the model's blocks over the axis `pipeline`."""
 
     needs_sample: ClassVar[bool] = True
+    defers_backward: ClassVar[bool] = True
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """The order of forward and backward passes of micro-batches on a stage."""
@@ -84,6 +85,9 @@ class PipelineParallel(Method):
     @property
     def splits(self) -> tuple[str, ...]:
         return ("pipeline",)
+
+    def in_parts(self, count: int) -> Self:
+        return self.model_copy(update={"micro_batches": count})
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
         if self.backend == "deepspeed":
@@ -137,7 +141,7 @@ class PipelineParallel(Method):
             if ctx.plain_pass is not None and ctx.plain_pass.communicates:
                 raise StrategyError(
                     "the model or its loss calls collectives of torch.distributed, and under pipeline_parallel each "
-                    "process runs another part of them, so that some would wait for ever; use ddp, zero1 or fsdp"
+                    "process runs another part of them, so that some would wait forever; use ddp, zero1 or fsdp"
                 )
             check(ctx, self)
 
@@ -188,34 +192,6 @@ def uneven(stages: int, schedule: str, micro_batches: float) -> str | None:
         return f"interleaving takes micro-batches {stages} at a time, which does not divide {micro_batches:g}"
     if schedule == "zero_bubble" and micro_batches % max(1, micro_batches // stages):
         return f"zero_bubble takes {micro_batches // stages:g} equal rounds, which {micro_batches:g} do not make"
-    return None
-
-
-def against_pipeline(method: Any, stages: int, schedule: str) -> str | None:
-    """The reason why a method cannot be combined with a pipeline of this schedule, or None."""
-    if stages == 1:
-        return None
-    if method.name == "micro_batch" and method.reduce == "each":
-        return (
-            'micro_batch was given reduce="each", and a pipeline reduces gradients with the last micro-batch; leave '
-            'reduce at "once"'
-        )
-    because = _against_zero_bubble(method) if schedule == "zero_bubble" else None
-    if because is None:
-        return None
-    return (
-        f"the schedule zero_bubble computes gradients of weights after backward, and {method} {because}; or take the "
-        "schedule 1f1b or interleaved"
-    )
-
-
-def _against_zero_bubble(method: Any) -> str | None:
-    if method.name in ("fsdp", "zero2"):
-        return "does not keep weights gathered until then: use ddp or zero1 instead"
-    if method.name == "compile":
-        return "computes both at once: leave it out"
-    if method.name == "checkpoint" and (method.selective or not method.no_reentrant):
-        return "lets backward run once: leave selective and no_reentrant at their defaults"
     return None
 
 

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import size_of
-from atorch.auto.opt_lib.pipeline_parallel import against_pipeline, deepspeed, even_cut, uneven
+from atorch.auto.opt_lib.pipeline_parallel import even_cut, uneven
+from atorch.auto.opt_lib.shared.backends import check_pipeline, deepspeed_pipeline
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
-from atorch.auto.strategy import Phase, Strategy
+from atorch.auto.strategy import Method, Phase, Strategy
 from atorch.cost.gemm import peak_flops
 from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.distributed.mesh import BATCH_AXES
@@ -35,7 +36,6 @@ from atorch.runtime.pipeline.stage_placement import Ties
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
-    from atorch.auto.opt_lib.micro_batch import MicroBatch
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
 
 SEEN_ROWS = 3
@@ -60,7 +60,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
     shared = holders(model, named, route, starts)
     names = tuple(model.state_dict())
     mine = stages_of(place, size, method.pieces)
-    make_oracle = understudy_of(ctx, model, named, route)
+    make_oracle = oracle_of(ctx, model, named, route)
     parts = cut(model, named, route, starts, mine, ctx.device)
     all_or_none(lambda: _need_training(ctx, parts, mine))
     group = mesh.group("pipeline")
@@ -73,7 +73,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         engine = Engine(built.parts, method.schedule, group, ctx.device, make_oracle(), replicas)
         pipeline = Pipeline(engine, Ties(shared, built.parts, group, engine.places), names)
         if method.backend == "deepspeed":
-            return deepspeed.finished(built, ctx, method, pipeline, batches, tolerance)
+            return deepspeed_pipeline(built, ctx, method, pipeline, batches, tolerance, rows_of_a_process(ctx))
         loss_func = PipelinedLoss(
             pipeline,
             built.loss_func,
@@ -93,12 +93,12 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
 def check(ctx: Context, method: PipelineParallel) -> None:
     """Raise the errors of `split` that need no run of the model: see `Method.check`."""
     for other in ctx.strategy:
-        reason = against_pipeline(other, size_of(ctx, "pipeline"), method.schedule)
-        if reason is not None:
+        reason = other.against_pipeline(method.schedule)
+        if reason is not None and size_of(ctx, "pipeline") > 1:
             raise StrategyError(reason)
     Batches.of(ctx, method)
     if method.backend == "deepspeed":
-        deepspeed.check(ctx, method)
+        check_pipeline(ctx, method)
     if ctx.loss_func is None:
         raise StrategyError("pipeline_parallel runs forward and backward inside loss_func; give auto_accelerate one")
     stages = size_of(ctx, "pipeline") * method.pieces
@@ -156,7 +156,8 @@ def _few_rows(batch: Any) -> Any:
 class Batches:
     """The cut of a batch into micro-batches: set by micro_batch if it is in the strategy, else by the pipeline."""
 
-    def __init__(self, method: PipelineParallel, other: MicroBatch | None, stages: int) -> None:
+    def __init__(self, method: PipelineParallel, strategy: Iterable[Method], stages: int) -> None:
+        other: Any = next((candidate for candidate in strategy if candidate.name == "micro_batch"), None)
         self._method, self._stages = method, stages
         self._size: int | None = None
         self._count = method.micro_batches
@@ -168,8 +169,7 @@ class Batches:
 
     @classmethod
     def of(cls, ctx: Context, method: PipelineParallel) -> Batches:
-        other: Any = next((candidate for candidate in ctx.strategy if candidate.name == "micro_batch"), None)
-        batches = cls(method, other, size_of(ctx, "pipeline"))
+        batches = cls(method, ctx.strategy, size_of(ctx, "pipeline"))
         batches.loss_weight = batches.loss_weight if batches.loss_weight != "auto" else ctx.loss_weight
         return batches
 
@@ -200,7 +200,7 @@ def _plan_cut(
 ) -> tuple[Mapping[str, nn.Module], Route, tuple[int, ...]]:
     """The model's units, their calls, and the first call of each stage. A cut by the graph changes the model."""
     if ctx.sample_batch is None:
-        raise ArgumentError("pipeline_parallel watches the model at work; give a dataset, or a sample_batch")
+        raise ArgumentError("pipeline_parallel runs the model on a sample; give a dataset, or a sample_batch")
     stages = ctx.need_mesh().size("pipeline") * method.pieces
     if ctx.make_loader is not None:
         batches.check(rows_of_a_process(ctx))
@@ -276,9 +276,7 @@ def _need_training(ctx: Context, parts: tuple[nn.Module, ...], mine: tuple[int, 
         )
 
 
-def understudy_of(
-    ctx: Context, model: nn.Module, units: Iterable[str], route: Route
-) -> Callable[[], ShapeOracle | None]:
+def oracle_of(ctx: Context, model: nn.Module, units: Iterable[str], route: Route) -> Callable[[], ShapeOracle | None]:
     """Copy a model before it is cut; return a function that makes the shape oracle once the stages are built.
 
     The oracle is None if other processes exist. Methods that apply to stages apply to the copy as well.

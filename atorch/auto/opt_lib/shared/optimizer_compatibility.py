@@ -1,7 +1,7 @@
 """Checks, before any method is applied, that the user's optimizer computes the same under it.
 
-A method that gives each process a part of the parameters names the kind of split, and `runtime/optimizer/split_support`
-knows which optimizers support it.
+A method that gives each process a part of the parameters names the kind of split, and `user_optimizer` in
+`runtime/optimizer` knows which optimizers support it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
 
 def _on_smallest(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Callable[[nn.Module], Any]:
     if ctx.sample_batch is None:
-        raise ArgumentError(f"{name} watches the model at work before it splits it; give a dataset, or a sample_batch")
+        raise ArgumentError(f"{name} runs the model on a sample before it splits it; give a dataset, or a sample_batch")
     parts = [*parts, lambda batch: batch]
 
     def run(model: nn.Module) -> Any:
@@ -54,7 +54,7 @@ def _on_smallest(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> 
             except _TOO_SHORT as error:
                 if len(parts) == 1:
                     raise
-                logger.info("%s watches more of the batch, since of a part of it: %s", name, error)
+                logger.info("%s observes more of the batch, since on a part of it: %s", name, error)
                 del parts[0]
             else:
                 del parts[1:]  # later calls take the same part

@@ -220,7 +220,7 @@ class _Graph:
         signature, buffers = self._program.graph_signature, set()
         for node, spec in self._specs.items():
             if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
-                raise StrategyError(f"the graph takes {node.name}, which is no tensor")
+                raise StrategyError(f"the graph takes {node.name}, which is not a tensor")
             if spec.kind is InputKind.BUFFER:
                 buffers.add(node)
         changed = [output for output in signature.output_specs if output.kind is not OutputKind.USER_OUTPUT]
@@ -285,7 +285,7 @@ class _Graph:
         name = self._specs[node].target
         value = self._program.constants[name]
         if isinstance(value, FakeTensor) or not isinstance(value, Tensor):
-            raise StrategyError(f"the model uses {name}, a tensor that is no buffer; make it one by register_buffer")
+            raise StrategyError(f"the model uses {name}, a tensor that is not a buffer; make it one by register_buffer")
         learnt = self._learnt.get(value.untyped_storage()._cdata)
         if learnt is not None:
             raise StrategyError(

@@ -38,7 +38,7 @@ Masks = list[Tensor]
 
 
 def derive(block: nn.Module, call: ForwardCall, degree: int) -> BlockLayout:
-    """The ways to split `block`, a copy by `block_sandbox.apart` whose weights may change, over `degree` ranks.
+    """The ways to split `block`, a copy by `block_sandbox.sandboxed` whose weights may change, over `degree` ranks.
 
     Groups may share parameters: then not all of them can be split at once.
     """
@@ -93,7 +93,7 @@ class _Row:
         return self.size // self.head_size if self.head_size else 1
 
     def unfit(self, degree: int) -> str | None:
-        """The reason why this is no row split, empty if z cannot be cut at all; None if it is one."""
+        """The reason why this is not a row split, empty if z cannot be cut at all; None if it is one."""
         if self.heads == 1:
             return ""
         if self.heads % degree:
@@ -210,7 +210,7 @@ def _nonzero(tensors: Mapping[str, Tensor], grads: Iterable[Tensor | None]) -> d
 def _groups(
     block: nn.Module, row_by_weight: Mapping[str, _Row], products: Mapping[str, MatmulUse], degree: int
 ) -> tuple[list[SplitRegion], list[Unsplit], bool]:
-    """The splits, the weights that are no row split, and True if more draws might change that."""
+    """The splits, the weights that are not split by rows, and True if more draws might change that."""
     parameters = dict(block.named_parameters())
     groups: list[SplitRegion] = []
     kept: list[Unsplit] = []

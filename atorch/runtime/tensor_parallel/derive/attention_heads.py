@@ -63,13 +63,13 @@ def _first_on_any_rank(
 def numbers_read(block: nn.Module, call: ForwardCall) -> Numbers:
     """The whole numbers above 1 that modules of the block hold and forward reads."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in block.parameters()}
-    twin = duplicate(block, memo)
+    clone = duplicate(block, memo)
     read: dict[str, dict[str, int]] = {}
-    for path, module in twin.named_modules():
+    for path, module in clone.named_modules():
         _watch(module, read.setdefault(path, {}))
     (args, kwargs), _ = fresh(call)
     with torch.no_grad():
-        twin(*args, **kwargs)
+        clone(*args, **kwargs)
     return read
 
 
@@ -198,8 +198,8 @@ def make_splittable(model: nn.Module) -> None:
         is_plain = type(module) is nn.MultiheadAttention and why_unswappable(module) is None
         if not name or not is_plain or module.bias_k is not None or module.add_zero_attn:
             return None
-        twin = recast(module, SplittableAttention)
-        twin._qkv_same_embed_dim = False  # torch's transformer layers then call forward, in evaluation too
-        return twin
+        clone = recast(module, SplittableAttention)
+        clone._qkv_same_embed_dim = False  # torch's transformer layers then call forward, in evaluation too
+        return clone
 
     swap_modules(model, choose)

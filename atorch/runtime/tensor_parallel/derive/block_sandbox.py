@@ -58,14 +58,14 @@ def record_calls(
     return calls
 
 
-def apart(block: nn.Module) -> nn.Module:
+def sandboxed(block: nn.Module) -> nn.Module:
     """A copy of the block for trials: in fp32, without dropout, every parameter trainable and drawn."""
     parameters: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=p.device)) for p in block.parameters()
     }
-    twin = duplicate(block, parameters).float().eval()
-    draw_weights(twin, 0)
-    return twin
+    clone = duplicate(block, parameters).float().eval()
+    draw_weights(clone, 0)
+    return clone
 
 
 @torch.no_grad()

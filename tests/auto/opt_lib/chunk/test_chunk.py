@@ -142,7 +142,7 @@ def on_device(rank: int, size: int, budget: int) -> tuple[int, int, int]:
     model = accelerated([("chunk", {"budget_bytes": budget})], "llama").model
     operations = next(model.parameters()).home.operations
     model(Tokens().tokens[:4]).sum().backward()
-    assert operations.residency.course.on_course
+    assert operations.residency.pass_schedule.on_schedule
     chunks = operations.chunks
     return chunks.device_tier.used_bytes, chunks.host.used_bytes, sum(each.nbytes for each in model.parameters())
 
@@ -200,7 +200,7 @@ def test_activations_in_host_memory_are_none_of_the_budget() -> None:
             losses.append(float(each.step(batch)))
         assert losses[0] == losses[1]
     residency = next(within.model.parameters()).home.operations.residency
-    assert residency.course.on_course
+    assert residency.pass_schedule.on_schedule
     assert residency.peak_bytes <= 450_000
 
 

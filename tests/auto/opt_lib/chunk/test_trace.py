@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atorch.auto.opt_lib.chunk import trace
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
@@ -78,9 +78,9 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 def both(model: nn.Module, batch: Any, loss: Callable[..., Any] = loss, **how: Any) -> tuple[AccessTrace, int]:
     """The pass, held to one in which every block is run; and how many runs of blocks it took."""
-    whole = foreseen(model, batch, loss, device_type="cpu", whole=True, **how)
+    whole = trace_pass(model, batch, loss, device_type="cpu", whole=True, **how)
     Block.runs = 0
-    found = foreseen(model, batch, loss, device_type="cpu", **how)
+    found = trace_pass(model, batch, loss, device_type="cpu", **how)
     runs = Block.runs
     assert len(found.accesses) == len(whole.accesses) > 0
     for one, other in zip(found.accesses, whole.accesses, strict=True):
@@ -99,7 +99,7 @@ def test_alike_blocks_are_run_a_few_times_however_many_there_are() -> None:
     assert runs == FEW
     Block.runs = 0
     deep = Net(*(Block(index) for index in range(10 * DEEP)))
-    found = foreseen(deep, ids(), loss, device_type="cpu")
+    found = trace_pass(deep, ids(), loss, device_type="cpu")
     assert Block.runs == FEW
     assert {name for each in found.accesses for name in each.parameters} == {
         name for name, _ in deep.named_parameters()
@@ -336,15 +336,15 @@ class Reading(nn.Module):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_model_in_chunks_is_foreseen_as_it_was(dtype: torch.dtype | None, for_real: bool) -> None:
     model, batch = Reading(), torch.randn(4, 32).to(dtype or torch.float32)
-    before = foreseen(model, batch, loss, device_type="cpu", dtype=dtype)
+    before = trace_pass(model, batch, loss, device_type="cpu", dtype=dtype)
     operations = chunk(model, before, 10**6, device=torch.device("cpu"), dtype=dtype)
     seen: list[AccessTrace] = []
 
     def again() -> PassSchedule:
-        seen.append(foreseen(model, batch, loss, device_type="cpu", dtype=dtype, for_real=for_real))
-        return operations.residency.course
+        seen.append(trace_pass(model, batch, loss, device_type="cpu", dtype=dtype, for_real=for_real))
+        return operations.residency.pass_schedule
 
-    operations.course_for = again
+    operations.schedule_for = again
     loss(model, batch).backward()
     assert seen == [before]
     assert before.accesses
@@ -354,7 +354,7 @@ def test_a_real_run_has_the_values_and_leaves_the_model_as_it_was() -> None:
     model, batch = Reading(), torch.randn(4, 32)
     expected = loss(model, batch).item()
     operations = chunk(
-        model, foreseen(model, batch, loss, device_type="cpu", for_real=True), 10**6, device=torch.device("cpu")
+        model, trace_pass(model, batch, loss, device_type="cpu", for_real=True), 10**6, device=torch.device("cpu")
     )
 
     def looking(duplicate: nn.Module, batch: Tensor) -> Tensor:
@@ -364,10 +364,10 @@ def test_a_real_run_has_the_values_and_leaves_the_model_as_it_was() -> None:
         return value
 
     with pytest.raises(ArgumentError, match="fake tensors"):
-        foreseen(model, batch, looking, device_type="cpu")
-    assert foreseen(model, batch, looking, device_type="cpu", for_real=True).gradients
+        trace_pass(model, batch, looking, device_type="cpu")
+    assert trace_pass(model, batch, looking, device_type="cpu", for_real=True).gradients
     assert all(each.grad is None for each in model.parameters())
     assert operations.residency.fetched_bytes == 0
 
     with pytest.raises(ArgumentError, match="meta device"):
-        foreseen(Reading().to("meta"), torch.randn(4, 32), loss, device_type="cpu", for_real=True)
+        trace_pass(Reading().to("meta"), torch.randn(4, 32), loss, device_type="cpu", for_real=True)

@@ -16,7 +16,7 @@ from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.plan_for_cluster import Subject
 from atorch.auto.planner.simulation import Simulated, simulate
-from atorch.auto.planner.small_simulation import foreseen, num_stages, ranks_of_stages, with_fewer_micro_batches
+from atorch.auto.planner.small_simulation import num_stages, ranks_of_stages, with_fewer_micro_batches, with_metadata
 from atorch.auto.simulated_candidates import simulated as verified
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -41,7 +41,7 @@ def test_stages_of_a_pipeline_stand_for_all() -> None:
 
     axes = ("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None))
     ctx = job(llama(5))
-    found = foreseen(ctx, Strategy.of([axes, "tensor_parallel", "pipeline_parallel"]), batch(), 3, told_of=5)
+    found = with_metadata(ctx, Strategy.of([axes, "tensor_parallel", "pipeline_parallel"]), batch(), 3, extended_to=5)
     (learnt,) = found.metadata.values()
     assert [each for kind in learnt["kinds"] for each in kind["paths"]] == [f"model.layers.{i}" for i in range(5)]
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch.auto.opt_lib.chunk.trace import foreseen
+from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk import optimizer_slices
 from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
 from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.schedule_cache import Courses
+from atorch.runtime.chunk.schedule_cache import ScheduleCache
 from benchmarks.paced_link import Paced
 from tests.pool import on_ranks
 from tests.runtime.chunk.test_training import CPU, FAMILIES, assert_same_bits, fresh, in_chunks, needed, train
@@ -28,9 +28,11 @@ def beside_or_in_place(family: str, in_place: bool, group: dist.ProcessGroup | N
     """The objects that train a model in chunks, under a budget that brings most of them twice a pass."""
     make, data, loss = FAMILIES[family]
     model = fresh(make)
-    courses = Courses(lambda batch, /, **how: foreseen(model, batch, loss, device_type="cpu", dtype=HALF, **how), group)
-    courses.expect(data(0), [data(0)])
-    passed = courses.first()  # one for all processes
+    schedules = ScheduleCache(
+        lambda batch, /, **how: trace_pass(model, batch, loss, device_type="cpu", dtype=HALF, **how), group
+    )
+    schedules.expect(data(0), [data(0)])
+    passed = schedules.first()  # one for all processes
     others, parameters = needed(passed, model)
     operations = chunk(model, passed, others + parameters // 4, device=CPU, dtype=HALF, in_place=in_place, group=group)
     return model, ChunkOptimizer(adam, model.parameters(), operations.chunks), data, loss, operations

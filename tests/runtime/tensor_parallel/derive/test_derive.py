@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atorch.runtime.tensor_parallel.derive import derive
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, apart, record_calls
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, record_calls, sandboxed
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows
 
 WIDTH, TOKENS = 8, 6
@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
 def derived(module: nn.Module, degree: int, **more: Tensor) -> BlockLayout:
     torch.manual_seed(0)
-    return derive(apart(module), ForwardCall((torch.randn(TOKENS, WIDTH),), more), degree)
+    return derive(sandboxed(module), ForwardCall((torch.randn(TOKENS, WIDTH),), more), degree)
 
 
 def runs(rows: Rows) -> Any:
@@ -107,7 +107,7 @@ def test_units_that_are_dead_in_one_draw_of_weights_are_met_in_another(samples: 
             out: Tensor = self.down(F.relu(self.up(x)) * self.scale)
             return x + out
 
-    block, even = apart(Scaled()), Rows.even(0, 4096, 4)
+    block, even = sandboxed(Scaled()), Rows.even(0, 4096, 4)
     for seed in range(8):
         torch.manual_seed(seed)
         (group,) = derive(block, ForwardCall((torch.randn(samples, WIDTH),), {}), 4).groups

@@ -1,8 +1,11 @@
-"""ds_3d_parallel: tensor, pipeline and data parallelism under DeepSpeed's pipeline engine; a recipe for their methods.
+"""Recipes, which expand to several methods: mixed_parallel, and ds_3d_parallel under DeepSpeed's pipeline engine.
 
-The mesh is ([("tensor", …), ("data", …), ("pipeline", …)], None), in DeepSpeed's order. The engine trains only whole
-batches: `result.step(batch)` replaces the loop. The original ATorch asked users to describe each model (how its layers
-are split, what is tied); here the model itself shows that.
+`[("parallel_mode", ([("tensor", 8), ("pipeline", 2), ("data", 2)], None)), "mixed_parallel"]` expands to the method of
+each axis.
+
+The mesh of ds_3d_parallel is ([("tensor", …), ("data", …), ("pipeline", …)], None), in DeepSpeed's order. The engine
+trains only whole batches: `result.step(batch)` replaces the loop. The original ATorch asked users to describe each
+model (how its layers are split, what is tied); here the model itself shows that.
 """
 
 from __future__ import annotations
@@ -10,12 +13,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from atorch.auto.opt_lib.context_parallel import ContextParallel
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
+from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.tensor_parallel import TensorParallel
 from atorch.auto.opt_lib.zero1 import Zero1
 from atorch.auto.strategy.method import RECIPES, Method, Recipe
 from atorch.errors import StrategyError, near_miss, shown
+
+_OF_AXIS: Mapping[str, type[Method]] = {
+    "tensor": TensorParallel,
+    "pipeline": PipelineParallel,
+    "sequence": SequenceParallel,
+    "context": ContextParallel,
+}
+
+
+class MixedParallel(Recipe):
+    """The methods that split over the mesh's axes."""
+
+    name = "mixed_parallel"
+
+    @classmethod
+    def expand(cls, config: Any, others: tuple[Method, ...]) -> tuple[Method, ...]:
+        """One method for each axis above 1 that none of `others` splits over; without a mesh, tensor's and pipeline's.
+
+        Raises:
+            StrategyError: a config was given, or the mesh has nothing to split over but data.
+        """
+        if config:
+            raise StrategyError(
+                f"mixed_parallel was given {shown(config)}; it has no knobs: degrees belong in parallel_mode, and a "
+                'method with knobs next to it, as ("pipeline_parallel", {"schedule": "interleaved"})'
+            )
+        mode = next((other for other in others if isinstance(other, ParallelMode)), None)
+        if mode is None:
+            axes = ["tensor", "pipeline"]
+        else:
+            axes = [axis for axis in _OF_AXIS if mode.size(axis) > 1]
+            if not axes:
+                raise StrategyError(
+                    f"{mode} has no axis for mixed_parallel to split over; give one of {', '.join(_OF_AXIS)} a size "
+                    "above 1, or leave parallel_mode out to have the degrees chosen"
+                )
+        taken = {axis for other in others for axis in other.splits}
+        return tuple(_OF_AXIS[axis].of() for axis in axes if axis not in taken)
+
+
+RECIPES.add(MixedParallel.name, MixedParallel)
+
 
 _NEEDLESS: Mapping[str, str] = {
     "tpinfo": "tensor_parallel derives from the model how it is split; give that method a plan to have it otherwise",

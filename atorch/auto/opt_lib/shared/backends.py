@@ -1,8 +1,8 @@
-"""zero1 and zero2 through FairScale and DeepSpeed, which need the packages fairscale and deepspeed.
+"""Methods on other packages' engines: zero1 and zero2 by FairScale or DeepSpeed, pipeline_parallel by DeepSpeed.
 
 DeepSpeed runs the backward pass, and reduces, partitions and gathers around it. It shards over all processes of the
 job, and keeps fp32 copies itself. The optimizer gets flat pieces of parameters, which suits only element-wise ones
-(SGD, Adam).
+(SGD, Adam). Its pipeline engine replaces torch's schedules.
 
 FairScale's OSS shards optimizer states over ranks (ZeRO-1), and ShardedDataParallel gradients too (ZeRO-2).
 """
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.auto.context import Built, Context
-from atorch.auto.opt_lib.parallel_mode import size_of
+from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
+from atorch.auto.opt_lib.shared.defaults import SLOT
 from atorch.auto.strategy.method import Method
+from atorch.compat import need_backend
 from atorch.distributed import world
 from atorch.distributed.mesh import AXES
 from atorch.errors import StrategyError
@@ -30,6 +32,11 @@ from atorch.model.wrapper import Wrapper
 from atorch.runtime.gradients.backward import expects_none
 from atorch.runtime.gradients.clip import ClipsItself, Spread, clip_grads
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+
+if TYPE_CHECKING:
+    from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
+    from atorch.auto.opt_lib.pipeline_parallel.stages import Batches
+    from atorch.runtime.pipeline.pipeline import Pipeline
 
 
 def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
@@ -40,7 +47,7 @@ def named(name: str, config: Any, flags: Mapping[str, str]) -> Any:
     rest = {knob: value for knob, value in config.items() if knob not in flags}
     for flag, backend in chosen.items():
         if rest.setdefault("backend", backend) != backend:
-            raise StrategyError(f"{name} was given {flag}, which means {backend}, beside {rest['backend']}; give one")
+            raise StrategyError(f"{name} was given {flag}, which means {backend}, with {rest['backend']}; give one")
     return rest
 
 
@@ -86,7 +93,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
         axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         raise StrategyError(
             f"{name} with the deepspeed backend shares over all {ctx.world.size} processes, but parallel_mode has "
-            f"{axes}; use the default backend beside tensor or pipeline"
+            f"{axes}; use the default backend with tensor or pipeline"
         )
     low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
     if low or ctx.compute_dtype == torch.float16:
@@ -97,7 +104,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
     _needed_optimizer(ctx, name)
     for method in ctx.strategy:
         scales = getattr(method, "dtype", None) == "fp16" or getattr(method, "skip_if_nonfinite", False)
-        if scales or method.name == "half":
+        if scales or method.exactness == "half":
             raise StrategyError(
                 f"{name} with the deepspeed backend keeps the fp32 weights and steps itself, so it goes with fp32 or "
                 "amp_native bf16; leave out half, fp16 and skip_if_nonfinite, or use the default backend"
@@ -254,3 +261,75 @@ def _keep_average(sharded: Any, parameter: nn.Parameter, is_averaged: list[bool]
     if parameter.grad is not None and is_averaged[0]:
         parameter.grad.mul_(dist.get_world_size(sharded._process_group))
     is_averaged[0] = not sharded._should_accumulate_grads
+
+
+def check_pipeline(ctx: Context, method: PipelineParallel) -> None:
+    """Check that DeepSpeed can run the job, without side effects.
+
+    Raises:
+        CapabilityError: deepspeed is not installed.
+        StrategyError: another method reduces gradients, the precision is fp16 or half, the mesh is not in DeepSpeed's
+            order, or there is no optimizer or dataset.
+    """
+    need_backend("deepspeed")
+    strategy = ctx.strategy
+    mode = strategy.get(ParallelMode) or ParallelMode()
+    for other in strategy:
+        if other.slot == SLOT and other.engine != "deepspeed":
+            raise StrategyError(
+                f"{method} reduces gradients itself, and {other.name} would once more; give "
+                '("zero1", {"backend": "deepspeed"}), or ds_3d_parallel for all of them'
+            )
+    order = [name for name, size in mode.slices if size > 1]
+    if order != [name for name in ("tensor", "data", "pipeline") if mode.size(name) > 1] or mode.rank_order:
+        axes = ", ".join(f"{axis} {size}" for axis, size in mode.slices)
+        raise StrategyError(
+            f"parallel_mode has {axes}, and DeepSpeed arranges its processes as tensor, data, pipeline, the first "
+            "varying fastest; give them in this order, without a rank order"
+        )
+    low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
+    if low or any(other.exactness == "half" or getattr(other, "dtype", None) == "fp16" for other in strategy):
+        raise StrategyError(
+            f"{method} goes with fp32 or amp_native bf16; leave out half and fp16, or use the default backend"
+        )
+    if ctx.make_optimizer is None or ctx.make_loader is None:
+        raise StrategyError(f"{method} trains whole batches, optimizer included; give optim_func and a dataset")
+
+
+def deepspeed_pipeline(
+    built: Built,
+    ctx: Context,
+    method: PipelineParallel,
+    pipeline: Pipeline,
+    batches: Batches,
+    tolerance: float,
+    rows: int,
+) -> Built:
+    """Bind model, loss function and optimizer to DeepSpeed's engine."""
+    from atorch.compat.deepspeed_pipeline import SteppedByDeepSpeed, WholeBatches
+
+    assert built.loss_func is not None
+    assert built.optim is not None
+    mesh, strategy = ctx.need_mesh(), ctx.strategy
+    world.ensure_group(ctx.device.type)
+    loss_func = WholeBatches(
+        pipeline,
+        built.loss_func,
+        batches.count,
+        built.optim,
+        sizes=(mesh.size("pipeline"), mesh.size("data"), mesh.size("tensor")),
+        rows=rows,
+        zero_stage=int("zero1" in strategy.names()),
+        config=method.ds_config,
+        loss_weight=batches.loss_weight,
+        tolerance=tolerance,
+        over_ranks=lambda rule: ctx.rank_weight(rule, built.dataloader),
+    )
+    return replace(
+        built,
+        model=pipeline,
+        loss_func=loss_func,
+        optim=SteppedByDeepSpeed(built.optim),
+        step=loss_func.step,
+        weighs_ranks=True,
+    )

@@ -1,7 +1,0 @@
-"""`python -m atorch.cli`: the `atorch` command where its script is not on the path."""
-
-import sys
-
-from atorch.cli import main
-
-sys.exit(main())
