@@ -17,7 +17,6 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.tensor_parallel import ModelLayout, Rows, tensor_parallel
 from atorch.runtime.tensor_parallel.model_layout import full_name, rows_of
-from atorch.runtime.tensor_parallel.state import whole_tensor
 from atorch.smp.activation_checkpointing import without_checkpointing
 from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.tensor import marked_parameters
@@ -45,30 +44,10 @@ class TensorSplit:
     kept: Mapping[str, str] = field(default_factory=dict)
     """Marked parameters that stay whole on every rank, and the reasons."""
 
-    def whole(self, name: str, tensor: Any) -> Tensor:
-        """Gather a parameter, or an optimizer state of its shape; returns an uncut tensor unchanged.
-
-        All tensor ranks call it together, with the same names in the same order.
-        """
-        cut = self.cuts.get(name)
-        is_part = cut is not None and tensor.dim() == len(cut.shape)
-        return whole_tensor(tensor, cut.rows if cut is not None and is_part else None, self.group)
-
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, or of an optimizer state of its shape.
-
-        Raises:
-            ArgumentError: the shape differs from the whole parameter's.
-        """
-        cut = self.cuts.get(name)
-        if cut is None or whole.dim() != len(cut.shape):
-            return whole
-        if tuple(whole.shape) != cut.shape:
-            raise ArgumentError(
-                f"{name} was given with shape {tuple(whole.shape)}, and the whole model's is {cut.shape}; give the "
-                "state of the same model, whole"
-            )
-        return cut.rows.take(whole, self.rank).contiguous()
+    @property
+    def rows(self) -> Mapping[str, Rows]:
+        """The rows of each cut parameter, as of a model that `auto_accelerate` split."""
+        return {name: cut.rows for name, cut in self.cuts.items()}
 
     def told(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """This rank's rows of the named parameters, as plain data for a file."""
@@ -77,20 +56,6 @@ class TensorSplit:
             for name in names
             if (cut := self.cuts.get(name)) is not None
         }
-
-    @torch.no_grad()
-    def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Gather a state dict of local parts to the whole model's; all tensor ranks call it together."""
-        return {name: self.whole(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    @torch.no_grad()
-    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The local parts of the whole model's state dict, for `load_state_dict`.
-
-        Raises:
-            ArgumentError: a tensor has another shape than the whole parameter.
-        """
-        return {name: self.own(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> TensorSplit:

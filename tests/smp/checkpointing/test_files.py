@@ -168,7 +168,7 @@ def test_another_order_of_stages_and_slices_is_another_arrangement(pool: Pool, t
                 {PARTIAL: True, CUTS: {"a": {"dim": 0, "runs": [(0, 1)], "shape": (4,)}}, "a": torch.ones(1)},
                 {PARTIAL: True, CUTS: {"a": {"dim": 0, "runs": [(1, 3)], "shape": (4,)}}, "a": torch.ones(2)},
             ],
-            "['a'] lacks 1 of its 4 rows along dim 0",
+            "1 of its 4 elements are in no box",
         ),
         (
             [
