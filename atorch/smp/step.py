@@ -51,10 +51,7 @@ def step(
     """
     if function is None:
         return functools.partial(
-            step,
-            non_split_inputs=non_split_inputs,
-            input_split_axes=input_split_axes,
-            detach_outputs=detach_outputs,
+            step, non_split_inputs=non_split_inputs, input_split_axes=input_split_axes, detach_outputs=detach_outputs
         )
     if not callable(function):
         raise ArgumentError(f"smp.step was given {shown(function)}; give a function, and its options by name")

@@ -32,7 +32,7 @@ from atorch.files import AnyPath, check_target, write
 from atorch.files.strict_json import Format, read_json
 from atorch.files.weights import CHECKPOINT, read_weights
 from atorch.logs import logger
-from atorch.smp.checkpointing.atomic_save import Staged, entry_of, is_saved, place, remove, settle, whole_saves
+from atorch.smp.checkpointing.atomic_save import Staged, entry_of, is_saved, remove, settle, whole_saves
 from atorch.smp.checkpointing.files import ADVICE, PartialFiles, write_file
 from atorch.smp.ranks import local_rank, rank, rdp_rank
 from atorch.smp.session import session
@@ -85,18 +85,15 @@ def save_checkpoint(
         staged.begin()
 
     all_or_none(begin)
-    is_written = False
     try:
         settle(staged)
-        if partial:
-            all_or_none(lambda: _write_parts(staged, tag, model, optimizer, user_content))
-        else:
-            all_or_none(lambda: _write_whole(staged, tag, model, user_content))
-        is_written = True
-    finally:
-        if staged.keeps_order and not is_written:
+        write_all = _write_parts if partial else _write_whole
+        all_or_none(lambda: write_all(staged, tag, model, optimizer, user_content))
+    except BaseException:
+        if staged.keeps_order:
             remove(staged.part)
-    place(staged)
+        raise
+    staged.place()
     num_kept = num_kept_partial_checkpoints
     removed = all_or_none(lambda: _note(folder, tag, partial, num_kept) if staged.keeps_order else [])
 
@@ -140,12 +137,9 @@ def resume_from_checkpoint(
 
     def look() -> str:
         check_bools(
-            "smp.resume_from_checkpoint",
-            partial=partial,
-            strict=strict,
-            load_optimizer=load_optimizer,
+            "smp.resume_from_checkpoint", partial=partial, strict=strict, load_optimizer=load_optimizer,
             load_sharded_optimizer_state=load_sharded_optimizer_state,
-        )
+        )  # fmt: skip
         if model is None:
             raise ArgumentError("no smp.DistributedModel has been made that could be loaded; make it before resuming")
         if not (translate_function is None or callable(translate_function)):
@@ -258,7 +252,7 @@ def _write_parts(own: Staged, tag: str, model: Any, optimizer: Any, user_content
                 PartialFiles(f"{folder}/{name}_", ".pt").write(state, own.save, known_as)
 
 
-def _write_whole(own: Staged, tag: str, model: Any, user_content: Any) -> None:
+def _write_whole(own: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
     content = f"user_content_{tag}"
     if rank() == 0:
         write_file(user_content, str(own.part / content), is_refused=True, known_as=str(own.folder / content))
