@@ -57,18 +57,11 @@ class DistributedModel(LocalParts):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        trace_device: Literal["cpu", "gpu"] = "gpu",
-        trace_execution_times: bool = False,
-        overlapping_allreduce: bool = True,
-        backward_passes_per_step: int = 1,
-        average_grads_across_microbatches: bool = True,
-        bucket_cap_mb: float = 25,
-        trace_memory_usage: bool = False,
-        broadcast_buffers: bool = True,
-        gradient_as_bucket_view: bool = False,
-    ) -> None:
+        self, module: nn.Module, trace_device: Literal["cpu", "gpu"] = "gpu", trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True, backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True, bucket_cap_mb: float = 25, trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True, gradient_as_bucket_view: bool = False,
+    ) -> None:  # fmt: skip
         owner = session()
         _check_module(module, owner)
         module = replace_registered(module)
@@ -111,13 +104,9 @@ class DistributedModel(LocalParts):
         return self._body.call_model(args, kwargs)
 
     def backward(
-        self,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
         retain_grad: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run backward from `tensors` through all parts of the model, when the schedule reaches it.
 
         Args:

@@ -49,13 +49,9 @@ class DistributedOptimizer(WrappedOptimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        static_loss_scale: float | None = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
+        self, optimizer: Optimizer, static_loss_scale: float | None = 1.0, dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         owner = session()
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(f"smp.DistributedOptimizer was given {shown(optimizer)}; give a torch.optim.Optimizer")
@@ -94,15 +90,11 @@ class DistributedOptimizer(WrappedOptimizer):
             group["params"][:] = [local[name] for name in names if name in local]
         replicas = owner.mesh.group("data", "zero")
         self.inner = stepping(
-            self.optimizer,
-            halves=half_of(owner.config) is not None,
-            values=values,
-            scale=self._scale,
+            self.optimizer, halves=half_of(owner.config) is not None, values=values, scale=self._scale,
             sharing=replicas if owner.config.shard_optimizer_state and replicas.size() > 1 else None,
-            sharded=replicas if owner.config.sharded_data_parallel_degree > 1 else None,
-            device=owner.device,
+            sharded=replicas if owner.config.sharded_data_parallel_degree > 1 else None, device=owner.device,
             spread=spread_of(model),
-        )
+        )  # fmt: skip
         self._share()
 
     @property

@@ -26,13 +26,9 @@ def step(
     detach_outputs: bool = True,
 ) -> Callable[[F], F]: ...
 def step(
-    function: Any = None,
-    /,
-    *,
-    non_split_inputs: Collection[str] | None = (),
-    input_split_axes: Mapping[str, int] | None = None,
-    detach_outputs: bool = True,
-) -> Any:
+    function: Any = None, /, *, non_split_inputs: Collection[str] | None = (),
+    input_split_axes: Mapping[str, int] | None = None, detach_outputs: bool = True,
+) -> Any:  # fmt: skip
     """Run a function in micro-batches; it calls the model once and, to train, `model.backward`.
 
     Every tensor in its arguments, at any depth, is cut along its first axis into the configured number of
@@ -78,13 +74,9 @@ def _model(owner: Session) -> DistributedModel:
 
 
 def _run(
-    owner: Session,
-    model: DistributedModel,
-    function: Callable[..., Any],
-    slicing: Slicing,
-    arguments: StepArguments,
+    owner: Session, model: DistributedModel, function: Callable[..., Any], slicing: Slicing, arguments: StepArguments,
     detach: bool,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     def cut() -> list[StepArguments]:
         batch = arguments
         if owner.mesh.size("tensor") > 1 and not owner.config.prescaled_batch:

@@ -174,13 +174,9 @@ MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | 
 
 
 def save(
-    obj: Any,
-    f: str,
-    partial: bool = True,
-    pickle_module: ModuleType | None = None,
-    pickle_protocol: int = 2,
+    obj: Any, f: str, partial: bool = True, pickle_module: ModuleType | None = None, pickle_protocol: int = 2,
     v3: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write an object to a file, as torch.save does; a killed process leaves the old file or the new one.
 
     Args:

@@ -42,15 +42,9 @@ FORMAT = Format("list of checkpoints", CheckpointError)
 
 
 def save_checkpoint(
-    path: AnyPath,
-    tag: str,
-    partial: bool = True,
-    model: Any = None,
-    optimizer: Any = None,
-    user_content: Any = None,
-    translate_if_full: bool = True,
-    num_kept_partial_checkpoints: int | None = None,
-) -> None:
+    path: AnyPath, tag: str, partial: bool = True, model: Any = None, optimizer: Any = None, user_content: Any = None,
+    translate_if_full: bool = True, num_kept_partial_checkpoints: int | None = None,
+) -> None:  # fmt: skip
     """Save a checkpoint to a folder, which is created if needed; all processes call it.
 
     The save is complete, and older ones are removed, once all processes have written their files. If a process is
@@ -107,14 +101,10 @@ def save_checkpoint(
 
 
 def resume_from_checkpoint(
-    path: AnyPath,
-    tag: str | None = None,
-    partial: bool = True,
-    strict: bool = True,
-    load_optimizer: bool = True,
+    path: AnyPath, tag: str | None = None, partial: bool = True, strict: bool = True, load_optimizer: bool = True,
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Load the script's model and optimizer from a checkpoint in a folder, and return its user content.
 
     All processes call it; their number and arrangement may differ from the save.
