@@ -12,7 +12,7 @@ import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.patrickstar.profiler import MemoryEvent, MemoryTier, PhaseSpan, Profile
@@ -37,7 +37,7 @@ _DISTINCT_ROWS = 160  # above it there is no room for a gap between rows
 
 
 PHASES: Mapping[str, str] = {"forward": "#2e9e4f", "backward": "#2f6db5", "optimizer": "#8e5bbf"}
-_STYLE: Any = {
+_STYLE: Mapping[str, Any] = {
     "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.spines.top": False,
     "axes.spines.right": False, "axes.edgecolor": "#667085", "axes.labelcolor": "#1d2430", "xtick.color": "#667085",
     "ytick.color": "#667085", "xtick.labelcolor": "#1d2430", "ytick.labelcolor": "#1d2430", "legend.frameon": False,
@@ -222,7 +222,7 @@ def memory_figure(
     most = max((value for *_, values in curves for value in values), default=0)
     unit, size = next(((unit, size) for unit, size in (("GiB", GiB), ("MiB", MiB)) if most >= size), ("KiB", KiB))
     _, per_s = _scale(end_s)
-    with rc_context(_STYLE):
+    with rc_context(cast(Any, _STYLE)):
         figure = Figure(figsize=(8.0, 3.8), layout="constrained")
         axes = figure.add_subplot()
         phases = _shaded(axes, spans, per_s, opacity=0.14)
@@ -254,7 +254,7 @@ def locations_figure(
     from matplotlib.patches import Patch
 
     _, per_s = _scale(end_s)
-    with rc_context(_STYLE):
+    with rc_context(cast(Any, _STYLE)):
         figure = Figure(figsize=(8.0, 5.0), layout="constrained")
         strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 30))
         strip.set_axis_off()

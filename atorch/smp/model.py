@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from atorch.auto.context import ModelFacts
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.runtime.optimizer.held_tensors import held_tensors
 from atorch.runtime.pipeline.stage import STAGE
@@ -271,7 +269,7 @@ class DistributedModel(LocalParts):
         """
         self._need_partition("local_state_dict")
         meet("model.local_state_dict()", is_whole=False, states=False)
-        state = states.whole_over_shards(self._own_state())
+        state = states.whole_over_shards(self.own_state())
         return {**state, PARTIAL: True, CUTS: self.split.told(state)}
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
@@ -338,21 +336,11 @@ class DistributedModel(LocalParts):
         optimizer = session().optimizer
         return self.placed(), None if optimizer is None else optimizer.local()
 
-    def placed(self) -> DistributedModel:
-        """This model, with the places of its local parts in the whole one, as an accelerated model has them."""
-        view = copy.copy(self)
-        vars(view)["_atorch"] = ModelFacts(session().mesh, layout=cast(Any, self.split))
-        return view
-
     def _gathered(self, call: str) -> dict[str, Any]:
-        group, own = meet(call, is_whole=True, states=False), self._own_state()
+        group, own = meet(call, is_whole=True, states=False), self.own_state()
         parts = {name: entry.logical() for entry in held_tensors(self.placed()) for name in entry.names}
         state = {**own, **states.wholes(parts, group)} if group.size() > 1 else own
         return {name: state[name] for name in (*self.state_names, *state) if name in state}
-
-    def _own_state(self) -> dict[str, Any]:
-        parts = (self.module, *self._others)
-        return {name: value for part in parts for name, value in part.state_dict().items()}
 
     def _check_state(self, state: Mapping[str, Any], strict: bool) -> None:
         unknown, missing = sorted(state.keys() - set(self.state_names)), sorted(set(self.state_names) - state.keys())

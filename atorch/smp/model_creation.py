@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.model.deferred_init import InitialValues, give_values
 from atorch.model.meta_device import give_memory, has_meta, is_meta, like, unfilled
+from atorch.runtime.optimizer.held_tensors import write_part
 from atorch.smp.session import is_initialized, session
 from atorch.smp.tensor import tensor_parallelism as marking
 
@@ -119,4 +120,4 @@ def fill(parts: Iterable[nn.Module], device: torch.device, values: InitialValues
     modules = list(parts)
     if values is not None:
         give_memory(modules, lambda tensor: unfilled(tensor, device))
-        give_values(values, modules, device)
+        give_values(values, modules, device, lambda names, target, value: write_part(target, value))

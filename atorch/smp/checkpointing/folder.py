@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,14 +80,13 @@ def save_checkpoint(
         staged.begin()
 
     all_or_none(begin)
-    try:
+    with ExitStack() as on_failure:
+        if staged.keeps_order:
+            on_failure.callback(remove, staged.part)
         settle(staged)
         write_all = _write_parts if partial else _write_whole
         all_or_none(lambda: write_all(staged, tag, model, optimizer, user_content))
-    except BaseException:
-        if staged.keeps_order:
-            remove(staged.part)
-        raise
+        on_failure.pop_all()
     staged.place()
     num_kept = num_kept_partial_checkpoints
     removed = all_or_none(lambda: _note(folder, tag, partial, num_kept) if staged.keeps_order else [])
