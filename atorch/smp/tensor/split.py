@@ -17,6 +17,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.tensor_parallel import ModelLayout, Rows, tensor_parallel
 from atorch.runtime.tensor_parallel.model_layout import full_name, rows_of
+from atorch.runtime.tensor_parallel.state import whole_tensor
 from atorch.smp.activation_checkpointing import without_checkpointing
 from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.tensor import marked_parameters
@@ -48,6 +49,19 @@ class TensorSplit:
     def rows(self) -> Mapping[str, Rows]:
         """The rows of each cut parameter, as of a model that `auto_accelerate` split."""
         return {name: cut.rows for name, cut in self.cuts.items()}
+
+    def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Gather a state dict of local parts to the whole model's; all tensor ranks call it together."""
+        rows = self.rows
+        return {name: whole_tensor(value, rows.get(name), self.group) for name, value in state.items()}
+
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The local parts of the whole model's state dict, for `load_state_dict`."""
+        rows = self.rows
+        return {
+            name: rows[name].take(value, self.rank).contiguous() if name in rows else value
+            for name, value in state.items()
+        }
 
     def told(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """This rank's rows of the named parameters, as plain data for a file."""
