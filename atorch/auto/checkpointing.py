@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from atorch.auto.context import AccelerateResult
@@ -49,7 +50,7 @@ class Resumed(NamedTuple):
 
 def save_checkpoint(
     folder: AnyPath,
-    result: AccelerateResult,
+    result: AccelerateResult | nn.Module,
     step: int,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -64,7 +65,8 @@ def save_checkpoint(
 
     Args:
         folder: it gets one folder a checkpoint, `step-000001200`; all processes see it.
-        result: as `auto_accelerate` returned it.
+        result: as `auto_accelerate` returned it; or an `smp.DistributedModel` or PatrickStar's engine, with which its
+            optimizer is saved.
         extra: more to save, by name: objects with `state_dict` and `load_state_dict`, or numbers, strings, tensors, and
             lists and dicts of these; equal on all processes.
         keep_last: remove all but so many of the newest, once the new one is complete. None keeps all.
@@ -76,13 +78,13 @@ def save_checkpoint(
         The checkpoint's folder.
 
     Raises:
-        ArgumentError: `result` is not from `auto_accelerate`, processes differ in `extra`, or some processes, which are
+        ArgumentError: `result` is none of these, processes differ in `extra`, or some processes, which are
             named, did not call it.
         CheckpointError: something cannot be saved, or not be written, or the last one in the background could not be.
             The older checkpoints are untouched.
     """
-    need_result(result, "save_checkpoint")
-    wait_for_checkpoint(result)
+    given, result = result, _result(result, "save_checkpoint")
+    wait_for_checkpoint(given)
     extra_state: dict[str, Any] = {}
 
     def facts() -> Mapping[str, Facts]:
@@ -106,29 +108,29 @@ def save_checkpoint(
     }  # fmt: skip
     if isinstance(result.dataloader, Loader):
         by_rank["loader"] = result.dataloader.state_dict()
-    if background and result.writer is None:
-        result.writer = BackgroundWriter()
-    writer = result.writer if background else None
+    writer = vars(given).setdefault("checkpoint_writer", BackgroundWriter()) if background else None
     return save(folder, step, tensors, plain, by_rank, keep_last=keep_last, keep_every=keep_every, background=writer)
 
 
-def wait_for_checkpoint(result: AccelerateResult) -> None:
+def wait_for_checkpoint(result: AccelerateResult | nn.Module) -> None:
     """Wait until the last checkpoint that `save_checkpoint` was to write in the background is complete.
 
-    Collective: all processes call it. `result`: as `auto_accelerate` returned it.
+    Collective: all processes call it. `result`: as in `save_checkpoint`.
 
     Raises:
         CheckpointError: on all processes: it could not be written.
     """
-    need_result(result, "wait_for_checkpoint")
-    if result.writer is not None:
+    if not hasattr(result, "saved_parts"):
+        need_result(result, "wait_for_checkpoint")
+    writer: BackgroundWriter | None = getattr(result, "checkpoint_writer", None)
+    if writer is not None:
         call_on_all_ranks("wait_for_checkpoint", dict, lambda: None)
-        all_or_none(result.writer.wait)
+        all_or_none(writer.wait)
 
 
 def load_checkpoint(
     folder: AnyPath,
-    result: AccelerateResult,
+    result: AccelerateResult | nn.Module,
     step: int | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -137,7 +139,7 @@ def load_checkpoint(
     """Load a checkpoint of `save_checkpoint`, saved under any strategy on any number of processes.
 
     Collective: all processes call it, before the loop. Begin the loop over `result.dataloader` anew: it goes on where
-    it was.
+    it was. An `smp.DistributedModel` that is not partitioned yet takes its tensors in its first step.
 
     Args:
         folder, result, extra: as in `save_checkpoint`.
@@ -149,19 +151,18 @@ def load_checkpoint(
             optimizer. Raised on all processes; the model may then be loaded in part.
     """
     wait_for_checkpoint(result)
-    with Checkpoint.open(folder, step) as checkpoint:
-        if all_or_none(lambda: "mesh" not in checkpoint.plain):
-            raise CheckpointError(f"{checkpoint.path} has no run to resume; load_pretrained loads its model")
-        held = [_as_saved(entry, checkpoint) for entry in held_tensors(result.model)]
-        load_model(checkpoint, held, result.model, strict)
-        if result.optim is not None and "optim" in checkpoint.plain:
-            _load_optimizer(checkpoint, held, result.optim, strict)
-        all_or_none(lambda: _load_rest(checkpoint, held, result, extra or {}))
-        plain_extra = {name: value for name, value in checkpoint.plain["extra"].items() if not _has_state(extra, name)}
-        return Resumed(checkpoint.step, plain_extra)
+    checkpoint = Checkpoint.open(folder, step)
+    if all_or_none(lambda: "mesh" not in checkpoint.plain):
+        raise CheckpointError(f"{checkpoint.path} has no run to resume; load_pretrained loads its model")
+    loaded = all_or_none(lambda: _load_extra(checkpoint, extra or {}))
+    when_partitioned: Any = getattr(result, "when_partitioned", lambda load: load())
+    when_partitioned(lambda: _load(checkpoint, _result(result, "load_checkpoint"), strict))
+    return Resumed(checkpoint.step, loaded)
 
 
-def resume_or_start(folder: AnyPath, result: AccelerateResult, extra: Mapping[str, Any] | None = None) -> int:
+def resume_or_start(
+    folder: AnyPath, result: AccelerateResult | nn.Module, extra: Mapping[str, Any] | None = None
+) -> int:
     """Load the newest complete checkpoint in `folder` and return its step; 0 if there is none.
 
     Collective: all processes call it. `folder`, `result` and `extra` are those of `load_checkpoint`.
@@ -174,9 +175,17 @@ def resume_or_start(folder: AnyPath, result: AccelerateResult, extra: Mapping[st
     return resumed.step
 
 
+def _result(given: Any, call: str) -> AccelerateResult:
+    if hasattr(given, "saved_parts"):  # an smp.DistributedModel, or PatrickStar's engine
+        model, optim = given.saved_parts()
+        given = AccelerateResult(model, optim, None, None, None, {})
+        given.lr_scheduler = None
+    return need_result(given, call)
+
+
 def _mesh(result: AccelerateResult) -> Mesh | None:
-    facts: Any = result.model._atorch
-    mesh: Mesh | None = facts.mesh
+    facts: Any = getattr(result.model, "_atorch", None)
+    mesh: Mesh | None = facts and facts.mesh
     return mesh
 
 
@@ -209,6 +218,8 @@ def _loss_scale(optim: Optimizer) -> LossScale | None:
     while isinstance(optim, WrappedOptimizer):
         if isinstance(optim, ScaledOptimizer):
             return optim.scale
+        if vars(optim).get("loss_scaler") is not None:  # PatrickStar's, also before its first batch
+            return vars(optim)["loss_scaler"]  # type: ignore[no-any-return]
         optim = optim.inner
     return None
 
@@ -217,20 +228,29 @@ def _extra_state(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
 
 
-def _has_state(extra: Mapping[str, Any] | None, name: str) -> bool:
-    return hasattr((extra or {}).get(name), "load_state_dict")
+def _load(checkpoint: Checkpoint, result: AccelerateResult, strict: bool) -> None:
+    with checkpoint:
+        held = [_as_saved(entry, checkpoint) for entry in held_tensors(result.model)]
+        load_model(checkpoint, held, result.model, strict)
+        if result.optim is not None and "optim" in checkpoint.plain:
+            _load_optimizer(checkpoint, held, result.optim, strict)
+        all_or_none(lambda: _load_rest(checkpoint, held, result))
 
 
-def _load_rest(
-    checkpoint: Checkpoint, held: Sequence[HeldTensor], result: AccelerateResult, extra: Mapping[str, Any]
-) -> None:
-    if result.lr_scheduler is not None and "scheduler" in checkpoint.plain:
-        result.lr_scheduler.load_state_dict(checkpoint.plain["scheduler"])
+def _load_extra(checkpoint: Checkpoint, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the objects in `extra` that have a state; returns the other saved values."""
+    saved = dict(checkpoint.plain["extra"])
     for name, value in extra.items():
         if hasattr(value, "load_state_dict"):
-            if name not in checkpoint.plain["extra"]:
+            if name not in saved:
                 raise CheckpointError(f"the checkpoint has no extra {name!r}; leave it out, or load an earlier one")
-            value.load_state_dict(checkpoint.plain["extra"][name])
+            value.load_state_dict(saved.pop(name))
+    return saved
+
+
+def _load_rest(checkpoint: Checkpoint, held: Sequence[HeldTensor], result: AccelerateResult) -> None:
+    if result.lr_scheduler is not None and "scheduler" in checkpoint.plain:
+        result.lr_scheduler.load_state_dict(checkpoint.plain["scheduler"])
     group = world_group()
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     is_same = size == checkpoint.world_size and _mesh_sizes(result) == checkpoint.plain["mesh"]

@@ -95,7 +95,7 @@ class AccelerateResult(_Fields):
 
     lr_scheduler: Any
     step: Callable[[Any], Any]
-    writer: BackgroundWriter | None = None  # of checkpoints
+    checkpoint_writer: BackgroundWriter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,10 +172,11 @@ def export(
             export_model(checkpoint, path, dtype, max_shard_size)
 
 
-def need_result(result: object, call: str) -> None:
-    """Refuse what is not from `auto_accelerate`."""
+def need_result(result: object, call: str) -> AccelerateResult:
+    """`result`, if it is from `auto_accelerate`; else raise `ArgumentError`."""
     if not isinstance(result, AccelerateResult):
         raise ArgumentError(f"{call} was given {shown(result)} as result; give what auto_accelerate returned")
+    return result
 
 
 def held_by(result: AccelerateResult, only_masters: bool = False) -> tuple[list[HeldTensor], HeldStates | None]:

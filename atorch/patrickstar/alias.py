@@ -73,14 +73,10 @@ def _module(name: str, **members: Any) -> ModuleType:
 def _submodules() -> dict[str, ModuleType]:
     tools = (get_rank, get_world_size, get_local_world_size, log_dist, print_rank, see_memory_usage, getsizeof)
     return {
-        "runtime": runtime,
-        "runtime.engine": runtime.engine,
-        "core": core,
-        "ops": ops,
-        "profiler": profiler,
+        "runtime": runtime, "runtime.engine": runtime.engine, "core": core, "ops": ops, "profiler": profiler,
         "fp16": _module("fp16", LossScaler=ops.LossScaler, DynamicLossScaler=ops.LossScaler),
         "utils": _module("utils", logger=logger, **{tool.__name__: tool for tool in tools}),
-    }
+    }  # fmt: skip
 
 
 def _install() -> None:

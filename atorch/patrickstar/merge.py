@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import all_or_none, gather_objects, world_group
+from atorch.checkpoint.boxes import LogicalTensor, whole_box
+from atorch.distributed.collectives import all_or_none, gather_objects
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import check_target, replacing
 from atorch.files.weights import CHECKPOINT, is_same, read_weights
-from atorch.runtime.chunk.operations import Operations
+from atorch.runtime.data_parallel.buckets import gathered
+from atorch.runtime.optimizer.held_tensors import held_tensors
 
 PLACE = "*"
 SHOWN = 8  # maximum number of files that an error lists
@@ -83,37 +84,30 @@ def _compared(key: str, path: Path, one: Any, other: Any) -> bool:
 
 
 @torch.no_grad()
-def own_part(state: dict[str, Any], operations: Operations) -> dict[str, Any]:
-    """The part of a state that this process saves, in fp32 on the host; parameters in `state` are the model's objects.
+def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The part of the model's `state` that this process saves, in fp32 on the host. All processes must call it.
 
-    Other tensors are rank 0's. All processes must call it: chunks are gathered one by one.
+    It has, whole, what overlaps this process's chunks, and the first process's values of all else.
     """
-    chunks = operations.chunks
-    placed = ((value, chunks.place(value)) for value in state.values() if isinstance(value, Tensor))
-    managed = {parameter: place for parameter, place in placed if place is not None}
-    local: dict[Tensor, Tensor] = {}
-    for memory in chunks.chunks:
-        with operations.gathering():  # the values of one chunk at a time
-            for parameter, (holder, slot) in managed.items():
-                if holder is memory:
-                    whole, overlap = parameter.detach(), memory.within(slot)
-                    if overlap.start < overlap.stop:
-                        local[parameter] = whole.clone()
+    held = {entry.name: entry for entry in held_tensors(model)}
+    parts = {name: entry.logical() for name, entry in held.items()}
+    wholes = {
+        alias: whole.cpu()
+        for name, whole in gathered(parts)
+        if name in parts and any(box.numel for box, _ in parts[name].pieces)
+        for alias in held[name].names
+    }
     part = type(state)()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            part[name] = value
-        elif value in local:
-            part[name] = local[value]
-        elif isinstance(value, nn.Parameter) and value not in managed:
-            part[name] = value.detach()  # the same on all
-        elif value not in managed:
-            part[name] = _broadcast(value.detach(), 0, chunks.device)
+    part.update(
+        (name, wholes.get(name, value))
+        for name, value in state.items()
+        if name in wholes or not isinstance(value, Tensor)
+    )
     return part
 
 
 @torch.no_grad()
-def load_parts(model: nn.Module, state: Mapping[str, Any], strict: bool, device: torch.device) -> Any:
+def load_parts(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
     """Load this process's part of a state, and receive the rest from the others. All processes must call it.
 
     Returns, as `Module.load_state_dict`, the keys that no process has, and those that are not the model's.
@@ -123,14 +117,15 @@ def load_parts(model: nn.Module, state: Mapping[str, Any], strict: bool, device:
     """
     result = all_or_none(lambda: model.load_state_dict(state, strict=False))
     missing_by_rank = gather_objects(set(result.missing_keys))
+    given = {name: state[name] for name in sorted(set.union(*missing_by_rank)) if name in state}
+    parts = {
+        name: LogicalTensor(tuple(value.shape), value.dtype, [(whole_box(value.shape), value)])
+        for name, value in given.items()
+        if isinstance(value, Tensor)
+    }
     targets = model.state_dict(keep_vars=True)
-    for name in sorted(set.union(*missing_by_rank)):
-        sources = [rank for rank, names in enumerate(missing_by_rank) if name not in names]
-        if sources and isinstance(targets[name], Tensor):
-            target = targets[name]
-            dtype = torch.float32 if target.is_floating_point() else target.dtype
-            value = state[name].to(dtype) if name in state else torch.empty(target.shape, dtype=dtype)
-            target.copy_(_broadcast(value, sources[0], device))
+    for name, value in gathered(parts):
+        targets[name].copy_(value)
     missing = [name for name in result.missing_keys if all(name in names for names in missing_by_rank)]
     if strict and (missing or result.unexpected_keys):
         raise RuntimeError(
@@ -139,9 +134,3 @@ def load_parts(model: nn.Module, state: Mapping[str, Any], strict: bool, device:
             "pass strict=False"
         )
     return type(result)(missing, result.unexpected_keys)
-
-
-def _broadcast(tensor: Tensor, rank: int, device: torch.device) -> Tensor:
-    moved = tensor.to(device).contiguous()
-    dist.broadcast(moved, src=rank, group=world_group())
-    return moved.to(tensor.device)

@@ -47,18 +47,10 @@ class FP16Adam(WrappedOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        loss_scaler: LossScaler | None = None,
-        gradient_clipping: float = -1.0,
-        *,
-        lr: float = 0.01,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        use_adamw: bool = False,
-        amsgrad: bool = False,
-    ) -> None:
+        self, params: Iterable[Any], loss_scaler: LossScaler | None = None, gradient_clipping: float = -1.0, *,
+        lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        use_adamw: bool = False, amsgrad: bool = False,
+    ) -> None:  # fmt: skip
         kind = torch.optim.AdamW if use_adamw else torch.optim.Adam
         self._make = partial(kind, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True)
         self.loss_scaler, self.gradient_clipping = loss_scaler, gradient_clipping

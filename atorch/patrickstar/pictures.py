@@ -11,9 +11,8 @@ import base64
 import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.patrickstar.profiler import MemoryEvent, MemoryTier, PhaseSpan, Profile
@@ -39,20 +38,15 @@ _DISTINCT_ROWS = 160  # above it there is no room for a gap between rows
 
 PHASES: Mapping[str, str] = {"forward": "#2e9e4f", "backward": "#2f6db5", "optimizer": "#8e5bbf"}
 _STYLE: Mapping[str, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#667085",
-    "axes.labelcolor": "#1d2430",
-    "xtick.color": "#667085",
-    "ytick.color": "#667085",
-    "xtick.labelcolor": "#1d2430",
-    "ytick.labelcolor": "#1d2430",
-    "legend.frameon": False,
+    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.spines.top": False,
+    "axes.spines.right": False, "axes.edgecolor": "#667085", "axes.labelcolor": "#1d2430", "xtick.color": "#667085",
+    "ytick.color": "#667085", "xtick.labelcolor": "#1d2430", "ytick.labelcolor": "#1d2430", "legend.frameon": False,
     "legend.fontsize": 8.5,
-}
+}  # fmt: skip
+Curve = tuple[str, str, list[float], list[int]]
+"""A name, a colour, and bytes over seconds, as steps: each value lasts until the next."""
+Bar = tuple[int, float, float, bool]
+"""A row with a chunk, the start and end of its stay in seconds, and True if that is on the device."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +98,12 @@ def _memory(profile: Profile, tier: MemoryTier) -> Drawing:
         raise ArgumentError(f"the profile has no memory of the {NAMES[tier]}: no engine worked while it was recorded")
     times = [event.time_s for event in events]
     curves = (
-        Curve("all memory in use", TOTAL, times, [event.total_bytes for event in events]),
-        Curve("chunks", CHUNKS, times, [event.chunk_bytes for event in events]),
+        ("all memory in use", TOTAL, times, [event.total_bytes for event in events]),
+        ("chunks", CHUNKS, times, [event.chunk_bytes for event in events]),
     )
     budget = profile.budget_bytes if tier == "GPU" else None
     where = f"{NAMES[tier].capitalize()} memory" + (f" ({profile.device})" if tier == "GPU" and profile.device else "")
-    most, most_chunks = (max(curve.num_bytes) for curve in curves)
+    most, most_chunks = (max(values) for *_, values in curves)
     facts = [("most in use", format_bytes(most)), ("most in chunks", format_bytes(most_chunks))]
     facts += [("budget", format_bytes(budget))] if budget is not None else []
     facts += [("training", format_seconds(profile.end_s)), ("moments", f"{events[-1].moment:,}")]
@@ -151,7 +145,7 @@ def _access(profile: Profile) -> Drawing:
     for kind in kinds:
         stays = list(profile.stays(kind))
         row = {chunk: index for index, chunk in enumerate(sorted({stay.chunk for stay in stays}))}
-        sections[kind] = [Bar(row[chunk], start, end, tier == "GPU") for chunk, start, end, tier in stays]
+        sections[kind] = [(row[chunk], start, end, tier == "GPU") for chunk, start, end, tier in stays]
     title = "Location of chunks" + (f" ({profile.device})" if profile.device else "")
     fetches = sum(event.tier == "GPU" and event.num_bytes > 0 for event in profile.chunks)
     fetched = sum(event.num_bytes for event in profile.chunks if event.tier == "GPU")
@@ -190,27 +184,18 @@ def _drawn(figure: Figure, kind: str) -> bytes:
     return file.getvalue()
 
 
-def _in_style() -> AbstractContextManager[None]:
-    from matplotlib import rc_context
-
-    settings: Any = dict(_STYLE)
-    return rc_context(settings)
+def _scale(end_s: float) -> tuple[str, float]:
+    """The unit of time, and its number in a second."""
+    return ("s", 1.0) if end_s >= 2.0 else ("ms", 1e3)
 
 
-class Scale(NamedTuple):
-    """A unit of time, and its number in a second."""
-
-    unit: str
-    per_s: float
-
-
-def _shaded(axes: Axes, spans: Sequence[PhaseSpan], scale: Scale, opacity: float) -> list[Patch]:
+def _shaded(axes: Axes, spans: Sequence[PhaseSpan], per_s: float, opacity: float) -> list[Patch]:
     """Colour the phases over the full height of `axes`; return the patches for the legend."""
     from matplotlib.patches import Patch
 
     patches: list[Patch] = []
     for name, colour in PHASES.items():
-        bars = [(start * scale.per_s, (end - start) * scale.per_s) for phase, start, end in spans if phase == name]
+        bars = [(start * per_s, (end - start) * per_s) for phase, start, end in spans if phase == name]
         if bars:
             full_height = axes.get_xaxis_transform()
             axes.broken_barh(
@@ -220,37 +205,30 @@ def _shaded(axes: Axes, spans: Sequence[PhaseSpan], scale: Scale, opacity: float
     return patches
 
 
-def _let_time_run(axes: Axes, end_s: float, scale: Scale) -> None:
-    axes.set_xlim(0, max(end_s * scale.per_s, 1e-9))
-    axes.set_xlabel(f"time ({scale.unit})")
-
-
-class Curve(NamedTuple):
-    """Bytes over seconds, as steps: each value lasts until the next."""
-
-    name: str
-    colour: str
-    times_s: Sequence[float]
-    num_bytes: Sequence[int]
+def _let_time_run(axes: Axes, end_s: float) -> None:
+    unit, per_s = _scale(end_s)
+    axes.set_xlim(0, max(end_s * per_s, 1e-9))
+    axes.set_xlabel(f"time ({unit})")
 
 
 def memory_figure(
     title: str, curves: Sequence[Curve], spans: Sequence[PhaseSpan], end_s: float, budget_bytes: int | None
 ) -> Figure:
     """Plot the curves, and the budget as a dashed line unless it exceeds twice their maximum."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    most = max((value for curve in curves for value in curve.num_bytes), default=0)
+    most = max((value for *_, values in curves for value in values), default=0)
     unit, size = next(((unit, size) for unit, size in (("GiB", GiB), ("MiB", MiB)) if most >= size), ("KiB", KiB))
-    scale = Scale("s", 1.0) if end_s >= 2.0 else Scale("ms", 1e3)
-    with _in_style():
+    _, per_s = _scale(end_s)
+    with rc_context(cast(Any, _STYLE)):
         figure = Figure(figsize=(8.0, 3.8), layout="constrained")
         axes = figure.add_subplot()
-        phases = _shaded(axes, spans, scale, opacity=0.14)
+        phases = _shaded(axes, spans, per_s, opacity=0.14)
         lines: list[Line2D] = []
         for name, colour, times, values in curves:
-            along = [time * scale.per_s for time in (*times, end_s)]
+            along = [time * per_s for time in (*times, end_s)]
             up = [value / size for value in (*values, *values[-1:])]
             lines += axes.plot(along[: len(up)], up, color=colour, linewidth=1.4, drawstyle="steps-post", label=name)
         top = most
@@ -261,56 +239,48 @@ def memory_figure(
             )
         axes.set_ylim(0, 1.06 * top / size or 1.0)
         axes.set_ylabel(f"memory ({unit})")
-        _let_time_run(axes, end_s, scale)
+        _let_time_run(axes, end_s)
         axes.set_title(title, loc="left")
         figure.legend(handles=[*lines, *phases], loc="outside lower center", ncols=len(lines) + len(phases))
     return figure
-
-
-class Bar(NamedTuple):
-    """A chunk in one place, from start to end in seconds."""
-
-    row: int
-    start_s: float
-    end_s: float
-    on_device: bool
 
 
 def locations_figure(
     title: str, sections: Mapping[str, Sequence[Bar]], spans: Sequence[PhaseSpan], end_s: float
 ) -> Figure:
     """Plot the sections from the bottom up, each with one row per chunk, under a strip of the phases."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    scale = Scale("s", 1.0) if end_s >= 2.0 else Scale("ms", 1e3)
-    with _in_style():
+    _, per_s = _scale(end_s)
+    with rc_context(cast(Any, _STYLE)):
         figure = Figure(figsize=(8.0, 5.0), layout="constrained")
         strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 30))
         strip.set_axis_off()
         strip.set_title(title, loc="left")
-        phases = _shaded(strip, spans, scale, opacity=0.4)
-        _draw(axes, sections, scale)
-        _let_time_run(axes, end_s, scale)
+        phases = _shaded(strip, spans, per_s, opacity=0.4)
+        _draw(axes, sections, per_s)
+        _let_time_run(axes, end_s)
         places = [Patch(facecolor=DEVICE, label="on the device"), Patch(facecolor=HOST, label="on the host")]
         figure.legend(handles=[*places, *phases], loc="outside lower center", ncols=len(places) + len(phases))
     return figure
 
 
-def _draw(axes: Axes, sections: Mapping[str, Sequence[Bar]], scale: Scale) -> None:
+def _draw(axes: Axes, sections: Mapping[str, Sequence[Bar]], per_s: float) -> None:
     from matplotlib.collections import PolyCollection
 
-    heights = {name: 1 + max(bar.row for bar in bars) for name, bars in sections.items() if bars}
+    heights = {name: 1 + max(row for row, *_ in bars) for name, bars in sections.items() if bars}
     total = sum(heights.values())
     gap = max(0.02 * total, 0.6)
     inset = 0.06 if total <= _DISTINCT_ROWS else 0.0
     corners: dict[bool, list[list[tuple[float, float]]]] = {True: [], False: []}
     middles, names, base = [], [], 0.0
     for name, height in heights.items():
-        for bar in sections[name]:
-            left, right = bar.start_s * scale.per_s, bar.end_s * scale.per_s
-            low, high = base + bar.row + inset, base + bar.row + 1 - inset
-            corners[bar.on_device].append([(left, low), (left, high), (right, high), (right, low)])
+        for row, start_s, end_s, on_device in sections[name]:
+            left, right = start_s * per_s, end_s * per_s
+            low, high = base + row + inset, base + row + 1 - inset
+            corners[on_device].append([(left, low), (left, high), (right, high), (right, low)])
         middles.append(base + height / 2)
         names.append(f"{name}\n{height} chunk{'s' * (height > 1)}")
         base += height + gap

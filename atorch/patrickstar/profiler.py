@@ -236,13 +236,9 @@ class Profiler:
         if not self._memory:
             logger.warning("the profile is empty: no engine of atorch.patrickstar has worked while it was recorded")
         return Profile(
-            device=self.device,
-            budget_bytes=self.budget_bytes,
-            end_s=self._end_s,
-            phases=tuple(self._phases),
-            memory=tuple(self._memory),
-            chunks=tuple(self._chunks),
-        )
+            device=self.device, budget_bytes=self.budget_bytes, end_s=self._end_s, phases=tuple(self._phases),
+            memory=tuple(self._memory), chunks=tuple(self._chunks),
+        )  # fmt: skip
 
     def works_on(self, device: str, budget_bytes: int | None) -> None:
         """Record an engine's device and its budget there; its chunks replace those of an earlier engine."""

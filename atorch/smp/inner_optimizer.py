@@ -38,16 +38,9 @@ ADVICE = "Use an optimizer that steps every element by its own gradient (AdamW, 
 
 
 def stepping(
-    optimizer: Optimizer,
-    *,
-    halves: bool,
-    values: WeakTensorKeyDictionary | None,
-    scale: LossScale | None,
-    sharing: dist.ProcessGroup | None,
-    sharded: dist.ProcessGroup | None,
-    device: torch.device,
-    spread: Spread,
-) -> Optimizer:
+    optimizer: Optimizer, *, halves: bool, values: WeakTensorKeyDictionary | None, scale: LossScale | None,
+    sharing: dist.ProcessGroup | None, sharded: dist.ProcessGroup | None, device: torch.device, spread: Spread,
+) -> Optimizer:  # fmt: skip
     """Wrap `optimizer` to step its current parameters. All processes call this together.
 
     The wrapper shares the groups of `optimizer`, so that a learning rate set there takes effect here.

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, check_bools, shown
+from atorch.runtime.optimizer.held_tensors import held_tensors
 from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.checkpointing import states
 from atorch.smp.checkpointing.local_parts import LocalParts
-from atorch.smp.checkpointing.states import CUTS, PARTIAL, gathered_state, meet, shards_like
+from atorch.smp.checkpointing.states import CUTS, PARTIAL, meet
 from atorch.smp.config import ModelOptions
 from atorch.smp.session import Session, session
 from atorch.smp.tensor.replacement import replace_registered
@@ -53,18 +55,11 @@ class DistributedModel(LocalParts):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        trace_device: Literal["cpu", "gpu"] = "gpu",
-        trace_execution_times: bool = False,
-        overlapping_allreduce: bool = True,
-        backward_passes_per_step: int = 1,
-        average_grads_across_microbatches: bool = True,
-        bucket_cap_mb: float = 25,
-        trace_memory_usage: bool = False,
-        broadcast_buffers: bool = True,
-        gradient_as_bucket_view: bool = False,
-    ) -> None:
+        self, module: nn.Module, trace_device: Literal["cpu", "gpu"] = "gpu", trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True, backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True, bucket_cap_mb: float = 25, trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True, gradient_as_bucket_view: bool = False,
+    ) -> None:  # fmt: skip
         owner = session()
         _check_module(module, owner)
         module = replace_registered(module)
@@ -86,7 +81,7 @@ class DistributedModel(LocalParts):
         """True inside `join`: replicas may run different numbers of steps."""
         self.divides_by_all = True
         """True if `join` averages gradients over all replicas, also over those without batches."""
-        self.names = tuple(module.state_dict())
+        self.state_names = tuple(module.state_dict())
         """The keys of the whole model's state dict."""
         self._waiting: list[Callable[[], None]] = []
         self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()  # RemovableHandle needs an OrderedDict
@@ -107,13 +102,9 @@ class DistributedModel(LocalParts):
         return self._body.call_model(args, kwargs)
 
     def backward(
-        self,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
         retain_grad: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run backward from `tensors` through all parts of the model, when the schedule reaches it.
 
         Args:
@@ -278,7 +269,7 @@ class DistributedModel(LocalParts):
         """
         self._need_partition("local_state_dict")
         meet("model.local_state_dict()", is_whole=False, states=False)
-        state = states.whole_over_shards(self._own_state())
+        state = states.whole_over_shards(self.own_state())
         return {**state, PARTIAL: True, CUTS: self.split.told(state)}
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
@@ -305,6 +296,7 @@ class DistributedModel(LocalParts):
         """Load a whole state, or the partial ones of all processes, now or right after partitioning.
 
         Args:
+            assign: accepted without effect: values are copied into the local parts.
             same_partition_load: accepted without effect: partial states of any partition are merged.
 
         Raises:
@@ -318,7 +310,7 @@ class DistributedModel(LocalParts):
             )
         state = states.merged_state(state_dict, "the model's state")
         self._check_state(state, strict)
-        self.when_partitioned(lambda: self._load(state, strict, assign))
+        self.when_partitioned(lambda: self._load(state))
 
     def cpu(self) -> Any:
         """Gather the whole model in host memory on all processes of one replica; no more steps can run."""
@@ -333,27 +325,44 @@ class DistributedModel(LocalParts):
         self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"
         return self
 
-    def _gathered(self, call: str) -> dict[str, Any]:
-        meet(call, is_whole=True, states=False)
-        return gathered_state(self._own_state(), self.names, self.split)
+    def saved_parts(self) -> tuple[nn.Module, Any]:
+        """The local parts, which know their places in the whole model, and the local optimizer, for checkpoints.
 
-    def _own_state(self) -> dict[str, Any]:
-        parts = (self.module, *self._others)
-        return {name: value for part in parts for name, value in part.state_dict().items()}
+        Raises:
+            ArgumentError: a loaded state waits for the model's partition.
+        """
+        if self._waiting and not self.partitioned:
+            raise ArgumentError("a state was loaded, which the model takes in its first smp.step; save after that")
+        optimizer = session().optimizer
+        return self.placed(), None if optimizer is None else optimizer.local()
+
+    def _gathered(self, call: str) -> dict[str, Any]:
+        group, own = meet(call, is_whole=True, states=False), self.own_state()
+        parts = {name: entry.logical() for entry in held_tensors(self.placed()) for name in entry.names}
+        state = {**own, **states.wholes(parts, group)} if group.size() > 1 else own
+        return {name: state[name] for name in (*self.state_names, *state) if name in state}
 
     def _check_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        unknown, missing = sorted(state.keys() - set(self.names)), sorted(set(self.names) - state.keys())
+        unknown, missing = sorted(state.keys() - set(self.state_names)), sorted(set(self.state_names) - state.keys())
         if strict and (unknown or missing):
             by_kind = {"unexpected": unknown, "missing": missing}
             faults = "; ".join(f"{what}: {', '.join(names)}" for what, names in by_kind.items() if names)
             raise RuntimeError(f"the state does not fit {type(self.module).__name__} ({faults})")
 
-    def _load(self, state: Mapping[str, Any], strict: bool, assign: bool) -> None:
-        for part in (self.module, *self._others):
-            current = part.state_dict()
-            local = self.split.own_state({name: state[name] for name in current if name in state})
-            local = {name: shards_like(current[name], {name: value})[name] for name, value in local.items()}
-            part.load_state_dict(local, strict=strict, assign=assign)
+    @torch.no_grad()
+    def _load(self, state: Mapping[str, Any]) -> None:
+        others = dict(state)
+        for entry in held_tensors(self.placed()):
+            given = [others.pop(name) for name in entry.names if name in others]
+            if given and tuple(given[0].shape) != entry.shape:
+                raise ArgumentError(
+                    f"{entry.name} was given with shape {tuple(given[0].shape)}, and the whole model's is "
+                    f"{entry.shape}; give the state of the same model, whole"
+                )
+            if given:
+                entry.write(given[0])
+        for part in (self.module, *self._others):  # what is no tensor
+            part.load_state_dict({name: others[name] for name in part.state_dict() if name in others}, strict=False)
 
 
 def _check_module(module: Any, owner: Session) -> None:

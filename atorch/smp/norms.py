@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +13,18 @@ from torch import Tensor
 from atorch.distributed.collectives import call_on_all_ranks
 from atorch.errors import ArgumentError, shown
 from atorch.logs import OF_THIS_RANK, logger
-from atorch.runtime.gradients.clip import Key, Spread, clip_grads
+from atorch.runtime.gradients.clip import Spread, clip_grads, parts_of
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import session
 
 
 def spread_of(model: DistributedModel) -> Spread:
     """The distribution of a partitioned model over processes: pipeline stages, and parts on tensor ranks."""
-    runner, split = model.runner, model.split
-    local = dict(model.named_parameters(remove_duplicate=False))
-    parts: dict[Tensor, Key] = {}
-    if split.group is not None:
-        parts = {local[name]: (split.group,) for name in split.cuts if name in local}
-    if runner is None or runner.ties is None:
+    placed: Any = model.placed()
+    parts, ties = parts_of(placed, placed._atorch), model.runner and model.runner.ties
+    if not ties:
         return Spread(parts=parts)
-    stages = (session().mesh.group("pipeline"),)
-    return Spread(over=stages, parts=parts, counted_elsewhere=runner.ties.counted_elsewhere)
+    return Spread((session().mesh.group("pipeline"),), parts, ties.counted_elsewhere)
 
 
 def clip(

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from atorch.checkpoint.boxes import whole_box
+from atorch.distributed.collectives import gather_objects
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import logger
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.optimizer.held_tensors import StateTargets, held_states, held_tensors
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local_state_dict
 from atorch.runtime.precision.amp import ScaledOptimizer
-from atorch.smp.checkpointing.states import CUTS, PARTIAL, meet, merged_state, shards_like, whole_over_shards
+from atorch.smp.checkpointing.states import CUTS, PARTIAL, meet, merged_state, whole_over_shards, wholes
 from atorch.smp.inner_optimizer import stepping
 from atorch.smp.model import DistributedModel
 from atorch.smp.norms import ScaledApart, clip, spread_of
 from atorch.smp.session import session
 from atorch.smp.steps.precision import half_of, loss_scale_of
-from atorch.smp.tensor.split import TensorSplit
 
 OptimizerState = dict[str, Any]
 
@@ -45,13 +49,9 @@ class DistributedOptimizer(WrappedOptimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        static_loss_scale: float | None = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
+        self, optimizer: Optimizer, static_loss_scale: float | None = 1.0, dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         owner = session()
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(f"smp.DistributedOptimizer was given {shown(optimizer)}; give a torch.optim.Optimizer")
@@ -90,15 +90,11 @@ class DistributedOptimizer(WrappedOptimizer):
             group["params"][:] = [local[name] for name in names if name in local]
         replicas = owner.mesh.group("data", "zero")
         self.inner = stepping(
-            self.optimizer,
-            halves=half_of(owner.config) is not None,
-            values=values,
-            scale=self._scale,
+            self.optimizer, halves=half_of(owner.config) is not None, values=values, scale=self._scale,
             sharing=replicas if owner.config.shard_optimizer_state and replicas.size() > 1 else None,
-            sharded=replicas if owner.config.sharded_data_parallel_degree > 1 else None,
-            device=owner.device,
+            sharded=replicas if owner.config.sharded_data_parallel_degree > 1 else None, device=owner.device,
             spread=spread_of(model),
-        )
+        )  # fmt: skip
         self._share()
 
     @property
@@ -190,6 +186,10 @@ class DistributedOptimizer(WrappedOptimizer):
             meet("optimizer.local_state_dict()", is_whole=False, states=True)
         return self._partial_state()
 
+    def local(self) -> LocalOptimizer:
+        """The optimizer as `atorch.save_checkpoint` takes it."""
+        return LocalOptimizer(self)
+
     def state_dict(self) -> OptimizerState:
         """The state of the whole model's parameters, in the format of the wrapped optimizer, which can load it.
 
@@ -200,16 +200,23 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         if not self._model.partitioned:
             return self.inner.state_dict()
-        meet("optimizer.state_dict()", is_whole=True, states=True)
-        named = merged_state(self._partial_state(), "the optimizer's state")
-        order = [name for group in self._names for name in group]
+        group = meet("optimizer.state_dict()", is_whole=True, states=True)
+        saved = held_states(self.local(), held_tensors(self._model.placed()))
+        named: dict[str, dict[str, Any]] = {}
+        for (name, key), value in wholes(saved.tensors, group).items():
+            named.setdefault(name, {})[key] = value
+        for values in gather_objects(dict(saved.values), group):
+            for name, entry in values.items():
+                named.setdefault(name, {}).update(entry)
+        order = list(itertools.chain(*self._names))
         number = {name: index for index, name in enumerate(order)}
-        state = {number[name]: entry for name, entry in named["state"].items()}
         groups = [
-            {**group, "params": [number[name] for name in names]}
-            for group, names in zip(named["param_groups"], self._names, strict=True)
+            {**settings, "params": [number[name] for name in names]}
+            for settings, names in zip(saved.groups, self._names, strict=True)
         ]
-        return {**named, "state": dict(sorted(state.items())), "param_groups": groups}
+        state = {number[name]: named[name] for name in order if name in named}
+        scale = {"loss_scale": self.inner.scale.state_dict()} if isinstance(self.inner, ScaledOptimizer) else {}
+        return {**scale, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole state, or the partial ones of all processes, now or right after partitioning.
@@ -257,25 +264,44 @@ class DistributedOptimizer(WrappedOptimizer):
         state = {name_of.get(key, key): entry for key, entry in given["state"].items()}
         return {**given, "state": state}
 
+    @torch.no_grad()
     def _load(self, named: OptimizerState) -> None:
-        local = dict(self._model.named_parameters())
-        numbers: dict[str, int] = {}
-        groups = []
-        for group, names in zip(named["param_groups"], self._names, strict=True):
-            present = [name for name in names if name in local]
-            for name in present:
-                numbers[name] = len(numbers)
-            groups.append({**group, "params": [numbers[name] for name in present]})
-        split = self._model.split
-        state = {
-            numbers[name]: shards_like(local[name], _local_part(split, name, entry))
-            for name, entry in named["state"].items()
-            if name in numbers
+        tensors: dict[str, dict[str, Tensor]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for name, entry in named["state"].items():
+            for key, value in entry.items():
+                (tensors if isinstance(value, Tensor) else values).setdefault(name, {})[key] = value
+        forms = {
+            name: {key: (tuple(value.shape), value.dtype) for key, value in entry.items()}
+            for name, entry in tensors.items()
         }
-        self.inner.load_state_dict({**named, "state": state, "param_groups": groups})
+        held = held_tensors(self._model.placed())
+        targets = StateTargets(self.local(), held, forms, adds_masters=False)
+        for (name, key), target in targets.tensors.items():
+            for box, part in target.pieces:
+                part.copy_(tensors[name][key][box.slices(whole_box(target.shape))])
+        groups = [{**group, "params": names} for group, names in zip(named["param_groups"], self._names, strict=True)]
+        more = {key: value for key, value in named.items() if key not in ("state", "param_groups")}
+        targets.load(values, groups, True, **more)
+
+    def load_local(self, state: OptimizerState) -> None:
+        """Load a state of the local parameters, by number."""
+        self.inner.load_state_dict(state)
         self._share()
         self.optimizer.param_groups = self.param_groups  # a scheduler may hold it
 
 
-def _local_part(split: TensorSplit, name: str, entry: Mapping[str, Any]) -> OptimizerState:
-    return {key: split.own(name, value) if isinstance(value, Tensor) else value for key, value in entry.items()}
+class LocalOptimizer(WrappedOptimizer):
+    """The optimizer of this process's part, as checkpoints see it: with states by the numbers of its parameters."""
+
+    def __init__(self, owner: DistributedOptimizer) -> None:
+        self.inner, self._owner = owner.inner, owner  # the constructor of the base would empty the states
+        self._share()
+
+    def local_state_dict(self) -> OptimizerState:
+        """The state, without communication."""
+        return local_state_dict(self.inner)
+
+    def load_state_dict(self, state_dict: OptimizerState) -> None:
+        """Load a state of `local_state_dict`."""
+        self._owner.load_local(state_dict)

@@ -62,20 +62,10 @@ class FusedLamb(Fused):
         return "parameter" if math.isinf(self.defaults["max_grad_norm"]) else "model"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float = 1.0,
-        use_nvlamb: bool = False,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999),
+        eps: float = 1e-6, weight_decay: float = 0.01, amsgrad: bool = False, adam_w_mode: bool = True,
+        grad_averaging: bool = True, set_grad_none: bool = True, max_grad_norm: float = 1.0, use_nvlamb: bool = False,
+    ) -> None:  # fmt: skip
         if not max_grad_norm > 0:
             raise ArgumentError(
                 f"FusedLamb was given {shown(max_grad_norm)} as max_grad_norm; it is a number above 0, and math.inf "
@@ -156,20 +146,10 @@ class FusedNovoGrad(Fused):
     _kernel = "multi_tensor_novograd"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
+        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, reg_inside_moment: bool = False,
+        grad_averaging: bool = True, norm_type: int = 2, init_zero: bool = False, set_grad_none: bool = True,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero,

@@ -182,14 +182,9 @@ def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
 
 
 def divided_by_cost(
-    route: Route,
-    units: Mapping[str, nn.Module],
-    model: nn.Module,
-    call: StepArguments,
-    device: DeviceSpec,
-    config: Config,
-    options: ModelOptions,
-) -> Division:
+    route: Route, units: Mapping[str, nn.Module], model: nn.Module, call: StepArguments, device: DeviceSpec,
+    config: Config, options: ModelOptions,
+) -> Division:  # fmt: skip
     """The division that minimizes the cost of the most expensive partition.
 
     Args:
@@ -244,14 +239,9 @@ def _weights(units: Mapping[str, nn.Module], called: Iterable[str]) -> dict[str,
 
 
 def _figures(
-    route: Route,
-    units: Mapping[str, nn.Module],
-    model: nn.Module,
-    call: StepArguments,
-    device: DeviceSpec,
-    config: Config,
-    options: ModelOptions,
-) -> dict[str, tuple[float, float]]:
+    route: Route, units: Mapping[str, nn.Module], model: nn.Module, call: StepArguments, device: DeviceSpec,
+    config: Config, options: ModelOptions,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Seconds and bytes of each unit, summed over its calls."""
     seconds: dict[str, float] = defaultdict(float)
     held = _weights(units, [invocation.unit for invocation in route.calls])

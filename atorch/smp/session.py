@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -168,3 +169,22 @@ def slices(config: Config, num_ranks: int) -> tuple[tuple[str, int], ...]:
     data = [("data", replicas)] if sharded == 1 else [("zero", sharded), ("data", replicas // sharded)]
     along = {"D": data, "P": [("pipeline", pipeline)], "T": [("tensor", tensor)]}
     return tuple(axis for letter in reversed(config.placement) for axis in along[letter])
+
+
+class _State:
+    """Attributes of the session that scripts read: `cfg`, the configuration, `model` and `optimizer`.
+
+    `module_manager.translate_functions`, which `save_pretrained` reads, are pairs of functions that translate the
+    model's state to Hugging Face's names and back. It is empty, since a model keeps its own names.
+    """
+
+    module_manager = SimpleNamespace(translate_functions=())
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("cfg", "model", "optimizer"):
+            raise AttributeError(f"smp.state has cfg, model, optimizer and module_manager, and no {name}")
+        return getattr(session(), "config" if name == "cfg" else name)
+
+
+state = _State()
+"""`smp.state`."""

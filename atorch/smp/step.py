@@ -26,13 +26,9 @@ def step(
     detach_outputs: bool = True,
 ) -> Callable[[F], F]: ...
 def step(
-    function: Any = None,
-    /,
-    *,
-    non_split_inputs: Collection[str] | None = (),
-    input_split_axes: Mapping[str, int] | None = None,
-    detach_outputs: bool = True,
-) -> Any:
+    function: Any = None, /, *, non_split_inputs: Collection[str] | None = (),
+    input_split_axes: Mapping[str, int] | None = None, detach_outputs: bool = True,
+) -> Any:  # fmt: skip
     """Run a function in micro-batches; it calls the model once and, to train, `model.backward`.
 
     Every tensor in its arguments, at any depth, is cut along its first axis into the configured number of
@@ -51,10 +47,7 @@ def step(
     """
     if function is None:
         return functools.partial(
-            step,
-            non_split_inputs=non_split_inputs,
-            input_split_axes=input_split_axes,
-            detach_outputs=detach_outputs,
+            step, non_split_inputs=non_split_inputs, input_split_axes=input_split_axes, detach_outputs=detach_outputs
         )
     if not callable(function):
         raise ArgumentError(f"smp.step was given {shown(function)}; give a function, and its options by name")
@@ -81,13 +74,9 @@ def _model(owner: Session) -> DistributedModel:
 
 
 def _run(
-    owner: Session,
-    model: DistributedModel,
-    function: Callable[..., Any],
-    slicing: Slicing,
-    arguments: StepArguments,
+    owner: Session, model: DistributedModel, function: Callable[..., Any], slicing: Slicing, arguments: StepArguments,
     detach: bool,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     def cut() -> list[StepArguments]:
         batch = arguments
         if owner.mesh.size("tensor") > 1 and not owner.config.prescaled_batch:

@@ -7,6 +7,7 @@ losses; elsewhere they are equal up to rounding.
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import subprocess
@@ -25,6 +26,7 @@ import atorch
 from atorch.checkpoint import files
 from atorch.checkpoint.shard_file import write_shard
 from atorch.errors import ArgumentError, CheckpointError
+from tests.auto.scripts import Script
 from tests.language_models import gpt2, llama
 from tests.pool import Pool, on_ranks
 
@@ -45,6 +47,14 @@ STRATEGIES: dict[str, tuple[int, list[Any]]] = {
     "half x zero1": (2, [("half", "bf16"), "zero1"]),
     "offload": (1, [("offload", {"optimizer": 1.0})]),
 }
+SCRIPTS: dict[str, tuple[int, Any]] = {
+    "smp": (2, {"pipeline_parallel_degree": 2}),
+    "smp tensor": (4, {"tensor_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True}),
+    "smp half": (2, {"sharded_data_parallel_degree": 2, "ddp": True, "bf16": True, "sdp_gradient_clipping": 0}),
+    "patrickstar in half": (1, None),
+    "patrickstar in half 2": (2, None),
+}
+RANKS = {name: ranks for name, (ranks, _) in (*STRATEGIES.items(), *SCRIPTS.items())}
 DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 MODELS = {
     "gpt2": lambda: gpt2(**DROPOUT),
@@ -65,6 +75,9 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 def job(model: str, strategy: str, **options: Any) -> Any:
     torch.manual_seed(3)
+    if strategy in SCRIPTS:
+        rows = torch.stack([tokens["input_ids"] for tokens in map(Tokens().__getitem__, range(64))])
+        return Script(MODELS[model](), rows, 8, 1e-2, SCRIPTS[strategy][1])
     options = {"batch_size": 8, "shuffle": True, **options}
     return atorch.auto_accelerate(
         MODELS[model](), torch.optim.AdamW, Tokens(), optim_args={"lr": 1e-2}, dataloader_args=options,
@@ -79,31 +92,50 @@ def batches(result: Any, first_epoch: int = 0) -> Iterator[Any]:
         yield from result.dataloader
 
 
-def losses(result: Any, num: int, first_epoch: int = 0) -> list[float]:
-    it = batches(result, first_epoch)
+def losses(result: Any, num: int, first_epoch: int = 0, skipped: int = 0) -> list[float]:
+    it = itertools.islice(batches(result, first_epoch), skipped, None)
     return [float(result.step(next(it))) for _ in range(num)]
 
 
-def save(rank: int, size: int, folder: str, model: str, strategy: str) -> tuple[list[float], list[float]]:
+def save(rank: int, size: int, folder: str, model: str, strategy: str, options: Any) -> tuple[list[float], list[float]]:
     """Train, save, and go on: the losses before and after."""
-    result = job(model, strategy)
+    result = job(model, strategy, **options)
     loop = batches(result)
     before = [float(result.step(next(loop))) for _ in range(STEPS)]
-    atorch.save_checkpoint(folder, result, STEPS)
-    return before, [float(result.step(next(loop))) for _ in range(STEPS)]
+    atorch.save_checkpoint(folder, savable(result), STEPS)
+    after = [float(result.step(next(loop))) for _ in range(STEPS)]
+    end(result)
+    return before, after
 
 
-def go_on(rank: int, size: int, folder: str, model: str, strategy: str, again: str) -> list[float]:
+def savable(result: Any) -> Any:
+    return result.model if isinstance(result, Script) else result
+
+
+def end(result: Any) -> None:
+    if isinstance(result, Script):
+        result.end()
+
+
+def go_on(
+    rank: int, size: int, folder: str, model: str, strategy: str, again: str, options: Any, skips: bool
+) -> list[float]:
     """Load, save what was loaded, and go on: the losses."""
     torch.manual_seed(rank)
-    result = job(model, strategy)
+    result = job(model, strategy, **options)
+    if isinstance(result, Script):
+        losses(result, 1)  # its model is divided in the first step
+        result.at = STEPS
     for parameter in result.model.parameters():  # nothing of the start is left
         if not hasattr(parameter, "home"):
             torch.nn.init.zeros_(parameter.to_local() if hasattr(parameter, "to_local") else parameter)
-    resumed = atorch.load_checkpoint(folder, result)
+    resumed = atorch.load_checkpoint(folder, savable(result))
     assert resumed.step == STEPS
-    atorch.save_checkpoint(again, result, STEPS)
-    return losses(result, STEPS)
+    atorch.save_checkpoint(again, savable(result), STEPS)
+    # A checkpoint of a script has no position of a loader.
+    after = losses(result, STEPS, skipped=STEPS if skips and not isinstance(result, Script) else 0)
+    end(result)
+    return after
 
 
 def in_file(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
@@ -113,8 +145,10 @@ def in_file(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
 
 def check(pool: Pool, tmp_path: Path, model: str, origin: str, target: str) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    saved = pool.run(save, str(first), model, origin, ranks=STRATEGIES[origin][0])
-    found = pool.run(go_on, str(first), model, target, str(second), ranks=STRATEGIES[target][0])
+    options = {} if {origin, target}.isdisjoint(SCRIPTS) else {"shuffle": False}
+    saved = pool.run(save, str(first), model, origin, options, ranks=RANKS[origin])
+    more = (str(second), options, origin in SCRIPTS)
+    found = pool.run(go_on, str(first), model, target, *more, ranks=RANKS[target])
     one, other = in_file(first), in_file(second)
     names = one.keys() | other.keys()
     assert {name for name in names if name not in one or name not in other} <= tied(names)
@@ -136,16 +170,19 @@ def tied(names: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("origin", "target"),
-    [("fsdp", "plain"), ("plain", "zero1"), ("tensor x fsdp", "chunk 2"), ("chunk 2", "pipeline"), ("zero1", "zero1")],
-)
+    [
+        ("fsdp", "plain"), ("plain", "zero1"), ("tensor x fsdp", "chunk 2"), ("chunk 2", "pipeline"),
+        ("zero1", "zero1"), ("plain", "smp tensor"), ("ddp", "smp"), ("smp", "patrickstar in half 2"),
+    ],
+)  # fmt: skip
 def test_sample_of_pairs(pool: Pool, tmp_path: Path, origin: str, target: str) -> None:
     check(pool, tmp_path, "gpt2 with dropout" if origin == target else "gpt2", origin, target)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-@pytest.mark.parametrize("target", STRATEGIES)
-@pytest.mark.parametrize("origin", STRATEGIES)
+@pytest.mark.parametrize("target", [*STRATEGIES, "smp"])
+@pytest.mark.parametrize("origin", [*STRATEGIES, "smp"])
 def test_every_pair(pool: Pool, tmp_path: Path, model: str, origin: str, target: str) -> None:
     check(pool, tmp_path, model, origin, target)
 
@@ -184,6 +221,35 @@ def test_a_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, strategy: str, wo
     ranks = STRATEGIES[strategy][0]
     for expected, resumed in pool.run(losses_after_each_moment, str(tmp_path), strategy, workers, ranks=ranks):
         assert resumed == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["plain", "tensor x fsdp", "pipeline", "chunk 2", "half x fsdp"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_and_strategies(pool: Pool, tmp_path: Path, script: str, strategy: str) -> None:
+    check(pool, tmp_path / "out", "llama", script, strategy)
+    check(pool, tmp_path / "in", "gpt2", strategy, script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SCRIPTS)
+def test_a_script_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    check(pool, tmp_path, "gpt2 with dropout", strategy, strategy)
+
+
+def go_on_at_once(rank: int, size: int, folder: str, strategy: str) -> list[float]:
+    result = job("gpt2", strategy)
+    result.at = STEPS
+    atorch.load_checkpoint(folder, result.model)
+    after = losses(result, STEPS)
+    result.end()
+    return after
+
+
+@pytest.mark.parametrize("strategy", ["smp", "patrickstar in half 2"])
+def test_a_script_loads_before_its_first_step(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    saved = pool.run(save, str(tmp_path), "gpt2", strategy, {})
+    assert pool.run(go_on_at_once, str(tmp_path), strategy) == [after for _, after in saved]
 
 
 class Normed(nn.Module):

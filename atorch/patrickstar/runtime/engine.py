@@ -181,7 +181,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         operations = self._operations
         if operations is None or operations.chunks.group is None:
             return self.module.state_dict(*args, **kwargs)
-        return own_part(self.module.state_dict(*args, **{**kwargs, "keep_vars": True}), operations)
+        return own_part(self.module, self.module.state_dict(*args, **{**kwargs, "keep_vars": True}))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a whole state or, on each of several processes, one process's saved part. All must call it."""
@@ -189,7 +189,11 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             raise ArgumentError("assign=True would put other tensors in the place of what lies in chunks; leave it out")
         if self.client.group is None:
             return self.module.load_state_dict(state_dict, strict=strict)
-        return load_parts(self.module, state_dict, strict, self.client.device)
+        return load_parts(self.module, state_dict, strict)
+
+    def saved_parts(self) -> tuple[nn.Module, FP16Adam]:
+        """The model and its optimizer, for `atorch.save_checkpoint`."""
+        return self, self.optimizer
 
     def _phase(self, name: str) -> None:
         if self._recorder is not None:
@@ -283,13 +287,7 @@ class Foresight:
             return _loss(duplicate, batch)
 
         return trace_pass(
-            self._model,
-            batch,
-            loss,
-            device_type=self._device.type,
-            dtype=self._dtype,
-            for_real=for_real,
-            whole=whole,
+            self._model, batch, loss, device_type=self._device.type, dtype=self._dtype, for_real=for_real, whole=whole
         )
 
 

@@ -315,6 +315,7 @@ class StateTargets:
 
     Args:
         saved: the shape and dtype of each saved state, by parameter and key.
+        adds_masters: also fill the masters of 16-bit parameters, which are saved as the parameters' values.
     """
 
     def __init__(
@@ -322,6 +323,8 @@ class StateTargets:
         optimizer: Optimizer,
         held: Iterable[HeldTensor],
         saved: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+        *,
+        adds_masters: bool = True,
     ) -> None:
         of_tensor = {id(entry.tensor): entry for entry in held}
         self.optimizer, self._local = optimizer, local_state_dict(optimizer)
@@ -334,7 +337,7 @@ class StateTargets:
             if elements is not None and elements[0] == elements[1]:
                 continue
             wanted = dict(saved.get(owner.name, {}))
-            if MASTER in (self._local["state"].get(number) or {}) and owner.place is None:
+            if adds_masters and MASTER in (self._local["state"].get(number) or {}) and owner.place is None:
                 wanted[MASTER] = (owner.shape, torch.float32)
             for key, (shape, dtype) in wanted.items():
                 self._make(number, owner, key, shape, dtype, elements)

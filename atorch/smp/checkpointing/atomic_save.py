@@ -14,14 +14,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
+from atorch.checkpoint.shard_file import reporting
 from atorch.distributed.collectives import all_or_none, gather_objects
-from atorch.errors import CheckpointError, shown
+from atorch.errors import shown
 
 
 @dataclass
@@ -39,15 +39,6 @@ class Staged:
         """The staging folder during the write."""
         return self._at(".part")
 
-    @property
-    def whole(self) -> Path:
-        return self._at("")
-
-    @property
-    def old(self) -> Path:
-        """The folder of replaced entries, to be removed."""
-        return self._at(".old")
-
     def _at(self, ending: str) -> Path:
         return self.folder / f".{self.name}.{self.save}{ending}"
 
@@ -57,37 +48,48 @@ class Staged:
         Raises:
             CheckpointError: they cannot be created.
         """
-        try:
+        with reporting(f"the folder {shown(str(self.folder))} cannot be made"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 self.part.mkdir()
                 self.keeps_order = True
-        except OSError as error:
-            raise CheckpointError(f"the folder {shown(str(self.folder))} cannot be made: {error.strerror}") from None
 
-    def commit(self) -> None:
-        """Make the save readable, after all processes have written."""
-        with suppress(FileNotFoundError):  # renamed already
-            os.rename(self.part, self.whole)
+    def place(self) -> None:
+        """Move the entries to their place, after all processes have written. All processes call it.
 
-    def move(self) -> None:
-        """Move the entries to their place."""
-        for entry in _names(self.whole):
-            target, new = self.folder / entry, self.whole / entry
-            _keep_permissions(target, new)
-            if new.is_dir() and target.exists():
-                for other in _names(target):
-                    if not is_saved(other) and not (new / other).exists():
-                        os.rename(target / other, new / other)  # keeps files that a script has added
-                os.rename(target, self.old)
-            os.replace(new, target)
-        with suppress(FileNotFoundError):
-            self.whole.rmdir()
+        Raises:
+            CheckpointError: they cannot be moved.
+        """
+        for step in (self._commit, self._move):
+            all_or_none(step if self.keeps_order else lambda: None)
+
+    def _commit(self) -> None:
+        """Make the save readable."""
+        with self._reporting(), suppress(FileNotFoundError):  # renamed already
+            os.rename(self.part, self._at(""))
+
+    def _move(self) -> None:
+        whole = self._at("")
+        with self._reporting():
+            for entry in _names(whole):
+                target, new = self.folder / entry, whole / entry
+                _keep_permissions(target, new)
+                if new.is_dir() and target.exists():
+                    for other in _names(target):
+                        if not is_saved(other) and not (new / other).exists():
+                            os.rename(target / other, new / other)  # keeps files that a script has added
+                    os.rename(target, self._at(".old"))
+                os.replace(new, target)
+            with suppress(FileNotFoundError):
+                whole.rmdir()
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        return reporting(f"the checkpoint {self.name} in {shown(str(self.folder))} cannot be put in its place")
 
     def clear(self) -> None:
         """Remove leftovers of earlier saves of the name, and the entries that this one replaced."""
         for entry in _names(self.folder):
-            if _match(self.name, entry) and self.folder / entry not in (self.part, self.whole):
+            if _match(self.name, entry) and self.folder / entry not in (self.part, self._at("")):
                 remove(self.folder / entry)
 
 
@@ -102,20 +104,14 @@ def whole_saves(folder: Path, name: str) -> list[str]:
 def entry_of(folder: Path, name: str, saves: Sequence[str], entry: str) -> Path:
     """The current path of a checkpoint's entry. `saves` come from `whole_saves`."""
     staged = [Staged(folder, name, save) for save in saves]
-    paths = (path for save in staged for path in (save.whole / entry, save.part / entry) if path.exists())
+    paths = (path for save in staged for path in (save._at("") / entry, save.part / entry) if path.exists())
     return next(paths, folder / entry)
 
 
 def settle(own: Staged) -> None:
     """Finish earlier saves of the name that were killed during the move; all processes call it."""
     for save in whole_saves(own.folder, own.name):
-        place(replace(own, save=save))
-
-
-def place(staged: Staged) -> None:
-    """Move a save in place that all processes have written; all processes call it."""
-    for step in (staged.commit, staged.move):
-        all_or_none(partial(_take, step if staged.keeps_order else None))
+        replace(own, save=save).place()
 
 
 def is_saved(name: str) -> bool:
@@ -128,16 +124,6 @@ def remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)  # another machine may remove it, too
-
-
-def _take(step: Callable[[], object] | None) -> None:
-    try:
-        if step is not None:
-            step()
-    except OSError as error:
-        raise CheckpointError(
-            f"a checkpoint cannot be put in its place: {error.strerror}: {shown(str(error.filename))}"
-        ) from None
 
 
 def _match(name: str, entry: str) -> re.Match[str] | None:

@@ -5,15 +5,15 @@ Files are replaced atomically, and read with `weights_only`: loading never runs 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,14 +22,13 @@ from atorch.errors import ArgumentError, CheckpointError, check_bools, shown
 from atorch.files import check_source, replacing
 from atorch.files.weights import CHECKPOINT, read_weights
 from atorch.logs import OF_THIS_RANK, logger
-from atorch.smp.checkpointing.states import is_partial, merged
+from atorch.smp.checkpointing.states import merged
 from atorch.smp.ranks import mp_rank, mp_size, pp_size, rdp_rank, tp_size
 from atorch.smp.session import session
 
-ARRANGED = "_smp_arranged"
-"""The key of the arrangement of the saving processes in a partial state."""
-SAVE = "save"
-"""The key of the save's name in an arrangement."""
+_MARK = "smp_save.json"
+"""The record of a file of torch.save with the name of its save and the arrangement of its processes."""
+_MAX_MARK = 4096  # bytes
 
 # Exceptions of pickling for unsupported objects, such as a lambda.
 _UNWRITABLE = (AttributeError, TypeError, torch.serialization.pickle.PicklingError)  # type: ignore[attr-defined]
@@ -42,12 +41,10 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class PartialFiles:
+class PartialFiles(NamedTuple):
     """The files of a partial checkpoint: their path before and after the process's `mp_rank`.
 
-    The partial states in a file record the save and the arrangement of its processes: files of different saves are
-    never merged.
+    Each file records its save and the arrangement of the processes: files of different saves are never merged.
     """
 
     start: str
@@ -67,40 +64,44 @@ class PartialFiles:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        content = _arranged(obj, {**_arrangement(), SAVE: save})
-        write_file(content, self.path(mp_rank()), known_as=(known_as or self).path(mp_rank()))
+        known_as = known_as or self
+        write_file(obj, self.path(mp_rank()), known_as=known_as.path(mp_rank()), mark={**_arrangement(), "save": save})
 
     def read(self, map_location: Any = None, mmap: bool | None = None) -> tuple[Any, str | None]:
         """Read this process's file, or merge all files if the arrangement of processes differs.
 
-        Returns the contents and the name of the save.
+        Returns the contents and the name of the save; None if the files record none.
 
         Raises:
             CheckpointError: files are missing, unreadable, of different saves, or incomplete.
         """
-        saved = self._saved()
-        is_alike = {key: saved.get(key) for key in _arrangement()} == _arrangement()
-        numbers = [mp_rank()] if is_alike else range(saved["mp_size"])
-        self._need(numbers, saved["mp_size"])
-        parts = [read_weights(self.path(number), ADVICE, map_location, mmap) for number in numbers]
-        save = self._save_of(dict(zip(numbers, parts, strict=True)), saved["mp_size"])
-        parts = [_arranged(part, None) for part in parts]
-        return parts[0] if is_alike else merged(parts, shown(self.start)), save
-
-    def _save_of(self, read: Mapping[int, Any], size: int) -> str | None:
-        """The save of all files: of those that were read, and of any others that exist."""
-        others = sorted(set(self.numbers()) & set(range(size)) - set(read))
-        number_of: dict[Any, int] = {}
-        for number, part in (*read.items(), *((other, self._glance(other)) for other in others)):
-            for arrangement in _arrangements(part):
-                number_of.setdefault(arrangement.get(SAVE), number)
-        if len(number_of) > 1:
-            paths = " and ".join(shown(self.path(number)) for number in sorted(number_of.values()))
+        marks = {number: _mark(self.path(number)) for number in self.numbers()}
+        if not marks:
+            raise CheckpointError(f"there is no partial checkpoint {shown(self.path(mp_rank()))}")
+        # Every save writes file 0; higher numbers may be left over from a save of more processes.
+        number, current = 0 if 0 in marks else mp_rank() if mp_rank() in marks else min(marks), _arrangement()
+        saved = marks[number] or (current if len(marks) == current["mp_size"] else {"mp_size": len(marks)})
+        size = saved.get("mp_size")
+        if type(size) is not int or size < 1:
             raise CheckpointError(
-                f"{paths} are of different saves, of which one was not finished; load another checkpoint, or, where "
-                "processes are saving it, call smp.barrier() first"
+                f"{shown(self.path(number))} says its processes were arranged as {shown(saved)}; save it again"
             )
-        return next(iter(number_of), None)
+        is_alike = {key: saved.get(key) for key in current} == current
+        numbers = [mp_rank()] if is_alike else range(size)
+        missing = [number for number in numbers if number not in marks]
+        if missing:
+            raise CheckpointError(
+                f"a partial checkpoint has the {size} files {shown(self.path(0))} to {size - 1}, of which "
+                f"{listed(missing)} are not there; copy them beside the others, or load another checkpoint"
+            )
+        saves = {mark.get("save"): self.path(number) for number, mark in marks.items() if number < size}
+        if len(saves) > 1:
+            raise CheckpointError(
+                f"{' and '.join(map(shown, saves.values()))} are of different saves, of which one was not finished; "
+                "load another checkpoint, or, where processes are saving it, call smp.barrier() first"
+            )
+        parts = [read_weights(self.path(number), ADVICE, map_location, mmap) for number in numbers]
+        return parts[0] if is_alike else merged(parts, shown(self.start)), next(iter(saves))
 
     def numbers(self) -> list[int]:
         """The numbers of the existing files."""
@@ -110,41 +111,13 @@ class PartialFiles:
         matches = (re.fullmatch(rf"{start}(0|[1-9]\d*){end}", name) for name in names)
         return sorted(int(match[1]) for match in matches if match is not None)
 
-    def _saved(self) -> Mapping[str, Any]:
-        """The arrangement of the saving processes; if no state records it, the current one if it fits the files."""
-        numbers = self.numbers()
-        if not numbers:
-            raise CheckpointError(f"there is no partial checkpoint {shown(self.path(mp_rank()))}")
-        # Every save writes file 0; higher numbers may be left over from a save of more processes.
-        number = 0 if 0 in numbers else mp_rank() if mp_rank() in numbers else numbers[0]
-        for saved in _arrangements(self._glance(number)):
-            if type(saved.get("mp_size")) is not int or saved["mp_size"] < 1:
-                raise CheckpointError(
-                    f"{shown(self.path(number))} says its processes were arranged as {shown(saved)}; save it again"
-                )
-            return saved
-        current = _arrangement()
-        return current if len(numbers) == current["mp_size"] else {"mp_size": len(numbers)}
 
-    def _glance(self, number: int) -> Any:
-        """The contents of a file, memory-mapped if possible, so that tensors are read lazily."""
-        path = self.path(number)
-        check_source(path, CHECKPOINT)
-        return read_weights(path, ADVICE, mmap=zipfile.is_zipfile(path))
-
-    def _need(self, numbers: Sequence[int], size: int) -> None:
-        missing = [number for number in numbers if not Path(self.path(number)).exists()]
-        if missing:
-            raise CheckpointError(
-                f"a partial checkpoint has the {size} files {shown(self.path(0))} to {size - 1}, of which "
-                f"{listed(missing)} are not there; copy them beside the others, or load another checkpoint"
-            )
-
-
-def write_file(obj: Any, path: str, *, is_refused: bool = False, known_as: str = "") -> None:
+def write_file(
+    obj: Any, path: str, *, is_refused: bool = False, known_as: str = "", mark: Mapping[str, Any] | None = None
+) -> None:
     """Write one file atomically. If it could not be loaded, log a warning, or with `is_refused` raise.
 
-    known_as: the path in messages; by default `path`.
+    known_as: the path in messages; by default `path`. mark: what to record beside the contents.
 
     Raises:
         CheckpointError: it cannot be written, or could not be loaded; an existing file stays.
@@ -156,6 +129,10 @@ def write_file(obj: Any, path: str, *, is_refused: bool = False, known_as: str =
         except _UNWRITABLE as error:
             raise CheckpointError(f"{quoted} cannot be written: {error}; {GIVE}") from error
         file.flush()
+        if mark is not None:
+            with zipfile.ZipFile(file.name, "a") as archive:
+                folder = archive.namelist()[0].partition("/")[0]
+                archive.writestr(f"{folder}/{_MARK}", json.dumps(mark))
         reason = _refusal(file.name)
         if reason and is_refused:
             raise CheckpointError(f"{quoted} could not be loaded again: {reason}; {GIVE}")
@@ -179,36 +156,27 @@ def _arrangement() -> dict[str, Any]:
     return {"mp_size": mp_size(), "pp_size": stages, "tp_size": slices, "order": order}
 
 
-def _arranged(obj: Any, arrangement: Mapping[str, Any] | None) -> Any:
-    """Set the arrangement in all partial states of an object, at any depth of dicts; None removes it."""
-    if is_partial(obj):
-        plain = {key: value for key, value in obj.items() if key != ARRANGED}
-        return plain if arrangement is None else {**plain, ARRANGED: dict(arrangement)}
-    if type(obj) is dict:
-        return {key: _arranged(value, arrangement) for key, value in obj.items()}
-    return obj
-
-
-def _arrangements(obj: Any) -> Iterator[Mapping[str, Any]]:
-    """The arrangements in the partial states of a file's contents."""
-    if is_partial(obj) and isinstance(obj.get(ARRANGED), dict):
-        yield obj[ARRANGED]
-    elif type(obj) is dict:
-        for value in obj.values():
-            yield from _arrangements(value)
+def _mark(path: str) -> dict[str, Any]:
+    """The arrangement of the processes that saved a file, and the save; {} if the file records none."""
+    check_source(path, CHECKPOINT)
+    if not zipfile.is_zipfile(path):
+        return {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith(f"/{_MARK}")]
+            mark = json.loads(archive.open(names[0]).read(_MAX_MARK)) if names else {}
+    except (OSError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{shown(path)} cannot be read: {error}; load another checkpoint") from None
+    return mark if isinstance(mark, dict) and isinstance(mark.get("save"), str) else {}
 
 
 MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
 
 
 def save(
-    obj: Any,
-    f: str,
-    partial: bool = True,
-    pickle_module: ModuleType | None = None,
-    pickle_protocol: int = 2,
+    obj: Any, f: str, partial: bool = True, pickle_module: ModuleType | None = None, pickle_protocol: int = 2,
     v3: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write an object to a file, as torch.save does; a killed process leaves the old file or the new one.
 
     Args:

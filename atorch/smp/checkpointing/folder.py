@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from atorch.files import AnyPath, check_target, write
 from atorch.files.strict_json import Format, read_json
 from atorch.files.weights import CHECKPOINT, read_weights
 from atorch.logs import logger
-from atorch.smp.checkpointing.atomic_save import Staged, entry_of, is_saved, place, remove, settle, whole_saves
+from atorch.smp.checkpointing.atomic_save import Staged, entry_of, is_saved, remove, settle, whole_saves
 from atorch.smp.checkpointing.files import ADVICE, PartialFiles, write_file
 from atorch.smp.ranks import local_rank, rank, rdp_rank
 from atorch.smp.session import session
@@ -42,15 +43,9 @@ FORMAT = Format("list of checkpoints", CheckpointError)
 
 
 def save_checkpoint(
-    path: AnyPath,
-    tag: str,
-    partial: bool = True,
-    model: Any = None,
-    optimizer: Any = None,
-    user_content: Any = None,
-    translate_if_full: bool = True,
-    num_kept_partial_checkpoints: int | None = None,
-) -> None:
+    path: AnyPath, tag: str, partial: bool = True, model: Any = None, optimizer: Any = None, user_content: Any = None,
+    translate_if_full: bool = True, num_kept_partial_checkpoints: int | None = None,
+) -> None:  # fmt: skip
     """Save a checkpoint to a folder, which is created if needed; all processes call it.
 
     The save is complete, and older ones are removed, once all processes have written their files. If a process is
@@ -85,18 +80,14 @@ def save_checkpoint(
         staged.begin()
 
     all_or_none(begin)
-    is_written = False
-    try:
+    with ExitStack() as on_failure:
+        if staged.keeps_order:
+            on_failure.callback(remove, staged.part)
         settle(staged)
-        if partial:
-            all_or_none(lambda: _write_parts(staged, tag, model, optimizer, user_content))
-        else:
-            all_or_none(lambda: _write_whole(staged, tag, model, user_content))
-        is_written = True
-    finally:
-        if staged.keeps_order and not is_written:
-            remove(staged.part)
-    place(staged)
+        write_all = _write_parts if partial else _write_whole
+        all_or_none(lambda: write_all(staged, tag, model, optimizer, user_content))
+        on_failure.pop_all()
+    staged.place()
     num_kept = num_kept_partial_checkpoints
     removed = all_or_none(lambda: _note(folder, tag, partial, num_kept) if staged.keeps_order else [])
 
@@ -110,14 +101,10 @@ def save_checkpoint(
 
 
 def resume_from_checkpoint(
-    path: AnyPath,
-    tag: str | None = None,
-    partial: bool = True,
-    strict: bool = True,
-    load_optimizer: bool = True,
+    path: AnyPath, tag: str | None = None, partial: bool = True, strict: bool = True, load_optimizer: bool = True,
     load_sharded_optimizer_state: bool = True,
     translate_function: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Load the script's model and optimizer from a checkpoint in a folder, and return its user content.
 
     All processes call it; their number and arrangement may differ from the save.
@@ -140,12 +127,9 @@ def resume_from_checkpoint(
 
     def look() -> str:
         check_bools(
-            "smp.resume_from_checkpoint",
-            partial=partial,
-            strict=strict,
-            load_optimizer=load_optimizer,
+            "smp.resume_from_checkpoint", partial=partial, strict=strict, load_optimizer=load_optimizer,
             load_sharded_optimizer_state=load_sharded_optimizer_state,
-        )
+        )  # fmt: skip
         if model is None:
             raise ArgumentError("no smp.DistributedModel has been made that could be loaded; make it before resuming")
         if not (translate_function is None or callable(translate_function)):
@@ -258,7 +242,7 @@ def _write_parts(own: Staged, tag: str, model: Any, optimizer: Any, user_content
                 PartialFiles(f"{folder}/{name}_", ".pt").write(state, own.save, known_as)
 
 
-def _write_whole(own: Staged, tag: str, model: Any, user_content: Any) -> None:
+def _write_whole(own: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
     content = f"user_content_{tag}"
     if rank() == 0:
         write_file(user_content, str(own.part / content), is_refused=True, known_as=str(own.folder / content))

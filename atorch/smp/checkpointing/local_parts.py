@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from atorch.auto.context import ModelFacts
 from atorch.errors import ArgumentError
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.tensor_parallel.model_layout import full_name
 from atorch.smp.nn.layers import DistributedModule
+from atorch.smp.session import session
 from atorch.smp.tensor.split import TensorSplit
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class LocalParts(Wrapper):
@@ -25,6 +31,16 @@ class LocalParts(Wrapper):
     def partitioned(self) -> bool:
         """True once the first step has partitioned the model."""
         raise NotImplementedError
+
+    def placed(self) -> Self:
+        """This model, with the places of its local parts in the whole one, as an accelerated model has them."""
+        view = copy.copy(self)
+        vars(view)["_atorch"] = ModelFacts(session().mesh, layout=cast(Any, self.split))
+        return view
+
+    def own_state(self) -> dict[str, Any]:
+        """The state of the local parts."""
+        return {name: value for part in (self.module, *self._others) for name, value in part.state_dict().items()}
 
     def train(self, mode: bool = True) -> Any:
         """Put all local parts into training or evaluation mode."""

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
+from atorch.checkpoint.boxes import Box, LogicalTensor, check_cover, whole_box
 from atorch.distributed.collectives import checked_barrier, gather_objects
 from atorch.errors import CheckpointError
 from atorch.files.weights import is_same
-from atorch.model.copy import duplicate
-from atorch.runtime.tensor_parallel.state import of_all_stages
+from atorch.runtime.data_parallel.buckets import gathered
+from atorch.runtime.optimizer.held_tensors import HeldTensor
 from atorch.smp.session import session
-from atorch.smp.tensor.split import TensorSplit
+
+K = TypeVar("K")
 
 PARTIAL = "_smp_is_partial"
 CUTS = "_smp_cuts"
@@ -104,27 +106,25 @@ def _whole_optimizer(parts: Sequence[PartialState], place: str) -> dict[str, Any
 def _whole(parts: Sequence[tuple[Any, Mapping[str, Any] | None]], place: str) -> Any:
     """Assemble a whole value from (local value, cut) of each process that has a part."""
     value, cut = parts[0]
-    if cut is None or not isinstance(value, torch.Tensor) or value.dim() != len(cut["shape"]):
+    if cut is None or not isinstance(value, Tensor) or value.dim() != len(cut["shape"]):
         return _equal_value([value for value, _ in parts], place)
     whole = value.new_empty(tuple(cut["shape"]))
-    is_there = torch.zeros(whole.shape[cut["dim"]], dtype=torch.bool)
+    boxes: dict[Box, Tensor] = {}
     for part, rows in parts:
         assert rows is not None, "a parameter that is cut on one process is cut on all that have it"
-        at = 0
-        for start, stop in rows["runs"]:
-            whole.narrow(rows["dim"], start, stop - start).copy_(part.narrow(rows["dim"], at, stop - start))
-            is_there[start:stop] = True
-            at += stop - start
-    if not is_there.all():
-        num_missing = int((~is_there).sum())
-        raise CheckpointError(
-            f"{place} lacks {num_missing} of its {is_there.numel()} rows along dim {cut['dim']}; {_ADVICE}"
-        )
+        runs: list[Any] = [((0, size),) for size in part.shape]
+        runs[rows["dim"]] = tuple((start, stop - start) for start, stop in rows["runs"])
+        boxes.update(HeldTensor((place,), part, tuple(whole.shape), tuple(runs)).pieces(part))
+    if not all(box.fits(whole.shape) for box in boxes):
+        raise CheckpointError(f"{place} has rows beyond its shape {tuple(whole.shape)}; load another checkpoint")
+    check_cover(place, tuple(whole.shape), list(boxes))
+    for box, part in boxes.items():
+        whole[box.slices(whole_box(whole.shape))] = part
     return whole
 
 
-def meet(call: str, *, is_whole: bool, states: bool) -> None:
-    """Wait for the processes whose parts this call gathers to make it.
+def meet(call: str, *, is_whole: bool, states: bool) -> dist.ProcessGroup:
+    """Wait for the processes whose parts this call gathers to make it; returns the group of those with parts.
 
     is_whole: it gathers those of the whole model; else only of this process's part, if replicas shard it.
     states: it gathers optimizer states, which replicas may shard without the parameters.
@@ -133,10 +133,18 @@ def meet(call: str, *, is_whole: bool, states: bool) -> None:
         ArgumentError: some did not make the call; the error lists them.
     """
     owner = session()
-    if owner.config.sharded_data_parallel_degree > 1 or (states and owner.config.shard_optimizer_state):
-        checked_barrier(call, owner.mesh.group("data", "zero", "pipeline", "tensor"), longest=PATIENCE)
-    elif is_whole:
-        checked_barrier(call, owner.mesh.group("pipeline", "tensor"), longest=PATIENCE)
+    is_sharded = owner.config.sharded_data_parallel_degree > 1 or (states and owner.config.shard_optimizer_state)
+    group = owner.mesh.group(*(("data", "zero") if is_sharded else ()), "pipeline", "tensor")
+    if is_sharded or is_whole:
+        checked_barrier(call, group, longest=PATIENCE)
+    return group
+
+
+def wholes(parts: Mapping[K, LogicalTensor], group: dist.ProcessGroup) -> dict[K, Tensor]:
+    """The whole tensors of which the processes of a group have parts; all of them call this together."""
+    if group.size() == 1:
+        return {key: part.pieces[0][1] for key, part in parts.items() if part.pieces}
+    return dict(gathered(parts, group))
 
 
 def whole_over_shards(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,48 +152,8 @@ def whole_over_shards(held: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in held.items()}
 
 
-def shards_like(parameter: Tensor, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard tensors of a parameter's whole shape as the parameter; others are returned unchanged."""
-    mesh: Any = getattr(parameter, "device_mesh", None)
-    if mesh is None:
-        return dict(held)
-    from torch.distributed.tensor import distribute_tensor
-
-    return {
-        key: distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in held.items()
-    }
-
-
-def gathered_state(own: Mapping[str, Any], names: Sequence[str], split: TensorSplit) -> dict[str, Any]:
-    """The state of the whole model, in the order of `names`, on all processes that hold parts of one replica."""
-    mesh = session().mesh
-    state = split.whole_state(own)
-    if mesh.size("pipeline") > 1:
-        state = of_all_stages(state, names, mesh.group("pipeline"))
-    return {name: state[name] for name in (*names, *state) if name in state}
-
-
 def merged_state(state: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a whole state, or merge the partial states that all processes of a replica contribute."""
-    whole = merged(of_all(state), place) if state.get(PARTIAL) else state
-    return {name: value for name, value in whole.items() if name not in MARKS}
-
-
-def of_all(state: Mapping[str, Any]) -> list[Any]:
-    """Gather the states of all processes of a replica."""
-    mesh = session().mesh
-    if mesh.size("pipeline", "tensor") == 1:
-        return [dict(state)]
-    return gather_objects(dict(state), mesh.group("pipeline", "tensor"))
-
-
-def blank_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model with parameters on the meta device."""
-    memo: dict[int, Any] = {
-        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
-        for tensor in model.parameters()
-    }
-    return duplicate(model, memo)
+    if state.get(PARTIAL):
+        state = merged(gather_objects(dict(state), session().mesh.group("pipeline", "tensor")), place)
+    return {name: value for name, value in state.items() if name not in MARKS}

@@ -11,14 +11,7 @@ from atorch.smp.nn.transformer import (
 )
 
 __all__ = [
-    "DistributedAttentionLayer",
-    "DistributedEmbedding",
-    "DistributedLinear",
-    "DistributedModule",
-    "DistributedTransformer",
-    "DistributedTransformerLMHead",
-    "DistributedTransformerLayer",
-    "DistributedTransformerOutputLayer",
-    "FusedLayerNorm",
-    "huggingface",
-]
+    "DistributedAttentionLayer", "DistributedEmbedding", "DistributedLinear", "DistributedModule",
+    "DistributedTransformer", "DistributedTransformerLMHead", "DistributedTransformerLayer",
+    "DistributedTransformerOutputLayer", "FusedLayerNorm", "huggingface",
+]  # fmt: skip

@@ -39,30 +39,14 @@ class DistributedTransformerLMHead(DistributedModule):
     """
 
     def __init__(
-        self,
-        num_layers: int = 12,
-        num_attention_heads: int = 32,
-        attention_head_size: int = 32,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        vocab_size: int = 30522,
-        num_positions: int = 1024,
-        attention_dropout_prob: float = 0.1,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "gelu",
-        layernorm_epsilon: float = 1e-5,
-        num_token_types: int = 0,
-        causal_mask_size: int | None = None,
-        add_cross_attention: bool = False,
-        add_lm_head: bool = True,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-        use_alibi: bool = False,
-        alibi_bias_max: int = 8,
-        final_layernorm: bool = False,
-    ) -> None:
+        self, num_layers: int = 12, num_attention_heads: int = 32, attention_head_size: int = 32,
+        hidden_size: int = 1024, intermediate_size: int = 4096, vocab_size: int = 30522, num_positions: int = 1024,
+        attention_dropout_prob: float = 0.1, hidden_dropout_prob: float = 0.1, activation: str = "gelu",
+        layernorm_epsilon: float = 1e-5, num_token_types: int = 0, causal_mask_size: int | None = None,
+        add_cross_attention: bool = False, add_lm_head: bool = True, initializer_range: float = 0.02,
+        use_normal_initialization: bool = False, pre_layernorm: bool = False, post_layernorm: bool = True,
+        use_alibi: bool = False, alibi_bias_max: int = 8, final_layernorm: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.is_causal = causal_mask_size is not None
         self.add_cross_attention = add_cross_attention

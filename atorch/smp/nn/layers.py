@@ -55,19 +55,10 @@ class DistributedEmbedding(DistributedModule, nn.Embedding):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        initializer_range: float = 0.02,
-        _skip_allgather: bool = False,
-        _skip_scatter_and_merge: bool = False,
-    ) -> None:
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, _weight: Tensor | None = None,
+        initializer_range: float = 0.02, _skip_allgather: bool = False, _skip_scatter_and_merge: bool = False,
+    ) -> None:  # fmt: skip
         flags: dict[str, Any] = {"_skip_allgather": _skip_allgather, "_skip_scatter_and_merge": _skip_scatter_and_merge}
         refuse("DistributedEmbedding", flags, dict.fromkeys(flags, False))
         self._initializer_range = initializer_range

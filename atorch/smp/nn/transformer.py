@@ -35,20 +35,11 @@ class DistributedAttentionLayer(DistributedModule):
     """
 
     def __init__(
-        self,
-        num_attention_heads: int = 32,
-        attention_head_size: int = 32,
-        hidden_size: int = 1024,
-        attention_dropout_prob: float = 0.1,
-        hidden_dropout_prob: float = 0.1,
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        cross_attention: bool = False,
-        causal_mask_size: int | None = None,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-    ) -> None:
+        self, num_attention_heads: int = 32, attention_head_size: int = 32, hidden_size: int = 1024,
+        attention_dropout_prob: float = 0.1, hidden_dropout_prob: float = 0.1, layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02, use_normal_initialization: bool = False, cross_attention: bool = False,
+        causal_mask_size: int | None = None, pre_layernorm: bool = False, post_layernorm: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         need_layernorm("DistributedAttentionLayer", pre_layernorm, post_layernorm)
         width = num_attention_heads * attention_head_size
@@ -130,18 +121,11 @@ class DistributedTransformerOutputLayer(DistributedModule):
     """
 
     def __init__(
-        self,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "gelu",
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
+        self, hidden_size: int = 1024, intermediate_size: int = 4096, hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu", layernorm_epsilon: float = 1e-5, initializer_range: float = 0.02,
+        use_normal_initialization: bool = False, pre_layernorm: bool = False, post_layernorm: bool = True,
         fp32_residual_addition: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         need_layernorm("DistributedTransformerOutputLayer", pre_layernorm, post_layernorm)
         if activation not in ACTIVATIONS:
@@ -186,24 +170,12 @@ class DistributedTransformerLayer(DistributedModule):
     """
 
     def __init__(
-        self,
-        num_attention_heads: int = 32,
-        attention_head_size: int = 32,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        attention_dropout_prob: float = 0.1,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "gelu",
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        causal_mask_size: int | None = None,
-        add_cross_attention: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-        use_alibi: bool = False,
-        alibi_bias_max: int = 8,
-    ) -> None:
+        self, num_attention_heads: int = 32, attention_head_size: int = 32, hidden_size: int = 1024,
+        intermediate_size: int = 4096, attention_dropout_prob: float = 0.1, hidden_dropout_prob: float = 0.1,
+        activation: str = "gelu", layernorm_epsilon: float = 1e-5, initializer_range: float = 0.02,
+        use_normal_initialization: bool = False, causal_mask_size: int | None = None, add_cross_attention: bool = False,
+        pre_layernorm: bool = False, post_layernorm: bool = True, use_alibi: bool = False, alibi_bias_max: int = 8,
+    ) -> None:  # fmt: skip
         super().__init__()
         refuse_alibi("DistributedTransformerLayer", use_alibi, alibi_bias_max)
         self.add_cross_attention = add_cross_attention
@@ -239,25 +211,13 @@ class DistributedTransformer(DistributedModule):
     """
 
     def __init__(
-        self,
-        num_layers: int = 12,
-        num_attention_heads: int = 32,
-        attention_head_size: int = 32,
-        hidden_size: int = 1024,
-        intermediate_size: int = 4096,
-        attention_dropout_prob: float = 0.1,
-        hidden_dropout_prob: float = 0.1,
-        activation: str = "gelu",
-        layernorm_epsilon: float = 1e-5,
-        initializer_range: float = 0.02,
-        use_normal_initialization: bool = False,
-        causal_mask_size: int | None = None,
-        add_cross_attention: bool = False,
-        pre_layernorm: bool = False,
-        post_layernorm: bool = True,
-        use_alibi: bool = False,
-        alibi_bias_max: int = 8,
-    ) -> None:
+        self, num_layers: int = 12, num_attention_heads: int = 32, attention_head_size: int = 32,
+        hidden_size: int = 1024, intermediate_size: int = 4096, attention_dropout_prob: float = 0.1,
+        hidden_dropout_prob: float = 0.1, activation: str = "gelu", layernorm_epsilon: float = 1e-5,
+        initializer_range: float = 0.02, use_normal_initialization: bool = False, causal_mask_size: int | None = None,
+        add_cross_attention: bool = False, pre_layernorm: bool = False, post_layernorm: bool = True,
+        use_alibi: bool = False, alibi_bias_max: int = 8,
+    ) -> None:  # fmt: skip
         super().__init__()
         arguments = (
             num_attention_heads, attention_head_size, hidden_size, intermediate_size, attention_dropout_prob,

@@ -103,12 +103,7 @@ class Averaging:
     """
 
     def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        group: dist.ProcessGroup,
-        *,
-        bucket_cap_mb: float = 25,
-        as_views: bool = False,
+        self, parts: Sequence[nn.Module], group: dist.ProcessGroup, *, bucket_cap_mb: float = 25, as_views: bool = False
     ) -> None:
         self.group, self._as_views = group, as_views
         self.comm_hook: tuple[Any, CommHook] | None = None

@@ -20,6 +20,7 @@ from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_
 from atorch.distributed.fingerprints import Fact, Facts, described_call, described_optimizer
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import logger, speaking
+from atorch.model.copy import duplicate
 from atorch.model.pytree import map_tensors
 from atorch.model.state import preserved_state
 from atorch.runtime.data_parallel.buckets import broadcast
@@ -29,7 +30,6 @@ from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.stage import cut, holders
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, by_torch
 from atorch.smp.activation_checkpointing import tell_places
-from atorch.smp.checkpointing.states import blank_copy
 from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
@@ -63,7 +63,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     )
     division = from_rank_zero(division)  # measured times differ between processes
     values = all_or_none(lambda: delayed_values(whole))
-    blank = all_or_none(lambda: blank_copy(whole))
+    blank = all_or_none(lambda: _blank_copy(whole))
     faults = Faults()
     placed = PlacedSchedule(division.places, config.active_microbatches, config.pipeline == "simple")
     if len(division.places) == 1:
@@ -101,6 +101,15 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         owner.optimizer.follow(model, unrounded)
     all_or_none(model.settle)
     return runner
+
+
+def _blank_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model with parameters on the meta device."""
+    memo: dict[int, Any] = {
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+        for tensor in model.parameters()
+    }
+    return duplicate(model, memo)
 
 
 def _described(owner: Session, model: DistributedModel) -> Mapping[str, Facts]:

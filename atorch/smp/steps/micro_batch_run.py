@@ -38,13 +38,9 @@ class Body:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: StepArguments,
-        number: int,
-        part: nn.Module | None,
+        self, function: Callable[..., Any], arguments: StepArguments, number: int, part: nn.Module | None,
         owners: Owners,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.number, self.part = number, part
         self._function, self._arguments, self._owners = function, arguments, owners
         self._called = False

@@ -93,14 +93,10 @@ class DynamicScale:
 
     def scale(self) -> LossScale:
         return LossScale(
-            float(self.init_scale),
-            growth=float(self.scale_factor),
-            backoff=1.0 / self.scale_factor,
-            interval=int(self.scale_window),
-            hysteresis=int(self.delayed_shift),
-            smallest=float(self.min_scale),
+            float(self.init_scale), growth=float(self.scale_factor), backoff=1.0 / self.scale_factor,
+            interval=int(self.scale_window), hysteresis=int(self.delayed_shift), smallest=float(self.min_scale),
             consecutive=self.consecutive_hysteresis,
-        )
+        )  # fmt: skip
 
 
 def loss_scale_of(

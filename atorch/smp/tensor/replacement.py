@@ -79,13 +79,9 @@ def tp_register(
 
 
 def tp_register_with_module(
-    module_cls: type[nn.Module],
-    dist_module: type[nn.Module],
-    init_hook: Hook | None = None,
-    forward_hook: Hook | None = None,
-    return_hook: Hook | None = None,
-    state_hook: Hook | None = None,
-) -> None:
+    module_cls: type[nn.Module], dist_module: type[nn.Module], init_hook: Hook | None = None,
+    forward_hook: Hook | None = None, return_hook: Hook | None = None, state_hook: Hook | None = None,
+) -> None:  # fmt: skip
     """Register an existing class, as `tp_register` does, before its modules are created.
 
     The other arguments are those of `tp_register`.

@@ -45,30 +45,23 @@ class TensorSplit:
     kept: Mapping[str, str] = field(default_factory=dict)
     """Marked parameters that stay whole on every rank, and the reasons."""
 
-    def whole(self, name: str, tensor: Any) -> Tensor:
-        """Gather a parameter, or an optimizer state of its shape; returns an uncut tensor unchanged.
+    @property
+    def rows(self) -> Mapping[str, Rows]:
+        """The rows of each cut parameter, as of a model that `auto_accelerate` split."""
+        return {name: cut.rows for name, cut in self.cuts.items()}
 
-        All tensor ranks call it together, with the same names in the same order.
-        """
-        cut = self.cuts.get(name)
-        is_part = cut is not None and tensor.dim() == len(cut.shape)
-        return whole_tensor(tensor, cut.rows if cut is not None and is_part else None, self.group)
+    def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Gather a state dict of local parts to the whole model's; all tensor ranks call it together."""
+        rows = self.rows
+        return {name: whole_tensor(value, rows.get(name), self.group) for name, value in state.items()}
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, or of an optimizer state of its shape.
-
-        Raises:
-            ArgumentError: the shape differs from the whole parameter's.
-        """
-        cut = self.cuts.get(name)
-        if cut is None or whole.dim() != len(cut.shape):
-            return whole
-        if tuple(whole.shape) != cut.shape:
-            raise ArgumentError(
-                f"{name} was given with shape {tuple(whole.shape)}, and the whole model's is {cut.shape}; give the "
-                "state of the same model, whole"
-            )
-        return cut.rows.take(whole, self.rank).contiguous()
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The local parts of the whole model's state dict, for `load_state_dict`."""
+        rows = self.rows
+        return {
+            name: rows[name].take(value, self.rank).contiguous() if name in rows else value
+            for name, value in state.items()
+        }
 
     def told(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """This rank's rows of the named parameters, as plain data for a file."""
@@ -77,20 +70,6 @@ class TensorSplit:
             for name in names
             if (cut := self.cuts.get(name)) is not None
         }
-
-    @torch.no_grad()
-    def whole_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Gather a state dict of local parts to the whole model's; all tensor ranks call it together."""
-        return {name: self.whole(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    @torch.no_grad()
-    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The local parts of the whole model's state dict, for `load_state_dict`.
-
-        Raises:
-            ArgumentError: a tensor has another shape than the whole parameter.
-        """
-        return {name: self.own(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> TensorSplit:

@@ -130,7 +130,7 @@ class Naming:
 
 def keeps_names(theirs: re.Pattern[str]) -> bool:
     """True if the script's DistributedModel has Hugging Face's names, so that no translation is needed."""
-    names = getattr(session().model, "names", ()) if is_initialized() else ()
+    names = getattr(session().model, "state_names", ()) if is_initialized() else ()
     keeps = any(theirs.fullmatch(name) for name in names)
     if keeps:
         logger.info("the state is not translated: the smp.DistributedModel has Hugging Face's own names")
@@ -143,7 +143,7 @@ def kept(model: str, state: StateDict) -> dict[str, Any]:
     Raises:
         ArgumentError: the script's DistributedModel has other names, or there is none.
     """
-    names = set(getattr(session().model, "names", ()) if is_initialized() else ())
+    names = set(getattr(session().model, "state_names", ()) if is_initialized() else ())
     if not names >= state.keys() - MARKS:
         raise ArgumentError(
             f"no module of smp.nn computes {model}, so that there are no names to translate to; under "
