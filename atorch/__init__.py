@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from atorch.auto.accelerate import auto_accelerate, plan
     from atorch.auto.checkpointing import load_checkpoint, resume_or_start, save_checkpoint, wait_for_checkpoint
     from atorch.auto.planner.plan import Plan
-    from atorch.auto.pretrained import export, load_pretrained
+    from atorch.auto.pretrained import export, load_pretrained, load_whole_state
     from atorch.auto.strategy import Strategy
     from atorch.auto.strategy.method import load_methods
     from atorch.checkpoint.reading import Checkpoint
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from atorch.runtime.gradients.clip import clip_grad_norm
     from atorch.runtime.memory.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
     from atorch.runtime.straggler_detector import StragglerDetector
-    from atorch.runtime.tensor_parallel.state import load_whole_state, whole_state
+    from atorch.runtime.tensor_parallel.state import whole_state
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _HOMES: Mapping[str, str] = {
     "load_checkpoint": "atorch.auto.checkpointing",
     "load_methods": "atorch.auto.strategy.method",
     "load_pretrained": "atorch.auto.pretrained",
-    "load_whole_state": "atorch.runtime.tensor_parallel.state",
+    "load_whole_state": "atorch.auto.pretrained",
     "plan": "atorch.auto.accelerate",
     "resume_or_start": "atorch.auto.checkpointing",
     "save_checkpoint": "atorch.auto.checkpointing",

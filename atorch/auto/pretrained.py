@@ -66,6 +66,61 @@ def load_pretrained(model: AccelerateResult | nn.Module, path: AnyPath, *, stric
 
 
 @torch.no_grad()
+def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, strict: bool = True) -> None:
+    """Load a full state dict into an accelerated model; each rank keeps its part.
+
+    Collective: all ranks call it. Works under any strategy except DeepSpeed's backends.
+
+    Args:
+        model: the model that `auto_accelerate` returned.
+        state: plain full tensors by name; or a path, as `load_pretrained` takes it. One of each set of tied parameters
+            is enough.
+        strict: raise for names that the model does not have, and for missing ones.
+
+    Raises:
+        ArgumentError: names or shapes differ from the model's; raised on all ranks, before anything is written.
+        CheckpointError: as `load_pretrained`.
+    """
+    if getattr(model, "_atorch", None) is None:
+        raise ArgumentError(
+            f"load_whole_state was given a {type(model).__name__}; give the model that auto_accelerate returned. One "
+            "that is not accelerated yet has load_state_dict"
+        )
+    if not isinstance(state, Mapping):
+        load_pretrained(model, state, strict=strict)
+        return
+    held = held_tensors(model)
+    for entry, value in all_or_none(lambda: _chosen(model, held, state, strict)):
+        entry.write(value)
+
+
+def _chosen(
+    model: nn.Module, held: Sequence[HeldTensor], state: Mapping[str, Tensor], strict: bool
+) -> list[tuple[HeldTensor, Tensor]]:
+    """The model's tensors that the state has, and their values."""
+    known = {name for entry in held for name in entry.names} | set(getattr(model, "state_names", ()))
+    chosen = [(entry, state[name]) for entry in held if (name := next(filter(state.__contains__, entry.names), None))]
+    present = {entry.name for entry, _ in chosen}
+    lacking = [entry.name for entry in held if entry.name not in present]
+    if strict and (text := _differing(lacking, sorted(state.keys() - known))):
+        raise ArgumentError(
+            f"the state for {type(model).__name__} {text}, other than the model; give that of the same model, or "
+            "strict=False to load what both have"
+        )
+    for entry, value in chosen:
+        if tuple(value.shape) != entry.shape:
+            raise ArgumentError(
+                f"the state has {entry.name} of shape {tuple(value.shape)}, and the whole model's is {entry.shape}; "
+                "give the state of the same model, whole tensors of it"
+            )
+    return chosen
+
+
+def _differing(lacking: Sequence[str], more: Sequence[str]) -> str:
+    return " and ".join(f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names)
+
+
+@torch.no_grad()
 def load_model(
     source: Checkpoint,
     held: Sequence[HeldTensor],
@@ -124,10 +179,7 @@ def _names(source: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, str
         found[entry.name] = first
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     more = [name for name in saved if name not in known and not any(re.search(rule, name) for rule in ignored)]
-    if strict and (lacking or more):
-        text = " and ".join(
-            f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names
-        )
+    if strict and (text := _differing(lacking, more)):
         raise CheckpointError(
             f"{source.path} {text}, other than the model {type(model).__name__}; give the files of the same model, or "
             "strict=False to load what both have"

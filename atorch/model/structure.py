@@ -311,3 +311,13 @@ class _IndependentShapes(TorchDispatchMode):
         else:
             self.shapes += [tensor.shape for tensor in made]
         return out
+
+
+def named_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """The model's parameters and persistent buffers with all their names; tied ones have several."""
+    tensors: dict[int, tuple[Tensor, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                tensors.setdefault(id(tensor), (tensor, []))[1].append(f"{path}.{name}" if path else name)
+    return list(tensors.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from atorch.checkpoint.boxes import Box, LogicalTensor, flat_boxes, whole_box
 from atorch.distributed.collectives import gather_objects
 from atorch.errors import CheckpointError
-from atorch.model.meta_device import first_names
 from atorch.model.pytree import map_tensors
+from atorch.model.structure import named_tensors
 from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
 from atorch.runtime.chunk.optimizer_slices import SHARE
 from atorch.runtime.chunk.parameter import ChunkedParameter
@@ -128,16 +128,6 @@ def _overlaps(runs: Sequence[tuple[int, int]], offset: int, size: int) -> Iterat
         at += length
 
 
-def named_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """The model's parameters and persistent buffers with all their names; tied ones have several."""
-    tensors: dict[int, tuple[Tensor, list[str]]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                tensors.setdefault(id(tensor), (tensor, []))[1].append(f"{path}.{name}" if path else name)
-    return list(tensors.values())
-
-
 def held_tensors(model: nn.Module) -> list[HeldTensor]:
     """The parameters and persistent buffers of which this rank has a part; FSDP2's are sharded again first."""
     facts: Any = getattr(model, "_atorch", None)
@@ -190,16 +180,6 @@ def _share(runs: Sequence[tuple[int, int]], num_shares: int, index: int) -> list
     length = -(-size // num_shares)
     start = min(size, index * length)
     return [(begin, n) for begin, _, n in _overlaps(runs, start, min(size, start + length) - start)]
-
-
-def differing_names(held: Sequence[HeldTensor], present: Collection[str], model: nn.Module) -> str:
-    """The names that a saved state lacks, or has beyond the model's, as text for an error; "" for none."""
-    known = {name for entry in held for name in entry.names} | set(getattr(model, "state_names", ()))
-    differing = {
-        "lacks": [entry.name for entry in held if not any(name in present for name in entry.names)],
-        "has": sorted(set(present) - known),
-    }
-    return " and ".join(f"{what} {first_names(names)}" for what, names in differing.items() if names)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Ranks of a tensor split hold rows in rank order. For a cut fused projection that is not the model's order, and it
 depends on the number of ranks. Checkpoints for other programs, or for another number of ranks, are saved by
-`whole_state`, also from all stages of a pipeline. `load_whole_state`, its inverse, loads one tensor at a time.
+`whole_state`, also from all stages of a pipeline.
 
 A script in which only rank 0 saves its own part would lose the rest of the model. So the first partial state dict
 gives a warning, and `save_pretrained` an error.
@@ -11,26 +11,22 @@ gives a warning, and `save_pretrained` an error.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from atorch.checkpoint.boxes import LogicalTensor
-from atorch.distributed.collectives import all_or_none, checked_barrier, world_group
+from atorch.distributed.collectives import checked_barrier, world_group
 from atorch.errors import ArgumentError, CheckpointError
-from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.model.wrapper import override
 from atorch.runtime.data_parallel.buckets import gathered
-from atorch.runtime.optimizer.held_tensors import HeldTensor, differing_names, held_tensors, placement
+from atorch.runtime.optimizer.held_tensors import HeldTensor, held_tensors, placement
 from atorch.runtime.optimizer.wrapped_optimizer import OwnPart
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
@@ -112,78 +108,6 @@ def in_own_order(tensor: Tensor, rows: Rows) -> Tensor:
         return tensor
     order = torch.cat([rows.index(rank) for rank in range(len(rows.by_rank))]).to(tensor.device)
     return torch.empty_like(tensor).index_copy_(rows.dim, order, tensor)
-
-
-@torch.no_grad()
-def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, strict: bool = True) -> None:
-    """Load a full state dict into an accelerated model; each rank keeps its part.
-
-    Collective: all ranks call it. Works under any strategy except DeepSpeed's backends.
-
-    Args:
-        model: the model that `auto_accelerate` returned.
-        state: plain full tensors by name; or a safetensors file, or a folder of such files, of which
-            each rank reads its part. It needs only one of each set of tied parameters.
-        strict: raise for names that the model does not have, and for missing ones.
-
-    Raises:
-        ArgumentError: names or shapes differ from the model's; raised on all ranks, before anything is written.
-    """
-    binding = getattr(model, "_atorch", None)
-    if binding is None:
-        raise ArgumentError(
-            f"load_whole_state was given a {type(model).__name__}; give the model that auto_accelerate returned. One "
-            "that is not accelerated yet has load_state_dict"
-        )
-    held = held_tensors(model)
-    with ExitStack() as opened:
-        source = all_or_none(lambda: opened.enter_context(_opened(state)))
-        for entry, name in all_or_none(lambda: _chosen(model, held, source, strict)):
-            entry.write(source[name])
-
-
-@contextmanager
-def _opened(state: Mapping[str, Tensor] | AnyPath) -> Iterator[Mapping[str, Any]]:
-    """Tensors by name, or safetensors' slices, which read what is taken of them."""
-    if isinstance(state, Mapping):
-        yield state
-        return
-    path = Path(state)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise ArgumentError(
-            f"load_whole_state was given {str(path)!r}; give a state dict, a safetensors file or a folder of such files"
-        )
-    with ExitStack() as opened:
-        tensors: dict[str, Any] = {}
-        for file_path in files:
-            try:
-                file = opened.enter_context(safe_open(file_path, framework="pt"))
-            except SafetensorError as error:
-                raise ArgumentError(f"{file_path} is no safetensors file: {error}") from None
-            tensors.update((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
-        yield tensors
-
-
-def _chosen(
-    model: nn.Module, held: Sequence[HeldTensor], source: Mapping[str, Any], strict: bool
-) -> list[tuple[HeldTensor, str]]:
-    """The model's tensors that the source has, and a name of each in the source."""
-    if strict and (text := differing_names(held, source.keys(), model)):
-        raise ArgumentError(
-            f"the state for {type(model).__name__} {text}, other than the model; give that of the same model, or "
-            "strict=False to load what both have"
-        )
-    chosen = [(entry, name) for entry in held if (name := next(filter(source.__contains__, entry.names), None))]
-    for entry, name in chosen:
-        value = source[name]
-        shape = tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
-        if shape != entry.shape:
-            raise ArgumentError(
-                f"the state has {name} of shape {shape}, and the whole model's is {entry.shape}; give the state of the "
-                "same model, whole tensors of it"
-            )
-    return chosen
 
 
 @dataclass(eq=False)

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 import atorch.smp as smp
 from atorch.auto.context import ModelFacts
+from atorch.auto.pretrained import load_whole_state
 from atorch.distributed.mesh import Mesh
 from atorch.errors import AtorchError
-from atorch.runtime.tensor_parallel.state import load_whole_state, whole_state
+from atorch.runtime.tensor_parallel.state import whole_state
 from atorch.smp.tensor.split import TensorSplit, split_marked
 from tests import language_models
 from tests.auto.training import messages
