@@ -90,7 +90,7 @@ def shard(
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from atorch.runtime.fsdp.collectives import Fp8Gathers, keep_order
+    from atorch.runtime.fsdp.collectives import keep_order
 
     device = _device(mesh)
     whole = {*ignored, *(param for param in module.parameters() if not (param.dim() and param.numel()))}
@@ -130,26 +130,29 @@ def shard(
         where = CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_offloaded else OffloadPolicy()
         fully_shard(target, mp_policy=policy, reshard_after_forward=reshard, offload_policy=where, **options)
     passes = keep_order(module, mesh, find_unused_parameters=find_unused_parameters)
-    Fp8Gathers(module, mesh, passes)
     _keep_whole(module, whole, device, mesh, passes)
     host_places = [place for places, is_host in zip(owned, offloaded, strict=True) if is_host for place in places]
     on_host = {owner.get_parameter(name) for owner, name in host_places}
     give_memory([module], lambda tensor: unfilled(tensor, torch.device("cpu") if tensor in on_host else device))
     if forward_prefetch:
         _prefetch_in_order(module, groups)
-    _act_as_plain(module, passes, before)
+    _act_as_plain(module, mesh, passes, before)
     _refuse_later_hooks(module, whole)
     if initial is not None:
         give_values(initial, [module], device, write_part)
     return [owner.get_parameter(name) for owner, name in host_places]
 
 
-def _act_as_plain(module: nn.Module, passes: FsdpPasses | None, before: Mapping[str, nn.Parameter]) -> None:
+def _act_as_plain(
+    module: nn.Module, mesh: DeviceMesh, passes: FsdpPasses | None, before: Mapping[str, nn.Parameter]
+) -> None:
     """Let the sharded module's methods and parameters act as those of a plain one; `before`: its parameters."""
+    from atorch.runtime.fsdp.collectives import Fp8Gathers
     from atorch.runtime.fsdp.methods import keep_methods, make_plain_tensors, refuse_replaced
     from atorch.runtime.fsdp.sharded_access import stand_for_sharded
 
     keep_methods(module, passes)
+    Fp8Gathers(module, mesh, passes)
     refuse_replaced(module, before)
     make_plain_tensors(module, passes)
     _reshard_without_gradients(module)
