@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -342,3 +343,15 @@ def as_list(methods: Sequence[Any]) -> str:
     """The methods of a strategy as JSON, one a line: names, and pairs of a name and its knobs."""
     listed = ",\n  ".join(json.dumps(method, ensure_ascii=False) for method in methods)
     return f"[\n  {listed}\n]\n" if methods else "[]\n"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a search after a dry run."""
+
+    done: int
+    total: int  # at most
+    strategy: str
+    step_s: float | None  # None if it failed
+    best_s: float | None
+    left_s: float  # expected

@@ -22,7 +22,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from atorch.report.figures import PlanData, composition, left_out, shared_methods
+from atorch.report.figures import PlanData, Progress, composition, left_out, shared_methods
 from atorch.units import format_bytes, format_seconds
 
 NARROW = 64  # columns below which the rows of a table become lines
@@ -221,18 +221,6 @@ def _report(what: str, is_over: threading.Event, began: float, after_s: float) -
             status.update(Text(f"{what} … {time.monotonic() - began:.0f} s", no_wrap=True, overflow="ellipsis"))
             if is_over.wait(0.5):
                 return
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The state of a search after a dry run."""
-
-    done: int
-    total: int  # at most
-    strategy: str
-    step_s: float | None  # None if it failed
-    best_s: float | None
-    left_s: float  # expected
 
 
 def line(state: Progress) -> str:

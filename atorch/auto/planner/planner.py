@@ -39,7 +39,7 @@ from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import batch_size
 from atorch.profiler.trace import trace
-from atorch.report.text import Progress, search_progress
+from atorch.report.figures import Progress
 from atorch.units import format_bytes, format_seconds
 
 Show = Callable[[Progress], None]
@@ -87,6 +87,8 @@ def search(
     wanted = Wanted(excluded=excluded, included=included, fixed=fixed, precision=precision)
     shown: AbstractContextManager[Show | None] = nullcontext(progress)
     if progress is None and ctx.world.rank == 0:
+        with preserved_rng():  # importing rich draws a number
+            from atorch.report.text import search_progress
         shown = search_progress(verbose=verbose)
     with preserved_rng(), quick_collections(), shown as show:
         feed = Feed(ctx)

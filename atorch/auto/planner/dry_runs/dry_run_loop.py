@@ -32,7 +32,7 @@ from atorch.auto.planner.plan import Measurement, Rejected, Scored
 from atorch.auto.planner.ranking import simplest
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.report.text import Progress
+from atorch.report.figures import Progress
 from atorch.units import format_seconds
 
 MAX_RUNS = 16

@@ -97,4 +97,4 @@ def test_the_simplest_is_ddp_or_what_is_given():
     assert found == [3, 1, 4, 0, 2]
 
     given = Strategy.of(["checkpoint"])
-    assert order(([("checkpoint", {"selective": True})], 0.5, 1), (["checkpoint"], 1.0, 1), given=given)[0] == 1
+    assert order(([("checkpoint", {"selective": True})], 0.5, 1), (["checkpoint"], 1.0, 1), requested=given)[0] == 1
