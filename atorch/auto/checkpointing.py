@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from atorch.auto.context import AccelerateResult
 from atorch.auto.pretrained import first_with, held_by, is_buffer, load_model, model_content, need_result, own_rank
-from atorch.checkpoint.commit import steps
+from atorch.checkpoint.commit import is_checkpoint, steps
 from atorch.checkpoint.files import BackgroundWriter, save
 from atorch.checkpoint.pretrained import MODEL
 from atorch.checkpoint.reading import Checkpoint
@@ -84,7 +84,7 @@ def save_checkpoint(
             The older checkpoints are untouched.
     """
     given, result = result, _result(result, "save_checkpoint")
-    wait_for_checkpoint(given)
+    _wait(given, "save_checkpoint")
     extra_state: dict[str, Any] = {}
 
     def facts() -> Mapping[str, Facts]:
@@ -120,11 +120,15 @@ def wait_for_checkpoint(result: AccelerateResult | nn.Module) -> None:
     Raises:
         CheckpointError: on all processes: it could not be written.
     """
+    _wait(result, "wait_for_checkpoint")
+
+
+def _wait(result: AccelerateResult | nn.Module, call: str) -> None:
     if not hasattr(result, "saved_parts"):
-        need_result(result, "wait_for_checkpoint")
+        need_result(result, call)
     writer: BackgroundWriter | None = getattr(result, "checkpoint_writer", None)
     if writer is not None:
-        call_on_all_ranks("wait_for_checkpoint", dict, lambda: None)
+        call_on_all_ranks(call, dict, lambda: None)
         all_or_none(writer.wait)
 
 
@@ -150,7 +154,7 @@ def load_checkpoint(
         CheckpointError: there is no complete checkpoint, a file is damaged or missing, or it is of another model or
             optimizer. Raised on all processes; the model may then be loaded in part.
     """
-    wait_for_checkpoint(result)
+    _wait(result, "load_checkpoint")
     checkpoint = Checkpoint.open(folder, step)
     if all_or_none(lambda: "mesh" not in checkpoint.plain):
         raise CheckpointError(f"{checkpoint.path} has no run to resume; load_pretrained loads its model")
@@ -167,8 +171,8 @@ def resume_or_start(
 
     Collective: all processes call it. `folder`, `result` and `extra` are those of `load_checkpoint`.
     """
-    wait_for_checkpoint(result)
-    if not from_rank_zero(bool(steps(folder))):
+    _wait(result, "resume_or_start")
+    if not from_rank_zero(bool(steps(folder)) or is_checkpoint(Path(folder))):
         return 0
     resumed = load_checkpoint(folder, result, extra=extra)
     logger.info("resumed from step %d in %s", resumed.step, folder)

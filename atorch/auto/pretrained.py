@@ -30,6 +30,7 @@ from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
 from atorch.model.meta_device import first_names, is_meta
+from atorch.model.structure import written_class
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, held_states, held_tensors
 
@@ -102,11 +103,8 @@ def _chosen(
     chosen = [(entry, state[name]) for entry in held if (name := next(filter(state.__contains__, entry.names), None))]
     present = {entry.name for entry, _ in chosen}
     lacking = [entry.name for entry in held if entry.name not in present]
-    if strict and (text := _differing(lacking, sorted(state.keys() - known))):
-        raise ArgumentError(
-            f"the state for {type(model).__name__} {text}, other than the model; give that of the same model, or "
-            "strict=False to load what both have"
-        )
+    if text := _refused(lacking, sorted(state.keys() - known), model, strict, is_other=not state.keys() & known):
+        raise ArgumentError(f"the state {text}")
     for entry, value in chosen:
         if tuple(value.shape) != entry.shape:
             raise ArgumentError(
@@ -116,8 +114,13 @@ def _chosen(
     return chosen
 
 
-def _differing(lacking: Sequence[str], more: Sequence[str]) -> str:
-    return " and ".join(f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names)
+def _refused(lacking: Sequence[str], more: Sequence[str], model: nn.Module, strict: bool, *, is_other: bool) -> str:
+    """Why a state that differs from the model's is not loaded, or "": without `strict`, it `is_other`, of all names."""
+    texts = [f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names]
+    if not texts or not (strict or is_other):
+        return ""
+    other = "" if is_other else ", or strict=False to load what both have"
+    return f"{' and '.join(texts)}, other than the model {written_class(model).__name__}; give the same model's{other}"
 
 
 @torch.no_grad()
@@ -179,11 +182,8 @@ def _names(source: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, str
         found[entry.name] = first
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     more = [name for name in saved if name not in known and not any(re.search(rule, name) for rule in ignored)]
-    if strict and (text := _differing(lacking, more)):
-        raise CheckpointError(
-            f"{source.path} {text}, other than the model {type(model).__name__}; give the files of the same model, or "
-            "strict=False to load what both have"
-        )
+    if text := _refused(lacking, more, model, strict, is_other=not saved.keys() & known):
+        raise CheckpointError(f"{source.path} {text}")
     return found
 
 
@@ -281,7 +281,7 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return None
-    return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
+    return {**json.loads(config.to_json_string()), "architectures": [written_class(model).__name__]}
 
 
 def own_rank() -> int:

@@ -52,6 +52,10 @@ def begin(folder: Path, step: int) -> Path:
     """
     with reporting(f"{folder} cannot hold a checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(other := folder / name_of(step)) and not os.path.lexists(other / MANIFEST):
+            raise CheckpointError(f"{other} is there, and is no checkpoint; remove it, or give another folder")
+        if is_checkpoint(folder):
+            raise CheckpointError(f"{folder} is a checkpoint itself; give the folder that it is in")
         _settle(folder)
         part = _part(folder, step)
         part.mkdir()
@@ -134,15 +138,22 @@ def discard(part: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """True for the folder of one checkpoint, as `publish` returns it."""
+    return re.fullmatch(r"step-\d{9,18}", folder.name) is not None and os.path.lexists(folder / MANIFEST)
+
+
 def path_of(folder: Path, step: int | None) -> tuple[int, Path]:
-    """The step, by default the newest, and the folder of its checkpoint.
+    """The step, by default the newest, and the folder of its checkpoint, which may be `folder` itself.
 
     Raises:
         CheckpointError: there is none.
     """
+    if is_checkpoint(folder) and step is None:
+        return int(folder.name.removeprefix("step-")), folder
     found = complete_steps(folder)
     wanted = max(found, default=None) if step is None else step
     if wanted is None or wanted not in found:
         there = f"there are {', '.join(map(str, sorted(found)[-10:]))}" if found else "there is no complete one"
-        raise CheckpointError(f"{folder} holds no checkpoint{'' if step is None else f' of step {step}'}; {there}")
+        raise CheckpointError(f"{folder} holds no checkpoint{'' if step is None else f' of step {step!r}'}; {there}")
     return wanted, found[wanted]

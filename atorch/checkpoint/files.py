@@ -158,6 +158,13 @@ class _Part:
     def write(self, pieces: list[_Piece], threads: ThreadPoolExecutor | None = None) -> Shard | None:
         return write_shard(self.folder / f"rank-{self.rank:05}.safetensors", pieces, threads) if pieces else None
 
+    def need_folder(self) -> None:
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder} was removed while it was written, as another save into {self.folder.parent} does; give "
+                "each result a folder of its own, and one job at a time"
+            )
+
     def publish(self, shards: list[Shard | None]) -> Path:
         files = [shard for shard in shards if shard is not None]
         manifest = Manifest(self.step, len(self.by_rank), self.tensors, files, self.plain, self.by_rank)
@@ -170,9 +177,10 @@ class _Part:
             shard = self.write(pieces)  # without threads: there are no new ones at the end of a process
         except CheckpointError as error:
             failure = error
-        if self.rank != 0:
-            write_file(self._note(self.rank), json.dumps([failure and str(failure), shard]), _NOTE)
         try:
+            self.need_folder()
+            if self.rank != 0:
+                write_file(self._note(self.rank), json.dumps([failure and str(failure), shard]), _NOTE)
             if failure is not None:
                 raise failure
             if self.rank == 0:
@@ -188,6 +196,7 @@ class _Part:
         """The file of another rank, once it has written it."""
         note, written, began = self._note(rank), 0, 0.0
         while not note.exists():
+            self.need_folder()
             with reporting(f"{self.folder} cannot be read"):
                 now = sum(os.stat(file).st_size for file in self.folder.glob("*.safetensors"))
             patience = TIMEOUT if threading.main_thread().is_alive() else _PATIENCE_AT_END

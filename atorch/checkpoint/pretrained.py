@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from atorch.checkpoint import commit
 from atorch.checkpoint.boxes import LogicalTensor, flat_boxes, whole_box
-from atorch.checkpoint.manifest import MANIFEST, Manifest, Saved, fields, need, saved_tensor
+from atorch.checkpoint.manifest import Manifest, Saved, fields, need, saved_tensor
 from atorch.checkpoint.reading import Checkpoint
 from atorch.checkpoint.shard_file import (
     BLOCK_BYTES,
@@ -43,7 +42,6 @@ MAX_SHARD_SIZE = 5 * 10**9
 _FILE = "model.safetensors"
 _INDEX = FileKind(f"{_FILE}.index.json", CheckpointError, 64 * MiB)
 _MAX_HEADER = 100_000_000
-_STEP_FOLDER = re.compile(r"step-(\d{9,18})")
 
 
 class _Piece(NamedTuple):
@@ -68,8 +66,8 @@ def open_pretrained(path: AnyPath) -> Checkpoint:
         CheckpointError: on all ranks: there is no such thing, or a file is damaged.
     """
     given = Path(path)
-    step_folder = from_rank_zero(all_or_none(lambda: _step_folder(given) if _rank() == 0 else None))
-    return Checkpoint.open(*step_folder) if step_folder is not None else all_or_none(lambda: _opened(given))
+    has_checkpoint = from_rank_zero(all_or_none(lambda: _rank() == 0 and _has_checkpoint(given)))
+    return Checkpoint.open(given) if has_checkpoint else all_or_none(lambda: _opened(given))
 
 
 def model_names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -83,11 +81,8 @@ def _rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
-def _step_folder(path: Path) -> tuple[Path, int | None] | None:
-    match = _STEP_FOLDER.fullmatch(path.name)
-    if match is not None and os.path.lexists(path / MANIFEST):
-        return path.parent, int(match[1])
-    return (path, None) if path.is_dir() and commit.steps(path) else None
+def _has_checkpoint(path: Path) -> bool:
+    return path.is_dir() and (commit.is_checkpoint(path) or bool(commit.steps(path)))
 
 
 def _opened(path: Path) -> Checkpoint:

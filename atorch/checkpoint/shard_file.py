@@ -211,7 +211,8 @@ def reporting(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(f"{what}: {why}; earlier checkpoints stay as they are") from error
+        earlier = "" if what.endswith("read") else "; earlier checkpoints stay as they are"
+        raise CheckpointError(f"{what}: {why}{earlier}") from error
 
 
 def open_regular(path: Path) -> tuple[int, int]:

@@ -400,6 +400,8 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
         atorch.load_checkpoint(tmp_path, small_job([], kind="SGD"))
     with pytest.raises(ArgumentError, match="auto_accelerate returned"):
         atorch.save_checkpoint(tmp_path, result.model, 1)
+    with pytest.raises(ArgumentError, match="load_checkpoint was given"):
+        atorch.load_checkpoint(tmp_path, result.model)
     longer = small_job([], Longer)
     with pytest.raises(CheckpointError, match=r"lacks more\."):
         atorch.load_checkpoint(tmp_path, longer)
@@ -479,7 +481,21 @@ def test_the_end_of_a_process_waits_for_the_checkpoint(tmp_path: Path) -> None:
         "raise SystemExit(3)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=120).returncode == 3
-    assert atorch.resume_or_start(tmp_path, small_job([])) == 7
+    for folder in (tmp_path, tmp_path / "step-000000007"):
+        assert atorch.resume_or_start(folder, small_job([])) == 7
+
+
+@on_ranks(2)
+def test_a_save_that_another_one_removes_ends(rank: int, size: int, tmp_path: Path) -> None:
+    first, second, begun = small_job(["ddp"]), small_job(["ddp"]), threading.Event()
+    with mock.patch.object(files, "write_shard", lambda *args: (begun.wait(60), write_shard(*args))[1]):
+        atorch.save_checkpoint(tmp_path, first, 1, background=True)
+        atorch.save_checkpoint(tmp_path, second, 2, background=True)
+        begun.set()
+        with pytest.raises(CheckpointError, match="part was removed while it was written"):
+            atorch.wait_for_checkpoint(first)
+        atorch.wait_for_checkpoint(second)
+    assert atorch.load_checkpoint(tmp_path, second).step == 2
 
 
 def test_without_a_checkpoint_a_run_starts(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def check(pool: Pool, tmp_path: Path, model: str, strategy: str) -> None:
         assert {name: value.dtype for name, value in again.state_dict().items()} == dict.fromkeys(state, dtype)
         for name, value in again.state_dict().items():
             assert torch.equal(value, state[name].to(dtype)), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == [type(expected).__name__]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert {path.name for path in (tmp_path / "out").glob("*.safetensors")} == set(index["weight_map"].values())
     assert {path.name for path in (tmp_path / "bf16").iterdir()} == {"model.safetensors", "config.json"}
@@ -126,6 +128,16 @@ def test_other_models_are_refused_before_anything_is_written(tmp_path: Path, sta
     if "quantized" not in told and "shape" not in told:
         atorch.load_pretrained(model, tmp_path, strict=False)
         assert torch.equal(model.weight, WEIGHT["weight"])
+
+
+def test_without_strict_a_model_with_no_name_in_common_is_refused(tmp_path: Path) -> None:
+    save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
+    result = small_job([])
+    for load in (atorch.load_pretrained, atorch.load_whole_state):
+        with pytest.raises(CheckpointError, match=r"lacks .* and has other, .*; give the same model's$"):
+            load(result.model, tmp_path, strict=False)
+    with pytest.raises(ArgumentError, match="has other"):
+        atorch.load_whole_state(result.model, {"other": torch.ones(1)}, strict=False)
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:

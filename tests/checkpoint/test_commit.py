@@ -123,7 +123,7 @@ def test_folders_that_cannot_hold_a_checkpoint(tmp_path: Path) -> None:
         save_state(tmp_path / "file", 1)
     with pytest.raises(CheckpointError, match="cannot hold a checkpoint: "):
         save_state(Path("/proc/none"), 1)
-    with pytest.raises(CheckpointError, match="file cannot be read: "):
+    with pytest.raises(CheckpointError, match="file cannot be read: Not a directory$"):
         steps(tmp_path / "file")
 
 
@@ -134,6 +134,10 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     save_state(tmp_path, 2, keep_last=1)
     assert steps(tmp_path) == [2]
+    with pytest.raises(CheckpointError, match="step-000000005 is there, and is no checkpoint"):
+        save_state(tmp_path, 5)
+    with pytest.raises(CheckpointError, match="step-000000002 is a checkpoint itself"):
+        save_state(tmp_path / "step-000000002", 3)
     assert {path.name for path in tmp_path.iterdir()} >= set(others[:5])
 
 

@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, CheckpointError, near_miss, shown
+from atorch.logs import logger
 from atorch.model.pytree import refilled
 from atorch.runtime.data.batches import in_step, part_of
 from atorch.runtime.data.samplers import LargeSampler, RankBatches, RankSampler, RankShare, WithoutFirst, uneven
@@ -100,6 +101,11 @@ class Loader(DataLoader[Any]):
         num_ranks = int(getattr(holder, "num_replicas", 0) or getattr(holder, "size", 1))
         return None if self.batch_size is None else self.batch_size * num_ranks
 
+    @property
+    def _length(self) -> int | None:
+        is_indexed = hasattr(self.dataset, "__len__") and not isinstance(self.dataset, IterableDataset)
+        return len(self.dataset) if is_indexed else None
+
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, the batches that the loop was given in it, and the random state that it began with.
 
@@ -107,7 +113,7 @@ class Loader(DataLoader[Any]):
         """
         return {
             "epoch": self._epoch, "given": self._given, "batch_size": self._global_batch, "order": self._order,
-            "began": self._began,
+            "began": self._began, "length": self._length,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -121,6 +127,11 @@ class Loader(DataLoader[Any]):
                 f"the checkpoint was saved within an epoch of global batches of {state['batch_size']} samples, and "
                 f"they have {self._global_batch} now: samples would be seen twice or never. Use the same batch_size"
             )
+        if state["given"] and state.get("length", self._length) != self._length:
+            logger.warning(
+                "the checkpoint was saved within an epoch of %s samples, and there are %s now: some may be seen "
+                "twice or never in this epoch", state["length"], self._length,
+            )  # fmt: skip
         is_same = state["order"] == self._order and (state["began"] is not None or self._order in ("epoch", "stream"))
         if state["given"] and not is_same:
             raise CheckpointError(
