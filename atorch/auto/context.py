@@ -178,7 +178,7 @@ class Context:
             object.__setattr__(marked, "_atorch", binding)
         add_clipping(built.model)
         self._guard_gradients(built, binding)
-        self._tell_of_part(built.model)
+        self._tell_of_part(built.model, built.optim)
         if built.optim is not None and self.mesh is not None and self.mesh.size(*REPLICA_AXES) > 1:
             keep_to(built.model, built.optim)
         scheduler = None
@@ -186,7 +186,7 @@ class Context:
             scheduler = self.make_scheduler(built.optim)
         return self._result(built, scheduler)
 
-    def _tell_of_part(self, model: nn.Module) -> None:
+    def _tell_of_part(self, model: nn.Module, optim: Optimizer | None) -> None:
         """Mark the model as partial, for saving, if this process has only a part of it."""
         is_sharded = any(hasattr(tensor, "placements") for tensor in model.parameters())
         is_staged = self.mesh is not None and self.mesh.size("pipeline") > 1
@@ -196,8 +196,7 @@ class Context:
             tell_of_part(model, "this process's rows of split parameters")
         if is_staged or is_sharded or self.layout is not None:
             need_whole_to_save(self.root)
-            for part in self.parts if is_staged else [self.root]:
-                refuse_other_parts(part, self.layout)
+            refuse_other_parts(self.parts if is_staged else [self.root], optim, self.layout)
 
     def _guard_gradients(self, built: Built, binding: ModelFacts) -> None:
         """Make gradients refuse computations, such as norms, whose result would differ from plain training's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -74,22 +77,39 @@ def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, cases: list[Any]
             assert got == expected, case
 
 
+def test_the_loss_scale_comes_back() -> None:
+    first, second = (
+        accelerated([("amp_native", {"dtype": "fp16", "init_scale": scale})], "awkward") for scale in (1024.0, 16.0)
+    )
+    step(first)
+    states = get_optimizer_state_dict(first.model, first.optim)
+    set_optimizer_state_dict(second.model, second.optim, states)
+    assert second.optim.state_dict()["loss_scale"] == first.optim.state_dict()["loss_scale"]
+    assert second.optim.state_dict()["loss_scale"]["scale"] > 16
+
+
 TENSOR: list[Any] = [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]
 
 
 def loaded_by_all(rank: int, size: int, strategy: list[Any], folder: str) -> str:
     """The error where every process loads what the first one saved, after each has loaded its own."""
     result = accelerated(strategy, "llama")
-    torch.save(result.model.state_dict(), f"{folder}/{rank}.pt")
+    step(result)
+    torch.save((result.model.state_dict(), result.optim.state_dict()), f"{folder}/{rank}.pt")
     saved = whole_state(result.model)
     fresh = accelerated(strategy, "llama", seed=1)
-    fresh.model.load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=True))
+    fresh.model.load_state_dict(torch.load(f"{folder}/{rank}.pt", weights_only=True)[0])
     assert all(torch.equal(saved[name], value) for name, value in whole_state(fresh.model).items())
-    try:
-        fresh.model.load_state_dict(torch.load(f"{folder}/0.pt", weights_only=True))
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    model, optim = torch.load(f"{folder}/0.pt", weights_only=True)
+    errors = set()
+    for load, state in ((fresh.model.load_state_dict, model), (fresh.optim.load_state_dict, optim)):
+        try:
+            load(state)
+            errors.add("")
+        except CheckpointError as error:
+            errors.add(str(error))
+    (error,) = errors
+    return error
 
 
 def test_a_process_refuses_the_part_of_another(pool: Pool, tmp_path: Path) -> None:
@@ -119,15 +139,60 @@ def refused_by_torch(rank: int, size: int, strategy: list[Any], folder: str) -> 
     result = language_job(strategy)
     step(result)
     model, optim = get_state_dict(result.model, result.optim)
-    with pytest.raises(dcp.CheckpointException, match="would take this process's part"):
-        dcp.save({"model": model, "optim": copy.deepcopy(optim)}, checkpoint_id=folder)
+    states = {"optim": copy.deepcopy(optim)}
+    for save in (dcp.save, dcp.async_save):
+        for saved in (states, {"optim": result.optim.state_dict()}, {"model": model, **states}):
+            with pytest.raises((dcp.CheckpointException, CheckpointError), match="would take this process's part"):
+                save(saved, checkpoint_id=folder)
+    if strategy == CHUNK:
+        with pytest.raises(ArgumentError, match="is kept for a copy or parts of it"):
+            set_optimizer_state_dict(
+                result.model, result.optim, plain_states(**FLAT)[1], options=StateDictOptions(**FLAT)
+            )
+
+
+def plain_states(**options: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states, as torch saves them, of the same GPT-2 on one process."""
+    model = gpt2(32, 16, heads=2, positions=8)
+    optim = torch.optim.AdamW(model.parameters())
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optim.step()
+    return model.state_dict(), get_optimizer_state_dict(model, optim, options=StateDictOptions(**options))
+
+
+CHUNK: list[Any] = [("chunk", {"budget_bytes": 2**22})]
+BOTH: list[Any] = [("parallel_mode", [("tensor", 2), ("data", 2)]), "tensor_parallel", "fsdp"]
+MIXED: list[Any] = [("parallel_mode", [("tensor", 2), ("pipeline", 2)]), "mixed_parallel"]
 
 
 def test_parts_that_torch_would_take_for_the_whole_are_refused(pool: Pool, tmp_path: Path) -> None:
-    chunk: list[Any] = [("chunk", {"budget_bytes": 2**22})]
-    run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in (TENSOR, chunk)])
-    both = [("parallel_mode", [("tensor", 2), ("data", 2)]), "tensor_parallel", "fsdp"]
-    pool.run(refused_by_torch, both, str(tmp_path), ranks=4)
+    run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in (TENSOR, CHUNK)])
+    run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in (BOTH, MIXED)], ranks=4)
+
+
+def whole_refused(rank: int, size: int, strategy: list[Any]) -> None:
+    """torch's whole states, out of a job and into it, raise; its own states come back."""
+    result, fresh = language_job(strategy), language_job(strategy)
+    step(result)
+    model, optim = plain_states()
+    options = StateDictOptions(full_state_dict=True)
+    if strategy == BOTH:
+        for get in (get_model_state_dict, partial(get_optimizer_state_dict, optimizers=result.optim)):
+            with pytest.raises(CheckpointError, match="would take this process's part"):
+                get(result.model, options=options)
+    with pytest.raises(CheckpointError, match="was given whole tensors"):
+        set_model_state_dict(fresh.model, dict(model), options=options)
+    with pytest.raises(CheckpointError, match="was given whole tensors"):
+        set_optimizer_state_dict(fresh.model, fresh.optim, optim, options=options)
+    fresh.model.load_state_dict(result.model.state_dict())
+    fresh.optim.load_state_dict(copy.deepcopy(result.optim.state_dict()))
+    assert step(fresh) == step(result)
+    assert step(fresh) == step(result)
+
+
+def test_torchs_whole_states_do_not_take_rows_for_others(pool: Pool) -> None:
+    pool.run(whole_refused, TENSOR)
+    pool.run(whole_refused, BOTH, ranks=4)
 
 
 def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: str) -> tuple[str, float, float]:

@@ -128,8 +128,6 @@ class TensorParallel(Method):
                 apply_layout(model, layout, tensor, **how)
             else:
                 layout = self._split(ctx, model, **how)
-            if spreads:
-                _warn_of_order(ctx, layout)
             for other in strategy:
                 if isinstance(other, SequenceParallel):
                     other.complete(ctx, layout)
@@ -192,19 +190,6 @@ class TensorParallel(Method):
         with without_fp8(model):
             layout = derive_layout(model, on_few_tokens(ctx, self.name), degree, **self._plan_knobs)
         return {LAYOUT_KEY: written(layout, self._plan_knobs)}
-
-
-def _warn_of_order(ctx: Context, layout: ModelLayout) -> None:
-    """Warn of DTensors whose rows are in another order than those of the full model."""
-    reordered = [name for name, rows in layout.rows.items() if not rows.is_in_order]
-    if reordered and ctx.world.rank == 0 and "order of rows" not in ctx.already_warned:
-        ctx.already_warned.add("order of rows")
-        more = f" and {len(reordered) - 1} more" if len(reordered) > 1 else ""
-        logger.warning(
-            "under tensor_parallel rows of %s%s are in the order of the processes, also in what "
-            "torch.distributed.checkpoint takes for the whole tensor; save and load it by atorch.whole_state and "
-            "atorch.load_whole_state", reordered[0], more,
-        )  # fmt: skip
 
 
 def _log_kept(model: nn.Module, layout: ModelLayout) -> None:

@@ -355,7 +355,8 @@ class StateTargets:
             names = [self.owner_of[number].name for number in group["params"]]
             names = names if strict else [name for name in names if name in saved_names]
             made.append({**group, **_settings(_matching(groups, index, names))})
-        self.optimizer.load_state_dict({**self._local, **more, "state": self._state, "param_groups": made})
+        loading = type(self.optimizer).load_state_dict  # not the instance's, which asks whose part it is
+        loading(self.optimizer, {**self._local, **more, "state": self._state, "param_groups": made})
 
 
 def _matching(groups: Sequence[Mapping[str, Any]], index: int, names: Sequence[str]) -> Mapping[str, Any]:

@@ -165,26 +165,33 @@ class OwnPart(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, value: Tensor) -> Tensor:
-        """`value`, a part in a state dict, so that it refuses."""
-        part = value.detach()
-        kind = cls if type(part) is Tensor else type("OwnPart", (cls, type(part)), {"__slots__": ()})
-        part.__class__ = kind
-        return part
+    def of(cls, value: Tensor, part: int | None = None) -> Tensor:
+        """`value`, a part in a state dict, so that it refuses; `part`: a number of it, which files keep."""
+        marked = value.detach()
+        kind = cls if type(marked) is Tensor else type("OwnPart", (cls, type(marked)), {"__slots__": ()})
+        marked.__class__ = kind
+        vars(marked).update({} if part is None else {"part": part})
+        return marked
 
-    def __create_write_items__(self, *_: Any) -> Any:
+    def __create_write_items__(self, *_: Any, **__: Any) -> Any:
         raise CheckpointError(
             "torch.distributed.checkpoint would take this process's part of a tensor for the whole one, or its rows "
             "for those of another order; use atorch.save_checkpoint and load_checkpoint"
         )
 
     __create_chunk_list__ = __get_tensor_shard__ = __create_write_items__
+    full_tensor = redistribute = new_empty = __create_write_items__  # by full_state_dict and async_save
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return OwnPart.of(self.detach().to(*args, **kwargs), vars(self).get("part"))  # by cpu_offload
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)  # files and other processes have plain tensors
+        plain = self.detach()  # files and other processes have plain tensors
+        vars(plain).update({"part": vars(self)["part"]} if "part" in vars(self) else {})
+        return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return OwnPart.of(copy.deepcopy(self.detach(), memo))
+        return OwnPart.of(copy.deepcopy(self.detach(), memo), vars(self).get("part"))
 
 
 _KINDS = (Adam, AdamW, SGD, Adagrad)

@@ -204,8 +204,10 @@ class ScaledOptimizer(WrappedOptimizer):
         return bool(overflow.item())
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with the scale under `loss_scale`."""
-        return {**super().state_dict(), "loss_scale": self.scale.state_dict()}
+        """The inner optimizer's state, with `loss_scale`, also in the first group: torch copies groups only."""
+        saved, scale = super().state_dict(), {"loss_scale": self.scale.state_dict()}
+        first, *others = saved["param_groups"]
+        return {**saved, **scale, "param_groups": [{**first, **scale}, *others]}
 
     def local_state_dict(self) -> dict[str, Any]:
         """This process's part of the inner optimizer's state."""
@@ -213,7 +215,8 @@ class ScaledOptimizer(WrappedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; one of another precision, without a scale, keeps the current scale."""
-        state_dict = dict(state_dict)
-        if (saved := state_dict.pop("loss_scale", None)) is not None:
+        first, *others = map(dict, state_dict["param_groups"])
+        state_dict = {"loss_scale": first.pop("loss_scale", None), **state_dict, "param_groups": [first, *others]}
+        if (saved := state_dict.pop("loss_scale")) is not None:
             self.scale.load_state_dict(saved)
         super().load_state_dict(state_dict)

@@ -10,6 +10,7 @@ gives a warning, and `save_pretrained` an error.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from atorch.checkpoint.boxes import LogicalTensor
 from atorch.distributed.collectives import checked_barrier, world_group
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.logs import logger
+from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.wrapper import override
 from atorch.runtime.data_parallel.buckets import gathered
 from atorch.runtime.optimizer.held_tensors import HeldTensor, held_tensors, placement
@@ -132,34 +135,92 @@ def tell_of_part(model: nn.Module, part: str) -> None:
     model.register_state_dict_pre_hook(_Telling(part))
 
 
-def refuse_other_parts(model: nn.Module, layout: ModelLayout | None) -> None:
-    """Let `model.load_state_dict` refuse state dicts of processes that hold other parts of the model.
+def refuse_other_parts(models: Iterable[nn.Module], optim: Optimizer | None, layout: ModelLayout | None) -> None:
+    """Let `load_state_dict` refuse state dicts of processes that hold other parts of the models.
 
     layout: the split, under which torch.distributed.checkpoint is refused, too.
     """
-    part = zlib.crc32(repr([(entry.names, entry.runs) for entry in held_tensors(model)]).encode())
-    model.register_state_dict_post_hook(partial(_note_part, part, {} if layout is None else layout.rows))
-    model.register_load_state_dict_pre_hook(partial(_check_part, part))
+    rows, parts, cut = {} if layout is None else layout.rows, [], {}
+    for model in models:
+        held = held_tensors(model)
+        parts.append(zlib.crc32(repr([(entry.names, entry.runs) for entry in held]).encode()))
+        split = {name: h for h in held for name in h.names if name in rows and not _is_as_told(h.tensor, rows[name])}
+        cut.update({id(entry.tensor): entry.shape for entry in split.values()})
+        shapes = {name: entry.shape for name, entry in split.items()}
+        model.register_state_dict_post_hook(partial(_note_part, parts[-1], shapes))
+        model.register_load_state_dict_pre_hook(partial(_check_part, parts[-1], shapes))
+    if optim is not None:
+        _mark_states(optim, zlib.crc32(repr(parts).encode()), cut)
+
+
+def _is_as_told(tensor: Tensor, rows: Rows) -> bool:
+    """True if torch knows the place of this process's rows: a DTensor's in the model's order."""
+    return rows.is_in_order and hasattr(tensor, "placements")
 
 
 def _note_part(
-    part: int, rows: Mapping[str, Rows], model: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]
+    part: int, cut: Mapping[str, Any], model: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
     metadata["part"] = part  # torch keeps it with the state dict, also in files
-    for name in rows.keys() & state.keys():
-        if not isinstance(state[name], nn.Parameter) and not (
-            rows[name].is_in_order and hasattr(state[name], "placements")
-        ):
-            state[name] = OwnPart.of(state[name])
+    for name in cut.keys() & state.keys():
+        if not isinstance(state[name], nn.Parameter):
+            state[name] = OwnPart.of(state[name], part)
 
 
-def _check_part(part: int, model: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-    if metadata.get("part", part) != part:
+def _check_part(
+    part: int, cut: Mapping[str, Any], model: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    _need_part(metadata.get("part"), [(state[name], cut[name]) for name in cut.keys() & state.keys()], part)
+
+
+def _need_part(given: int | None, values: Sequence[tuple[Any, tuple[int, ...]]], part: int) -> None:
+    """Raise unless a state dict is of this process's part, by its own number or those of its values.
+
+    values: those of split parameters, with the shape of the whole parameter.
+    """
+    if {given, *(getattr(value, "part", None) for value, _ in values)} - {part, None}:
         raise CheckpointError(
             "load_state_dict was given another part of the model than this process holds, from another process or "
             "another number of them: let each process load what it saved itself, or save atorch.whole_state(model) "
-            "and load it by atorch.load_whole_state"
+            "and load it by atorch.load_whole_state, or use atorch.save_checkpoint and load_checkpoint"
         )
+    if given is None and any(tuple(value.shape) == shape and not hasattr(value, "part") for value, shape in values):
+        raise CheckpointError(
+            "load_state_dict was given whole tensors, or shards of them in the model's order (torch's full_state_dict "
+            "makes such), and this process has other rows under tensor_parallel: load the model by "
+            "atorch.load_whole_state, all by atorch.load_checkpoint, or what state_dict returned, unchanged"
+        )
+
+
+def _mark_states(optimizer: Optimizer, part: int, cut: Mapping[int, tuple[int, ...]]) -> None:
+    """Let `optimizer` note its part in state dicts, and refuse those of others.
+
+    cut: the whole shapes of split parameters, by id.
+    """
+    itself = weakref.ref(optimizer)
+
+    def split(owner: Any, saved: Mapping[str, Any]) -> list[tuple[Any, Any, tuple[int, ...]]]:
+        numbers = (number for group in saved["param_groups"] for number in group["params"])
+        owned = zip(numbers, (id(p) for group in owner.param_groups for p in group["params"]), strict=False)
+        return [(n, saved["state"][n], cut[key]) for n, key in owned if key in cut and n in saved["state"]]
+
+    def state_dict() -> dict[str, Any]:
+        owner: Any = itself()
+        saved = type(owner).state_dict(owner)
+        marked = partial(map_tensors, lambda value: OwnPart.of(value, part) if value.dim() else value)
+        states = {number: marked(state) for number, state, _ in split(owner, saved)}
+        return {**saved, "part": part, "state": {**saved["state"], **states}}
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        owner: Any = itself()
+        states = split(owner, state_dict)
+        values = [(value, shape) for _, state, shape in states for value in tensors_in(state)]
+        _need_part(state_dict.get("part"), values, part)
+        plain = partial(map_tensors, lambda value: value.detach() if hasattr(value, "part") else value)
+        loaded = {**state_dict["state"], **{number: plain(state) for number, state, _ in states}}
+        type(owner).load_state_dict(owner, {**state_dict, "state": loaded})
+
+    optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict  # type: ignore[method-assign]
 
 
 def own_state(model: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of
-from tests.auto.test_meta_start import Decoder
 from tests.auto.training import accelerate, messages, run_each, steps
 from tests.pool import Pool
 from tests.runtime.data_parallel.test_collective_order import CAN_FIND
@@ -178,22 +177,3 @@ def of_experts(rank: int, size: int) -> float:
 
 def test_experts_are_shared_out(pool: Pool) -> None:
     assert max(pool.run(of_experts)) <= 1e-4
-
-
-def rows_told(rank: int, size: int, method: str) -> list[str]:
-    """The warnings about the order of rows, of a model whose queries, keys and values are one parameter."""
-    with messages() as heard:
-        auto_accelerate(
-            Decoder(),
-            load_strategy=[("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel", method],
-            **{**contract.arguments(), "loss_func": lambda batch, output: output.square().mean()},
-        )
-    return [each for each in heard if "are in the order of the processes" in each]
-
-
-def test_rows_that_are_no_neighbours_are_told_of(pool: Pool) -> None:
-    ((told,), others), of_ddp = run_each(pool, rows_told, [("fsdp",), ("ddp",)])
-    assert "blocks.0.qkv.weight and 7 more" in told
-    assert "atorch.load_whole_state" in told
-    assert others == []
-    assert of_ddp == [[], []]  # parts have shapes of their own
