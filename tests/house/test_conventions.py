@@ -69,7 +69,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     ),
     "atorch/runtime/pipeline/schedules.py:TorchStage.backward_maybe_with_nosync": "raised again, or told to its owner",
     "atorch/runtime/data/batches.py:_Fetched.__init__": ("raised again, and told to others, who would wait forever"),
-    "atorch/smp/steps/first_step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
+    "atorch/smp/step.py:_watched": "a function may fail on zeros in any way; real batches show its faults",
     "atorch/smp/steps/runner.py:Runner.run": "raised on all processes at the end of the step",
     "atorch/smp/steps/runner.py:_Work.run": "the same: the others of a pipeline wait for what this one gives",
     "atorch/smp/steps/averaging.py:ShardedPasses.step": "raised again, once the others know that they have to stop",

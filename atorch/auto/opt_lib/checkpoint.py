@@ -65,9 +65,6 @@ class ActivationCheckpoint(Method):
             config = {**config, "wrap_class": module_names(config["wrap_class"], "checkpoint wrap_class")}
         return super().of(config)
 
-    def unfit(self, cost: Cost) -> str | None:
-        return self.against_pipeline(cost.schedule) if cost.stages > 1 else None
-
     @property
     def joins_backward(self) -> str:
         runs_once = self.selective or not self.no_reentrant
