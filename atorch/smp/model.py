@@ -248,7 +248,7 @@ class DistributedModel(LocalParts):
         Raises:
             ArgumentError: the model is not partitioned yet, or an argument is invalid.
         """
-        from atorch.smp.norms import clip
+        from atorch.smp.optimizer import clip
 
         norm = clip(self, self.parameters(), "clip_grad_norm_", max_norm, norm_type)
         if session().optimizer is not None:

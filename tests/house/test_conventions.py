@@ -376,7 +376,6 @@ METAPHORS_LEFT: Mapping[str, str] = {
     "atorch/auto/planner/dry_runs/step_timing.py": "crew",
     "atorch/auto/planner/dry_runs/trial.py": "crew",
     "atorch/auto/planner/planner.py": "crew",
-    "atorch/auto/rollback.py": "crew",
     "atorch/patrickstar/runtime/engine.py": "foresee, foresight",
     "atorch/smp/ranks.py": "door",
     "atorch/smp/tensor/replacement.py": "twin",
