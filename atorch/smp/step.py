@@ -114,15 +114,12 @@ def _run(
         pieces = slicing.cut(batch, owner.config.microbatches)
         return [map_tensors(lambda leaf: leaf.to(owner.device, non_blocking=True), piece) for piece in pieces]
 
-    start = starts_together(owner, cut, _name(function), model.training)
+    name = f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
+    start = starts_together(owner, cut, name, model.training)
     if not start.is_alike:
         start = with_the_firsts_batch(owner, start)
     runner = model.runner or partition(owner, model, function, start.pieces[0])
     return runner.run(function, start, detach)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
 
 
 Function = Callable[..., Any]
