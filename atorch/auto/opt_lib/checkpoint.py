@@ -18,7 +18,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost import Cost, ModelProfile, Segment
+from atorch.cost import Cost, ModelProfile
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.model.structure import find_modules, largest_children, module_names, repeated_blocks
@@ -85,7 +85,8 @@ class ActivationCheckpoint(Method):
         """All repeated blocks, if there are any; also selectively, if that leaves something to recompute."""
         if profile.blocks:
             yield cls()
-            if any(0 < _kept(block) < block.saved_bytes for block in profile.blocks):
+            kept = [(block.inside.selective_bytes + block.outside.selective_bytes, block) for block in profile.blocks]
+            if any(0 < num_bytes < block.saved_bytes for num_bytes, block in kept):
                 yield cls(selective=True)
 
     def check(self, ctx: Context) -> None:
@@ -121,7 +122,3 @@ class ActivationCheckpoint(Method):
                     selective=self.selective,
                 )
         return ctx
-
-
-def _kept(block: Segment) -> float:
-    return block.inside.selective_bytes + block.outside.selective_bytes
