@@ -24,8 +24,8 @@ from command import answer_of, as_rank, main
 from compare import Row, interleave
 
 from atorch.profiler.memory_tracker import OTHER, LiveBytes
+from atorch.runtime.context_parallel import Ring, attend_around, plan_of
 from atorch.runtime.context_parallel.load_balancing import Deal, schedule
-from atorch.runtime.context_parallel.ring import Ring, attend_around, plan_of
 
 HEADS, GROUPS, DIM = 8, 2, 64
 

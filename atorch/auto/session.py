@@ -20,8 +20,8 @@ from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import batch_place, complete, idle_axes, needs_values
 from atorch.auto.opt_lib.shared.optimizer_compatibility import tell_kernel
 from atorch.auto.opt_lib.shared.precision import tell_of_16_bits
+from atorch.auto.planner.dry_runs.fault_barrier import adopt, trimmed
 from atorch.auto.reference_step import ReferenceStep, plain_pass
-from atorch.auto.rollback import adopt, trimmed
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.auto.verification import as_strategy_errors, cannot_evaluate, check
 from atorch.cluster.spec import ClusterSpec

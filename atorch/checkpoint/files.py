@@ -21,8 +21,7 @@ from torch import Tensor
 
 from atorch.checkpoint import commit
 from atorch.checkpoint.boxes import Box, LogicalTensor, check_cover, check_pieces, whole_box
-from atorch.checkpoint.manifest import Manifest, Saved
-from atorch.checkpoint.plain_data import encoded
+from atorch.checkpoint.manifest import Manifest, Saved, encoded
 from atorch.checkpoint.shard_file import (
     DTYPES,
     Shard,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from atorch.checkpoint import commit
@@ -145,7 +145,7 @@ def _read_tensor(folder: Path, name: str, box: Box, info: Any) -> Tensor:
     return values
 
 
-class CheckpointReader(StorageReader):
+class CheckpointReader(FileSystemReader):
     """Lets `torch.distributed.checkpoint.load` read the tensors of a checkpoint: `model.N`, and `optim.state.N.key`.
 
     All processes make it together. `folder`, `step`: as in `Checkpoint.open`.
@@ -153,11 +153,9 @@ class CheckpointReader(StorageReader):
 
     def __init__(self, folder: AnyPath, step: int | None = None) -> None:
         self._checkpoint = Checkpoint.open(folder, step)
+        super().__init__(self._checkpoint.path)
         own = self._checkpoint.names
         self._names = {f"optim.state.{name[6:]}" if name.startswith("optim.") else name: name for name in own}
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         forms: dict[str, Any] = {}
@@ -167,15 +165,6 @@ class CheckpointReader(StorageReader):
             forms[shown_name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), [chunk])
         places = {MetadataIndex(name, [0] * len(form.size)): None for name, form in forms.items()}
         return Metadata(forms, storage_data=places)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -188,7 +177,3 @@ class CheckpointReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from atorch.checkpoint import commit
 from atorch.checkpoint.boxes import Box, LogicalTensor, check_pieces, intersection, whole_box
-from atorch.checkpoint.manifest import Manifest, Saved, read_manifest
-from atorch.checkpoint.plain_data import decoded
+from atorch.checkpoint.manifest import Manifest, Saved, decoded, read_manifest
 from atorch.checkpoint.shard_file import DTYPES, ShardReader, block_bytes, empty, scatter, staging, touched
 from atorch.distributed.barrier_diagnostics import answered
 from atorch.distributed.collectives import (

@@ -18,7 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,7 +256,9 @@ class ShardReader:
                 "file, or load another checkpoint"
             )
         expected = start or header([(tensor, dtypes[tensor], box) for tensor, box, _ in shard.stored])
-        if self._pread(len(expected), 0) != expected:
+        with reporting(f"{path} cannot be read"):
+            begin = os.pread(self._handle, len(expected), 0)
+        if begin != expected:
             raise CheckpointError(f"{path} is not the file of this checkpoint: its header is another; bring that back")
         self._dtypes = [DTYPES[dtypes[stored.tensor]] for stored in shard.stored]
         lengths = [stored.box.numel * dtype.itemsize for stored, dtype in zip(shard.stored, self._dtypes, strict=True)]
@@ -273,7 +275,7 @@ class ShardReader:
         stored = self._shard.stored[index]
         data = buffer.numpy().data[: block_bytes(stored.box, self._dtypes[index], block)]
         start, filled = self._starts[index] + block * BLOCK_BYTES, 0
-        with _reading(self.path):
+        with reporting(f"{self.path} cannot be read"):
             while filled < len(data) and (count := os.preadv(self._handle, [data[filled:]], start + filled)):
                 filled += count
         if filled < len(data) or (stored.checksums and zlib.crc32(data) != stored.checksums[block]):
@@ -281,10 +283,6 @@ class ShardReader:
                 f"{self.path}: {stored.tensor!r} {stored.box} has changed since it was written (the checksum of its "
                 f"block {block} differs); load another checkpoint"
             )
-
-    def _pread(self, length: int, start: int) -> bytes:
-        with _reading(self.path):
-            return os.pread(self._handle, length, start)
 
 
 def block_bytes(box: Box, dtype: torch.dtype, block: int) -> int:
@@ -305,10 +303,6 @@ def scatter(
             common = intersection(placed, wanted)
             if common is not None:
                 copy_values(target[common.slices(wanted)], source[common.slices(placed)])
-
-
-def _reading(path: Path) -> AbstractContextManager[None]:
-    return reporting(f"{path} cannot be read")
 
 
 def touched(sizes: Sequence[int], box: Box, itemsize: int) -> Iterator[int]:

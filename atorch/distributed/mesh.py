@@ -192,9 +192,6 @@ class Mesh:
                 return key
         return tuple(name for name, size in self.slices if size > 1)
 
-    def _table(self, names: Sequence[str]) -> list[list[int]]:
-        return [sorted(ranks) for ranks in groups_along(self.slices, self.num_ranks, self.rank_order, names)]
-
     def _make_group(self, key: tuple[str, ...]) -> dist.ProcessGroup:
         world.ensure_group(self.device_type)
         if self.num_ranks != dist.get_world_size():
@@ -209,8 +206,8 @@ class Mesh:
             assert isinstance(single, dist.ProcessGroup)
             return single
         member_group: dist.ProcessGroup | None = None
-        for ranks in self._table(key):
-            group = dist.new_group(ranks, timeout=self.timeout)
+        for ranks in groups_along(self.slices, self.num_ranks, self.rank_order, key):
+            group = dist.new_group(sorted(ranks), timeout=self.timeout)
             member_group = group if _my_rank() in ranks else member_group
         assert member_group is not None, "every rank is in one of the groups"
         if self.device_type == "cuda" and not is_fake_world():

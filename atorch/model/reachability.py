@@ -107,7 +107,9 @@ class Referenced:
         strong = [key for key, x in self._objects.items() if key in self._held or _is_target(x)]
         leading = self._leading_to(strong, lambda x: True)
         plain = self._plain()
-        loose = [key for key, x in self._objects.items() if _is_mutable(x) or (key in plain and _has_attributes(x))]
+        loose = [
+            key for key, x in self._objects.items() if type(x) in _MUTABLE or (key in plain and _has_attributes(x))
+        ]
         loose += self._rebound_cells()
         leading |= self._leading_to(loose, lambda x: type(x) in _PASSING or id(x) in plain)
         for weak in self._weak:
@@ -168,10 +170,6 @@ def _ends_holding(x: Any) -> bool:
 
 def _is_target(x: Any) -> bool:
     return issubclass(type(x), (torch.Tensor, nn.Module))
-
-
-def _is_mutable(x: Any) -> bool:
-    return type(x) in _MUTABLE
 
 
 def _is_ordinary(x: Any) -> bool:

@@ -73,8 +73,9 @@ class FP16Adam(WrappedOptimizer):
         """
         before = self.state_dict()
         inner: WrappedOptimizer = ChunkOptimizer(self._make, self.inner.param_groups, chunks, loss_scale=self._divisor)
-        if self.loss_scaler is not None and _is_dynamic(self.loss_scaler):
-            inner = ScaledOptimizer(inner, self.loss_scaler, unscale=False, device=chunks.device)
+        scale = self.loss_scaler
+        if scale is not None and (scale.growth, scale.backoff) != (1.0, 1.0):
+            inner = ScaledOptimizer(inner, scale, unscale=False, device=chunks.device)
         if self._loaded:
             inner.load_state_dict(before)
         self.inner, self._chunks, self._tell, self._loaded = inner, chunks, tell, {}
@@ -154,10 +155,6 @@ def loss_scale_of(section: Fp16Section | None) -> LossScaler | None:
         hysteresis=section.hysteresis,
         smallest=section.min_loss_scale,
     )
-
-
-def _is_dynamic(scale: LossScale) -> bool:
-    return (scale.growth, scale.backoff) != (1.0, 1.0)
 
 
 @torch.no_grad()

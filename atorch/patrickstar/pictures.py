@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.patrickstar.profiler import MemoryEvent, MemoryTier, PhaseSpan, Profile
+from atorch.report import element, table
 from atorch.report.html import page
-from atorch.report.html_dom import element, table
 from atorch.units import GiB, KiB, MiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:

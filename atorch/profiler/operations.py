@@ -28,14 +28,8 @@ _FUSED_ATTENTION = frozenset(
     )
 )
 _PLACES: Mapping[Any, tuple[int, int]] = {  # positions of a product's two matrices
-    _aten.mm: (0, 1),
-    _aten.bmm: (0, 1),
-    _aten.mv: (0, 1),
-    _aten.addmm: (1, 2),
-    _aten._addmm_activation: (1, 2),
-    _aten.baddbmm: (1, 2),
-    _aten.addmv: (1, 2),
-    _aten._grouped_mm: (0, 1),
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.mv, _aten._grouped_mm), (0, 1)),
+    **dict.fromkeys((_aten.addmm, _aten._addmm_activation, _aten.baddbmm, _aten.addmv), (1, 2)),
 }
 _KINDS: Mapping[Any, OpKind] = {
     # Reductions over all features of a token need them at once: norms.

@@ -20,6 +20,7 @@ from importlib.resources import files
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
+from atorch.report import HtmlNode, element, row, section, table
 from atorch.report.answer import Answers, rate, side_by_side
 from atorch.report.figures import (
     SLACK,
@@ -45,7 +46,6 @@ from atorch.report.figures import (
     varied,
     why_not,
 )
-from atorch.report.html_dom import HtmlNode, element, row, section, table
 from atorch.report.text import steps
 from atorch.units import format_bytes, format_seconds
 

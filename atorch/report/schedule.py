@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from xml.etree.ElementTree import Element, tostring
 
 from atorch.errors import StrategyError
-from atorch.report.html_dom import element
+from atorch.report import element
 
 if TYPE_CHECKING:
     from rich.text import Text

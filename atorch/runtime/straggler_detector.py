@@ -4,20 +4,20 @@
     for batch in loader: ...                    # the loop stays as it is
 
 Processes that train together take equally long for every step, since all wait for the slowest. So the detector compares
-each process's own work: data (from the last step to the model's call), forward, and backward up to the last gradient.
-It notes the moments at which a part begins or ends, on a GPU as events in its stream. Only a report reads them: time
-counts where the end of a part directly follows its beginning.
+each process's own work by three timers: data (from the last step to the model's call), forward, and backward up to the
+last gradient. On a GPU they are events in its stream, which only a report reads.
 """
 
 from __future__ import annotations
 
 import math
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import starmap
 from statistics import median_low
 from time import perf_counter
 from typing import Any
@@ -52,10 +52,8 @@ class Straggler:
     reports: int  # consecutive reports in which it was slow
 
     def __str__(self) -> str:
-        who = f"rank {listed(self.ranks)}"
-        if len(self.ranks) > 1:
-            who = f"one of ranks {listed(self.ranks)}, which wait for one another in it,"
-        hosts = listed(list(dict.fromkeys(self.hosts)))
+        is_one, ranks, hosts = len(self.ranks) == 1, listed(self.ranks), listed(list(dict.fromkeys(self.hosts)))
+        who = f"rank {ranks}" if is_one else f"one of ranks {ranks}, which wait for one another in it,"
         own, median = format_seconds(self.own_s), format_seconds(self.median_s)
         return f"{who} on {hosts} takes {own} a step for {self.part}, where the median is {median}"
 
@@ -95,35 +93,30 @@ class StragglerDetector(ExitStack):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        *,
-        every: int = 50,
-        patience: int = 3,
-        margin: float = 0.1,
-        on_report: Callable[[StepReport], None] | None = None,
-    ) -> None:
+        self, model: nn.Module, optim: torch.optim.Optimizer, *, every: int = 50, patience: int = 3,
+        margin: float = 0.1, on_report: Callable[[StepReport], None] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        given = f"every={every!r}, patience={patience!r}, margin={margin!r}"
-        require_equal(given, "the call of StragglerDetector", ArgumentError)
+        given, call = f"every={every!r}, patience={patience!r}, margin={margin!r}", "StragglerDetector"
+        require_equal(given, f"the call of {call}", ArgumentError)
         if not (isinstance(model, nn.Module) and hasattr(optim, "register_step_post_hook")):
             raise ArgumentError(
-                f"StragglerDetector was given a {type(model).__name__} and a {type(optim).__name__}; give the module "
-                "that the loop calls and the optimizer that it steps, such as result.model and result.optim"
+                f"{call} was given a {type(model).__name__} and a {type(optim).__name__}; give the module that the "
+                "loop calls and the optimizer that it steps, such as result.model and result.optim"
             )
         if not (isinstance(every, int) and every >= 2 and patience >= 1 and 0 < margin < math.inf):
             raise ArgumentError(
-                f"StragglerDetector was given {given}; every is a whole number of at least 2, patience is at least 1, "
-                "and margin is a share of a step, such as 0.1"
+                f"{call} was given {given}; every is a whole number of at least 2, patience is at least 1, and margin "
+                "is a share of a step, such as 0.1"
             )
         self.report: StepReport | None = None
         """The last report, on rank 0."""
         self._every, self._patience, self._margin, self._on_report = every, patience, margin, on_report
         self._slow: dict[tuple[str, tuple[int, ...]], int] = {}  # consecutive reports, by part and ranks
         self._is_cuda = any(parameter.is_cuda for parameter in model.parameters())
-        self._moments: list[tuple[str, bool, Any]] = []  # the part, True where it begins, and the time
-        self._num_steps = 0
+        self._spans: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)  # beginning and end, by part
+        self._open: tuple[str, Any] = ("", None)  # the part that runs, and the time at which it began
+        self._num_steps, self._began = 0, None
         mesh = getattr(getattr(model, "_atorch", None), "mesh", None)
         rank = dist.get_rank() if is_distributed() else 0
         self._stage: int = 0 if mesh is None else mesh.rank("pipeline")
@@ -136,74 +129,75 @@ class StragglerDetector(ExitStack):
         """Hook the model's call, its root modules, and the places where modules wait for parameters."""
         # Replicas reduce gradients while backward computes others, and wait for them only at its end.
         is_own = not is_distributed() or isinstance(model, DistributedDataParallel) or hasattr(model, "replicas")
-        yield model.register_forward_pre_hook(_Hook(self._note, DATA, False), prepend=True)
+        yield model.register_forward_pre_hook(_Hook(self._mark, DATA, False), prepend=True)
         for root in _roots(model):
             # FSDP2's method, without importing it
             gathering = [inner for inner in root.modules() if inner is not root and hasattr(inner, "unshard")]
             if any(getattr(module, "_compiled_call_impl", None) for module in (root, *gathering)):
                 continue  # hooks would be compiled, too, and waits would count as work
-            yield root.register_forward_pre_hook(_Hook(self._note, FORWARD, True))
+            yield root.register_forward_pre_hook(_Hook(self._mark, FORWARD, True))
             yield root.register_forward_hook(_Hook(self._leave, is_own))
             for module in gathering:
-                yield module.register_forward_pre_hook(_Hook(self._note, FORWARD, False), prepend=True)
-                yield module.register_forward_pre_hook(_Hook(self._note, FORWARD, True))
+                yield module.register_forward_pre_hook(_Hook(self._mark, FORWARD, False), prepend=True)
+                yield module.register_forward_pre_hook(_Hook(self._mark, FORWARD, True))
 
-    def _note(self, part: str, begins: bool, *_: Any) -> None:
+    def _mark(self, part: str, begins: bool, *_: Any) -> None:
+        """Begin a part; or end it, if it was the last that began."""
         if part == FORWARD and torch._C._current_graph_task_id() != -1:
             return  # a recompute, during backward
         now: Any = torch.cuda.Event(enable_timing=True) if self._is_cuda else perf_counter()
         if self._is_cuda:
             now.record()
-        self._moments.append((part, begins, now))
+        if not begins and self._open[0] == part:
+            self._spans[part].append((self._open[1], now))
+        self._open = (part if begins else "", now)
 
     def _leave(self, is_own: bool, root: nn.Module, args: Any, output: Any) -> None:
-        self._note(FORWARD, False)
+        self._mark(FORWARD, False)
         for tensor in tensors_in(output):
             if is_own and tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: torch.Tensor) -> None:
-        if not self._moments or self._moments[-1][:2] != (BACKWARD, True):
-            self._note(BACKWARD, True)
+        if self._open[0] != BACKWARD:
+            self._mark(BACKWARD, True)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._note(BACKWARD, False)
+        self._mark(BACKWARD, False)
         if not self._is_staged:  # pipeline stages wait for one another between their passes
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(partial(queue, partial(self._note, DATA, True)))  # after others' callbacks, where replicas wait
+            queue(partial(queue, partial(self._mark, DATA, True)))  # after others' callbacks, where replicas wait
 
     def _end_step(self, *_: Any) -> None:
         self._num_steps += 1
-        if self._num_steps == 1:
-            self._moments.clear()
-        self._note(DATA, True)
+        self._mark(DATA, True)
         if self._num_steps % self._every == 0:
             self._tell()
-            self._note(DATA, True)
+            self._mark(DATA, True)
+        elif self._num_steps > 1:
+            return
+        self._began = self._open[1]
+        self._spans.clear()
 
     def _tell(self) -> None:
         """Gather the measured times of all processes, a few numbers of each, and report them on rank 0."""
-        moments, self._moments = self._moments, []
         num_measured = self._every - (self._num_steps == self._every)
-        times = {"whole": _seconds(moments[0][2], moments[-1][2]), DATA: 0.0, FORWARD: 0.0, BACKWARD: 0.0}
-        for (part, begins, start), (other, goes_on, end) in pairwise(moments):
-            if part == other and begins and not goes_on:
-                times[part] += _seconds(start, end)
-        mean = [seconds / num_measured for seconds in times.values()]
+        timers = [[(self._began, self._open[1])], *(self._spans[part] for part in PARTS)]
+        mean = [sum(starmap(_seconds, spans)) / num_measured for spans in timers]
         rows = gather_objects((socket.gethostname(), self._stage, self._unit, *mean))
         if is_distributed() and dist.get_rank():
             return
-        hosts, stages, units, steps_s, *parts = zip(*rows, strict=True)
-        slow, before, self._slow = [], self._slow, {}
-        for part, own_s in zip(PARTS, parts, strict=True):
+        hosts, stages, units, steps_s, *own = zip(*rows, strict=True)
+        slow, before, self._slow, parts_s = [], self._slow, {}, dict(zip(PARTS, own, strict=True))
+        for part, own_s in parts_s.items():
             of_part = range(len(rows)) if part == DATA else units
             for ranks, (unit_s, median_s) in behind(own_s, steps_s, self._margin, of_part, stages).items():
                 reports = self._slow[part, ranks] = before.get((part, ranks), 0) + 1
                 slow.append(Straggler(ranks, tuple(hosts[i] for i in ranks), part, unit_s, median_s, reports))
                 if reports == self._patience:
                     logger.warning("%s, in the last %d reports; the others wait for it", slow[-1], reports)
-        self.report = StepReport(self._num_steps, steps_s, dict(zip(PARTS, parts, strict=True)), slow)
+        self.report = StepReport(self._num_steps, steps_s, parts_s, slow)
         logger.info("%s", self.report)
         if self._on_report is not None:
             self._on_report(self.report)
@@ -236,12 +230,11 @@ def behind(
     than `margin` of the median step, and more than SPREAD median deviations from the median.
     """
     least, slow = margin * median_low(whole_s), {}
+    members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, unit in enumerate(zip(peers, units, strict=True)):
+        members[unit].append(rank)
     for kind in sorted(set(peers)):
-        members: dict[int, list[int]] = {}
-        for rank, unit in enumerate(units):
-            if peers[rank] == kind:
-                members.setdefault(unit, []).append(rank)
-        times = {tuple(ranks): min(own_s[rank] for rank in ranks) for ranks in members.values()}
+        times = {tuple(ranks): min(own_s[n] for n in ranks) for unit, ranks in members.items() if unit[0] == kind}
         median = median_low(times.values())
         spread = median_low(abs(time_s - median) for time_s in times.values())
         for ranks, time_s in times.items():
@@ -250,9 +243,7 @@ def behind(
     return slow
 
 
-def _roots(model: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(model, (Wrapper, DistributedDataParallel)):
-        for inner in (model.module, *getattr(model, "others", ())):
-            yield from _roots(inner)
-    else:
-        yield model
+def _roots(model: nn.Module) -> list[nn.Module]:
+    if not isinstance(model, (Wrapper, DistributedDataParallel)):
+        return [model]
+    return [root for inner in (model.module, *getattr(model, "others", ())) for root in _roots(inner)]

@@ -113,13 +113,9 @@ class DistributedModel(LocalParts):
         Raises:
             ArgumentError: no step runs, a tensor is invalid, or an option is set that autograd supports only locally.
         """
-        for name, value in (
-            ("retain_graph", retain_graph), ("create_graph", create_graph), ("retain_grad", retain_grad),
-        ):  # fmt: skip
-            if value:
-                raise ArgumentError(
-                    f"model.backward was given {name}={value}; parts of the graph are on other processes"
-                )
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "retain_grad": retain_grad}
+        if given := next((f"{name}={value}" for name, value in options.items() if value), None):
+            raise ArgumentError(f"model.backward was given {given}; parts of the graph are on other processes")
         if self._body is None:
             raise ArgumentError("model.backward was called outside of smp.step; call it in a function with @smp.step")
         self._body.backward(tensors, grad_tensors)
@@ -252,7 +248,7 @@ class DistributedModel(LocalParts):
         Raises:
             ArgumentError: the model is not partitioned yet, or an argument is invalid.
         """
-        from atorch.smp.norms import clip
+        from atorch.smp.optimizer import clip
 
         norm = clip(self, self.parameters(), "clip_grad_norm_", max_norm, norm_type)
         if session().optimizer is not None:
@@ -324,17 +320,6 @@ class DistributedModel(LocalParts):
         self.module.cpu()
         self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"
         return self
-
-    def saved_parts(self) -> tuple[nn.Module, Any]:
-        """The local parts, which know their places in the whole model, and the local optimizer, for checkpoints.
-
-        Raises:
-            ArgumentError: a loaded state waits for the model's partition.
-        """
-        if self._waiting and not self.partitioned:
-            raise ArgumentError("a state was loaded, which the model takes in its first smp.step; save after that")
-        optimizer = session().optimizer
-        return self.placed(), None if optimizer is None else optimizer.local()
 
     def _gathered(self, call: str) -> dict[str, Any]:
         group, own = meet(call, is_whole=True, states=False), self.own_state()

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from atorch.distributed import world
 from atorch.distributed.collectives import checked_barrier, gather_objects
 from atorch.errors import ArgumentError, shown
-from atorch.smp.session import AXES_OF, session
-from atorch.smp.steps.messages import on_host
+from atorch.smp.session import AXES_OF, on_host, session
 
 __all__ = [
     "DP_GROUP", "MP_GROUP", "PP_GROUP", "RDP_GROUP", "TP_GROUP", "WORLD", "CommGroup", "RankType", "dp_rank",

@@ -16,8 +16,8 @@ from torch import nn
 
 from atorch import auto_accelerate
 from atorch.auto import session
+from atorch.auto.planner.dry_runs.fault_barrier import attempt
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Rejected
-from atorch.auto.rollback import attempt
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.errors import StrategyError
 from atorch.model.copy import lazy_clone

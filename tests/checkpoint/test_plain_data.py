@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.checkpoint.plain_data import decoded, encoded
+from atorch.checkpoint.manifest import decoded, encoded
 from atorch.errors import CheckpointError
 from atorch.files.weights import is_same
 

@@ -18,7 +18,7 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.model.copy_isolation import Originals
 from atorch.profiler.trace import trace
-from atorch.runtime.tensor_parallel.split import derive_layout
+from atorch.runtime.tensor_parallel import derive_layout
 from tests.roads import BATCH, WIDTH, ByLambda, job
 
 HELD: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost import Cost, ModelProfile, Segment
+from atorch.cost import Cost, ModelProfile
 from atorch.errors import StrategyError
 from atorch.logs import logger
 from atorch.model.structure import find_modules, largest_children, module_names, repeated_blocks
@@ -65,9 +65,6 @@ class ActivationCheckpoint(Method):
             config = {**config, "wrap_class": module_names(config["wrap_class"], "checkpoint wrap_class")}
         return super().of(config)
 
-    def unfit(self, cost: Cost) -> str | None:
-        return self.against_pipeline(cost.schedule) if cost.stages > 1 else None
-
     @property
     def joins_backward(self) -> str:
         runs_once = self.selective or not self.no_reentrant
@@ -88,7 +85,8 @@ class ActivationCheckpoint(Method):
         """All repeated blocks, if there are any; also selectively, if that leaves something to recompute."""
         if profile.blocks:
             yield cls()
-            if any(0 < _kept(block) < block.saved_bytes for block in profile.blocks):
+            kept = [(block.inside.selective_bytes + block.outside.selective_bytes, block) for block in profile.blocks]
+            if any(0 < num_bytes < block.saved_bytes for num_bytes, block in kept):
                 yield cls(selective=True)
 
     def check(self, ctx: Context) -> None:
@@ -124,7 +122,3 @@ class ActivationCheckpoint(Method):
                     selective=self.selective,
                 )
         return ctx
-
-
-def _kept(block: Segment) -> float:
-    return block.inside.selective_bytes + block.outside.selective_bytes

@@ -45,9 +45,6 @@ class Compile(Method):
             config = {**config, "wrap_class": module_names(config["wrap_class"], "compile wrap_class")}
         return super().of(config)
 
-    def unfit(self, cost: Cost) -> str | None:
-        return self.against_pipeline(cost.schedule) if cost.stages > 1 else None
-
     @property
     def joins_backward(self) -> str:
         return "computes both at once: leave it out"

@@ -204,9 +204,6 @@ class Fsdp(Method):
         """The axis zero; shards stay within it if the mesh has data, too."""
         return ("zero",)
 
-    def unfit(self, cost: Cost) -> str | None:
-        return self.against_pipeline(cost.schedule) if cost.stages > 1 else None
-
     @property
     def joins_backward(self) -> str:
         return "does not keep weights gathered until then: use ddp or zero1 instead"

@@ -16,8 +16,13 @@ from typing import ClassVar, Literal
 from typing_extensions import Self
 
 from atorch.auto.context import Context
-from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible, uncuttable, unmet_tokens
-from atorch.auto.opt_lib.shared.sample_batch import on_samples
+from atorch.auto.opt_lib.shared.model_requirements import (
+    has_compiled_loss,
+    indivisible,
+    on_samples,
+    uncuttable,
+    unmet_tokens,
+)
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile

@@ -22,9 +22,8 @@ from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
 from atorch.auto.opt_lib.shared.backends import in_pipeline
-from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible
+from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, indivisible, on_few_tokens
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
-from atorch.auto.opt_lib.shared.sample_batch import on_few_tokens
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile

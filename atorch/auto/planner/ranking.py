@@ -140,7 +140,8 @@ def simplest(candidates: Sequence[Scored], requested: Strategy | None = None) ->
         seconds = candidates[index].estimate.step_s
         is_other = requested is None or strategy != requested
         split = {axis for method in strategy for axis in method.splits}.difference(BATCH_AXES)
-        return is_other, _level(strategy), compiles(strategy), len(split), extras > 0, seconds, extras
+        level = max((EXACTNESS.index(method.exactness) for method in strategy), default=0)
+        return is_other, level, compiles(strategy), len(split), extras > 0, seconds, extras
 
     return sorted(range(len(candidates)), key=simplicity)
 
@@ -154,10 +155,6 @@ def _extras(strategy: Strategy) -> list[Method]:
     mode = strategy.get(ParallelMode)
     rest: list[Method] = [method for method in strategy if not isinstance(method, (ParallelMode, Ddp))]
     return rest if mode is None or mode.size("data") == mode.size(*dict(mode.slices)) else [*rest, mode]
-
-
-def _level(strategy: Strategy) -> int:
-    return max((EXACTNESS.index(method.exactness) for method in strategy), default=0)
 
 
 def gain_of_half(

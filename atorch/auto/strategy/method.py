@@ -191,7 +191,7 @@ class Method(BaseModel):
 
     def unfit(self, cost: Cost) -> str | None:
         """The reason against this method for a model, batch and mesh, or None; `cost` includes the methods before."""
-        return None
+        return self.against_pipeline(cost.schedule) if cost.stages > 1 else None
 
     def against_pipeline(self, schedule: str) -> str | None:
         """The reason why the method cannot be combined with a pipeline of this schedule, or None."""

@@ -24,8 +24,16 @@ from torch.utils._pytree import tree_map_only
 from atorch.logs import say_once
 from atorch.model.wrapper import override
 from atorch.runtime.gradients.backward import refuse_second_order
-from atorch.runtime.loss.logit_chunks import Head, LogitProduct, Needs, versions_of
-from atorch.runtime.loss.logit_losses import NUMBERS, LazyGradient, Like, terms_of
+from atorch.runtime.loss.logit_losses import (
+    NUMBERS,
+    Head,
+    LazyGradient,
+    Like,
+    LogitProduct,
+    Needs,
+    terms_of,
+    versions_of,
+)
 from atorch.runtime.tensor_parallel.sharded_activation import (
     MAKE_OTHERS,
     TrackedDim,

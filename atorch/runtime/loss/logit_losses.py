@@ -1,13 +1,16 @@
-"""Losses of lazy logits: one number a row, by torch's own functions on a chunk's logits.
+"""Losses of lazy logits: one number a row, and the gradients, by chunks of rows; one chunk's logits exist at a time.
 
-A loss that is one number of all rows takes its gradients in forward, so that logits are computed once. In fp16,
-gradients need the loss scale, or they vanish. There, and where every row has a gradient of its own, backward computes
-each chunk's logits again.
+Logits are hidden states, one row for each token, times a weight with a row for each class. Of each chunk, numbers and
+gradients are computed, then the logits are dropped (Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989, section 3.2).
+
+A loss that is one number of all rows takes its gradients in forward. In fp16 they need the loss scale, or they vanish.
+There, and where every row has a gradient of its own, backward computes each chunk's logits again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,8 +20,159 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from atorch.errors import ArgumentError
-from atorch.runtime.loss.logit_chunks import LogitGradients, LogitProduct, Needs, Reading, add_gradients, numbers
 from atorch.runtime.tensor_parallel.split_loss import are_classes_of
+
+
+@dataclass(frozen=True)
+class LogitProduct:
+    """`hidden @ weight.T + bias` in `dtype`, not computed yet; operands are detached."""
+
+    hidden: Tensor  # (rows, features)
+    weight: Tensor  # (classes, features)
+    bias: Tensor | None
+    dtype: torch.dtype
+    chunk: int  # rows whose logits exist at once
+
+    def logits(self, rows: Tensor | slice) -> Tensor:
+        """The logits of some rows, (rows, classes)."""
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return F.linear(self.hidden[rows].to(self.dtype), self.weight.to(self.dtype), self.cast_bias())
+
+    def cast_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(self.dtype)
+
+    def cast(self) -> LogitProduct:
+        """The same with a weight that is cast once, for many chunks."""
+        return replace(self, weight=self.weight.to(self.dtype), bias=self.cast_bias())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A function that takes one number of each row of logits, and the rows to take."""
+
+    rows: Tensor  # (n,), row numbers of the product
+    number: Callable[[Tensor, slice], Tensor]  # (logits of a slice of the n rows, the slice) → their numbers
+
+
+class Needs(NamedTuple):
+    """Operands of a product that need gradients."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Head:
+    """A product, and the versions that its operands must still have when logits are read."""
+
+    product: LogitProduct
+    needs: Needs
+    versions: tuple[int, ...]
+
+    def read(self) -> LogitProduct:
+        """The product, if its operands still have the values of the forward pass.
+
+        Raises:
+            ArgumentError: an operand was changed or freed.
+        """
+        weight = self.product.weight
+        is_freed = not weight.untyped_storage().nbytes() and weight.numel()
+        if is_freed or versions_of(self.product) != self.versions:
+            raise ArgumentError(
+                "logits are read after the weight or the hidden states that they are computed of have changed, as an "
+                "optimizer's step changes them, or were freed, as fsdp frees groups that its arguments name. Read them "
+                "before, or leave cross_entropy out"
+            )
+        return self.product
+
+
+def versions_of(product: LogitProduct) -> tuple[int, ...]:
+    tensors = (product.hidden, product.weight, product.bias)
+    return tuple(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
+
+
+class LogitGradients:
+    """Gradients of a product's operands, accumulated from those of logits."""
+
+    def __init__(self, product: LogitProduct, needs: Needs) -> None:
+        hidden, weight, bias = product.hidden, product.weight, product.bias
+        self.hidden = torch.zeros_like(hidden) if needs.hidden else None
+        self.weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs.weight else None
+        self.bias = None if bias is None or not needs.bias else torch.zeros_like(bias, dtype=_wide(bias))
+
+    def add(self, product: LogitProduct, rows: Tensor | slice, grad: Tensor) -> None:
+        """Add the contribution of some rows' logit gradients, (rows, classes); `product` is one that was cast."""
+        with torch.autocast(grad.device.type, enabled=False):
+            if self.hidden is not None:
+                of_hidden = (grad @ product.weight).to(self.hidden.dtype)
+                if isinstance(rows, slice):
+                    self.hidden[rows] += of_hidden
+                else:
+                    self.hidden.index_add_(0, rows, of_hidden)
+            if self.weight is not None:
+                hidden = product.hidden[rows].to(product.dtype)
+                if self.weight.dtype == product.dtype:
+                    self.weight.addmm_(grad.t(), hidden)
+                else:
+                    self.weight += grad.t() @ hidden
+            if self.bias is not None:
+                self.bias += grad.sum(0, dtype=self.bias.dtype)
+
+    def plus_(self, other: LogitGradients, factor: Tensor) -> LogitGradients:
+        """Add `factor` times `other` in place, and return self."""
+        for gradient, addend in zip(self._all(), other._all(), strict=True):
+            if gradient is not None and addend is not None:
+                gradient += addend * factor.to(addend.dtype)
+        return self
+
+    def scaled_(self, factor: Tensor) -> LogitGradients:
+        """Multiply by `factor` in place, and return self."""
+        for gradient in self._all():
+            if gradient is not None:
+                gradient *= factor.to(gradient.dtype)
+        return self
+
+    def _all(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, self.bias
+
+
+def numbers(product: LogitProduct, reading: Reading) -> Tensor:
+    """The number of each row, (n,), detached."""
+    product = product.cast()
+    with torch.no_grad():
+        return torch.cat(
+            [reading.number(product.logits(reading.rows[chunk]), chunk) for chunk in _chunks(product, reading)]
+        )
+
+
+def add_gradients(product: LogitProduct, reading: Reading, grads: Tensor | None, into: LogitGradients) -> Tensor:
+    """The numbers, (n,); adds the operands' gradients to `into`, for `grads`, (n,), or ones, of the numbers."""
+    product, results = product.cast(), []
+    for chunk in _chunks(product, reading):
+        rows = reading.rows[chunk]
+        logits = product.logits(rows).requires_grad_()
+        with torch.enable_grad():
+            number = reading.number(logits, chunk)
+        of_number = torch.ones_like(number) if grads is None else grads[chunk].to(number.dtype)
+        (grad,) = torch.autograd.grad(number, logits, of_number)
+        results.append(number.detach())
+        del logits, number  # free a chunk's before the next one's are computed
+        into.add(product, rows, grad)
+        del grad
+    return torch.cat(results)
+
+
+def _chunks(product: LogitProduct, reading: Reading) -> Iterator[slice]:
+    total = reading.rows.shape[0]
+    for start in range(0, max(total, 1), product.chunk):
+        yield slice(start, min(start + product.chunk, total))
+
+
+def _wide(operand: Tensor) -> torch.dtype:
+    """The dtype for sums of many chunks: fp32 or wider."""
+    return torch.promote_types(operand.dtype, torch.float32)
+
 
 Term = Callable[[LogitProduct, Needs, "LogitGradients | None"], LogitGradients]
 """(product, operands that need gradients, sum of earlier terms or None) → gradients with this term added."""
@@ -102,9 +256,8 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> Any:
     """`F.cross_entropy` or `F.nll_loss` with class indices as targets."""
-    if not (size_average is None and reduce is None and reduction in ("mean", "sum", "none")):
-        return NotImplemented
-    if not are_classes_of(logits, logits._axis, target, weight):
+    is_plain = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not (is_plain and are_classes_of(logits, logits._axis, target, weight)):
         return NotImplemented
     flat = target.reshape(-1)
     options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
@@ -125,9 +278,7 @@ def _loss(
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """The divisor of a mean over targets that count, as in `F.cross_entropy`."""
     kept = target != ignore_index
-    if weight is None:
-        return kept.sum()
-    return weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0.0).sum()
+    return kept.sum() if weight is None else weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0.0).sum()
 
 
 def _over_classes(func: Callable[..., Tensor], logits: Any, dim: int | None = None, keepdim: bool = False) -> Any:

@@ -154,26 +154,19 @@ def _is_same(one: Any, other: Any) -> bool:
     return set(ids[0]) == set(ids[1]) if isinstance(one, set) else ids[0] == ids[1]
 
 
-_PRODUCTS: Set[Any] = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_mm.default,
-        torch.ops.aten._grouped_mm.default,
-    }
-)
-_ATTENTION: Set[Any] = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-        torch.ops.aten._flash_attention_forward.default,
-        torch.ops.aten._efficient_attention_forward.default,
-    }
-)
+_aten = torch.ops.aten
+_PRODUCTS: Set[Any] = {
+    op.default for op in (_aten.mm, _aten.addmm, _aten.convolution, _aten._scaled_mm, _aten._grouped_mm)
+}
+_ATTENTION: Set[Any] = {
+    op.default
+    for op in (
+        _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention,
+        _aten._scaled_dot_product_fused_attention_overrideable, _aten._flash_attention_forward,
+        _aten._efficient_attention_forward,
+    )
+}  # fmt: skip
 
 
 def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -75,8 +75,8 @@ class HeldTensor:
             form = self.place[0].forms[self.place[1].name]
         return self._of_range(values, elements, form)
 
-    def write(self, value: Any) -> None:
-        """Write this rank's part of the whole `value`, a tensor or safetensors' slice."""
+    def write(self, value: Tensor) -> None:
+        """Write this rank's part of the whole `value`."""
         own = None if self.place is None else self.place[0].master.new_empty(self.local_shape)  # chunks may share it
         values = local(self.tensor.detach()) if own is None else own
         for box, part in self.pieces(values):

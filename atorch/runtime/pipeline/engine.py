@@ -22,14 +22,7 @@ from atorch.errors import StrategyError
 from atorch.model.state import preserved_state
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.reduction import any_processes
-from atorch.runtime.pipeline.schedules import (
-    Pattern,
-    StageReduction,
-    TorchStage,
-    make_schedule,
-    places_of,
-    whole_batch,
-)
+from atorch.runtime.pipeline.schedules import Pattern, StageReduction, TorchStage, make_schedule, places_of, whole_batch
 from atorch.runtime.pipeline.stage import ModelStage, ShapeOracle, stage_of
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule
 from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of, sizes_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class LocalParts(Wrapper):
     """Base of the distributed model: its local parts, or the whole model before it is partitioned."""
 
     _others: tuple[nn.Module, ...]
+    _waiting: list[Callable[[], None]]
     split: TensorSplit
     """The parameters that are split over tensor ranks."""
 
@@ -37,6 +38,17 @@ class LocalParts(Wrapper):
         view = copy.copy(self)
         vars(view)["_atorch"] = ModelFacts(session().mesh, layout=cast(Any, self.split))
         return view
+
+    def saved_parts(self) -> tuple[nn.Module, Any]:
+        """The local parts, which know their places in the whole model, and the local optimizer, for checkpoints.
+
+        Raises:
+            ArgumentError: a loaded state waits for the model's partition.
+        """
+        if self._waiting and not self.partitioned:
+            raise ArgumentError("a state was loaded, which the model takes in its first smp.step; save after that")
+        optimizer = session().optimizer
+        return self.placed(), None if optimizer is None else optimizer.local()
 
     def own_state(self) -> dict[str, Any]:
         """The state of the local parts."""

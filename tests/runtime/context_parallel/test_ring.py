@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from atorch.errors import ArgumentError
+from atorch.runtime import context_parallel
 from atorch.runtime.context_parallel import Deal, RingExchange, ring_attention
-from atorch.runtime.context_parallel import ring as exchanges
 from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
@@ -88,7 +88,7 @@ def test_a_mask_that_all_blocks_share_is_looked_at_once(rank: int, size: int) ->
     exchange = RingExchange(dist.group.WORLD, load_balance=False)
     share = TokenPartition(dist.group.WORLD)
     count = 0
-    theirs = exchanges.schedule
+    theirs = context_parallel.schedule
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -98,7 +98,7 @@ def test_a_mask_that_all_blocks_share_is_looked_at_once(rank: int, size: int) ->
     mask = torch.ones(2, 1, TOKENS, TOKENS).tril().bool()
     counts = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchanges, "schedule", counting)
+        patch.setattr(context_parallel, "schedule", counting)
         for step in range(3):
             if step == 2:
                 mask[..., :3] = False  # the next batch's, in the same memory

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from atorch.distributed.rng import RankStream, preserved_rng
+from atorch.runtime.tensor_parallel import with_draws
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, sandboxed
-from atorch.runtime.tensor_parallel.split import with_draws
 
 
 class Experts(nn.Module):

@@ -1,19 +1,25 @@
-"""Requirements of methods on a model: its parameters, its code, and sizes that divide evenly over processes."""
+"""Requirements of methods on a model: its parameters, its code, and sizes that divide evenly over processes.
+
+Methods that watch a model before they change anything run it on a few samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from atorch.auto.context import Context
 from atorch.auto.strategy import Phase
 from atorch.cost import Cost, Segment
-from atorch.errors import StrategyError
+from atorch.errors import ArgumentError, StrategyError
+from atorch.logs import logger
+from atorch.model.pytree import batch_size, map_tensors, tensors_in
+from atorch.runtime.data.batches import take
 
 
 def changes_modules(ctx: Context, apart_from: str = "") -> bool:
@@ -120,3 +126,85 @@ def unmet_tokens(cost: Cost) -> str | None:
         return None
     remedy = "add module_replace" if cost.attention == "replaceable" else "let their attention call it"
     return f"blocks call no scaled_dot_product_attention, by which alone split tokens may meet; {remedy}"
+
+
+# Unlike usual numbers of processes, heads or features, so that a size identifies its dim.
+SAMPLES = 3
+TOKENS = 11
+
+# Errors of models that do not accept so few tokens.
+_TOO_SHORT = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError, ZeroDivisionError)
+
+
+def on_samples(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
+    """A function that calls a model on the first samples of `ctx.sample_batch`, on the model's device.
+
+    If the model fails on these, it gets the whole batch: edges of a graph, for example, refer to all nodes.
+
+    Raises:
+        ArgumentError: there is no batch for the method `name`.
+    """
+    return _on_smallest(ctx, name, [_few_samples])
+
+
+def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
+    """A function like that of `on_samples`, with a few tokens of each sequence if the model accepts so few.
+
+    Raises:
+        ArgumentError: there is no batch for the method `name`.
+    """
+    return _on_smallest(ctx, name, [lambda batch: with_few_tokens(_few_samples(batch)), _few_samples])
+
+
+def _on_smallest(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Callable[[nn.Module], Any]:
+    if ctx.sample_batch is None:
+        raise ArgumentError(f"{name} runs the model on a sample before it splits it; give a dataset, or a sample_batch")
+    parts = [*parts, lambda batch: batch]
+
+    def run(model: nn.Module) -> Any:
+        batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
+        while True:
+            try:
+                output = ctx.call_model(model, parts[0](batch))
+            except _TOO_SHORT as error:
+                if len(parts) == 1:
+                    raise
+                logger.info("%s observes more of the batch, since on a part of it: %s", name, error)
+                del parts[0]
+            else:
+                del parts[1:]  # later calls take the same part
+                return output
+
+    return run
+
+
+def with_few_tokens(batch: Any) -> Any:
+    """The batch with `TOKENS` adjacent tokens of each sequence: the first or the last, whichever are more diverse.
+
+    Sequences are integers of shape (samples, tokens). Every other dim of the same length is cut alike, as in masks and
+    labels. One end of a sequence may be padding, which the choice avoids.
+    """
+    sequences: dict[int, list[Tensor]] = {}
+    for tensor in tensors_in(batch):
+        if tensor.dim() == 2 and tensor.shape[1] > TOKENS and not (tensor.is_floating_point() or tensor.is_complex()):
+            sequences.setdefault(tensor.shape[1], []).append(tensor)
+    starts = {
+        length: max((0, length - TOKENS), key=lambda start: sum(_num_different(tokens, start) for tokens in tensors))
+        for length, tensors in sequences.items()
+    }
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] in starts:
+                tensor = tensor.narrow(dim, starts[tensor.shape[dim]], TOKENS)
+        return tensor
+
+    return map_tensors(cut, batch)
+
+
+def _num_different(tokens: Tensor, start: int) -> int:
+    return int(tokens.narrow(1, start, TOKENS).unique().numel())
+
+
+def _few_samples(batch: Any) -> Any:
+    return take(batch, 0, SAMPLES, batch_size(batch))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch.auto.opt_lib.shared.sample_batch import SAMPLES, TOKENS, on_few_tokens, with_few_tokens
+from atorch.auto.opt_lib.shared.model_requirements import SAMPLES, TOKENS, on_few_tokens, with_few_tokens
 
 LENGTH = 20
 
