@@ -103,8 +103,8 @@ class Loader(DataLoader[Any]):
 
     @property
     def _length(self) -> int | None:
-        is_indexed = hasattr(self.dataset, "__len__") and not isinstance(self.dataset, IterableDataset)
-        return len(self.dataset) if is_indexed else None
+        dataset: Any = self.dataset
+        return len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset) else None
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, the batches that the loop was given in it, and the random state that it began with.
