@@ -115,7 +115,7 @@ def _chosen(
 
 
 def _refused(lacking: Sequence[str], more: Sequence[str], model: nn.Module, strict: bool, *, is_other: bool) -> str:
-    """Why a state that differs from the model's is not loaded, or "": without `strict`, it `is_other`, of all names."""
+    """The reason not to load a state that differs from the model's, or "". `is_other`: it has none of the names."""
     texts = [f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names]
     if not texts or not (strict or is_other):
         return ""
