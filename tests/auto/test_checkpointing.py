@@ -498,6 +498,33 @@ def test_a_save_that_another_one_removes_ends(rank: int, size: int, tmp_path: Pa
     assert atorch.load_checkpoint(tmp_path, second).step == 2
 
 
+class Grown(Normed):
+    """The same model with one more layer, which has a group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(1, 1)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    more = {id(parameter) for parameter in model.more.parameters()} if hasattr(model, "more") else set()
+    old = [parameter for parameter in model.parameters() if id(parameter) not in more]
+    return [{"params": old, "lr": 0.5}, *([{"params": list(model.more.parameters()), "lr": 0.25}] if more else [])]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@on_ranks(2)
+def test_a_new_group_keeps_its_settings(rank: int, size: int, tmp_path: Path, strategy: str) -> None:
+    result = small_job([strategy], optim_param_func=groups_of)
+    result.step(next(iter(result.dataloader)))
+    atorch.save_checkpoint(tmp_path, result, 1)
+    grown = small_job([strategy], Grown, optim_param_func=groups_of)
+    for group in grown.optim.param_groups:
+        group["lr"] /= 2
+    atorch.load_checkpoint(tmp_path, grown, strict=False)
+    assert [group["lr"] for group in grown.optim.param_groups] == [0.5, 0.125]
+
+
 def test_without_a_checkpoint_a_run_starts(tmp_path: Path) -> None:
     assert atorch.resume_or_start(tmp_path / "none", job("gpt2", "plain")) == 0
     with pytest.raises(CheckpointError, match="none"):

@@ -162,6 +162,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         export_model(model, tmp_path)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("trials", [500, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_fuzzed_headers(tmp_path: Path, trials: int) -> None:
     """Whatever a file of another program holds, it is read, or refused."""

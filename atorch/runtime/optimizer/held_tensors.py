@@ -310,7 +310,10 @@ class StateTargets:
         self.optimizer, self._local = optimizer, local_state_dict(optimizer)
         self.tensors: dict[tuple[str, str], LogicalTensor] = {}
         self._state: dict[int, dict[str, Any]] = {}
-        owners = [_of(parameter, of_tensor) for group in optimizer.param_groups for parameter in group["params"]]
+        self._owners = [
+            [_of(parameter, of_tensor) for parameter in group["params"]] for group in optimizer.param_groups
+        ]
+        owners = list(itertools.chain.from_iterable(self._owners))
         self.owner_of = {n: owners[n] for group in self._local["param_groups"] for n in group["params"]}
         for number, owner in self.owner_of.items():
             elements = _range(self._local, number)
@@ -344,17 +347,18 @@ class StateTargets:
     ) -> None:
         """Load the filled states, with the other values and the groups' settings, into the optimizer.
 
-        strict: raise for parameters that no saved group has; else they begin without states.
+        strict: raise for parameters that no saved group has; else they begin without states, and a group of such
+            parameters alone keeps its settings.
         """
         saved_names = {name for group in groups for name in group["params"]}
         for number, owner in self.owner_of.items():
             if owner.name in values:
                 self._state.setdefault(number, {}).update(values[owner.name])
         made = []
-        for index, group in enumerate(self._local["param_groups"]):
-            names = [self.owner_of[number].name for number in group["params"]]
-            names = names if strict else [name for name in names if name in saved_names]
-            made.append({**group, **_settings(_matching(groups, index, names))})
+        for index, (group, owners) in enumerate(zip(self._local["param_groups"], self._owners, strict=True)):
+            names = [owner.name for owner in owners if strict or owner.name in saved_names]
+            is_new = bool(owners) and not names
+            made.append(group if is_new else {**group, **_settings(_matching(groups, index, names))})
         loading = type(self.optimizer).load_state_dict  # not the instance's, which asks whose part it is
         loading(self.optimizer, {**self._local, **more, "state": self._state, "param_groups": made})
 
