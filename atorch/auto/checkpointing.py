@@ -11,6 +11,7 @@ import random
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_
 from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.rng import RandomState
-from atorch.errors import CheckpointError
+from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.runtime.data.loader import Loader
@@ -88,8 +89,9 @@ def save_checkpoint(
     extra_state: dict[str, Any] = {}
 
     def facts() -> Mapping[str, Facts]:
+        compared = _compared(folder, extra, background=background)
         extra_state.update(_extra_state(extra or {}))
-        return {"extra": described("extra", extra_state), "background": described("background", background)}
+        return {**compared, "extra": described("extra", extra_state)}
 
     held, states = call_on_all_ranks("save_checkpoint", facts, lambda: held_by(result))
     tensors, plain, ranks = model_content(result, held, states)
@@ -151,10 +153,12 @@ def load_checkpoint(
         strict: raise for tensors that the model does not have, and for missing ones.
 
     Raises:
+        ArgumentError: as in `save_checkpoint`; or processes differ in an argument.
         CheckpointError: there is no complete checkpoint, a file is damaged or missing, or it is of another model or
             optimizer. Raised on all processes; the model may then be loaded in part.
     """
     _wait(result, "load_checkpoint")
+    call_on_all_ranks("load_checkpoint", lambda: _compared(folder, extra, step=step, strict=strict), lambda: None)
     checkpoint = Checkpoint.open(folder, step)
     if all_or_none(lambda: "mesh" not in checkpoint.plain):
         raise CheckpointError(f"{checkpoint.path} has no run to resume; load_pretrained loads its model")
@@ -172,11 +176,21 @@ def resume_or_start(
     Collective: all processes call it. `folder`, `result` and `extra` are those of `load_checkpoint`.
     """
     _wait(result, "resume_or_start")
+    call_on_all_ranks("resume_or_start", lambda: _compared(folder, extra), lambda: None)
     if not from_rank_zero(bool(steps(folder)) or is_checkpoint(Path(folder))):
         return 0
     resumed = load_checkpoint(folder, result, extra=extra)
     logger.info("resumed from step %d in %s", resumed.step, folder)
     return resumed.step
+
+
+def _compared(folder: AnyPath, extra: Mapping[str, Any] | None, **others: Any) -> Mapping[str, Facts]:
+    """The arguments that processes are compared by, checked."""
+    if not isinstance(folder, (str, PathLike)):
+        raise ArgumentError(f"folder is {shown(folder)}; give the path of a folder")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ArgumentError(f"extra is {shown(extra)}; give a dict of what to save, by name")
+    return {name: described(name, value) for name, value in {"folder": str(folder), **others}.items()}
 
 
 def _result(given: Any, call: str) -> AccelerateResult:

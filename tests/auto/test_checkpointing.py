@@ -332,6 +332,14 @@ def test_moments_of_convolutions_by_channels_are_whole(pool: Pool, tmp_path: Pat
 @on_ranks(2)
 def test_what_differs_between_processes_is_refused(rank: int, size: int, tmp_path: Path) -> None:
     result = small_job(["ddp"])
+    for call in (atorch.load_checkpoint, atorch.resume_or_start):
+        with pytest.raises(ArgumentError, match="folder"):
+            call(tmp_path / str(rank), result)
+        with pytest.raises(ArgumentError, match="give the path of a folder"):
+            call(None, result)
+        with pytest.raises(ArgumentError, match="give a dict"):
+            call(tmp_path, result, extra=[1])
+    result = small_job(["ddp"])
     with pytest.raises(ArgumentError, match="extra"):
         atorch.save_checkpoint(tmp_path, result, 1, extra={"average": torch.full((2,), float(rank))})
     with pytest.raises(ArgumentError, match="step"):
