@@ -35,7 +35,8 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(rank: int, size: int
             os.kill(os.getpid(), number)
         assert monitor.should_stop()
         assert monitor.should_stop()
-    assert told[-1:] == [f"rank 1 got {signal.Signals(number).name}; all processes stop after this step"]
+    text = f"rank 1 got {signal.Signals(number).name}; all processes stop after this step"
+    assert rank or any(line.endswith(text) for line in told)  # once a job began, rank 0 alone logs it
     assert signal.getsignal(number) is before
 
 
