@@ -97,9 +97,7 @@ def save(
         rank_json = encoded(dict(by_rank or {}), "by_rank", f"$rank{rank}.", of_rank)
         for name in tensors:
             if check_name(name).startswith("$"):
-                raise CheckpointError(
-                    f"{name!r} is no name of a tensor here: `$` begins those of tensors in plain data"
-                )
+                raise CheckpointError(f"{name!r} cannot name a tensor: `$` begins the names of tensors in plain data")
         everything = {**tensors, **_whole(of_rank), **(_whole(of_data) if rank == 0 else {})}
         return everything, _listed(everything), plain_json, rank_json
 
@@ -136,7 +134,7 @@ def save(
 
 @dataclass(frozen=True)
 class _Part:
-    """A checkpoint that is being written, with what its manifest has beside the files."""
+    """A checkpoint that is being written, and what its manifest says of more than its files."""
 
     folder: Path
     rank: int

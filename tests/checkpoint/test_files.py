@@ -243,7 +243,7 @@ def test_a_save_refuses_on_all_ranks_by_name(tmp_path: Path, case: str) -> None:
         ({"keep_every": 2.0}, "keep_every is 2.0"),
         ({"plain": {"fn": max}}, r"^plain\.fn is <built-in function max>"),
         ({"by_rank": {"fn": max}}, r"^by_rank\.fn is <built-in function max>"),
-        ({"tensors": {"$w": whole(WEIGHT)}}, r"'\$w' is no name of a tensor"),
+        ({"tensors": {"$w": whole(WEIGHT)}}, r"'\$w' cannot name a tensor"),
         ({"tensors": {3: whole(WEIGHT)}}, "3 is no name of a tensor"),
         ({"tensors": {"\ud800": whole(WEIGHT)}}, "has no form in UTF-8"),
         ({"tensors": {"__metadata__": whole(WEIGHT)}}, "'__metadata__' is no name of a tensor"),
