@@ -2,11 +2,12 @@
 
     python benchmarks/search_policy.py [--jobs FILE] [--seeds A:B] [--limits 30,60,none] [--wide 2] [--json OUT]
 
-Candidates and estimates are the planner's for each job. A random machine differs from them by kind of work
-(`cost.uncertainty`), by method and by composition. A quicker kind saves no more than it took, and nothing where it was
-hidden. Starts vary within a factor of 2. The memory that is needed is off by 10 %, and on one method by a factor of
-1.9; one method always fails. The explorer then searches as on a device. Its choice is applied, or, if that fails, its
-next one. Regret is the step of the result over the fastest step of all that run, - 1.
+Candidates and estimates are the planner's for each job. On a random machine each kind of work takes another time
+(`cost.uncertainty`), and the cost model gives the steps with these times; methods and compositions have errors of their
+own. Starts vary within a factor of 2, and a second start of a compiled composition is warm. The memory that is needed
+is off by 10 %, and on one method by a factor of 1.9; one method always fails. The explorer then searches as on a
+device. Its choice is applied, or, if that fails, its next one. Regret is the step of the result over the fastest step
+of all that run, - 1.
 
 `--jobs` takes a list of {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "batch", "cluster"}, the batch
 on all devices together. `--json` writes a list of {job, limit, seed, regret, runs, seconds, chosen,
@@ -43,15 +44,14 @@ from atorch.auto.planner.planner import compiled_ops
 from atorch.auto.planner.ranking import Wanted, best_level, compiles
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
-from atorch.cost import ModelProfile, plain_cost
-from atorch.cost.uncertainty import KINDS, OWN, SIGMA, SLOWER, Uncertainty
+from atorch.cost import Cost, ModelProfile, plain_cost
+from atorch.cost.uncertainty import COMMON, KINDS, OWN, SIGMA, slowed
 
 SEEDS, LIMITS = range(100), (15.0, 30.0, 60.0, 120.0, None, 600.0)
 # Parts of a composition's own error: by method, and the rest. Two compositions that differ in three methods then differ
 # as much as `OWN` says.
 METHOD, REST = OWN * 2 / 3, OWN / 2
 NOISE, MEMORY, MUCH_MEMORY, START = 0.01, 0.1, 1.9, 2.0
-LEAST_STEP = 0.1  # of the estimate
 BEFORE_S = 3.0  # of tracing, ranking and plain training's first pass
 MAX_ATTEMPTS = 24
 
@@ -63,7 +63,7 @@ class Searched:
     name: str
     cluster: ClusterSpec
     candidates: Sequence[Scored]
-    shares: np.ndarray[Any, Any]  # of each kind of work in each candidate's step, for slower and for quicker kinds
+    costs: Sequence[Cost]  # of the candidates
     num_ops: float
     param_bytes: float
     epoch: int = 2_000
@@ -74,9 +74,14 @@ class Searched:
         start = plain_cost(profile, batch, cluster.device.memory_bytes)
         candidates = best_level(profile, start, cluster, Wanted()).fitting
         costs = [scored.strategy.cost(start) for scored in candidates]
-        both = Uncertainty(cluster), Uncertainty(cluster, slower=1 / SLOWER)
-        shares = np.array([[uncertainty.shares(cost) for cost in costs] for uncertainty in both])
-        return cls(name, cluster, candidates, shares, compiled_ops(profile), float(profile.param_bytes))
+        return cls(name, cluster, candidates, costs, compiled_ops(profile), float(profile.param_bytes))
+
+    def steps(self, factors: Mapping[str, float]) -> np.ndarray[Any, Any]:
+        """Seconds of the candidates' steps if kinds of work take `factors` times as long."""
+        times = slowed(self.cluster, factors)
+        steps = [times.of(cost) for cost in self.costs]
+        seconds = [step.total_s + (factors["pipeline"] - 1) * step.bubble_s for step in steps]
+        return factors[COMMON] * np.array(seconds)
 
     def starts(self) -> Starts:
         """The start times that the explorer assumes."""
@@ -106,6 +111,7 @@ class Machine:
         self.job, self.step_s, self.start_s, self.failures = job, step_s, start_s, failures
         self.now = Hand()
         self.noise: Callable[[], float] = lambda: 0.0
+        self._compiled = set[int]()
         self._places = {scored.strategy: index for index, scored in enumerate(job.candidates)}
 
     @classmethod
@@ -113,17 +119,12 @@ class Machine:
         """The machine of a seed, with errors of estimates `wide` times as large as measured ones."""
         chance = np.random.default_rng(seed)
         tokens = [tokens_of(scored.strategy) for scored in job.candidates]
-        sigmas = np.array([SIGMA[kind] for kind in KINDS])
-        off = wide * sigmas * chance.normal(size=len(KINDS))
-        slower, quicker = (np.where(sign * off > 0, np.expm1(off), 0.0) for sign in (1, -1))
-        # A quicker kind of work saves no more than its share of the step, and nothing if it was hidden.
-        by_kind = np.log(np.maximum(1 + job.shares[0] @ slower + job.shares[1] @ quicker, LEAST_STEP))
+        off = zip(KINDS, chance.normal(size=len(KINDS)), strict=True)
+        steps = job.steps({kind: math.exp(wide * SIGMA[kind] * deviation) for kind, deviation in off})
         method_names = sorted(set().union(*tokens))
         effects = dict(zip(method_names, METHOD * chance.normal(size=len(method_names)), strict=True))
         own_errors = np.array([sum(effects[token] for token in held) for held in tokens])
-        errors = by_kind + wide * (own_errors + REST * chance.normal(size=len(tokens)))
-        estimates = np.array([scored.estimate.step_s for scored in job.candidates])
-        step_s = estimates * np.exp(errors)
+        step_s = steps * np.exp(wide * (own_errors + REST * chance.normal(size=len(tokens))))
         failures = _failures(job, chance)
         factors = {kind: START ** chance.uniform(-1, 1) for kind in (False, True)}
         starts = job.starts()
@@ -143,6 +144,15 @@ class Machine:
     def trial(self, strategy: Strategy, limit_s: float) -> Trial:
         """A trial of a composition on this machine."""
         return Trial(self, self._places[strategy], limit_s)
+
+    def start(self, index: int) -> float:
+        """Seconds of a candidate's next start; compilers have a cache from its first start on."""
+        starts, seconds = self.job.starts(), self.start_s[index]
+        if index in self._compiled:
+            return seconds * starts.of_kind("warm") / starts.of_kind("compile")
+        if compiles(self.job.candidates[index].strategy):
+            self._compiled.add(index)
+        return seconds
 
     @property
     def running(self) -> list[int]:
@@ -206,7 +216,7 @@ class Trial:
 
     def start(self) -> bool:
         machine = self._machine
-        self._spend(machine.start_s[self._index])
+        self._spend(machine.start(self._index))
         self.failure = machine.failures.get(self._index)
         if self.failure is None:
             self._spend(FIRST_STEPS * machine.step_s[self._index])
@@ -367,9 +377,8 @@ def replay(limits: Sequence[float | None]) -> Iterator[dict[str, Any]]:
     job = of_shape("1.1B", 8, 2048, "1xH200-141GB")
     ran = {name or "plain": seconds for name, seconds in ANSWERED.items()}
     kept = [index for index, scored in enumerate(job.candidates) if str(scored.strategy) in ran]
-    job = replace(
-        job, name="replay of an H200", candidates=[job.candidates[i] for i in kept], shares=job.shares[:, kept]
-    )
+    candidates, costs = [job.candidates[i] for i in kept], [job.costs[i] for i in kept]
+    job = replace(job, name="replay of an H200", candidates=candidates, costs=costs)
     answers = [ran[str(scored.strategy)] for scored in job.candidates]
     failures = {index: "OutOfMemoryError: out of memory" for index, step_s in enumerate(answers) if step_s is None}
     for limit in limits:

@@ -53,6 +53,7 @@ _AXES: Mapping[str, tuple[str, ...]] = {
     "sharding": ("data", "zero"),
     "pipeline": ("pipeline",),
 }
+_BETWEEN_COPIES = {"host", "sharding", "pipeline"}  # kinds of work that take place outside of a segment's copies
 
 Shares = tuple[float, ...]  # one for each of `KINDS`
 
@@ -67,7 +68,7 @@ class Uncertainty:
 
     def __init__(self, cluster: ClusterSpec, times: StepTimes | None = None, slower: float = SLOWER) -> None:
         self._times, self._slower = times or StepTimes(cluster), slower
-        self._slowed = {kind: _slowed(cluster, kind, self._times, slower) for kind in KINDS if kind != COMMON}
+        self._slowed = {kind: slowed(cluster, {kind: slower}, self._times) for kind in KINDS if kind != COMMON}
         covariances = cluster.uncertainty or {kind: {kind: sigma**2} for kind, sigma in SIGMA.items()}
         self.covariance = tuple(tuple(covariances.get(one, {}).get(other, 0.0) for other in KINDS) for one in KINDS)
 
@@ -125,28 +126,36 @@ def _may_have(cost: Cost, kind: str) -> bool:
     return is_split or any(comm.axis[0] in axes for comm in cost.comm)
 
 
-def _slowed(cluster: ClusterSpec, kind: str, times: StepTimes, slower: float) -> StepTimes:
-    """Steps on a cluster on which one kind of work takes `slower` times as long."""
-    device = cluster.device
-    if kind in _EFFICIENCY_FIELDS:
-        name, efficiency = _EFFICIENCY_FIELDS[kind], device.efficiency
-        device = replace(device, efficiency=replace(efficiency, **{name: getattr(efficiency, name) / slower}))
-        return StepTimes(replace(cluster, device=device))
-    if kind == "launches":
-        return StepTimes(replace(cluster, device=replace(device, launch_s=device.launch_s * slower)))
-    if kind == "host":
-        host = cluster.host
-        if host is not None:
-            cores = max(1, round(host.cores / slower))
-            host = replace(host, memory_bandwidth=host.memory_bandwidth / slower, cores=cores)
-        return StepTimes(replace(cluster, host=host, host_link=_slower(cluster.host_link, slower)), copies=times)
-    slow = replace(
+def slowed(cluster: ClusterSpec, factors: Mapping[str, float], times: StepTimes | None = None) -> StepTimes:
+    """Steps on a cluster on which kinds of work take `factors` times as long, except "common" and pipelines' bubbles.
+
+    `times`: steps on `cluster` itself; its cached copies of segments are used where they are still valid.
+    """
+    factor_of = {**dict.fromkeys(KINDS, 1.0), **factors}
+    device, host, host_factor = cluster.device, cluster.host, factor_of["host"]
+    efficiency = {name: getattr(device.efficiency, name) / factor_of[kind] for kind, name in _EFFICIENCY_FIELDS.items()}
+    device = replace(
+        device,
+        efficiency=replace(device.efficiency, **efficiency),
+        launch_s=device.launch_s * factor_of["launches"],
+    )
+    if host is not None:
+        cores = max(1, round(host.cores / host_factor))
+        host = replace(host, memory_bandwidth=host.memory_bandwidth / host_factor, cores=cores)
+    links = {
+        axis: _with_links(cluster, factors[kind]) for kind, axes in _AXES.items() if kind in factors for axis in axes
+    }
+    changed = replace(cluster, device=device, host=host, host_link=_slower(cluster.host_link, host_factor))
+    return StepTimes(changed, links, copies=times if factors.keys() <= _BETWEEN_COPIES else None)
+
+
+def _with_links(cluster: ClusterSpec, slower: float) -> ClusterSpec:
+    return replace(
         cluster,
         intra_node=_slower(cluster.intra_node, slower),
         inter_node=_slower(cluster.inter_node, slower),
         inter_leaf=None if cluster.inter_leaf is None else _slower(cluster.inter_leaf, slower),
     )
-    return StepTimes(cluster, dict.fromkeys(_AXES[kind], slow), copies=None if kind == "splits" else times)
 
 
 def _slower(link: LinkSpec, slower: float) -> LinkSpec:

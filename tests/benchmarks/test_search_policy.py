@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from atorch.cost.uncertainty import KINDS
 from benchmarks import search_policy
 from benchmarks.search_policy import Machine, Searched, llama
 
@@ -25,6 +26,19 @@ def test_what_is_chosen_is_near_the_best_of_what_runs(job: Searched, limit: floa
     first = statistics.mean(each["first_by_estimate_regret"] for each in found)
     assert statistics.mean(each["regret"] for each in found) <= max(0.06, first + 0.02)
     assert statistics.mean(each["runs"] for each in found) <= 8
+
+
+def test_machines_without_errors_of_the_estimate_take_the_estimated_steps(job: Searched) -> None:
+    estimates = [scored.estimate.step_s for scored in job.candidates]
+    assert job.steps(dict.fromkeys(KINDS, 1.0)) == pytest.approx(estimates)
+
+
+def test_a_quick_host_makes_offloading_no_quicker_than_computing(job: Searched) -> None:
+    steps = job.steps({**dict.fromkeys(KINDS, 1.0), "host": 1e-3})
+    slow = job.steps({**dict.fromkeys(KINDS, 1.0), "host": 2.0})
+    offloads = [index for index, scored in enumerate(job.candidates) if "chunk" in scored.strategy.names()]
+    assert any(slow[index] > 1.1 * steps[index] for index in offloads)
+    assert steps.min() > 0.9 * min(scored.estimate.step_s for scored in job.candidates)
 
 
 def test_a_limit_holds_to_within_a_start(job: Searched) -> None:
