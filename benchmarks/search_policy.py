@@ -129,7 +129,7 @@ class Machine:
         factors = {kind: START ** chance.uniform(-1, 1) for kind in (False, True)}
         starts = job.starts()
         start_s = [
-            starts.of_kind(starts.kind(item.strategy))
+            starts.of_kind(starts.kind(item.strategy), item.strategy.num_parameter_shards)
             * factors[compiles(item.strategy)]
             * math.exp(chance.normal(0, 0.1))
             for item in job.candidates
@@ -149,7 +149,8 @@ class Machine:
         """Seconds of a candidate's next start; compilers have a cache from its first start on."""
         starts, seconds = self.job.starts(), self.start_s[index]
         if index in self._compiled:
-            return seconds * starts.of_kind("warm") / starts.of_kind("compile")
+            num_shards = self.job.candidates[index].strategy.num_parameter_shards
+            return seconds * starts.of_kind("warm", num_shards) / starts.of_kind("compile", num_shards)
         if compiles(self.job.candidates[index].strategy):
             self._compiled.add(index)
         return seconds

@@ -13,9 +13,10 @@ processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from atorch.distributed.collectives import from_rank_zero
 from atorch.distributed.rng import RandomState, preserved_rng
 from atorch.errors import ArgumentError, AtorchError
 from atorch.model.copy import UNCOPYABLE, duplicate, lazy_clone
+from atorch.model.copy_isolation import storage_of
 from atorch.model.meta_device import first_names, has_meta, is_meta, is_unfilled, like, own_tensors, unfilled
 from atorch.model.module_swap import post_order
 from atorch.model.pytree import tensors_in, written_tensors
@@ -37,6 +39,47 @@ ADVICE = (
     "Give auto_accelerate a param_init_fn that fills a module's own parameters and buffers, make buffers on a real "
     "device, or give empty_init=True and load a checkpoint before the first step"
 )
+
+
+class Values(Protocol):
+    """Initial values of a model's parameters and buffers."""
+
+    def drawn(self, device: torch.device) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Yield each tensor's names and its full value."""
+
+
+class HeldValues:
+    """The values of `model`, for a copy of it on the meta device that is sharded before it gets them.
+
+    It holds parameters and buffers with memory of their own, whole and contiguous. Copies keep all other tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        held = {name: tensor for part in (model.named_parameters, model.named_buffers)
+                for name, tensor in part(remove_duplicate=False)}  # fmt: skip
+        self._names: dict[Tensor, list[str]] = {}
+        for name, tensor in held.items():
+            self._names.setdefault(tensor, []).append(name)
+        sharing = Counter(map(_memory_of, self._names))
+        self._tensors = {_memory_of(tensor): tensor for tensor in self._names if sharing[_memory_of(tensor)] == 1}
+        self._tensors = {key: tensor for key, tensor in self._tensors.items() if key and _fills_memory(tensor)}
+
+    def on_meta(self, tensor: Tensor) -> Tensor | None:
+        """A tensor on the meta device in place of one with the memory of a held one; None for others."""
+        return torch.empty_like(tensor, device="meta") if _memory_of(tensor) in self._tensors else None
+
+    def drawn(self, device: torch.device) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        for tensor in self._tensors.values():
+            yield tuple(self._names[tensor]), tensor.detach()
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    storage = storage_of(tensor)
+    return None if storage is None else storage._cdata
+
+
+def _fills_memory(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize > 0
 
 
 class _Step(NamedTuple):
@@ -61,7 +104,7 @@ class InitialValues:
 
     def __init__(self, model: nn.Module, fill: Fill | None = None, advice: str = ADVICE) -> None:
         self._fill, self._advice = fill, advice
-        _refuse_attributes(model)
+        refuse_meta_attributes(model)
         try:
             self._model = duplicate(model, convert=lambda tensor: tensor if is_meta(tensor) else lazy_clone(tensor))
         except UNCOPYABLE as error:
@@ -222,7 +265,7 @@ class _NaNs(TorchDispatchMode):
 
 
 def give_values(
-    initial: InitialValues,
+    initial: Values,
     parts: Iterable[nn.Module],
     device: torch.device,
     write: Callable[[tuple[str, ...], Tensor, Tensor], None],
@@ -265,7 +308,7 @@ def _places(model: nn.Module) -> dict[int, _Place]:
     return places
 
 
-def _refuse_attributes(model: nn.Module) -> None:
+def refuse_meta_attributes(model: nn.Module) -> None:
     """Raise for meta tensors held as ordinary attributes instead of parameters or buffers."""
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for path, module in model.named_modules():

@@ -205,6 +205,10 @@ class Fsdp(Method):
         return ("zero",)
 
     @property
+    def shards_parameters(self) -> tuple[str, ...]:
+        return () if self.engine else REPLICA_AXES
+
+    @property
     def joins_backward(self) -> str:
         return "does not keep weights gathered until then: use ddp or zero1 instead"
 

@@ -70,6 +70,10 @@ class TensorParallel(Method):
     def splits(self) -> tuple[str, ...]:
         return ("tensor",)
 
+    @property
+    def shards_parameters(self) -> tuple[str, ...]:
+        return self.splits
+
     def unfit(self, cost: Cost) -> str | None:
         """Require heads, key/value groups and experts that divide evenly."""
         if all(matmul.split == "none" for segment in cost.segments for matmul in segment.matmuls):

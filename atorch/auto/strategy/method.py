@@ -162,6 +162,11 @@ class Method(BaseModel):
         return False
 
     @property
+    def shards_parameters(self) -> tuple[str, ...]:
+        """Axes of the mesh over which it shards parameters, so that a process starts with its own part alone."""
+        return ()
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Names of the methods without which this one has no effect."""
         return ()

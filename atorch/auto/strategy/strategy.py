@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -143,6 +144,15 @@ class Strategy(Sequence[Method]):
     def splits_over(self, axis: str) -> bool:
         """True if a method of the strategy splits the model over this axis of the mesh."""
         return any(axis in method.splits for method in self.methods)
+
+    @property
+    def num_parameter_shards(self) -> int:
+        """Parts of the parameters, of which a process starts with one; 1 if a method needs whole values first."""
+        if any(method.needs_values for method in self.methods):
+            return 1
+        axes = {axis for method in self.methods for axis in method.shards_parameters}
+        slices = [size for method in self.methods for axis, size in getattr(method, "slices", ()) if axis in axes]
+        return math.prod(slices)
 
     def uses(self, exactness: Exactness) -> bool:
         """True if a method of the strategy trains in this number format."""

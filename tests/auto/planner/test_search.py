@@ -155,6 +155,37 @@ def test_a_candidate_steps_beside_the_model():
     assert_same(before, snapshot(model))
 
 
+def test_a_candidate_in_parts_starts_on_the_meta_device_and_gets_the_models_values():
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    model[2].weight = model[0].weight
+    model[1].running_mean.normal_()
+    before = snapshot(model)
+    made = candidate(context(model), in_parts=True)
+    assert all(tensor.is_meta for tensor in [*made.root.parameters(), made.root[1].running_mean])
+    built = made.build().model
+    assert built[0].weight is built[2].weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(built.state_dict()[name], tensor), name
+    assert_same(before, snapshot(model))
+
+    model.transposed = model[0].weight.detach().T  # memory that `build` would leave without values
+    assert not candidate(context(model), in_parts=True).root[0].weight.is_meta
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "shards"),
+    [
+        ([], 1, 1),
+        (["ddp"], 2, 1),
+        (["fsdp"], 4, 4),
+        ([("parallel_mode", ([("tensor", 2), ("data", 4)], None)), "tensor_parallel", "zero2"], 8, 8),
+        ([("parallel_mode", ([("context", 2), ("data", 2)], None)), "context_parallel", "fsdp"], 4, 1),
+    ],
+)
+def test_a_process_starts_with_its_part_where_parameters_are_sharded(strategy, size, shards):
+    assert complete(Strategy.of(strategy), size).num_parameter_shards == shards
+
+
 class ByAddress(torch.optim.SGD):
     """Writes where parameters lie, as kernels for many tensors do on accelerators; copies on write do not see that."""
 

@@ -86,6 +86,10 @@ class PipelineParallel(Method):
     def splits(self) -> tuple[str, ...]:
         return ("pipeline",)
 
+    @property
+    def shards_parameters(self) -> tuple[str, ...]:
+        return () if self.engine else self.splits
+
     def in_parts(self, count: int) -> Self:
         return self.model_copy(update={"micro_batches": count})
 

@@ -81,6 +81,7 @@ class DryRunLoop:
         self._guide = Surrogate(job.candidates, job.past, device.type, device.memory_bytes)
         self.baseline = simplest(job.candidates, job.given)[0]
         self._kinds = [job.starts.kind(candidate.strategy) for candidate in job.candidates]
+        self._shards = [candidate.strategy.num_parameter_shards for candidate in job.candidates]
         self._saves = np.array(
             [any(method.saves_memory for method in candidate.strategy) for candidate in job.candidates]
         )
@@ -136,8 +137,9 @@ class DryRunLoop:
 
     def _starts_s(self, kinds: Sequence[str]) -> npt.NDArray[np.float64]:
         """Expected seconds to the end of every candidate's first step."""
-        seconds = {kind: self.job.starts.of_kind(kind) for kind in set(kinds)}
-        return np.array([seconds[kind] for kind in kinds]) + FIRST_STEPS * np.exp(self._guide.predictions[0])
+        starts = list(zip(kinds, self._shards, strict=True))
+        seconds = {start: self.job.starts.of_kind(*start) for start in set(starts)}
+        return np.array([seconds[start] for start in starts]) + FIRST_STEPS * np.exp(self._guide.predictions[0])
 
     def _alive(self) -> npt.NDArray[np.bool_]:
         alive = np.ones(len(self._candidates), dtype=bool)

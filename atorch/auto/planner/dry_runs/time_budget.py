@@ -1,9 +1,10 @@
 """The time limit of a search, the expected seconds of a composition's start, and measurements of earlier searches.
 
 The limit is by rank 0's clock. A start ends with the first step. It copies and splits the model and makes the
-optimizer. A compiler compiles every operation of one repeated block, since equal blocks compile once, or of a whole
-model without such blocks. Results of earlier compilations for the same job on this machine are in the compiler's disk
-cache. Observed starts correct the expected ones by kind of start.
+optimizer; where parameters are sharded, a process copies its part alone. A compiler compiles every operation of one
+repeated block, since equal blocks compile once, or of a whole model without such blocks. Results of earlier
+compilations for the same job on this machine are in the compiler's disk cache. Observed starts correct the expected
+ones by kind of start.
 
 Calibration: measurements of dry runs are kept for later searches in a JSON file in the user's cache. A file belongs to
 one machine: a device, its count, and the versions of the software. It contains at most `KEPT` single measurements, the
@@ -224,13 +225,14 @@ class Starts:
         methods = frozenset(map(repr, strategy))
         return "warm" if methods in self._earlier or methods in self._began else "compile"
 
-    def of_kind(self, kind: str) -> float:
-        """Seconds of a kind of start, without its steps."""
-        return sum(self._parts(kind))
+    def of_kind(self, kind: str, num_shards: int = 1) -> float:
+        """Seconds of a kind of start, without its steps, that copies one of `num_shards` parts of the parameters."""
+        return sum(self._parts(kind, num_shards))
 
     def saw(self, strategy: Strategy, seconds: float, step_s: float) -> tuple[str, float]:
         """Learn from the seconds of a start; returns its kind, and the ratio to the seconds of `COSTS`."""
-        kind, (build_s, compiled_s) = self.kind(strategy), self._parts(self.kind(strategy))
+        kind = self.kind(strategy)
+        build_s, compiled_s = self._parts(kind, strategy.num_parameter_shards)
         rest = seconds - FIRST_STEPS * step_s - (build_s if kind != "build" else 0.0)
         expected = (build_s if kind == "build" else compiled_s) / self._factor(kind)
         ratio = min(10.0, max(0.1, rest / expected))
@@ -238,9 +240,9 @@ class Starts:
         self._began.add(frozenset(map(repr, strategy)))
         return kind, ratio
 
-    def _parts(self, kind: str) -> tuple[float, float]:
+    def _parts(self, kind: str, num_shards: int) -> tuple[float, float]:
         costs = self._costs
-        build_s = (costs.build_s + self.param_bytes / costs.bytes_per_s) * self._factor("build")
+        build_s = (costs.build_s + self.param_bytes / num_shards / costs.bytes_per_s) * self._factor("build")
         if kind == "build":
             return build_s, 0.0
         compiled_s = (costs.compile_s + costs.op_s * self.num_ops) * self._factor(kind)

@@ -29,30 +29,42 @@ from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.copy import copy_with, typical_values
 from atorch.model.copy_isolation import OwnMemory, emptied, separate
+from atorch.model.deferred_init import HeldValues, refuse_meta_attributes
+from atorch.model.meta_device import has_meta
 from atorch.model.pytree import local_part
 from atorch.profiler.memory_tracker import PeakMemory
 
 NUM_BATCHES = 8
 
 
-def candidate(ctx: Context) -> Context:
+def candidate(ctx: Context, *, in_parts: bool = False) -> Context:
     """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process.
 
     Tensors on the training device are copied at once: multi-tensor kernels of optimizers write through raw pointers,
     which a lazy clone does not notice. Tensors elsewhere are moved there, which copies them. Those on the meta device
     stay there and get their initial values part by part during `build`; without initial values they get typical ones.
+
+    in_parts: the copy is made on the meta device, and `build` copies this process's part of each value alone.
     """
     copied = OwnMemory(lambda device: device.type != ctx.device.type)
+    values = HeldValues(ctx.root) if in_parts and not has_meta([ctx.root]) else None
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         tensor = local_part(tensor)
         if tensor.is_meta:
             return torch.empty_like(tensor) if ctx.initial is not None else typical_values(tensor, ctx.device)
-        return copied(tensor)
+        on_meta = None if values is None else values.on_meta(tensor)
+        return copied(tensor) if on_meta is None else on_meta
 
-    ctx = _on_copy(ctx, convert)
-    separate([*ctx.root.parameters(), *ctx.root.buffers()])
-    return replace(ctx, mesh=None, make_loader=None, rank_weights=[])
+    made = _on_copy(ctx, convert)
+    if values is not None:
+        try:
+            refuse_meta_attributes(made.root)
+        except ArgumentError:  # it also holds a parameter in another place, which `build` would not fill
+            return candidate(ctx)
+        made = replace(made, initial=values)
+    separate([*made.root.parameters(), *made.root.buffers()])
+    return replace(made, mesh=None, make_loader=None, rank_weights=[])
 
 
 @contextmanager
@@ -207,7 +219,8 @@ class Trial:
         self._applied, self._result, self._batches = None, None, iter(())
 
     def _build(self) -> None:
-        ctx = self.strategy.apply(candidate(self._base))
+        in_parts = self.strategy.num_parameter_shards > 1
+        ctx = self.strategy.apply(candidate(self._base, in_parts=in_parts))
         self._applied, self._result = ctx, ctx.build()
         place = (0, 1) if ctx.mesh is None else (ctx.mesh.rank(*BATCH_AXES), ctx.mesh.size(*BATCH_AXES))
         self._batches = itertools.cycle(self._feed.batches(*place))
