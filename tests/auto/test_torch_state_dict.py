@@ -226,7 +226,7 @@ def refuses_whole(result: Any) -> None:
             get(result.model, options=StateDictOptions(full_state_dict=True))
 
 
-def stages_refused(rank: int, size: int, strategy: list[Any]) -> None:
+def stages_refused(rank: int, size: int, strategy: list[Any], folder: str) -> None:
     """A stage's part is not the whole, and another process's states are refused; the whole model's are taken."""
     result, fresh = language_job(strategy), language_job(strategy)
     step(result)
@@ -240,6 +240,11 @@ def stages_refused(rank: int, size: int, strategy: list[Any]) -> None:
         ):
             load(copy.deepcopy(state))
     if strategy == STAGES:
+        states = get_optimizer_state_dict(result.model, result.optim)
+        dcp.save(states, checkpoint_id=folder)
+        dcp.load(states, checkpoint_id=folder)
+        with nullcontext() if rank else pytest.raises(CheckpointError, match="no settings for this process's param"):
+            set_optimizer_state_dict(fresh.model, fresh.optim, states)
         fresh.model.load_state_dict(whole)
     else:
         with pytest.raises(CheckpointError, match="was given whole tensors"):
@@ -249,9 +254,9 @@ def stages_refused(rank: int, size: int, strategy: list[Any]) -> None:
         assert torch.equal(value, whole[name]), name
 
 
-def test_a_stage_is_not_taken_for_the_whole(pool: Pool) -> None:
-    pool.run(stages_refused, STAGES)
-    pool.run(stages_refused, MIXED, ranks=4)
+def test_a_stage_is_not_taken_for_the_whole(pool: Pool, tmp_path: Path) -> None:
+    pool.run(stages_refused, STAGES, str(tmp_path))
+    pool.run(stages_refused, MIXED, str(tmp_path), ranks=4)
 
 
 def whole_refused(rank: int, size: int, strategy: list[Any]) -> None:

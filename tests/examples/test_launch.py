@@ -239,5 +239,5 @@ def test_ray_starts_again_where_a_worker_dies(tmp_path: Path) -> None:
     os.kill(int(re.findall(r"RayTrainWorker pid=(\d+)", printed)[-1]), signal.SIGKILL)
     printed += until(job.stdout, "step 600 ")
     rest(job)
-    assert "resumed from step 100" in printed
+    assert len(re.findall("step 101 on 2", printed)) == 2
     check_curve(printed, tmp_path)

@@ -184,7 +184,7 @@ class OwnPart(Tensor):
         vars(marked).update({} if part is None else {"part": part})
         return marked
 
-    def __create_write_items__(self, *_: Any, **__: Any) -> Any:
+    def __create_write_items__(self: Any, *_: Any, **__: Any) -> Any:
         raise CheckpointError(
             "torch.distributed.checkpoint would take this process's part of a tensor for the whole one, or its rows "
             "for those of another order; use atorch.save_checkpoint and load_checkpoint"

@@ -225,6 +225,15 @@ def _mark_states(optimizer: Optimizer, part: int, cut: Mapping[int, tuple[int, .
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         owner: Any = itself()
+        if any(
+            "lr" in own and "lr" not in given
+            for own, given in zip(owner.param_groups, state_dict["param_groups"], strict=False)
+        ):
+            raise CheckpointError(
+                "load_state_dict was given no settings for this process's parameters, such as lr: dcp.save keeps one "
+                "list of parameter groups, and each stage has its own. Save with flatten_optimizer_state_dict=True, or "
+                "use atorch.save_checkpoint and load_checkpoint"
+            )
         states = split(owner, state_dict)
         values = [(value, shape) for _, state, shape in states for value in tensors_in(state)]
         _need_part(state_dict.get("part"), values, part)
