@@ -35,7 +35,7 @@ from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.runtime.data.loader import Loader
 from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, StateTargets, held_tensors
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, innermost
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
 from atorch.runtime.precision.master_weights import MASTER
 
@@ -223,13 +223,7 @@ def _optimizer_facts(optim: Optimizer, states: HeldStates, ranks: Sequence[Mappi
     groups = [{**group, "params": list(listed)} for group, listed in zip(states.groups, names, strict=True)]
     scale = _loss_scale(optim)
     scaled = {} if scale is None else {"loss_scale": scale.state_dict()}
-    return {"class": type(_innermost(optim)).__name__, "groups": groups, "values": values, **scaled}
-
-
-def _innermost(optim: Optimizer) -> Optimizer:
-    while isinstance(optim, WrappedOptimizer):
-        optim = optim.inner
-    return optim
+    return {"class": type(innermost(optim)).__name__, "groups": groups, "values": values, **scaled}
 
 
 def _loss_scale(optim: Optimizer) -> LossScale | None:
@@ -262,7 +256,13 @@ def _load_extra(checkpoint: Checkpoint, extra: Mapping[str, Any]) -> dict[str, A
         if hasattr(value, "load_state_dict"):
             if name not in saved:
                 raise CheckpointError(f"the checkpoint has no extra {name!r}; leave it out, or load an earlier one")
-            value.load_state_dict(saved.pop(name))
+            try:
+                value.load_state_dict(saved.pop(name))
+            except Exception as error:
+                raise CheckpointError(
+                    f"extra {name!r} of the checkpoint does not fit the {type(value).__name__} that was given "
+                    f"({error}); give one like the saved one, or leave it out"
+                ) from error
     return saved
 
 
@@ -303,7 +303,7 @@ def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: O
 
 
 def _targets(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> StateTargets:
-    saved_class, kind = checkpoint.plain["optim"]["class"], type(_innermost(optim)).__name__
+    saved_class, kind = checkpoint.plain["optim"]["class"], type(innermost(optim)).__name__
     if saved_class != kind:
         raise CheckpointError(f"the checkpoint is of {saved_class}, and the optimizer is {kind}; make the same one")
     saved: dict[str, dict[str, Any]] = {}

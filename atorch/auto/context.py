@@ -35,6 +35,7 @@ from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
 from atorch.runtime.memory.deferred_output import Deferred
 from atorch.runtime.optimizer.held_tensors import write_part
 from atorch.runtime.optimizer.user_optimizer import keep_to
+from atorch.runtime.precision.master_weights import take_masters
 from atorch.runtime.tensor_parallel.model_layout import rows_of
 from atorch.runtime.tensor_parallel.state import need_whole_to_save, refuse_other_parts, tell_of_part
 
@@ -176,6 +177,7 @@ class Context:
         binding = ModelFacts(self.mesh, built.loss_scale, self.layout)
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", binding)
+        take_masters(built.optim)
         add_clipping(built.model)
         self._guard_gradients(built, binding)
         self._tell_of_part(built.model, built.optim)
@@ -196,7 +198,7 @@ class Context:
             tell_of_part(model, "this process's rows of split parameters")
         if is_staged or is_sharded or self.layout is not None:
             need_whole_to_save(self.root)
-            refuse_other_parts(self.parts if is_staged else [self.root], optim, self.layout)
+            refuse_other_parts(self.parts if is_staged else [self.root], optim, self.layout, is_staged)
 
     def _guard_gradients(self, built: Built, binding: ModelFacts) -> None:
         """Make gradients refuse computations, such as norms, whose result would differ from plain training's."""

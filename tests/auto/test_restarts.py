@@ -49,9 +49,9 @@ def test_three_restarts(pool: Pool, tmp_path: Path, failure: str, kind: str) -> 
     check(pool, tmp_path, failure, kind, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", ["c10d", "static"])
 @pytest.mark.parametrize("failure", ["kill", "raise"])
-def test_twenty_restarts(pool: Pool, tmp_path: Path, failure: str, kind: str) -> None:
-    check(pool, tmp_path, failure, kind, 20)
+def test_many_restarts(pool: Pool, tmp_path: Path, failure: str, kind: str, num: int) -> None:
+    check(pool, tmp_path, failure, kind, num)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -77,15 +79,62 @@ def test_a_fresh_job_goes_on_from_what_torch_stored(pool: Pool, cases: list[Any]
             assert got == expected, case
 
 
-def test_the_loss_scale_comes_back() -> None:
+@pytest.mark.parametrize("options", [{}, FLAT], ids=["nested", "flat"])
+def test_the_loss_scale_comes_back(options: dict[str, bool]) -> None:
     first, second = (
         accelerated([("amp_native", {"dtype": "fp16", "init_scale": scale})], "awkward") for scale in (1024.0, 16.0)
     )
     step(first)
-    states = get_optimizer_state_dict(first.model, first.optim)
-    set_optimizer_state_dict(second.model, second.optim, states)
+    chosen = StateDictOptions(**options)
+    states = get_optimizer_state_dict(first.model, first.optim, options=chosen)
+    set_optimizer_state_dict(second.model, second.optim, states, options=chosen)
     assert second.optim.state_dict()["loss_scale"] == first.optim.state_dict()["loss_scale"]
     assert second.optim.state_dict()["loss_scale"]["scale"] > 16
+
+
+def from_half(rank: int, size: int, strategy: list[Any]) -> None:
+    """fp32 parameters get the masters; without these a state is refused, and fp32 is rounded once."""
+    half = accelerated([HALF, *strategy], "awkward", optim_func=torch.optim.AdamW)
+    step(half)
+    stored = copy.deepcopy((half.model.state_dict(), half.optim.state_dict(), get_state_dict(half.model, half.optim)))
+    for model, optim in (stored[:2], stored[2]):
+        fresh = accelerated(strategy, "awkward", seed=1, optim_func=torch.optim.AdamW)
+        step(fresh)
+        fresh.model.load_state_dict(model)
+        if optim is stored[1]:
+            fresh.optim.load_state_dict(optim)
+        else:
+            set_optimizer_state_dict(fresh.model, fresh.optim, copy.deepcopy(optim))
+        for name, entry in stored[2][1]["state"].items():
+            assert torch.equal(whole_state(fresh.model)[name], full(entry["master"]))
+            assert not torch.equal(full(entry["master"]), full(model[name]).float())
+    for entry in optim["state"].values():
+        del entry["master"]
+    flat = StateDictOptions(**FLAT)
+    with pytest.raises(CheckpointError, match="a job under half, and its fp32 masters are left out"):
+        set_optimizer_state_dict(fresh.model, fresh.optim, optim)
+    optim = get_optimizer_state_dict(half.model, half.optim, options=flat)
+    with pytest.raises(CheckpointError, match="a job under half, and its fp32 masters are left out"):
+        set_optimizer_state_dict(fresh.model, fresh.optim, optim, options=flat)
+    half.model.load_state_dict(fresh.model.state_dict())
+    half.optim.load_state_dict(fresh.optim.state_dict())
+    step(half)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def test_masters_in_a_state_become_the_values_of_fp32_parameters(pool: Pool) -> None:
+    from_half(0, 1, [])
+    from_half(0, 1, ["offload"])
+    half, fresh = (accelerated(strategy, "awkward", optim_func=torch.optim.AdamW) for strategy in ([HALF], CHUNK))
+    step(half)
+    fresh.model.load_state_dict(half.model.state_dict())
+    fresh.optim.load_state_dict(half.optim.state_dict())
+    for name, entry in get_optimizer_state_dict(half.model, half.optim)["state"].items():
+        assert torch.equal(fresh.model.state_dict()[name], entry["master"])
+    run_each(pool, from_half, [(["ddp"],), (["zero1"],), (["fsdp"],)])
 
 
 TENSOR: list[Any] = [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]
@@ -162,6 +211,7 @@ def plain_states(**options: bool) -> tuple[dict[str, Any], dict[str, Any]]:
 
 CHUNK: list[Any] = [("chunk", {"budget_bytes": 2**22})]
 BOTH: list[Any] = [("parallel_mode", [("tensor", 2), ("data", 2)]), "tensor_parallel", "fsdp"]
+STAGES: list[Any] = [("parallel_mode", [("pipeline", 2)]), ("pipeline_parallel", {"micro_batches": 2})]
 MIXED: list[Any] = [("parallel_mode", [("tensor", 2), ("pipeline", 2)]), "mixed_parallel"]
 
 
@@ -170,16 +220,52 @@ def test_parts_that_torch_would_take_for_the_whole_are_refused(pool: Pool, tmp_p
     run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in (BOTH, MIXED)], ranks=4)
 
 
+def refuses_whole(result: Any) -> None:
+    for get in (get_model_state_dict, partial(get_optimizer_state_dict, optimizers=result.optim)):
+        with pytest.raises(CheckpointError, match="would take this process's part"):
+            get(result.model, options=StateDictOptions(full_state_dict=True))
+
+
+def stages_refused(rank: int, size: int, strategy: list[Any], folder: str) -> None:
+    """A stage's part is not the whole, and another process's states are refused; the whole model's are taken."""
+    result, fresh = language_job(strategy), language_job(strategy)
+    step(result)
+    refuses_whole(result)
+    own, whole = (result.model.state_dict(), result.optim.state_dict()), whole_state(result.model)
+    of_first: list[Any] = [own]
+    dist.broadcast_object_list(of_first)
+    for load, state in zip((fresh.model.load_state_dict, fresh.optim.load_state_dict), of_first[0], strict=True):
+        with (
+            nullcontext() if rank == 0 else pytest.raises((RuntimeError, CheckpointError), match="Missing|another part")
+        ):
+            load(copy.deepcopy(state))
+    if strategy == STAGES:
+        states = get_optimizer_state_dict(result.model, result.optim)
+        dcp.save(states, checkpoint_id=folder)
+        dcp.load(states, checkpoint_id=folder)
+        with nullcontext() if rank else pytest.raises(CheckpointError, match="no settings for this process's param"):
+            set_optimizer_state_dict(fresh.model, fresh.optim, states)
+        fresh.model.load_state_dict(whole)
+    else:
+        with pytest.raises(CheckpointError, match="was given whole tensors"):
+            fresh.model.load_state_dict(whole)
+        fresh.model.load_state_dict(own[0])
+    for name, value in whole_state(fresh.model).items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_a_stage_is_not_taken_for_the_whole(pool: Pool, tmp_path: Path) -> None:
+    pool.run(stages_refused, STAGES, str(tmp_path))
+    pool.run(stages_refused, MIXED, str(tmp_path), ranks=4)
+
+
 def whole_refused(rank: int, size: int, strategy: list[Any]) -> None:
     """torch's whole states, out of a job and into it, raise; its own states come back."""
     result, fresh = language_job(strategy), language_job(strategy)
     step(result)
     model, optim = plain_states()
     options = StateDictOptions(full_state_dict=True)
-    if strategy == BOTH:
-        for get in (get_model_state_dict, partial(get_optimizer_state_dict, optimizers=result.optim)):
-            with pytest.raises(CheckpointError, match="would take this process's part"):
-                get(result.model, options=options)
+    refuses_whole(result)
     with pytest.raises(CheckpointError, match="was given whole tensors"):
         set_model_state_dict(fresh.model, dict(model), options=options)
     with pytest.raises(CheckpointError, match="was given whole tensors"):

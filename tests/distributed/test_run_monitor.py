@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -10,9 +11,11 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import atorch
@@ -71,16 +74,21 @@ def test_signals_that_cannot_be_handled() -> None:
     assert "in the thread a worker's thread (signal only works in main thread" in errors[0]
 
 
-def stopped(rank: int, size: int, folder: str, strategy: list[object]) -> list[str]:
-    """Losses until a signal, which arrives within the third step, and of the run that resumes."""
-    result = job(strategy)
+def stopped(rank: int, size: int, folder: str, strategy: list[object], call: int, number: int) -> list[str]:
+    """Losses until a signal in a `call` of the model after the second step, and of the run that resumes.
+
+    The calls are those of a step, whose micro-batches may be several, and of an evaluation after it.
+    """
+    result, calls = job(strategy), itertools.count(1)
     losses: list[str] = []
     with RunMonitor() as monitor:
         for loss in losses_of(result, 0, 5):
             losses.append(loss)
-            if len(losses) == 2 and rank == 0:
-                result.model.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM))
-            if monitor.should_stop():
+            if len(losses) == 2 and rank == 1:
+                result.model.register_forward_pre_hook(
+                    lambda *_: signal.raise_signal(number) if next(calls) == call else None
+                )
+            if monitor.should_stop() or len(losses) == 3 and stops_evaluation(result, monitor):
                 atorch.save_checkpoint(folder, result, len(losses))
                 break
     assert len(losses) == 3
@@ -88,19 +96,43 @@ def stopped(rank: int, size: int, folder: str, strategy: list[object]) -> list[s
     return losses + list(losses_of(result, atorch.resume_or_start(folder, result), 5))
 
 
-@pytest.mark.parametrize("strategy", [["ddp"], ["fsdp", ("micro_batch", {"size": 1})]], ids=["ddp", "micro-batches"])
-def test_what_is_saved_at_a_signal_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, strategy: list[object]) -> None:
+def stops_evaluation(result: Any, monitor: RunMonitor) -> bool:
+    """Evaluate four batches, or until a signal, which the second one gets."""
+    result.model.eval()
+    with torch.no_grad():
+        calls = [result.model([torch.ones(2, 8)]) for _ in range(4) if not monitor.should_stop()]
+    result.model.train()
+    assert len(calls) == 2
+    return True
+
+
+MICRO = ["fsdp", ("micro_batch", {"size": 1})]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("strategy", "call"), [(["ddp"], 1), (["ddp"], 3), (MICRO, 1), (MICRO, 2)],
+    ids=["step", "evaluation", "first micro-batch", "second micro-batch"],
+)  # fmt: skip
+def test_what_is_saved_at_a_signal_goes_on_bit_for_bit(
+    pool: Pool, tmp_path: Path, strategy: list[object], call: int, number: int
+) -> None:
     whole = pool.run(uninterrupted, strategy)
-    assert pool.run(stopped, str(tmp_path), strategy) == whole
+    assert pool.run(stopped, str(tmp_path), strategy, call, number) == whole
 
 
 def uninterrupted(rank: int, size: int, strategy: list[object]) -> list[str]:
     return list(losses_of(job(strategy), 0, 5))
 
 
-def failing(rank: int, size: int, folder: str, place: str, number: int) -> None:
-    """Train until rank 1 sends itself a signal in step 3, in forward or in a save; write what rank 0 says."""
-    result, told = job(["ddp"]), Path(folder, f"told-{rank}")
+def failing(rank: int, size: int, folder: str, place: str, number: int, strategy: str) -> None:
+    """Train until rank 1 sends itself a signal in step 3, or in the save before it; write what rank 0 says."""
+    result, told = job([STRATEGIES[strategy]]), Path(folder, f"told-{rank}")
+    register_at = {
+        "forward": result.model.register_forward_pre_hook,
+        "backward": result.model.layers[-1].register_full_backward_pre_hook,
+        "step": result.optim.register_step_pre_hook,
+    }
 
     def fail(*_: object) -> None:
         Path(folder, "failed").write_text(str(time.time()))
@@ -112,8 +144,8 @@ def failing(rank: int, size: int, folder: str, place: str, number: int) -> None:
         with RunMonitor(step_timeout=4.0) as monitor:
             for step, _ in enumerate(losses_of(result, 0, 9), 1):
                 monitor.should_stop()
-                if step == 2 and rank == 1 and place == "forward":
-                    result.model.register_forward_pre_hook(fail)
+                if step == 2 and rank == 1 and place != "save":
+                    register_at[place](fail)
                 if step == 2 and place == "save":
                     with mock.patch.object(os, "fsync", fail if rank == 1 else os.fsync):
                         atorch.save_checkpoint(folder, result, step)
@@ -124,17 +156,36 @@ def failing(rank: int, size: int, folder: str, place: str, number: int) -> None:
         logger.removeHandler(handler)
 
 
+STRATEGIES: dict[str, Any] = {name: name for name in ("ddp", "zero1", "fsdp")} | {
+    "chunk": ("chunk", {"budget_bytes": 2**20})
+}
+PLACES = [("ddp", "forward"), ("ddp", "save")]
+MORE = [(strategy, place) for strategy in STRATEGIES for place in ("forward", "backward", "step", "save")]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("place", ["forward", "save"])
-def test_a_rank_that_dies_or_stops_is_named(pool: Pool, tmp_path: Path, place: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "place"), PLACES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in PLACES]
+)
+def test_a_rank_that_dies_or_stops_is_named(pool: Pool, tmp_path: Path, strategy: str, place: str, number: int) -> None:
     with pytest.raises(RankFailure):
-        pool.run(failing, str(tmp_path), place, number)
+        pool.run(failing, str(tmp_path), place, number, strategy)
     told = (tmp_path / "told-0").read_text()
     after_s = (tmp_path / "told-0").stat().st_mtime - float((tmp_path / "failed").read_text())
     logging.getLogger("measured").warning(f"{place}, {number!r}: {after_s:.1f} s: {told}")
     assert re.search(r"rank 1 on .*, process \d+, does not respond: it has ended or is stopped", told)
     where = "lost a connection in step 3" if number == signal.SIGKILL else r"is in step 3, at \w+.py:\d+ in \w+"
     assert re.search(f"rank 0 {where}", told)
+
+
+@on_ranks(2)
+def test_a_step_has_twenty_medians_and_a_minute_at_least(rank: int, size: int) -> None:
+    with RunMonitor() as monitor:
+        monitor.should_stop()
+        assert monitor._watchdog._limit_s == 60.0
+        monitor._watchdog._durations_s.extend([7.0] * 9)
+        monitor.should_stop()
+        assert monitor._watchdog._limit_s == 140.0
 
 
 @on_ranks(2)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +32,7 @@ def started(*command: str, folder: Path, out: int = subprocess.PIPE, **more: str
     return subprocess.Popen(command, stdout=out, text=True, env=environment, cwd=folder)
 
 
-def until(lines: IO[str] | None, pattern: str) -> str:
+def until(lines: Iterable[str] | None, pattern: str) -> str:
     """All that is printed up to a line that matches."""
     printed = ""
     for line in lines or ():
@@ -116,6 +119,74 @@ def test_slurms_batch_script_saves_before_the_time_limit_and_requeues(tmp_path: 
     check_curve(printed, tmp_path)
 
 
+SLURM = """
+ClusterName=test
+SlurmctldHost={host}
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+SlurmUser=root
+AuthType=auth/none
+AuthInfo=cred_expire=5
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+ReturnToService=2
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("slurmctld") is None or os.getuid() != 0, reason="needs Slurm's daemons, and root")
+def test_slurm_itself_requeues_the_job(tmp_path: Path) -> None:
+    """Of one machine, with two tasks: the signal before the time limit, the save, the queue, and what follows."""
+    ports = [rendezvous("static")[1] for _ in range(2)]
+    conf, out = tmp_path / "slurm.conf", tmp_path / "out"
+    conf.write_text(SLURM.format(host=socket.gethostname(), ports=ports, folder=tmp_path))
+    (tmp_path / "state").mkdir()
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    out.touch()
+    more = {"SLURM_CONF": str(conf), "MASTER_PORT": rendezvous("static")[1]}
+
+    def said(*command: str) -> str:
+        return rest(started(*command, folder=tmp_path, **more))
+
+    daemons = [started(name, "-D", folder=tmp_path, **more) for name in ("slurmctld", "slurmd")]
+    try:
+        sizes = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", f"--output={out}"]
+        number = said("sbatch", "--parsable", *sizes, str(LAUNCH / "slurm.sh"), "--steps", "100000").strip()
+        with out.open() as lines:
+            followed = followed_lines(lines)
+            printed = until(followed, "step 7 ")
+            said("scancel", "--batch", "--signal=USR1", number)
+            last = max(curve(printed + until(followed, "stop after this step")))
+            printed += until(followed, f"step {last + 3} ")
+        assert "Restarts=1" in said("scontrol", "show", "job", number)
+        said("scancel", number)
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            rest(daemon)
+    check_curve(out.read_text(), tmp_path)
+
+
+def followed_lines(file: IO[str]) -> Iterator[str]:
+    """The lines of a file that is being written."""
+    line = ""
+    while True:
+        line += file.readline()
+        if line.endswith("\n"):
+            yield line
+            line = ""
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_machines_that_leave_and_join(tmp_path: Path) -> None:
@@ -158,9 +229,15 @@ def test_machines_that_leave_and_join(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ray_trains(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_ray_starts_again_where_a_worker_dies(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     script = str(LAUNCH / "ray_train.py")
-    job = started(sys.executable, script, "--folder", str(tmp_path / "run"), "--steps", "20", folder=tmp_path)
-    printed = rest(job)
-    assert "step 20 on 2" in printed
+    arguments = [script, "--folder", str(tmp_path / "run"), "--steps", "600"]
+    job = started(sys.executable, *arguments, folder=tmp_path, RAY_DEDUP_LOGS="0")
+    printed = until(job.stdout, "step 120 ")
+    os.kill(int(re.findall(r"RayTrainWorker pid=(\d+)", printed)[-1]), signal.SIGKILL)
+    printed += until(job.stdout, "step 600 ")
+    rest(job)
+    assert len(re.findall("step 101 on 2", printed)) == 2
+    check_curve(printed, tmp_path)

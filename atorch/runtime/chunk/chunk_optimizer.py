@@ -44,6 +44,7 @@ from atorch.runtime.optimizer.held_tensors import whole_states
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, show
 from atorch.runtime.optimizer.user_optimizer import needs_closure
 from atorch.runtime.optimizer.wrapped_optimizer import OwnPart, dense_gradient, fuse
+from atorch.runtime.precision.master_weights import without_masters
 
 
 class ChunkOptimizer(ShadowOptimizer):
@@ -241,7 +242,7 @@ class ChunkOptimizer(ShadowOptimizer):
             groups.append({**group, "params": list(range(start, position))})
         with self._stand_ins_shown():
             show(self.inner, self._in_pieces())
-            self.inner.load_state_dict({**state_dict, "state": state, "param_groups": groups})
+            self.inner.load_state_dict(without_masters({**state_dict, "state": state, "param_groups": groups}))
         self._states.forget()
         if self._is_cut:
             self._states.settle(self._in_order, self.inner.state)

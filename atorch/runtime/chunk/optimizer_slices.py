@@ -196,9 +196,9 @@ def divided(entry: Mapping[str, Any], pieces: Sequence[OptimizerSlice], of_share
 
 @torch.no_grad()
 def restore_master(entry: Mapping[str, Any], piece: OptimizerSlice, of_share: bool) -> None:
-    """Restore the master of the parameter of `piece` from its saved state, if both exist."""
+    """Restore the master, or else the value, of the parameter of `piece` from a master in its saved state."""
     chunk, slot = piece.chunk, piece.slot
-    if MASTER not in entry or chunk.master is chunk.compute:
+    if MASTER not in entry:
         return
     if not of_share:
         chunk.write(slot, entry[MASTER])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -42,6 +43,7 @@ from atorch.runtime.data_parallel.buckets import (
 from atorch.runtime.optimizer.held_tensors import whole_states
 from atorch.runtime.optimizer.user_optimizer import as_groups, makes_elementwise, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.precision.master_weights import MASTER
 
 
 def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -239,6 +241,13 @@ class ShardedOptimizer(WrappedOptimizer):
                 "(state_dict, which all ranks call)"
             )
         saved_state, rest = state_dict["state"], {k: v for k, v in state_dict.items() if k != SLICES}
+        entries = [(self._params[index], saved_state.get(number, {})) for index, number in names.items()]
+        masters = [(param, entry[MASTER]) for param, entry in entries if MASTER in entry]
+        if SLICES in state_dict and any(param.dtype == master.dtype for param, master in masters):
+            raise CheckpointError(
+                "the optimizer state has this rank's share of a job's fp32 masters, and here every rank has all "
+                "parameters in fp32; load the whole state (state_dict, which all ranks call)"
+            )
         state = {
             local: self._part(saved_state[names[index]], index, index in slices)
             for local, index in enumerate(self._indices)
@@ -252,6 +261,9 @@ class ShardedOptimizer(WrappedOptimizer):
                 start += len(part["params"])
             self.inner.load_state_dict({**rest, "state": state, "param_groups": groups})
             self._mine = [_held(part) for part in self.inner.param_groups]
+        with torch.no_grad():
+            for param, master in masters if SLICES not in state_dict else ():
+                param.copy_(master)
         self._states.clear()
         self._share()
         self._note_states(self._params if saved_state else ())

@@ -26,7 +26,7 @@ from atorch.logs import say_once
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
 from atorch.runtime.optimizer.user_optimizer import as_groups, materialized, tensor_of
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, fuse, local
+from atorch.runtime.optimizer.wrapped_optimizer import fuse, layers_of, local
 
 
 @contextmanager
@@ -169,9 +169,7 @@ def host_bytes(groups: Sequence[Any], share: float, away: Collection[Tensor], st
 
 def on_host(optimizer: Optimizer) -> Iterator[Tensor]:
     """Tensors in host memory of HostOptimizers in an optimizer: copies, masters, and states of both."""
-    layers = [optimizer]
-    while isinstance(layers[-1], WrappedOptimizer):
-        layers.append(layers[-1].inner)
+    layers = layers_of(optimizer)
     hosted: dict[Tensor, None] = {}
     for layer in layers:
         if isinstance(layer, HostOptimizer):

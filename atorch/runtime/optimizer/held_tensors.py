@@ -28,8 +28,8 @@ from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
 from atorch.runtime.chunk.optimizer_slices import SHARE
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data_parallel.buckets import SLICES, gathered
-from atorch.runtime.optimizer.wrapped_optimizer import local, local_state_dict
-from atorch.runtime.precision.master_weights import MASTER
+from atorch.runtime.optimizer.wrapped_optimizer import innermost, local, local_state_dict
+from atorch.runtime.precision.master_weights import HAS_MASTERS, MASTER
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSlot
@@ -218,7 +218,7 @@ def held_states(
             if only_masters and key != MASTER:
                 continue
             if isinstance(value, Tensor):
-                tensors[owner.name, key] = _state(owner, key, value, _range(saved, number))
+                tensors[owner.name, key] = _state(optimizer, owner, key, value, _range(saved, number))
             else:
                 values.setdefault(owner.name, {})[key] = value
     groups = [
@@ -268,7 +268,7 @@ def _of(parameter: Tensor, of_tensor: Mapping[int, HeldTensor]) -> HeldTensor:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", HAS_MASTERS)}
 
 
 def _range(saved: Mapping[str, Any], number: int) -> tuple[int, int] | None:
@@ -277,15 +277,18 @@ def _range(saved: Mapping[str, Any], number: int) -> tuple[int, int] | None:
     return None if found is None else (found[0], found[1])
 
 
-def _state(owner: HeldTensor, key: str, value: Tensor, elements: tuple[int, int] | None) -> LogicalTensor:
+def _state(
+    optimizer: Optimizer, owner: HeldTensor, key: str, value: Tensor, elements: tuple[int, int] | None
+) -> LogicalTensor:
     shape, values = tuple(value.shape), local((value.to_dense() if value.is_sparse else value).detach())
     is_range = elements is not None and shape == (elements[1] - elements[0],) and shape != owner.local_shape
     if is_range or tuple(values.shape) == owner.local_shape:
         return LogicalTensor(owner.shape, value.dtype, owner.pieces(values, elements if is_range else None))
     if values.dim() and owner.local_shape != owner.shape:
         raise CheckpointError(
-            f"the optimizer's state {key} of {owner.name} has shape {shape}, and the parameter {owner.shape}, of which "
-            "this process has a part: such a state can be saved only where parameters are whole (ddp)"
+            f"{type(innermost(optimizer)).__name__}'s state {key} of {owner.name} has shape {shape}, and the parameter "
+            f"{owner.shape}, of which this process has a part: such a state can be saved only where parameters are "
+            "whole (ddp)"
         )
     return LogicalTensor(tuple(values.shape), value.dtype, [(whole_box(tuple(values.shape)), values)])
 

@@ -21,7 +21,7 @@ from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop, SparseAdam
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.model.user_functions import ELEMENTWISE, MakeOptimizer, is_elementwise
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
+from atorch.runtime.optimizer.wrapped_optimizer import innermost
 
 ShardKind = Literal["apart", "rows", "columns", "flat", "sharded"]
 
@@ -50,8 +50,7 @@ _DEPENDS: Mapping[ShardKind, str] = {
 
 def refusal(optimizer: Any, split: ShardKind) -> str | None:
     """The reason why an optimizer does not support `split`; None if it computes the same on such parts."""
-    while isinstance(optimizer, WrappedOptimizer):
-        optimizer = optimizer.inner
+    optimizer = innermost(optimizer)
     stated = getattr(optimizer, "step_depends_on", None)
     if stated is not None and stated not in _BY_DEPENDENCE:
         return f"its step_depends_on is {stated!r}; it is one of {', '.join(map(repr, _BY_DEPENDENCE))}"
@@ -113,9 +112,7 @@ def made_small(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> Optimize
 
 def makes_elementwise(make_optimizer: MakeOptimizer, groups: Iterable[Any]) -> bool:
     """True if `make_optimizer` makes an element-wise optimizer for such groups, or a wrapper of one."""
-    optimizer = made_small(make_optimizer, groups)
-    while isinstance(optimizer, WrappedOptimizer):
-        optimizer = optimizer.inner
+    optimizer = innermost(made_small(make_optimizer, groups))
     return optimizer is not None and is_elementwise(optimizer)
 
 

@@ -9,9 +9,11 @@ each step checks first, and a group with such tensors uses torch's default imple
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,12 +32,9 @@ class WrappedOptimizer(Optimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
-        innermost = inner
-        while isinstance(innermost, WrappedOptimizer):
-            innermost = innermost.inner
-        state = innermost.state
+        state = innermost(inner).state
         super().__init__(inner.param_groups, inner.defaults)  # sets an empty state
-        innermost.state = state
+        innermost(inner).state = state
         self._share()
 
     @property
@@ -124,6 +123,18 @@ class _Unreadable(torch.Tensor):
         )
 
 
+def layers_of(optimizer: Any) -> list[Any]:
+    """An optimizer, the one that it is around, and so on."""
+    layers = [optimizer]
+    while isinstance(layers[-1], WrappedOptimizer):
+        layers.append(layers[-1].inner)
+    return layers
+
+
+def innermost(optimizer: Any) -> Any:
+    return layers_of(optimizer)[-1]
+
+
 def before_steps(optimizer: Optimizer | None, work: Callable[..., Any]) -> None:
     """Call `work` before each step of `optimizer`, by torch's hook, if the optimizer supports it."""
     # torch's constructor makes the dict of hooks, and a user's class may not call it.
@@ -173,7 +184,7 @@ class OwnPart(Tensor):
         vars(marked).update({} if part is None else {"part": part})
         return marked
 
-    def __create_write_items__(self, *_: Any, **__: Any) -> Any:
+    def __create_write_items__(self: Any, *_: Any, **__: Any) -> Any:
         raise CheckpointError(
             "torch.distributed.checkpoint would take this process's part of a tensor for the whole one, or its rows "
             "for those of another order; use atorch.save_checkpoint and load_checkpoint"
@@ -192,6 +203,17 @@ class OwnPart(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return OwnPart.of(copy.deepcopy(self.detach(), memo), vars(self).get("part"))
+
+
+def caller_in_torch() -> Mapping[str, Any]:
+    """The variables of the function of torch.distributed.checkpoint.state_dict that calls; empty if none does.
+
+    They say what it does with a state, and have what it leaves out of one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
 
 
 _KINDS = (Adam, AdamW, SGD, Adagrad)
@@ -216,8 +238,7 @@ def fuse(optimizer: Any) -> None:
 
 def fused_by_default(optimizer: Any) -> str | None:
     """The class name of the innermost optimizer, if it uses a kernel that `fuse` chose; else None."""
-    while isinstance(optimizer, WrappedOptimizer):
-        optimizer = optimizer.inner
+    optimizer = innermost(optimizer)
     chosen = _unfuse_unfit_groups in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     return type(optimizer).__name__ if chosen and any(group["fused"] for group in optimizer.param_groups) else None
 

@@ -25,7 +25,7 @@ from atorch.distributed.collectives import world_group
 from atorch.logs import logger
 from atorch.model.user_functions import LossFunc, value_of, with_value
 from atorch.model.wrapper import override_forward
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local_state_dict
+from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, caller_in_torch, local_state_dict
 
 _LARGEST = 2.0**127  # the largest power of two in fp32, the dtype of the loss's gradient
 
@@ -216,7 +216,10 @@ class ScaledOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; one of another precision, without a scale, keeps the current scale."""
         first, *others = map(dict, state_dict["param_groups"])
-        state_dict = {"loss_scale": first.pop("loss_scale", None), **state_dict, "param_groups": [first, *others]}
+        flat = caller_in_torch().get("state_dict", {})  # of flatten_optimizer_state_dict
+        scales = [first.pop("loss_scale", None), *(value for key, value in flat.items() if key.endswith(".loss_scale"))]
+        known = next((scale for scale in scales if scale is not None), None)
+        state_dict = {"loss_scale": known, **state_dict, "param_groups": [first, *others]}
         if (saved := state_dict.pop("loss_scale")) is not None:
             self.scale.load_state_dict(saved)
         super().load_state_dict(state_dict)

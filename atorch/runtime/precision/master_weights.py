@@ -18,15 +18,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from atorch.errors import CheckpointError
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
-from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient, local
+from atorch.runtime.optimizer.wrapped_optimizer import caller_in_torch, dense_gradient, layers_of, local
 
 MASTER = "master"  # the masters' key in the saved state of a parameter
+HAS_MASTERS = "has_masters"  # the key of a saved group whose trained parameters have them
 
 
 def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDictionary:
@@ -136,22 +139,18 @@ class MasterWeights(ShadowOptimizer):
         saved = super().state_dict()
         for number, master in self._numbered(saved):
             saved["state"][number] = {**saved["state"].get(number, {}), MASTER: master.detach()}
-        return saved
+        return {**saved, "param_groups": [{**group, HAS_MASTERS: True} for group in saved["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, and the parameters' values from its masters; without any, masters and parameters stay."""
-        state = {
-            number: {key: value for key, value in entry.items() if key != MASTER} if isinstance(entry, dict) else entry
-            for number, entry in state_dict["state"].items()
-        }
         with self._stand_ins_shown():
-            self.inner.load_state_dict({**state_dict, "state": {n: entry for n, entry in state.items() if entry != {}}})
+            self.inner.load_state_dict(without_masters(state_dict))
         with torch.no_grad():
             for number, master in self._numbered(state_dict):
                 value = state_dict["state"].get(number, {}).get(MASTER)
                 if value is not None:
                     master.copy_(value)
-        if any(isinstance(entry, dict) and MASTER in entry for entry in state_dict["state"].values()):
+        if any(map(_has_master, state_dict["state"].values())):
             self._round(list(self.stand_ins.items()))
         self._share()
 
@@ -194,6 +193,56 @@ class MasterWeights(ShadowOptimizer):
         if pairs:
             torch._foreach_copy_([local(parameter) for parameter, _ in pairs], [local(master) for _, master in pairs])
         self._note_values()
+
+
+def take_masters(optimizer: Optimizer | None) -> None:
+    """Let an optimizer without masters take those of a loaded state as its parameters' values."""
+    layers = layers_of(optimizer)
+    has_hooks = hasattr(layers[-1], "register_load_state_dict_pre_hook")
+    if has_hooks and not any(isinstance(layer, MasterWeights) for layer in layers):
+        layers[-1].register_load_state_dict_pre_hook(_take_masters)
+
+
+@torch.no_grad()
+def _take_masters(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Move the masters of a state that is to be loaded into the parameters.
+
+    Raises:
+        CheckpointError: the state is one of `MasterWeights`, and its masters are missing.
+    """
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    masters = [
+        (parameter, saved["state"][number][MASTER])
+        for number, parameter in zip(numbers, params, strict=False)
+        if _has_master(saved["state"].get(number))
+    ]
+    flat = caller_in_torch().get("state_dict", {})  # of flatten_optimizer_state_dict
+    has_masters = any(group.get(HAS_MASTERS) for group in saved["param_groups"])
+    has_masters = has_masters or any(key.endswith(f".{MASTER}") for key in flat)
+    if has_masters and not masters and any(parameter.requires_grad for parameter in params):
+        raise CheckpointError(
+            "the optimizer's state is of a job under half, and its fp32 masters are left out: by dcp.load, or because "
+            "it is flattened. Use atorch.load_checkpoint, or load what optim.state_dict() returned"
+        )
+    for parameter, master in masters:
+        parameter.copy_(master)
+    return without_masters(saved)
+
+
+def without_masters(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state of `MasterWeights` as one of the inner optimizer."""
+    entries = {
+        number: {key: value for key, value in entry.items() if key != MASTER} if _has_master(entry) else entry
+        for number, entry in saved["state"].items()
+    }
+    state = {number: entry for number, entry in entries.items() if entry or not _has_master(saved["state"][number])}
+    groups = [{key: value for key, value in group.items() if key != HAS_MASTERS} for group in saved["param_groups"]]
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def _has_master(entry: Any) -> bool:
+    return isinstance(entry, dict) and MASTER in entry
 
 
 def _is_half(tensor: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.wrapper import override
 from atorch.runtime.data_parallel.buckets import gathered
 from atorch.runtime.optimizer.held_tensors import HeldTensor, held_tensors, placement
-from atorch.runtime.optimizer.wrapped_optimizer import OwnPart
+from atorch.runtime.optimizer.wrapped_optimizer import OwnPart, caller_in_torch
 from atorch.runtime.tensor_parallel.layout import Rows
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 
@@ -135,10 +135,13 @@ def tell_of_part(model: nn.Module, part: str) -> None:
     model.register_state_dict_pre_hook(_Telling(part))
 
 
-def refuse_other_parts(models: Iterable[nn.Module], optim: Optimizer | None, layout: ModelLayout | None) -> None:
+def refuse_other_parts(
+    models: Iterable[nn.Module], optim: Optimizer | None, layout: ModelLayout | None, is_staged: bool = False
+) -> None:
     """Let `load_state_dict` refuse state dicts of processes that hold other parts of the models.
 
-    layout: the split, under which torch.distributed.checkpoint is refused, too.
+    layout: the split, under which torch.distributed.checkpoint is refused, too. is_staged: the models are stages of
+    one, of which others are elsewhere.
     """
     rows, parts, cut = {} if layout is None else layout.rows, [], {}
     for model in models:
@@ -147,10 +150,10 @@ def refuse_other_parts(models: Iterable[nn.Module], optim: Optimizer | None, lay
         split = {name: h for h in held for name in h.names if name in rows and not _is_as_told(h.tensor, rows[name])}
         cut.update({id(entry.tensor): entry.shape for entry in split.values()})
         shapes = {name: entry.shape for name, entry in split.items()}
-        model.register_state_dict_post_hook(partial(_note_part, parts[-1], shapes))
+        model.register_state_dict_post_hook(partial(_note_part, parts[-1], shapes, is_staged))
         model.register_load_state_dict_pre_hook(partial(_check_part, parts[-1], shapes))
     if optim is not None:
-        _mark_states(optim, zlib.crc32(repr(parts).encode()), cut)
+        _mark_states(optim, zlib.crc32(repr(parts).encode()), cut, is_staged)
 
 
 def _is_as_told(tensor: Tensor, rows: Rows) -> bool:
@@ -159,12 +162,20 @@ def _is_as_told(tensor: Tensor, rows: Rows) -> bool:
 
 
 def _note_part(
-    part: int, cut: Mapping[str, Any], model: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]
-) -> None:
+    part: int, cut: Mapping[str, Any], is_staged: bool, model: nn.Module, state: Any, prefix: str,
+    metadata: dict[str, Any],
+) -> None:  # fmt: skip
+    _refuse_as_whole(bool(cut) or is_staged)
     metadata["part"] = part  # torch keeps it with the state dict, also in files
     for name in cut.keys() & state.keys():
         if not isinstance(state[name], nn.Parameter):
             state[name] = OwnPart.of(state[name], part)
+
+
+def _refuse_as_whole(is_part: bool) -> None:
+    """Raise where torch would return a part of a state as the whole (`full_state_dict`)."""
+    if is_part and getattr(caller_in_torch().get("info"), "full_state_dict", False):
+        OwnPart.full_tensor(None)
 
 
 def _check_part(
@@ -192,7 +203,7 @@ def _need_part(given: int | None, values: Sequence[tuple[Any, tuple[int, ...]]],
         )
 
 
-def _mark_states(optimizer: Optimizer, part: int, cut: Mapping[int, tuple[int, ...]]) -> None:
+def _mark_states(optimizer: Optimizer, part: int, cut: Mapping[int, tuple[int, ...]], is_staged: bool) -> None:
     """Let `optimizer` note its part in state dicts, and refuse those of others.
 
     cut: the whole shapes of split parameters, by id.
@@ -205,6 +216,7 @@ def _mark_states(optimizer: Optimizer, part: int, cut: Mapping[int, tuple[int, .
         return [(n, saved["state"][n], cut[key]) for n, key in owned if key in cut and n in saved["state"]]
 
     def state_dict() -> dict[str, Any]:
+        _refuse_as_whole(bool(cut) or is_staged)
         owner: Any = itself()
         saved = type(owner).state_dict(owner)
         marked = partial(map_tensors, lambda value: OwnPart.of(value, part) if value.dim() else value)
@@ -213,6 +225,15 @@ def _mark_states(optimizer: Optimizer, part: int, cut: Mapping[int, tuple[int, .
 
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         owner: Any = itself()
+        if any(
+            "lr" in own and "lr" not in given
+            for own, given in zip(owner.param_groups, state_dict["param_groups"], strict=False)
+        ):
+            raise CheckpointError(
+                "load_state_dict was given no settings for this process's parameters, such as lr: dcp.save keeps one "
+                "list of parameter groups, and each stage has its own. Save with flatten_optimizer_state_dict=True, or "
+                "use atorch.save_checkpoint and load_checkpoint"
+            )
         states = split(owner, state_dict)
         values = [(value, shape) for _, state, shape in states for value in tensors_in(state)]
         _need_part(state_dict.get("part"), values, part)
