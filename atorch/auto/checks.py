@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,6 @@ class Arguments(BaseModel):
             if isinstance(raised, AtorchError):
                 raise raised from raised.__cause__
             name = str(fault["loc"][0])
-            if name not in cls.model_fields:
-                raise ArgumentError(f"there is no argument {name!r}; {near_miss(name, cls.model_fields)}") from None
             raise ArgumentError(
                 f"{name} is {shown(fault['input'])}; it is {cls.model_fields[name].description}"
             ) from None
@@ -186,8 +184,6 @@ def _instead_of(dataset: object) -> str:
         return "; give what it returns"
     if isinstance(dataset, Iterator):
         return "; what can be read once alone has no epochs: give list(dataset), or an IterableDataset that begins anew"
-    if isinstance(dataset, Iterable):
-        return "; give list(dataset)"
     return ""
 
 

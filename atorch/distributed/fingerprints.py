@@ -124,8 +124,6 @@ def _trained(parameter: torch.Tensor) -> str:
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    if nn.parameter.is_lazy(tensor):
-        return "without a shape yet"
     where = ", on the meta device" if tensor.is_meta else ""
     return f"{_sizes(tensor)} {_name(tensor.dtype)}{where}"
 

@@ -52,12 +52,6 @@ class SwapReport:
     swapped: tuple[Swap, ...] = ()
     kept: tuple[KeptModule, ...] = ()
 
-    def __add__(self, other: SwapReport) -> SwapReport:
-        return SwapReport(self.swapped + other.swapped, self.kept + other.kept)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, (*self.swapped, *self.kept)))
-
 
 def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
     """Replace every module for which `choose(name, module)` returns another one; children come before parents.

@@ -70,23 +70,8 @@ def whole_state(
     if all_ranks is None or not (parts or is_staged):
         return state
     checked_barrier("whole_state", all_ranks)
-    return _in_order(state, gathered(parts, ranks), getattr(model, "state_names", ()))
-
-
-def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The states of all ranks of a pipeline as one; for names that several have, the first rank's tensor.
-
-    names: the first names of the result, in order.
-    """
-    own = {name: _logical(value, None, group) for name, value in state.items() if isinstance(value, Tensor)}
-    return _in_order(state, gathered(own, group), names)
-
-
-def _in_order(
-    state: Mapping[str, Any], wholes: Iterable[tuple[str, Tensor]], names: Sequence[str]
-) -> dict[str, Tensor]:
-    merged = {**state, **dict(wholes)}
-    return {name: merged[name] for name in (*names, *merged) if name in merged}
+    merged = {**state, **dict(gathered(parts, ranks))}
+    return {name: merged[name] for name in (*getattr(model, "state_names", ()), *merged) if name in merged}
 
 
 def _logical(tensor: Tensor, rows: Rows | None, group: dist.ProcessGroup | None) -> LogicalTensor:

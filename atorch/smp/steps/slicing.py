@@ -56,17 +56,14 @@ class StepOutput(Sequence[Any]):
 
     def reduce_sum(self) -> Any:
         """The sum over micro-batches."""
-        self._need_numbers()
         return sum(self.outputs[1:], start=self.outputs[0])
 
     def concat(self) -> Tensor:
         """The tensors of all micro-batches, concatenated along dimension 0."""
-        self._need_tensors("concat", at_least=1)
         return torch.cat(self.outputs)
 
     def stack(self) -> Tensor:
         """The tensors of all micro-batches, stacked along a new dimension 0."""
-        self._need_tensors("stack", at_least=0)
         return torch.stack(self.outputs)
 
     def detach(self) -> StepOutput:
@@ -75,17 +72,6 @@ class StepOutput(Sequence[Any]):
 
     def __repr__(self) -> str:
         return f"StepOutput({self.outputs!r})"
-
-    def _need_numbers(self) -> None:
-        wrong = next((value for value in self.outputs if not isinstance(value, (Tensor, int, float, complex))), None)
-        if wrong is not None:
-            raise ArgumentError(f"a step returned {wrong!r} here, which has no sum; read .outputs")
-
-    def _need_tensors(self, name: str, at_least: int) -> None:
-        dims = [value.dim() if isinstance(value, Tensor) else -1 for value in self.outputs]
-        if min(dims) < at_least:
-            what = "scalars: use stack" if min(dims) == 0 else "no tensors: read .outputs"
-            raise ArgumentError(f"{name} puts tensors of {at_least} dimensions or more together, and these are {what}")
 
 
 def outputs_of(returned: Sequence[Any]) -> Any:
