@@ -33,7 +33,6 @@ def partition(
     activations: Sequence[float] | None = None,
     in_flight: Sequence[float] | None = None,
     tied: Iterable[tuple[int, int]] = (),
-    joined: Iterable[tuple[int, int]] = (),
     names: Sequence[str] = (),
 ) -> tuple[int, ...]:
     """The index of the first unit of each stage; none is empty.
@@ -45,11 +44,10 @@ def partition(
         activations: bytes that each unit keeps of one micro-batch for its backward.
         in_flight: the number of micro-batches whose activations each stage keeps; None: one.
         tied: pairs of units that share parameters; one stage has both where the slowest stage stays as fast.
-        joined: pairs of units that must be on one stage, with all units between them.
         names: names of the units, for messages.
 
     Raises:
-        StrategyError: there are more stages than separable units, or no cut fits the limit.
+        StrategyError: there are more stages than units, or no cut fits the limit.
     """
     count = len(costs)
     wrong = next((index for index, cost in enumerate(costs) if not 0.0 <= cost < math.inf), None)
@@ -57,17 +55,12 @@ def partition(
         raise StrategyError(
             f"unit {wrong} costs {costs[wrong]}; a pipeline is cut by costs that are finite, at least 0"
         )
-    inside = {index for pair in joined for index in range(min(pair) + 1, max(pair) + 1)}
-    starts = [index for index in range(count) if index not in inside]
-    if not 1 <= stages <= len(starts):
-        joint = f", {len(starts)} of which can begin a stage" if len(starts) < count else ""
-        raise StrategyError(
-            f"a pipeline of {stages} stages is asked of {count} units{joint}; give at most {len(starts)}"
-        )
+    if not 1 <= stages <= count:
+        raise StrategyError(f"a pipeline of {stages} stages is asked of {count} units; give at most {count}")
     cost, held, kept = (_sums(figures, count) for figures in (costs, memory, activations))
     depth = [1.0] * stages if in_flight is None else in_flight
     cut = _Cut(
-        starts=[*starts, count],
+        count=count,
         stages=stages,
         cost=lambda stage, start, end: cost(start, end),
         bytes=lambda stage, start, end: held(start, end) + depth[stage] * kept(start, end),
@@ -86,9 +79,9 @@ def _sums(figures: Sequence[float] | None, count: int) -> Callable[[int, int], f
 
 @dataclass(frozen=True)
 class _Cut:
-    """Tables of possible cuts, by stage and by the index in `starts` of the stage's first unit."""
+    """Tables of possible cuts, by stage and by the stage's first unit."""
 
-    starts: Sequence[int]  # units that can begin a stage, and the end
+    count: int  # of units
     stages: int
     cost: UnitRange
     bytes: UnitRange
@@ -99,59 +92,56 @@ class _Cut:
 
         Infinity and an empty cut, where none is within the limit.
         """
-        end = len(self.starts) - 1
-        best: dict[int, tuple[float, tuple[int, ...]]] = {end: (0.0, ())}
+        best: dict[int, tuple[float, tuple[int, ...]]] = {self.count: (0.0, ())}
         for stage in reversed(range(self.stages)):
             here: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for first in self._firsts(stage):
+            for start in self._firsts(stage):
                 least: tuple[float, tuple[int, ...]] = (math.inf, ())
-                for last, size in self._ends(stage, first, measure):
+                for end, size in self._ends(stage, start, measure):
                     if size >= least[0]:
                         break
-                    largest, rest = best.get(last, (math.inf, ()))
-                    least = min(least, (max(size, largest), (self.starts[first], *rest)))
-                here[first] = least
+                    largest, rest = best.get(end, (math.inf, ()))
+                    least = min(least, (max(size, largest), (start, *rest)))
+                here[start] = least
             best = here
         return best[0]
 
     def most_even(self, slowest: float, tied: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """The best cut (see above) of those whose stages all cost at most `slowest`."""
-        end = len(self.starts) - 1
-        best: dict[int, tuple[int, float, tuple[int, ...]]] = {end: (0, 0.0, ())}
+        best: dict[int, tuple[int, float, tuple[int, ...]]] = {self.count: (0, 0.0, ())}
         for stage in reversed(range(self.stages)):
             here: dict[int, tuple[int, float, tuple[int, ...]]] = {}
-            for first in self._firsts(stage):
-                start = self.starts[first]
-                for last, cost in self._ends(stage, first, self.cost):
+            for start in self._firsts(stage):
+                for end, cost in self._ends(stage, start, self.cost):
                     if cost > slowest:
                         break
-                    if last in best:
-                        separated, squares, rest = best[last]  # separated pairs, up to a constant
-                        separated -= sum(start <= low and high < self.starts[last] for low, high in tied)
+                    if end in best:
+                        separated, squares, rest = best[end]  # separated pairs, up to a constant
+                        separated -= sum(start <= low and high < end for low, high in tied)
                         candidate = (separated, squares + cost * cost, (start, *rest))
-                        here[first] = min(here.get(first, candidate), candidate)
+                        here[start] = min(here.get(start, candidate), candidate)
             best = here
         return best[0][2]
 
     def _firsts(self, stage: int) -> Iterable[int]:
-        """Indices where a stage can begin, so that the stages before and from it on have a unit each."""
+        """Units where a stage can begin, so that the stages before and from it on have a unit each."""
         if stage == 0:
             return (0,)
-        return range(stage, len(self.starts) - (self.stages - stage))
+        return range(stage, self.count + 1 - (self.stages - stage))
 
-    def _ends(self, stage: int, first: int, measure: UnitRange) -> Iterator[tuple[int, float]]:
-        """`(end, measure)` of the possible stages that begin at `first`, the shortest first."""
-        later, end = self.stages - stage - 1, len(self.starts) - 1
-        for last in range(first + 1, end - later + 1) if later else (end,):
-            if self.bytes(stage, self.starts[first], self.starts[last]) > self.limit:
+    def _ends(self, stage: int, start: int, measure: UnitRange) -> Iterator[tuple[int, float]]:
+        """`(end, measure)` of the possible stages that begin at `start`, the shortest first."""
+        later = self.stages - stage - 1
+        for end in range(start + 1, self.count - later + 1) if later else (self.count,):
+            if self.bytes(stage, start, end) > self.limit:
                 return
-            yield last, measure(stage, self.starts[first], self.starts[last])
+            yield end, measure(stage, start, end)
 
 
 def _too_large(cut: _Cut, names: Sequence[str]) -> str:
     """The message on the cut that needs the least memory: its largest stage and the excess there."""
-    least, starts = _Cut(cut.starts, cut.stages, cut.cost, cut.bytes, math.inf).least_largest(cut.bytes)
-    ends = (*starts[1:], cut.starts[-1])
+    least, starts = _Cut(cut.count, cut.stages, cut.cost, cut.bytes, math.inf).least_largest(cut.bytes)
+    ends = (*starts[1:], cut.count)
     spans = list(enumerate(zip(starts, ends, strict=True)))
     stage, (start, end) = max(spans, key=lambda item: cut.bytes(item[0], *item[1]))
     label = [names[index] if names else f"unit {index}" for index in (start, end - 1)]

@@ -28,12 +28,11 @@ class Given:
     in_flight: list[float]
     limit: float
     tied: Pairs = field(default_factory=list)
-    joined: Pairs = field(default_factory=list)
 
     def cut(self) -> tuple[int, ...]:
         return partition(
             self.costs, self.stages, self.memory, self.limit, activations=self.activations, in_flight=self.in_flight,
-            tied=self.tied, joined=self.joined,
+            tied=self.tied,
         )  # fmt: skip
 
     def all_cuts(self) -> Iterator[tuple[int, ...]]:
@@ -44,7 +43,7 @@ class Given:
                 sum(self.memory[a:b]) + self.in_flight[s] * sum(self.activations[a:b]) <= self.limit
                 for s, (a, b) in spans
             )
-            if fits and not any(low < start <= high for low, high in self.joined for start in starts):
+            if fits:
                 yield (0, *starts)
 
     def merit(self, starts: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
@@ -70,7 +69,6 @@ def problems(draw: st.DrawFn) -> Given:
         in_flight=sorted(draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages)), reverse=True),
         limit=draw(st.one_of(st.just(math.inf), st.integers(0, 40))),
         tied=draw(pairs),
-        joined=draw(pairs),
     )
 
 
@@ -110,17 +108,16 @@ def test_heads_ties_and_activations_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "stages", "joined", "told"),
+    ("costs", "stages", "told"),
     [
-        *[([1.0, 1.0], stages, [], f"{stages} stages is asked of 2 units; give at most 2") for stages in (0, 3, 9)],
-        ([1, 1, 1], 3, [(2, 1)], "3 units, 2 of which can begin a stage; give at most 2"),
-        *[([1.0, cost], 1, [], "unit 1 costs .*; a pipeline is cut by costs that are finite, at least 0")
+        *[([1.0, 1.0], stages, f"{stages} stages is asked of 2 units; give at most 2") for stages in (0, 3, 9)],
+        *[([1.0, cost], 1, "unit 1 costs .*; a pipeline is cut by costs that are finite, at least 0")
           for cost in (-1.0, math.nan, math.inf)],
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused(costs: list[float], stages: int, joined: Pairs, told: str) -> None:
+def test_what_cannot_be_cut_is_refused(costs: list[float], stages: int, told: str) -> None:
     with pytest.raises(StrategyError, match=told):
-        partition(costs, stages, joined=joined)
+        partition(costs, stages)
 
 
 def test_what_fits_nowhere_is_told_with_the_bytes_and_the_units() -> None:
