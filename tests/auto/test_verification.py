@@ -1,7 +1,5 @@
 """A strategy that computes something else than plain training is refused; one that computes the same never is."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -10,13 +10,7 @@ from benchmarks.published.adapters import adapters_of
 from benchmarks.published.frameworks import Framework
 from benchmarks.published.layout import framework_for, layout_of
 from benchmarks.published.rows import cost_of
-from benchmarks.published.words import (
-    Recomputation,
-    adapter_of,
-    attention_of,
-    precision_of,
-    recomputation_of,
-)
+from benchmarks.published.words import Recomputation, adapter_of, attention_of, precision_of, recomputation_of
 from tests.benchmarks.test_rows import row
 
 

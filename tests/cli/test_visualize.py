@@ -1,7 +1,5 @@
 """`atorch visualize schedule`, and that the pictures in the documents are what it draws."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What every registered method keeps, without running a step."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import fields, replace

@@ -4,8 +4,6 @@ Two ranks, each with its own data; beside what splits the model four, two along 
 bands, stated in BANDS: rounding is theirs, the rest is held to 1e-4.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -140,9 +138,7 @@ KNOBS: dict[int, list[tuple[list[Any], str, float]]] = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(2, KNOBS[2]), pytest.param(4, KNOBS[4], marks=pytest.mark.slow)],
-    ids=["two", "four"],
+    ("ranks", "cases"), [(2, KNOBS[2]), pytest.param(4, KNOBS[4], marks=pytest.mark.slow)], ids=["two", "four"]
 )
 def test_other_knobs(pool: Pool, ranks: int, cases: list[tuple[list[Any], str, float]]) -> None:
     given = [(strategy, attention) for strategy, attention, _ in cases]
@@ -236,13 +232,7 @@ THREE = ("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "beside",
-    [
-        ("ddp",),
-        ("zero1",),
-        ("zero2",),
-        ("fsdp", "checkpoint", "micro_batch"),
-        ("amp_native", "checkpoint", "fsdp"),
-    ],
+    [("ddp",), ("zero1",), ("zero2",), ("fsdp", "checkpoint", "micro_batch"), ("amp_native", "checkpoint", "fsdp")],
     ids="+".join,
 )
 def test_three_dimensions(pool: Pool, beside: tuple[str, ...]) -> None:

@@ -1,7 +1,5 @@
 """Nothing is left behind: no step holds more than the first ones did, and a job that has ended holds nothing."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

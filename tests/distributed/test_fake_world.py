@@ -1,7 +1,5 @@
 """A world that is not there: its place, its end, and what real code sees of fakes in it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

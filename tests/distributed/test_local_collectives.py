@@ -1,7 +1,5 @@
 """Alone a process needs no peer: collectives return at once, with results of the sizes that they have among all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

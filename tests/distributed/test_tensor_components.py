@@ -1,7 +1,5 @@
 """Whatever a tensor is made of, its parts hold its values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

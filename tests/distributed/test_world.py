@@ -1,7 +1,5 @@
 """Devices that NCCL or hosts cannot reach, the end of a job, and what torch keeps of collectives."""
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """What `model_func` may return."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

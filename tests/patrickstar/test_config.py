@@ -1,7 +1,5 @@
 """The guide's configuration: its defaults, what is refused, and what is said to have no effect."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Models that are hard to share out, trained on every rank's own data, and the distance from plain training."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -78,8 +76,7 @@ class Language(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         (model,) = self.children()
-        logits: Tensor = model(input_ids=tokens).logits
-        return logits
+        return model(input_ids=tokens).logits
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -1,7 +1,5 @@
 """`smdistributed.modelparallel.torch` as a name of this package, on request only; scripts under it and a launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """The distributed model: when it is partitioned, what its options do, and what its states hold."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -264,12 +262,7 @@ def test_the_whole_model_comes_to_the_host(rank: int, size: int) -> None:
         assert "model.cpu()" in said(lambda: train(model, rows()))
 
 
-DIFFERENCES = {
-    "model": "layers.4",
-    "options": "bucket_cap_mb",
-    "optimizer": "lr",
-    "batch": "different sizes",
-}
+DIFFERENCES = {"model": "layers.4", "options": "bucket_cap_mb", "optimizer": "lr", "batch": "different sizes"}
 
 
 @on_ranks(4, timeout=40)

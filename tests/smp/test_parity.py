@@ -1,7 +1,5 @@
 """Training by `smp` gives the losses, the model and, clipped, the norms that plain training gives."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import product

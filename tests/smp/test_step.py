@@ -1,7 +1,5 @@
 """What a step's function sees, what it returns, and what it may not do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scaler, checkpoints and delayed parameters of smp in a whole step, against plain training of the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

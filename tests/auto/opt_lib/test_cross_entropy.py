@@ -1,7 +1,5 @@
 """cross_entropy: the head that it finds, the models that it trains, and when the search tries it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

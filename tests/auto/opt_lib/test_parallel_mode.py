@@ -1,7 +1,5 @@
 """The documented configurations of parallel_mode, and what happens to them on other numbers of processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """tensor_parallel and sequence_parallel: what they divide, worked by hand; what the first does in a job and a file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import chain
@@ -125,8 +123,7 @@ class Branch(nn.Module):
         self.up, self.down, self.unused = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
-        return out
+        return x + self.down(torch.relu(self.up(x)))
 
 
 def clipped(rank: int, size: int, method: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Ring attention is attention, called as it is or by the operation: results, gradients, what it sends and refuses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

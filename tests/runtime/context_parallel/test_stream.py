@@ -1,7 +1,5 @@
 """Models whose tokens are split, with attention around a ring, train as they do whole; or are refused by name."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -69,11 +67,7 @@ MORE += [("llama", True, 3), ("llama", False, 2), ("padded", False, 3), ("bert",
 
 @pytest.mark.parametrize(
     ("name", "balanced", "ranks"),
-    [
-        ("bert", False, 2),
-        ("padded", True, 2),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE),
-    ],
+    [("bert", False, 2), ("padded", True, 2), *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)],
 )
 def test_a_split_model_trains_as_a_whole_one(pool: Pool, name: str, balanced: bool, ranks: int) -> None:
     """Each block sends keys and values n - 1 times in forward, in backward with their gradients.

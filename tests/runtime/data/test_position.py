@@ -1,7 +1,5 @@
 """A loader goes on where it was: no sample is seen twice or left out, also on another number of ranks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

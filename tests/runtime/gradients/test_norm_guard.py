@@ -1,7 +1,5 @@
 """Gradients of a part refuse to become a number, and are as ever element by element."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Mapping

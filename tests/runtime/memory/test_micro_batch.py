@@ -464,8 +464,7 @@ def tight_batch(rank):
 
 
 @pytest.mark.parametrize(
-    ("where", "kind"),
-    [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")],
+    ("where", "kind"), [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")]
 )
 @on_ranks(timeout=30)
 def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(rank, size, where, kind):

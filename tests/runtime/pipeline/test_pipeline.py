@@ -1,7 +1,5 @@
 """Models of many kinds, cut into stages, train as they do on one process, or are refused on every rank."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from typing import Any

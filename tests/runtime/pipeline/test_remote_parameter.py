@@ -1,7 +1,5 @@
 """What stands for another stage's tensors is described as they are, and names them where values are asked for."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

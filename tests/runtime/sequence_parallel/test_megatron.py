@@ -1,7 +1,5 @@
 """A model split over tensor and between the splits by tokens trains as the whole one does."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Under a split model: recomputation, blocks that are used twice, and parameters that read otherwise inside."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -57,8 +55,7 @@ def blocks_of(model: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "as_dtensors"),
-    [("gpt2", True), ("bert", True), pytest.param("bert", False, marks=pytest.mark.nightly)],
+    ("name", "as_dtensors"), [("gpt2", True), ("bert", True), pytest.param("bert", False, marks=pytest.mark.nightly)]
 )
 @on_ranks()
 def test_gradients_are_those_of_what_is_kept(rank: int, size: int, name: str, as_dtensors: bool) -> None:
@@ -115,8 +112,7 @@ class Shared(nn.Module):
         x = self.tokens(tokens)
         for block in (*self.blocks, *self.blocks):
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 @on_ranks()

@@ -1,7 +1,5 @@
 """Streams of random numbers: apart inside a region, together outside, the same again; and who draws of them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

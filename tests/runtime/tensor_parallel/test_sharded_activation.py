@@ -1,7 +1,5 @@
 """Logits of which each rank has columns or tokens are whole ones to whoever computes with them: values, gradients."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """On one process the modules of `smp.nn` compute what plain modules of their kind do."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -32,8 +30,7 @@ def plain_attention(layer: Any, hidden: Tensor, states: Tensor, mask: Tensor | N
     if mask is not None:
         scores = scores + mask
     mixed = (scores.softmax(-1) @ value).permute(0, 2, 1, 3).reshape(hidden.shape)
-    dense: Tensor = layer.dense(mixed)
-    return dense
+    return layer.dense(mixed)
 
 
 def masked() -> Tensor:

@@ -1,7 +1,5 @@
 """Layer normalization is torch's wherever apex's kernel is not."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import types

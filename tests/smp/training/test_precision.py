@@ -1,7 +1,5 @@
 """Training in 16 bits follows plain training in fp32, and fp16's loss scale does what its settings say."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping
@@ -35,8 +33,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 def clip(model: Any, optimizer: Any) -> Tensor:
     optimizer.update_master_grads()
-    norm: Tensor = optimizer.clip_master_grads(LIMIT)
-    return norm
+    return optimizer.clip_master_grads(LIMIT)
 
 
 def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch.dtype]]:

@@ -1,7 +1,5 @@
 """chunk: a budget that holds, worked by hand, and what does not hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -259,8 +257,7 @@ class Masked(nn.Module):
         if "padding" in self.masks:
             padding = torch.zeros(words.shape).masked_fill(words == PAD, -torch.inf)
             given["src_key_padding_mask"] = padding if "mask" in given else words == PAD
-        output: Tensor = self.head(self.encoder(self.embed(words), **given))
-        return output
+        return self.head(self.encoder(self.embed(words), **given))
 
 
 def sample(index: int) -> Tensor:

@@ -1,7 +1,5 @@
 """Cuts by time, within a GPU's memory where there is one; partition's own tests tell what it makes of figures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Processes that wait in kernels of NCCL, which nothing but an abort wakes: by a stand-in, over gloo."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator
@@ -55,10 +53,7 @@ class Kernels:
         def on_host(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
             return zeros(*args, **kwargs)
 
-        with (
-            mock.patch.object(dist.ProcessGroup, "abort", abort),
-            mock.patch.object(torch, "zeros", on_host),
-        ):
+        with mock.patch.object(dist.ProcessGroup, "abort", abort), mock.patch.object(torch, "zeros", on_host):
             yield
 
 
