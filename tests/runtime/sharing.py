@@ -28,6 +28,17 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Residual(nn.Module):
+    """A block of the layers that it is given."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
 class Awkward(nn.Module):
     """Frozen, scalar, tied and reused parameters, a buffer, and an embedding whose weight is also used directly."""
 

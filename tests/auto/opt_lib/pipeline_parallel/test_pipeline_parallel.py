@@ -1,5 +1,6 @@
 """pipeline_parallel: stages, schedules, micro-batches and cuts, worked by hand, and what does not go together."""
 
+from collections import OrderedDict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 from tests.auto.planner import jobs
 from tests.runtime.pipeline.unmodular import Functional, Layers, Leaving
+from tests.runtime.sharing import Residual
 
 AXES = {"pipeline": 4}
 
@@ -117,26 +119,10 @@ def test_rows_where_a_batch_sampler_does_not_say_them() -> None:
 WIDTH = 64
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(self.into(x).relu())
-
-
-class Chain(nn.Module):
+def chain(*hidden: int) -> nn.Module:
     """Blocks of the given widths."""
-
-    def __init__(self, *hidden: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(each) for each in hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    blocks = (Residual(nn.Linear(WIDTH, each), nn.ReLU(), nn.Linear(each, WIDTH)) for each in hidden)
+    return nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks)))
 
 
 def cut(model: nn.Module, cluster: str = "2x1xA100-80GB", memory_bytes: float | None = None) -> tuple[int, ...]:
@@ -156,19 +142,19 @@ def cut(model: nn.Module, cluster: str = "2x1xA100-80GB", memory_bytes: float | 
 
 
 def test_cuts_are_for_time_and_within_memory():
-    assert cut(Chain(4096, 256, 256, 256)) == (0, 1)
-    assert cut(Chain(256, 256, 256, 4096)) == (0, 3)
+    assert cut(chain(4096, 256, 256, 256)) == (0, 1)
+    assert cut(chain(256, 256, 256, 4096)) == (0, 3)
 
     # The first stage holds activations of two micro-batches, the second of one: by time alone each has two blocks.
-    model = Chain(4096, 4096, 4096, 4096)
+    model = chain(4096, 4096, 4096, 4096)
     assert cut(model) == (0, 2)
     assert cut(model, memory_bytes=2e9) == (0, 1)
 
-    model = Chain(16, 16, 16)
-    model.blocks[2].out.bias = model.blocks[0].out.bias
+    model = chain(16, 16, 16)
+    model.blocks[2].branch[2].bias = model.blocks[0].branch[2].bias
     assert list(tied_calls(model, ["blocks.0", "blocks.1", "blocks.2", "blocks.1"])) == [(0, 2), (1, 3)]
 
 
 def test_what_fits_nowhere_is_cut_for_time(caplog):
-    assert cut(Chain(4096, 256, 256, 256), memory_bytes=1e6) == (0, 1)
+    assert cut(chain(4096, 256, 256, 256), memory_bytes=1e6) == (0, 1)
     assert "cut for time alone" in caplog.text
