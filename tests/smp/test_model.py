@@ -107,7 +107,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, float]] = {
 }
 
 
-def averaged(rank: int, size: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(None)
+def test_options_of_averaging(rank: int, size: int) -> None:
     right = plain_gradients(rows(), rows() + 1)
     for how, (options, steps, factor) in OPTIONS.items():
         with begun({"microbatches": 2, "partitions": size // 2, "ddp": True}):
@@ -123,11 +125,6 @@ def averaged(rank: int, size: int) -> None:
             held = [(bucket.buffer(), each.grad) for bucket in buckets for each in bucket.parameters()]
             inside = [0 <= grad.data_ptr() - whole.data_ptr() < whole.nbytes for whole, grad in held]
             assert all(inside) == (how == "views")
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_options_of_averaging(pool: Pool, ranks: int) -> None:
-    pool.run(averaged, ranks=ranks)
 
 
 class Branching(Blocks):

@@ -1,6 +1,6 @@
 """A pass is foreseen alike before a model is in chunks and after; of a deep model, from a few of its blocks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -216,12 +216,9 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def some(kinds: Iterable[str], number: int = 2) -> list[Any]:
-    """The first few kinds; the others are `nightly`."""
-    return [pytest.param(kind, marks=[] if at < number else pytest.mark.nightly) for at, kind in enumerate(kinds)]
-
-
-@pytest.mark.parametrize("kind", some(OTHERS))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if at < 2 else pytest.mark.nightly) for at, kind in enumerate(OTHERS)]
+)
 def test_where_blocks_are_not_treated_alike_every_one_is_run(kind: str) -> None:
     found, _ = both(OTHERS[kind](), ids())
     assert found.accesses
