@@ -1,7 +1,5 @@
 """Models of Hugging Face, in sizes that a test chooses; `more` goes to the config. None drops out or has a cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers

@@ -148,15 +148,18 @@ class _Worker:
         return _Worker()
 
 
-def on_ranks(ranks: int = 2, timeout: float = 120) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes `test(rank, size, *parameters)` a test whose body runs on each rank of a group of the session's pool."""
+def on_ranks(ranks: int | None = 2, timeout: float = 120) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes `test(rank, size, *parameters)` a test whose body runs on each rank of a group of the session's pool.
+
+    Without a number of `ranks`, `size` is one of the parameters.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(pool: Pool, **parameters: Any) -> None:
-            pool.run(_call_body, test, parameters, ranks=ranks, timeout=timeout)
+            pool.run(_call_body, test, parameters, ranks=parameters.pop("size", ranks), timeout=timeout)
 
-        names = ("pool", *list(inspect.signature(body).parameters)[2:])
+        names = ("pool", *list(inspect.signature(body).parameters)[1 if ranks is None else 2 :])
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         )

@@ -1,7 +1,5 @@
 """Models that reach their own modules and tensors by other roads than attributes that torch knows."""
 
-from __future__ import annotations
-
 import functools
 import types
 import weakref
@@ -239,12 +237,7 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
 
 def job() -> dict[str, Any]:
     """The arguments of auto_accelerate beside the model."""
-    return {
-        "optim_func": sgd,
-        "dataset": Pairs(),
-        "loss_func": loss_func,
-        "dataloader_args": {"batch_size": BATCH},
-    }
+    return {"optim_func": sgd, "dataset": Pairs(), "loss_func": loss_func, "dataloader_args": {"batch_size": BATCH}}
 
 
 def trained_plainly(model: nn.Module) -> dict[str, Tensor]:

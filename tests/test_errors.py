@@ -1,7 +1,5 @@
 """The error tree, and the ends of messages."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Of several processes rank 0 speaks, but for what is of one of them."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

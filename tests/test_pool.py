@@ -1,7 +1,5 @@
 """The pool itself: results by rank, failures with their tracebacks, survival after both."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A registry is a closed table: names are taken once, and a miss says what was near."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

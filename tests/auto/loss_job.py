@@ -1,7 +1,5 @@
 """Jobs whose losses mean different things, trained on several ranks and plainly on the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A job for torchrun that resumes from its last checkpoint, and fails in each of its first lives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -24,8 +22,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
 
     def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        output: torch.Tensor = self.layers(batch[0])
-        return output
+        return self.layers(batch[0])
 
 
 def job(strategy: list[Any]) -> Any:

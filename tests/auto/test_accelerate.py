@@ -1,7 +1,5 @@
 """The front door: what it returns, what it refuses, what it leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

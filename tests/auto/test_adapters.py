@@ -1,7 +1,5 @@
 """An optimizer and a DataLoader that exist already: made again exactly, or refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes that are called differently are told so at once, all of them; what may differ is left alone."""
 
-from __future__ import annotations
-
 import functools
 import re
 import time

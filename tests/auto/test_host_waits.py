@@ -4,8 +4,6 @@ Looks are counted on the CPU, by the functions of this package that take them. W
 device, and which at what the hosts have exchanged, is said in docs/scale.md.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from typing import Any

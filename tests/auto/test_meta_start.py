@@ -1,7 +1,5 @@
 """Models made on the meta device start with the values that plain PyTorch gives them, under every strategy."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby

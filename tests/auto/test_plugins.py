@@ -1,7 +1,5 @@
 """Methods from other packages: nothing runs until it is asked for, and a name means one thing."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

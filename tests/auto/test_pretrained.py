@@ -1,7 +1,5 @@
 """Hugging Face's files loaded into divided models, and such models exported: values equal bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

@@ -1,7 +1,5 @@
 """torchrun restarts a job whose processes die, and it goes on bit for bit."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What the returned model has: its whole state, and clipping, whatever it is spread over."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from itertools import chain
 from typing import Any

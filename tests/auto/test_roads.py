@@ -1,7 +1,5 @@
 """Models that reach their modules by closures, hooks and the like train as in torch, and searches leave them alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

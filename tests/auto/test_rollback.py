@@ -1,7 +1,5 @@
 """What a search chose and the model itself then refuses: the baseline takes its place, on all processes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Passes that are not training's must leave nothing of that behind; what a method loses of it is told.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections import deque

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint finds every parameter and state of an accelerated model by the user's names."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from functools import partial

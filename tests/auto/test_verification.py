@@ -1,7 +1,5 @@
 """A strategy that computes something else than plain training is refused; one that computes the same never is."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +28,7 @@ from atorch.model.state import children_in_eval, preserved_state, restored_state
 from atorch.runtime.gradients.backward import expects_none
 from tests.auto.planner.jobs import cluster
 from tests.auto.training import refusal, run_each
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 ROWS, FEATURES = 8, 6
 CHECKPOINT = ("checkpoint", (nn.Linear,))
@@ -448,19 +446,14 @@ def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None
     assert "model.generate() fails: RuntimeError: cannot generate" in caplog.text
 
 
-def breaks_alone(rank: int, size: int) -> str:
-    """The dry run of a strategy under which the model does not generate on one process."""
+@on_ranks()
+def test_a_search_drops_what_cannot_generate(rank: int, size: int) -> None:
     given = {"optim_args": {"lr": 0.1}, "dataloader_args": {"batch_size": ROWS}, **generating()}
     ctx = make_context(Generating(), torch.optim.SGD, **given, world=worlds.init("cpu"), cluster=cluster(size))
     ctx = replace(ctx, plain_pass=reference_step.plain_pass(ctx, size, lambda: Feed(ctx).batches(0, 1)[0]))
-    with registered(break_generate if rank else lambda ctx: None) as broken, pytest.raises(StrategyError) as error:
+    told = r"model.generate\(\) fails: RuntimeError: cannot generate \(on rank 1\)"
+    with registered(break_generate if rank else lambda ctx: None) as broken, pytest.raises(StrategyError, match=told):
         dry_run(ctx, complete(Strategy.of([broken]), size))
-    return str(error.value)
-
-
-def test_a_search_drops_what_cannot_generate(pool: Pool) -> None:
-    for told in pool.run(breaks_alone):
-        assert "model.generate() fails: RuntimeError: cannot generate (on rank 1)" in told
 
 
 def test_a_look_at_the_model_between_forward_and_backward_changes_nothing() -> None:

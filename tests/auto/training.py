@@ -1,7 +1,5 @@
 """Several cases in one group of processes, the one comparison with plain training, and what is logged meanwhile."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

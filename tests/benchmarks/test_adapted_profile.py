@@ -1,7 +1,5 @@
 """Adapters beside frozen weights, by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -8,8 +8,8 @@ import pytest
 from atorch.cost.uncertainty import COVERED, KINDS, OWN
 from benchmarks.published.bands import Bands, Run, by_expected, fitted, pairs_of, report
 from benchmarks.published.leave_out import leave_one_out
-from tests.benchmarks.test_leave_out import runs as rows_of
 from tests.benchmarks.test_metrics import run as result
+from tests.benchmarks.test_table import runs as rows_of
 
 
 def shares(**told):

@@ -1,7 +1,5 @@
 """What is run on a GPU runs through without one, and goes on where it was left."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a start asks other processes for does not grow with their number."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.growth import NODE, in_process, strategies

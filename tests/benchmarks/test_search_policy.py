@@ -1,7 +1,5 @@
 """Searches on drawn machines, in short: the policy keeps what the long form of the benchmark measures."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tables as files: columns in any order and case, and none that must be there but what names a run's shape."""
+"""Tables as files, runs in them that lost time for no reason, and sources held out one at a time."""
 
 import random
 
@@ -6,12 +6,15 @@ import pytest
 
 from atorch.cost import step_seconds
 from atorch.errors import ArgumentError
-from benchmarks.published.evaluate import Case, evaluate, results_of
+from benchmarks.published.evaluate import Case, by_data_sheet, evaluate, results_of
+from benchmarks.published.fit import with_constants
+from benchmarks.published.leave_out import by_source, leave_one_out
 from benchmarks.published.metrics import in_order
 from benchmarks.published.rules import rule_of_thumb, short_formula
+from benchmarks.published.stalls import stalled
 from benchmarks.published.table import GIVEN, MEASURED, Row, read_rows
 from benchmarks.published.transfer import transfer
-from tests.benchmarks.test_rows import RUN
+from tests.benchmarks.test_rows import RUN, row
 
 
 def pairs(*given):
@@ -113,3 +116,98 @@ def test_whatever_a_row_says_it_is_estimated_or_refused(seed):
         else:
             assert 0 < result.estimated_s < 1e9
             assert 0 < result.estimated_bytes < 1e18
+
+
+def slow(seconds, *given):
+    """Places of the runs that stalled; of 16 devices, in two stages, in micro-batches of 2 of 64."""
+    rows = [row(row_id=f"{place}", **each) for place, each in enumerate(given)]
+    return set(stalled(rows, {f"{place}": each for place, each in enumerate(seconds)}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "found"),
+    [
+        (("2", "4"), (1.0, 1.6), set()),  # 4 micro-batches for 8, and one to fill: 2 × 5/9 × 1.5
+        (("2", "4"), (1.0, 2.9), set()),  # fewer micro-batches share out what ends a step, so that all counts: 2 × 1.5
+        (("2", "4"), (1.0, 3.1), {"1"}),
+        (("4", "2"), (1.0, 2.6), set()),  # 9/5 × 1.5
+        (("4", "2"), (1.0, 2.8), {"1"}),
+        (("2", "2"), (1.0, 1.4), set()),
+        (("2", "2"), (1.0, 1.6), {"1"}),
+        (("2", ""), (1.0, 9.0), set()),
+    ],
+)
+def test_of_micro_batches_of_other_sizes(sizes, seconds, found):
+    assert slow(seconds, *({"micro_batch": size} for size in sizes)) == found
+
+
+def test_micro_batches_replicas_and_stages_take_no_longer_than_by_their_number():
+    given = {"global_batch": "32"}, {"micro_batch": "4"}  # 4 and 4 of them
+    assert not slow((1.0, 2.9), *given)
+    assert slow((1.0, 3.1), *given) == {"1"}
+
+    given = {}, {"n_gpus": "8", "dp": "2", "global_batch": "64"}  # 8 and 16 micro-batches
+    assert not slow((9.0, 25.0), *given)
+    assert slow((9.0, 26.0), *given) == {"1"}
+    assert not slow((50.0, 17.0), *given), "twice the replicas may send for twice as long"
+    assert slow((52.0, 17.0), *given) == {"0"}
+
+    given = {"pp": "1", "dp": "8"}, {"pp": "4", "dp": "2"}  # 4 and 16 micro-batches, of which 3 more fill the pipeline
+    longest = 1.5 * 19 / 4 * 0.412  # 4 of 16 blocks, one more, and a head as large as 3.9 of them, of 19.9
+    assert not slow((1.0, 0.97 * longest), *given)
+    assert slow((1.0, 1.3 * longest), *given) == {"1"}
+    assert not slow((9.0, 1.0), *given), "a shorter one may be slower: it reduces more gradients"
+
+
+def test_runs_that_differ_in_anything_else_are_not_alike():
+    assert slow((1.0, 9.0), {"zero": "0"}, {"zero": "1"}) == {"1"}
+    assert not slow((1.0, 9.0), {"tp": "1", "dp": "8"}, {"tp": "2"})
+    assert not slow((1.0,), {}, {}), "of one nothing was timed"
+    assert not slow((1.0, 9.0), {"layers": ""}, {"layers": ""}), "a model that is not known"
+
+
+def runs(publisher, slower=1.0, **given):
+    """Six runs that take as long as is estimated of devices whose products are so much slower."""
+    found = []
+    for place, (tp, micro) in enumerate((tp, micro) for tp in ("1", "2", "4") for micro in ("1", "2")):
+        row = Row(
+            {**RUN, "pp": "1", "n_gpus": "8", "dp": "", "tp": tp, "micro_batch": micro, **given}
+            | {"row_id": f"{publisher}-{place}"},
+            dict.fromkeys(MEASURED, ""),
+            publisher,
+        )
+        case = by_data_sheet(Case.of(row))
+        seconds = step_seconds(case.cost, with_constants(case.cluster, {"device.efficiency.matmul": 1 / slower}))
+        found.append(Row(row.given, row.measured | {"step_time_s": str(seconds)}, publisher))
+    return found
+
+
+def errors(source):
+    return [result.time_error for _, result in source]
+
+
+def test_constants_come_from_other_sources_of_the_device_alone():
+    found = leave_one_out({"a": runs("a", 1.3), "b": runs("b", 1.3), "c": runs("c", 1.3, hardware="A100-80GB")})
+    assert max(map(abs, errors(found["a"]))) < 0.12  # nearly as slow as b's
+    assert min(errors(found["c"])) < -0.1  # nobody else has the device: as fast as any
+    alone = leave_one_out({"a": runs("a", 1.3)})
+    assert errors(alone["a"])[0] < -0.1  # not even its own runs are known
+
+    near, far = (runs(name, 1.3, n_gpus="16", hardware=text) for name, text in (("a", "H100"), ("b", "H100 (EFA)")))
+    for name, rows in (("a", near), ("b", far)):
+        ((case, _), *_) = leave_one_out({"a": near, "b": far})[name]
+        assert case.cluster.inter_node == Case.of(rows[0]).cluster.inter_node
+
+    assert {name: len(rows) for name, rows in by_source([*runs("a"), *runs("b"), *runs("a")]).items()} == {
+        "a": 12,
+        "b": 6,
+    }
+
+
+def test_what_was_read_off_runs_of_a_framework_is_not_known_of_a_held_out_source():
+    given = {"framework": "nanotron", "n_gpus": "512", "pp": "2", "zero": "0", "global_batch": "4096"}
+    ((case, result), *_) = leave_one_out({"a": runs("a", **given)})["a"]
+    assert case.cost.extra_s == case.cost.hop_wait_s == 0
+    assert Case.of(case.row).cost.extra_s == 0
+    assert result.time_error < -0.1  # it was made with the wait
+    assert Case.of(runs("a", **given)[0]).cost.extra_s == pytest.approx(0.26 * 2 * 16, rel=1.0)

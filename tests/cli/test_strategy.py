@@ -42,11 +42,7 @@ def test_it_fits_a_screen_unless_all_is_asked_for(file, capsys, monkeypatch):
 def test_a_list_is_what_a_person_would_write(file, capsys):
     assert main(["strategy", "convert", str(file), "--to", "list"]) == 0
     printed = capsys.readouterr().out
-    assert json.loads(printed) == [
-        "parallel_mode",
-        ["amp_native", {"dtype": "bf16"}],
-        ["micro_batch", {"count": 4}],
-    ]
+    assert json.loads(printed) == ["parallel_mode", ["amp_native", {"dtype": "bf16"}], ["micro_batch", {"count": 4}]]
     assert printed.count("\n") == 5
 
 

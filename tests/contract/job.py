@@ -4,8 +4,6 @@ Parity is measured on the *update* of the parameters, all together, with SGD, ag
 the same global batches: ‖Δp − Δp_ref‖ / ‖Δp_ref‖.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ runs on fakes. Calls by kind and axes must be equal; bytes that are sent, and th
 and optimizer states within 1 %. What a profile cannot tell is in `KNOWN`, with its reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -174,10 +172,7 @@ def strategy_of(composition: Composition, ranks: int) -> Strategy:
     meant: Mapping[Any, list[Any]] = {
         HYBRID: [("parallel_mode", ([("zero", 4), data], None))],
         TENSOR: [("parallel_mode", ([("tensor", 4), data], None)), "tensor_parallel"],
-        GATHERED: [
-            ("parallel_mode", ([("tensor", 4), data], None)),
-            ("tensor_parallel", {"loss_parallel": False}),
-        ],
+        GATHERED: [("parallel_mode", ([("tensor", 4), data], None)), ("tensor_parallel", {"loss_parallel": False})],
         SEQUENCE: [("parallel_mode", ([("sequence", 4), data], None)), "sequence_parallel"],
         CONTEXT: [("parallel_mode", ([("context", 4), data], None)), "context_parallel"],
     }

@@ -4,8 +4,6 @@ Two ranks, each with its own data; beside what splits the model four, two along 
 bands, stated in BANDS: rounding is theirs, the rest is held to 1e-4.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from tests.auto.training import run_each
 from tests.contract.job import deviation
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 EXACT = 1e-4
 BANDS = {"amp_native": 3e-2, "half": 5e-2, "fp8": 1.5e-1}
@@ -140,9 +138,7 @@ KNOBS: dict[int, list[tuple[list[Any], str, float]]] = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(2, KNOBS[2]), pytest.param(4, KNOBS[4], marks=pytest.mark.slow)],
-    ids=["two", "four"],
+    ("ranks", "cases"), [(2, KNOBS[2]), pytest.param(4, KNOBS[4], marks=pytest.mark.slow)], ids=["two", "four"]
 )
 def test_other_knobs(pool: Pool, ranks: int, cases: list[tuple[list[Any], str, float]]) -> None:
     given = [(strategy, attention) for strategy, attention, _ in cases]
@@ -236,13 +232,7 @@ THREE = ("parallel_mode", ([("tensor", 2), ("pipeline", 2), ("data", 2)], None))
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "beside",
-    [
-        ("ddp",),
-        ("zero1",),
-        ("zero2",),
-        ("fsdp", "checkpoint", "micro_batch"),
-        ("amp_native", "checkpoint", "fsdp"),
-    ],
+    [("ddp",), ("zero1",), ("zero2",), ("fsdp", "checkpoint", "micro_batch"), ("amp_native", "checkpoint", "fsdp")],
     ids="+".join,
 )
 def test_three_dimensions(pool: Pool, beside: tuple[str, ...]) -> None:
@@ -252,19 +242,14 @@ def test_three_dimensions(pool: Pool, beside: tuple[str, ...]) -> None:
         assert loss_error <= max(1e-5, band(*beside))
 
 
-def without_reduction(rank: int, size: int) -> float:
-    """The deviation of a strategy whose data-parallel method forgets to reduce the gradients."""
-
+@on_ranks()
+def test_the_measure_notices_a_missing_reduction(rank: int, size: int) -> None:
     @method("forgetful", phase=Phase.SHARD, slot="data_parallel")
     class Forgetful(Method):
         def apply(self, ctx: Any) -> Any:
             return ctx
 
     try:
-        return deviation(rank, size, ["forgetful"], verify=False)[0]
+        assert deviation(rank, size, ["forgetful"], verify=False)[0] > 100 * EXACT
     finally:
         METHODS.remove("forgetful")
-
-
-def test_the_measure_notices_a_missing_reduction(pool: Pool) -> None:
-    assert min(pool.run(without_reduction, ranks=2)) > 100 * EXACT

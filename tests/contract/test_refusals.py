@@ -1,7 +1,5 @@
 """What is refused leaves everything as it was: the model, its classes and hooks, random numbers and process groups."""
 
-from __future__ import annotations
-
 import random
 import re
 from functools import partial

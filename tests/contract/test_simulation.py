@@ -3,8 +3,6 @@
 The same counters watch both. Nothing is fitted: calls and bytes that are sent must be equal, live bytes within 3 %.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,17 +5,7 @@ from dataclasses import replace
 import pytest
 
 from atorch.cluster.spec import ClusterSpec, DeviceSpec, Efficiency, LinkSpec
-from atorch.cost import (
-    Comm,
-    Matmul,
-    ModelProfile,
-    Region,
-    Segment,
-    peak_bytes,
-    peak_memory,
-    plain_cost,
-    step_time,
-)
+from atorch.cost import Comm, Matmul, ModelProfile, Region, Segment, peak_bytes, peak_memory, plain_cost, step_time
 from atorch.cost.comm import LinkGroup
 from atorch.cost.memory import SLACK
 from atorch.cost.time import SHARPNESS

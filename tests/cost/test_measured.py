@@ -1,7 +1,5 @@
 """Estimates beside what was measured on a GPU: products, attention and steps on an H200, `benchmarks/measured`."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

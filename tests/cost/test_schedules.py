@@ -1,7 +1,5 @@
 """What the planner expects of pipelines' schedules against torch's own, drawn on a simulated clock."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """What one rank finds out, every rank hears."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Equal values are described alike on two processes, different ones are not, and what has no value by its class."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random
@@ -19,13 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.distributed.fingerprints import (
-    described,
-    described_dataset,
-    described_model,
-    digest,
-    structure,
-)
+from atorch.distributed.fingerprints import described, described_dataset, described_model, digest, structure
 
 
 class Colour(Enum):

@@ -1,7 +1,5 @@
 """Host memory is counted before it is taken, and what does not fit is refused on all processes."""
 
-from __future__ import annotations
-
 import resource
 from functools import partial
 from types import SimpleNamespace

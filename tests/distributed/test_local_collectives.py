@@ -1,10 +1,9 @@
-"""Alone a process needs no peer: collectives return at once, with results of the sizes that they have among all."""
-
-from __future__ import annotations
+"""Alone a process needs no peer: collectives return at once, with results of the right sizes; tensors have parts."""
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -14,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from atorch.distributed.collectives import all_gather_single, reduce_scatter_single
 from atorch.distributed.local_collectives import are_collectives_local, local_collectives
+from atorch.model.pytree import dense_parts, is_dense, same_values
 from tests.pool import on_ranks
 
 
@@ -105,3 +105,25 @@ def test_what_parts_of_tensors_do_is_alone_too(rank: int, size: int) -> None:
 def test_where_nobody_else_is_nothing_changes() -> None:
     with local_collectives():
         assert not are_collectives_local()
+
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda values: values,
+    "coo": torch.Tensor.to_sparse,
+    "csr": torch.Tensor.to_sparse_csr,
+    "csc": torch.Tensor.to_sparse_csc,
+    "strided rows": lambda values: torch.nested.nested_tensor([values, values[:1]]),
+    "jagged rows": lambda values: torch.nested.nested_tensor([values, values[:1]], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype)")
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_hold_the_values(kind: str) -> None:
+    tensor, other = KINDS[kind](torch.eye(3)), KINDS[kind](2 * torch.eye(3))
+    assert not same_values(tensor, other)
+    for part, values in zip(dense_parts(tensor), dense_parts(other), strict=True):
+        part.copy_(values)
+    assert same_values(tensor, other)
+    assert same_values(tensor, tensor.clone())
+    assert is_dense(tensor) == (kind == "plain")

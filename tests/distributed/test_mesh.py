@@ -1,7 +1,5 @@
 """Rank tables, and the groups and device meshes that are made of them."""
 
-from __future__ import annotations
-
 import math
 import threading
 from datetime import timedelta

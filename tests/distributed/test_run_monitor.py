@@ -1,7 +1,5 @@
 """Signals stop all processes after the same step; one that dies, stops, raises or is slow is named by the others."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

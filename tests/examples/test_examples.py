@@ -1,7 +1,5 @@
 """Every example, run as its first lines say, with few steps: it learns, and what it saves can be used."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The launchers' examples: a job that is told to stop saves, and goes on at the right sample."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """The jobs of the examples have answers on machines without a GPU, whatever kind of model they are of."""
 
-from __future__ import annotations
-
 import pytest
 
 from atorch.auto.plan_for_cluster import plan_for

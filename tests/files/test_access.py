@@ -1,7 +1,5 @@
 """Files: what is not an ordinary one is refused both ways and at once, and what is written is whole or not there."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """JSON under limits: one reader for all files that people may be given."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

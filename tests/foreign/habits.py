@@ -1,7 +1,5 @@
 """What people do in their loops beside forward, backward and step: each a loop that sees a loss per step."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 auto_accelerate calls a model with whole batches, so those that take pictures alone take what they show, too.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from functools import partial
 from typing import Any

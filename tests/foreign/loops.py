@@ -1,7 +1,5 @@
 """The loops of well-known scripts, with only what auto_accelerate asks for in place of their own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice

@@ -5,8 +5,6 @@ its loop. Everything has the same values every time that it is made.
     status, result, strategy = auto_accelerate(**arguments)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ The loops are those of the scripts, written afresh: only what makes the optimize
 function and clips is replaced. The same loop trains plainly and under every strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Losses of two processes, each weighted, are plain training's on one process: wha
 own samples it gathers over processes, as the originals do.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice

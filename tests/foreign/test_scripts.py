@@ -10,8 +10,6 @@ the plain training sees each share for itself, as it would under DistributedData
 dropout and drop path, one process draws what plain training draws; two draw other numbers, and have none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any

@@ -3,8 +3,6 @@
 Losses are compared as in `test_scripts`; the optimizer is SGD, which sees how large gradients are.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping

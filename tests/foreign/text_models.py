@@ -1,7 +1,5 @@
 """Models of text and of a graph: minGPT, nanoGPT, the word language model, packed LSTM and GCN, written afresh."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any
@@ -264,10 +262,7 @@ class RNNModel(nn.Module):
 
     def init_hidden(self, batch: int) -> Hidden:
         weight = next(self.parameters())
-        return (
-            weight.new_zeros(self.nlayers, batch, self.nhid),
-            weight.new_zeros(self.nlayers, batch, self.nhid),
-        )
+        return (weight.new_zeros(self.nlayers, batch, self.nhid), weight.new_zeros(self.nlayers, batch, self.nhid))
 
 
 def repackage_hidden(hidden: Any) -> Any:

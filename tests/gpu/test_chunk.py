@@ -1,7 +1,5 @@
 """Chunks on a CUDA device: what comes over the link is computed with, and the allocator sees the budget kept."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable

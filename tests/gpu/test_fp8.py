@@ -1,7 +1,5 @@
 """fp8 on a CUDA device: what real matmuls of each scaling compute, also compiled and on parts that are no multiple."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Replacements on CUDA agree with what they replace, and fp8 layers run there."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

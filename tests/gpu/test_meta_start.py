@@ -1,7 +1,5 @@
 """Models on the meta device start on a CUDA device: drawn there, one parameter at a time, into memory of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

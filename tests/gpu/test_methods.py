@@ -1,7 +1,5 @@
 """Every method on a CUDA device: the same job, held to plain training on the CPU; and methods at their usual pairs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sizes of micro-batches are tried alone where autograd has threads of its own, and where NCCL would wait forever."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Streams, pinned memory and memory that is really freed: what only a GPU can show of offloading."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

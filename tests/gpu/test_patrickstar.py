@@ -1,7 +1,5 @@
 """PatrickStar's engine on a CUDA device: a tight budget and a wide one train alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

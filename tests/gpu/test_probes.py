@@ -1,7 +1,5 @@
 """What no machine without a GPU can show, and what most depends on it: run these first."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

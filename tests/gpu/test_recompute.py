@@ -1,7 +1,5 @@
 """Offload to pinned memory, and random numbers on a device that no argument is on: what only a GPU can show."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

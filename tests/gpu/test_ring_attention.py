@@ -1,7 +1,5 @@
 """Kernels of CUDA give parts of attention, and of its gradients, as the formula does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A run of a copy that reaches the model itself is refused, and leaves nothing behind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

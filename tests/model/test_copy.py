@@ -260,16 +260,10 @@ def test_what_cannot_be_copied_is_named() -> None:
         copy_structure(model, torch.clone)
 
 
-def split_linear() -> nn.Linear:
-    layer = nn.Linear(4, 6, bias=False)
-    mesh = init_device_mesh("cpu", (2,))
-    layer.weight = nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)], run_check=False))
-    return layer
-
-
 def test_fakes_and_lazy_copies_are_of_the_part_of_a_dtensor_that_is_here() -> None:
     with fake_world(2, 1):
-        layer = split_linear()
+        layer, mesh = nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,))
+        layer.weight = nn.Parameter(DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)], run_check=False))
         assert layer.weight.shape == (6, 4)
         fake = copy_structure(layer, Fakes().fake)
         lazy = lazy_copy(layer, torch.device("cpu"))

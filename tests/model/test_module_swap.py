@@ -1,7 +1,5 @@
 """Swapping modules loses nothing that hangs on them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Leaves of nested data: in order, by place, and in containers of the same classes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The repeated blocks of real architectures, and modules found by class and by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

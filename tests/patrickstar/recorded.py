@@ -1,7 +1,5 @@
 """A profile as an engine would record it: two steps over chunks of which the device holds a few at a time."""
 
-from __future__ import annotations
-
 from atorch.patrickstar.profiler import ChunkEvent, MemoryEvent, PhaseEvent, Profile
 
 MiB = 1024**2

@@ -1,7 +1,5 @@
 """`patrickstar` as a name of this package, on request only."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

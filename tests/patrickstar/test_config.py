@@ -1,16 +1,18 @@
-"""The guide's configuration: its defaults, what is refused, and what is said to have no effect."""
+"""The guide's configuration: its defaults, what is refused, what has no effect; and what `model_func` returns."""
 
-from __future__ import annotations
-
+import copy
+import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import pytest
+from torch import nn
 
 from atorch.errors import ArgumentError
 from atorch.files.config_dict import NoEffect, Section
 from atorch.patrickstar.core import EngineConfig
+from atorch.patrickstar.runtime import built
 from tests.house.source import ROOT
 from tests.house.test_docs import table
 
@@ -122,3 +124,48 @@ def test_sections_of_deepspeed_are_named_as_unused(caplog: pytest.LogCaptureFixt
     assert "scheduler is DeepSpeed's and has no effect here; make a scheduler of torch.optim" in told[0]
     with pytest.raises(ArgumentError, match="no key 'bf16'"):
         EngineConfig.of({"bf16": {"enabled": True}})
+
+
+def test_copies_are_new() -> None:
+    layer = nn.Linear(2, 2)
+    assert built(lambda: nn.Sequential(copy.deepcopy(layer), copy.deepcopy(layer)))[0] is not layer
+
+
+def test_parts_without_parameters_may_be_older() -> None:
+    relu = nn.ReLU()
+    assert built(lambda: nn.Sequential(nn.Linear(2, 2), relu))[1] is relu
+
+
+def test_what_was_frozen_is_as_old_and_what_freezes_is_new() -> None:
+    """As before workers of a loader are forked."""
+    old = nn.Linear(2, 2)
+    gc.freeze()
+    with pytest.raises(ArgumentError, match="a Linear, and it was made before"):
+        built(lambda: old)
+    assert built(lambda: nn.Linear(2, 2)).weight.shape == (2, 2)
+
+    def freezing() -> nn.Module:
+        made = nn.Linear(2, 2)
+        gc.freeze()
+        return made
+
+    assert built(freezing).weight.shape == (2, 2)
+
+
+OLD = nn.Sequential(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model_func", "told"),
+    [
+        (OLD, "model_func is a module, Sequential; give the function"),
+        (lambda: OLD, r"its part '0' was made before model_func was called; make all of the model inside"),
+        (lambda: OLD[0], "a Linear, and it was made before"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), OLD), r"its part '1\.0' was made before"),
+        (lambda: None, "model_func returned None; return the model"),
+        ("model", "model_func is 'model'; give a function"),
+    ],
+)
+def test_what_is_no_new_model_is_told(model_func: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        built(model_func)

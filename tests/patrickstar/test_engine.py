@@ -1,7 +1,5 @@
 """The engine: the guide's snippets, fp16 from chunks against fp16 without, saving, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of all ranks as one file."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Backward under a loss scale: `loss.backward()` is `model.backward(loss)`, and what bypasses both is told."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
@@ -15,17 +13,7 @@ import atorch
 from atorch.errors import ArgumentError
 from atorch.patrickstar.ops import FP16Adam
 from atorch.patrickstar.runtime import PatrickStarEngine, initialize_engine
-from tests.patrickstar.test_engine import (
-    SCALED,
-    SHARED,
-    assert_equal,
-    batches,
-    config,
-    loss_of,
-    make,
-    of_rank,
-    small,
-)
+from tests.patrickstar.test_engine import SCALED, SHARED, assert_equal, batches, config, loss_of, make, of_rank, small
 from tests.pool import Pool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these bits are a CPU's")

@@ -1,7 +1,5 @@
 """The pictures of a profile: what is in them, and that they are files that need nothing else."""
 
-from __future__ import annotations
-
 import builtins
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """What a profile holds, and its file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small models of many families, each with a batch: what the trace is held to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple

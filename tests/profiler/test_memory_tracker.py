@@ -1,7 +1,5 @@
 """Bytes are counted where tensors live: made, freed, viewed, resized, in backward, on fakes."""
 
-from __future__ import annotations
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint

@@ -1,7 +1,5 @@
 """Passes on a simulated clock; schedules on a terminal and as pictures."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that are hard to share out, trained on every rank's own data, and the distance from plain training."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,6 +26,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Residual(nn.Module):
+    """A block of the layers that it is given."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
 
 
 class Awkward(nn.Module):
@@ -78,8 +87,7 @@ class Language(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         (model,) = self.children()
-        logits: Tensor = model(input_ids=tokens).logits
-        return logits
+        return model(input_ids=tokens).logits
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -1,7 +1,5 @@
 """What is used by hand, without a strategy, is told on all ranks where they call it differently."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Replacements compute what they replace: outputs and gradients in fp32 agree, and the faster operation really runs."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys
@@ -17,14 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch.runtime.fused import (
-    FusedRMSNorm,
-    Variant,
-    fuse_cross_entropy,
-    fuse_layer_norms,
-    fuse_rms_norms,
-    recognise,
-)
+from atorch.runtime.fused import FusedRMSNorm, Variant, fuse_cross_entropy, fuse_layer_norms, fuse_rms_norms, recognise
 from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
 from tests import language_models
 
@@ -86,15 +77,13 @@ def clip() -> nn.Module:
 
 def tokens(model: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
     output = model(input_ids=IDS, **inputs)
-    found: torch.Tensor = output.logits if "logits" in output else output.last_hidden_state
-    return found
+    return output.logits if "logits" in output else output.last_hidden_state
 
 
 def pairs(model: nn.Module) -> torch.Tensor:
     pixels = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)
     output = model(input_ids=IDS, pixel_values=pixels, attention_mask=RIGHT_PADDED)
-    found: torch.Tensor = output.logits_per_image
-    return found
+    return output.logits_per_image
 
 
 MODELS: list[Any] = [
@@ -182,8 +171,7 @@ class Attending(nn.Module):
         self.attention = nn.MultiheadAttention(16, 4, **knobs)
 
     def forward(self, x: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        output: torch.Tensor = self.attention(x, x, x, **inputs)[0]
-        return output
+        return self.attention(x, x, x, **inputs)[0]
 
 
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)

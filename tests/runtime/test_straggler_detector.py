@@ -1,7 +1,5 @@
 """What steps take on each process: measured by a clock that the work itself advances, and by the real one."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

@@ -1,7 +1,5 @@
 """What model parallelism is held to: models and batches, their training by `smp`, and plain training of the same."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A step runs the function once on the whole batch, a model's backward is autograd's, files are torch's.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Mapping

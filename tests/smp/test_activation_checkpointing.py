@@ -1,7 +1,5 @@
 """What smp checkpoints keeps its inputs alone, gives the same gradients, and is cut where partitions are."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,10 +119,7 @@ def test_a_module_and_keywords() -> None:
     plain, net, called = (model(1, 0.5)[0] for _ in range(3))
     expected = passed(plain, lambda x: plain(x, scale=2.0))
     smp.set_activation_checkpointing(net)
-    for found in (
-        passed(net, lambda x: net(x, scale=2.0)),
-        passed(called, lambda x: checkpoint(called, x, scale=2.0)),
-    ):
+    for found in (passed(net, lambda x: net(x, scale=2.0)), passed(called, lambda x: checkpoint(called, x, scale=2.0))):
         assert same(found, expected)
         assert found[2] <= 2 * UNIT < expected[2]
     smp.set_activation_checkpointing(net)  # again: no second recompute

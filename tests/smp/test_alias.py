@@ -1,7 +1,5 @@
 """`smdistributed.modelparallel.torch` as a name of this package, on request only; scripts under it and a launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -16,7 +14,7 @@ import pytest
 
 import atorch.smp as smp  # which makes no other name
 from atorch.errors import ArgumentError
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 SCRIPT = """
 import importlib.util, neighbour, sys
@@ -67,16 +65,12 @@ def test_modules_and_scripts_run_as_they_are(pool: Pool, tmp_path: Path) -> None
         assert told == f"{rank} 2 2 2 ['--lr', '1'] train.py\n"
 
 
-def usage(rank: int, size: int) -> str:
+@on_ranks(1)
+def test_without_a_script_it_says_how_it_is_used(rank: int, size: int) -> None:
     from atorch.smp import alias
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=r"^usage: python -m atorch.smp.alias \(SCRIPT \| -m MODULE\)"):
         alias.run([])
-    return str(ended.value)
-
-
-def test_without_a_script_it_says_how_it_is_used(pool: Pool) -> None:
-    assert pool.run(usage, ranks=1)[0].startswith("usage: python -m atorch.smp.alias (SCRIPT | -m MODULE)")
 
 
 def test_the_name_is_made_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:

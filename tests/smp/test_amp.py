@@ -1,7 +1,5 @@
 """The scaler of smp is torch's, and skips on all processes where one has to."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from contextlib import nullcontext

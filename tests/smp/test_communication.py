@@ -1,7 +1,5 @@
 """Objects that travel between processes, and processes that meet."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The documented configuration: its defaults, where it is read from, what is refused and what has no effect."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -88,10 +86,7 @@ NESTED: dict[str, Any] = {
         ({"partitions": 2, "default_partition": 2}, "default_partition is 2"),
         ({"tensor_parallel_degree": 2}, "tensor_parallel_degree is 2 and ddp is False"),
         ({"sharded_data_parallel_degree": 2}, "sharded_data_parallel_degree is 2 and ddp is False"),
-        (
-            {"ddp": True, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
-            "leave shard_optimizer",
-        ),
+        ({"ddp": True, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True}, "leave shard_optimizer"),
         ({"hybrid_shard_degree": 2}, "version 2; here it is sharded_data_parallel_degree"),
         (["partitions", 2], "it is a dict, the path of a JSON file, or None"),
         # In the vendor's nested form, with their place.

@@ -1,7 +1,5 @@
 """Refusals of the interface on one process: the class of the error, and the facts that its message must name."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path

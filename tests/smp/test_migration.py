@@ -1,7 +1,5 @@
 """A configuration of smp as a strategy, in which what has no counterpart is named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

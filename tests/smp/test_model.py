@@ -1,7 +1,5 @@
 """The distributed model: when it is partitioned, what its options do, and what its states hold."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -109,7 +107,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, float]] = {
 }
 
 
-def averaged(rank: int, size: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(None)
+def test_options_of_averaging(rank: int, size: int) -> None:
     right = plain_gradients(rows(), rows() + 1)
     for how, (options, steps, factor) in OPTIONS.items():
         with begun({"microbatches": 2, "partitions": size // 2, "ddp": True}):
@@ -125,11 +125,6 @@ def averaged(rank: int, size: int) -> None:
             held = [(bucket.buffer(), each.grad) for bucket in buckets for each in bucket.parameters()]
             inside = [0 <= grad.data_ptr() - whole.data_ptr() < whole.nbytes for whole, grad in held]
             assert all(inside) == (how == "views")
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_options_of_averaging(pool: Pool, ranks: int) -> None:
-    pool.run(averaged, ranks=ranks)
 
 
 class Branching(Blocks):
@@ -264,12 +259,7 @@ def test_the_whole_model_comes_to_the_host(rank: int, size: int) -> None:
         assert "model.cpu()" in said(lambda: train(model, rows()))
 
 
-DIFFERENCES = {
-    "model": "layers.4",
-    "options": "bucket_cap_mb",
-    "optimizer": "lr",
-    "batch": "different sizes",
-}
+DIFFERENCES = {"model": "layers.4", "options": "bucket_cap_mb", "optimizer": "lr", "batch": "different sizes"}
 
 
 @on_ranks(4, timeout=40)

@@ -1,7 +1,5 @@
 """Parameters without memory until they are filled, with the values of plain construction's functions."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

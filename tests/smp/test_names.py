@@ -1,7 +1,5 @@
 """Every documented name is there, with the documented arguments."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

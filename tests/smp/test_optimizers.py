@@ -1,7 +1,5 @@
 """LAMB and NovoGrad against their formulas, one number after another; on one process, over several, by a kernel."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

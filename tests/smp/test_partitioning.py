@@ -1,7 +1,5 @@
 """Where the modules of a model go: as contexts say, or as they weigh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -30,8 +28,7 @@ class Nested(nn.Module):
         self.child3 = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.child3(self.child2(torch.tanh(self.child1(self.child0(x)))) + x)
-        return y
+        return self.child3(self.child2(torch.tanh(self.child1(self.child0(x)))) + x)
 
 
 def assert_gradients(found: dict[str, nn.Parameter], plain: nn.Module) -> None:

@@ -1,7 +1,5 @@
 """The documented ranks, sizes and groups: their tables, by arithmetic and on processes."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training that goes on from a checkpoint, at the degree that saved it and at another, also in 16 bits."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Mapping

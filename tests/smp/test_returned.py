@@ -1,7 +1,5 @@
 """What a step returned is on every process of its pipeline, and only what is new of it is described."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

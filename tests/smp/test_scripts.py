@@ -3,8 +3,6 @@
 They import `smdistributed.modelparallel.torch`. Here that is `atorch.smp`, by the alias, or what `plain.py` makes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

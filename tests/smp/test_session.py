@@ -1,7 +1,5 @@
 """`smp.init`, one arrangement of the processes for a whole script, and what scripts read of it and place late."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a step's function sees, what it returns, and what it may not do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,7 +121,9 @@ def test_steps_without_backward_leave_no_gradients(rank: int, size: int) -> None
         assert all(each.grad is None for each in model.parameters())
 
 
-def losses_of_every_kind(rank: int, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks(None)
+def test_losses_of_every_kind_give_plain_gradients(rank: int, size: int) -> None:
     for how in ("two calls", "a list", "gradients", "a penalty"):
         torch.manual_seed(0)
         plain = Blocks()
@@ -151,11 +151,6 @@ def losses_of_every_kind(rank: int, size: int) -> None:
             train(model, rows(), how)
             for name, parameter in model.local_named_parameters():
                 torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_of_every_kind_give_plain_gradients(pool: Pool, ranks: int) -> None:
-    pool.run(losses_of_every_kind, ranks=ranks)
 
 
 def drawn_before(rank: int, size: int) -> list[float]:

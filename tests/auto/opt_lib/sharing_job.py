@@ -1,7 +1,5 @@
 """Models that are hard to share out, through the front door: frozen parameters, groups with own rates, LoRA."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

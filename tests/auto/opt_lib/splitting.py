@@ -1,7 +1,5 @@
 """A small transformer in numbers, and machines to plan it for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

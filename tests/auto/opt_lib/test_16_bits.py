@@ -1,7 +1,5 @@
 """amp_native and half: the hardware that they need, their knobs, and steps that all processes skip or take."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -119,8 +117,7 @@ class Counted(nn.Module):
 
     def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         assert places.dtype == torch.int64
-        output: torch.Tensor = self.body(x)
-        return output
+        return self.body(x)
 
 
 def test_half_follows_the_model_and_casts_what_it_is_given() -> None:

@@ -1,7 +1,5 @@
 """The documented configurations of checkpoint, and which modules each of them wraps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

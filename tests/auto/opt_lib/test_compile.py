@@ -1,7 +1,5 @@
 """Which modules compile compiles, and that they compute the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The forms of configurations that the documentation names, and the knobs that they mean."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping

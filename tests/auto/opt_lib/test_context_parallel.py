@@ -1,7 +1,5 @@
 """context_parallel: what it divides, worked by hand, and what of logits and losses a process holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """cross_entropy: the head that it finds, the models that it trains, and when the search tries it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -78,10 +76,6 @@ def own_loss(**more: Any) -> Call:
     return lambda model: model(input_ids=BATCH, labels=LABELS, **more).loss
 
 
-def of_output(loss: Callable[[Tensor], Tensor]) -> Call:
-    return lambda model: loss(model(input_ids=BATCH))
-
-
 def shifted(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].float().reshape(-1, VOCAB), LABELS[:, 1:].reshape(-1))
 
@@ -92,7 +86,7 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "gpt2": (gpt2, own_loss()),
     "gemma2": (gemma2, own_loss()),
     "bert": (bert, own_loss()),
-    "plain": (Plain, of_output(shifted)),
+    "plain": (Plain, lambda model: shifted(model(input_ids=BATCH))),
 }
 
 

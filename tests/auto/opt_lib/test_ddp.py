@@ -1,7 +1,5 @@
 """ddp, zero1 and zero2 through the front door: awkward models, clipping, several axes of samples; ddp's knobs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

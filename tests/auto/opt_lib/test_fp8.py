@@ -1,7 +1,5 @@
 """fp8 as a method: the documented configuration, where it can run, and what it says."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """fsdp through the front door: its knobs, every argument of FSDP1, hybrid sharding, LoRA."""
 
-from __future__ import annotations
-
 import functools
 import json
 from itertools import chain

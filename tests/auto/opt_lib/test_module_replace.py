@@ -1,7 +1,5 @@
 """module_replace: the door for user pairs, what its configuration means, and what it tells."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import replace

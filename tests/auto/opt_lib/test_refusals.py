@@ -1,7 +1,5 @@
 """Every method refuses what cannot be meant or does not fit, and names the value, what holds, and the remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,11 +41,7 @@ CONFIGURATIONS: Mapping[str, list[tuple[Any, str]]] = {
         ({"prefetch": -1}, "prefetch"),
     ],
     "compile": [({"backnd": "eager"}, "did you mean 'backend'")],
-    "half": [
-        ("fp8", "'fp8'"),
-        ({"skip_if_nonfinite": True}, "no knob 'skip_if_nonfinite'"),
-        (16, "takes a dict"),
-    ],
+    "half": [("fp8", "'fp8'"), ({"skip_if_nonfinite": True}, "no knob 'skip_if_nonfinite'"), (16, "takes a dict")],
     "fp8": [
         ({"fp8_format": "E5M2"}, r"fp8\.fp8_format was given 'E5M2'"),
         ({"amax_compute_algo": "mean"}, r"fp8\.amax_compute_algo"),

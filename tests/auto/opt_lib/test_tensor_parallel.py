@@ -1,7 +1,5 @@
 """tensor_parallel and sequence_parallel: what they divide, worked by hand; what the first does in a job and a file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import chain
@@ -21,7 +19,7 @@ from atorch.cost import peak_memory
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of
 from tests.auto.training import accelerate, messages, run_each, steps
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.data_parallel.test_collective_order import CAN_FIND
 from tests.runtime.tensor_parallel import models
 
@@ -125,8 +123,7 @@ class Branch(nn.Module):
         self.up, self.down, self.unused = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
-        return out
+        return x + self.down(torch.relu(self.up(x)))
 
 
 def clipped(rank: int, size: int, method: Any) -> dict[str, Any]:
@@ -163,8 +160,8 @@ def test_clipping_and_unused_parameters_over_a_mesh(pool: Pool) -> None:
         assert seen["values"] <= 1e-5
 
 
-def of_experts(rank: int, size: int) -> float:
-    """The distance of a model with experts' updates from plain training's."""
+@on_ranks()
+def test_experts_are_shared_out(rank: int, size: int) -> None:
     model, plain, batches = models.make("mixtral"), models.make("mixtral"), [models.batch("mixtral", n) for n in (0, 1)]
     before = contract.snapshot(plain)
     given = {"optim_args": {"lr": 0.02}, "model_input_format": "unpack_dict", "sample_batch": batches[0]}
@@ -172,8 +169,4 @@ def of_experts(rank: int, size: int) -> float:
     steps(result.model, result.optim, result.loss_func, batches)
     steps(plain, torch.optim.SGD(plain.parameters(), lr=0.02), lambda _, output: models.loss_of(output), batches)
     got, expected = (contract.updates(before, contract.snapshot(each)) for each in (result.model, plain))
-    return contract.distance(got, expected)
-
-
-def test_experts_are_shared_out(pool: Pool) -> None:
-    assert max(pool.run(of_experts)) <= 1e-4
+    assert contract.distance(got, expected) <= 1e-4

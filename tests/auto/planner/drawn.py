@@ -3,8 +3,6 @@
 Hypothesis draws a number; all else follows from it, so that an example is reproduced by its number alone.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

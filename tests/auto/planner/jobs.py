@@ -1,7 +1,5 @@
 """Small jobs to plan, and methods that go wrong on purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,11 +1,11 @@
-"""Answers for clusters: what is told of the choice, its neighbours and what does not fit, and by which objective."""
+"""Answers for clusters: the choice, its neighbours, what does not fit, which objective, and published jobs."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-import atorch.auto.opt_lib  # noqa: F401  registers the methods
+import atorch.auto.opt_lib  # noqa: F401  registers the methods  # noqa: F401  registers the methods
 from atorch.auto.opt_lib.fp8 import Fp8
 from atorch.auto.planner.best_first import TIE
 from atorch.auto.planner.cluster_search import WORTH, answer
@@ -16,6 +16,7 @@ from atorch.cost import plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.distributed.mesh import AXES
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
+from benchmarks.published.patrickstar import FOUR_NODES, SUPERPOD, YARD, best, estimate, fits, profile_of
 
 
 def llama(layers=16):
@@ -279,3 +280,34 @@ def test_405b_on_1024_keeps_no_activations_on_the_host(allowed):
     cluster = ClusterSpec.load("128x8xH100-80GB")
     plan = answer(profile, cluster, global_batch=1024, host_memory=allowed, excluded=splits, advise=False)
     assert plan.estimate.on_host_bytes == 0
+
+
+JOBS = [("18B", YARD.cluster), ("68B", SUPERPOD.cluster)]
+RECIPE = Strategy.of([("half", "fp16"), "checkpoint"])
+HOST_METHODS = frozenset(("chunk", "offload"))
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster"), [*JOBS, pytest.param("175B", FOUR_NODES.cluster, marks=pytest.mark.nightly)]
+)
+def test_published_jobs_fit_with_host_memory_and_not_without(model, cluster):
+    """With eight samples a device: in chunks, and by what the planner finds."""
+    plan = planned(model, cluster)
+    assert HOST_METHODS & set(plan.strategy.names())
+    assert plan.estimate.peak_bytes <= plan.usable_bytes
+    with pytest.raises(NoFeasiblePlanError, match="nothing fits"):
+        planned(model, cluster, excluded=HOST_METHODS)
+
+
+def planned(model, cluster, excluded=()):
+    batch = 8 * cluster.world_size
+    return answer(profile_of(model), cluster, global_batch=batch, extend=RECIPE, excluded=excluded, advise=False)
+
+
+def test_published_jobs_fit_in_chunks_and_larger_ones_do_not():
+    for model, cluster in (*JOBS, ("175B", FOUR_NODES.cluster)):
+        found = estimate(model, cluster, batch=8)
+        assert fits(found, cluster)
+        assert found.on_host_bytes > 0, "device memory alone would not do"
+    assert best("18B", YARD.cluster) is not None
+    assert not fits(estimate("40B", YARD.cluster, batch=4), YARD.cluster)

@@ -3,8 +3,6 @@
 The ordinary run looks at a fixed few thousand, `make test-nightly` at 100,000.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -17,13 +15,7 @@ from hypothesis import strategies as st
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.planner.best_first import best_first
-from atorch.auto.planner.estimate import (
-    estimate_of,
-    usable_bytes,
-    usable_host_bytes,
-    useful_flops,
-    utilisation_peak,
-)
+from atorch.auto.planner.estimate import estimate_of, usable_bytes, usable_host_bytes, useful_flops, utilisation_peak
 from atorch.auto.planner.space import SearchNode, compositions
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec, LinkSpec

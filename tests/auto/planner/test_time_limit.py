@@ -1,7 +1,5 @@
 """Every phase of a search is under its one limit, by a clock that these tests turn on by hand."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

@@ -1,7 +1,5 @@
 """The toy methods, registered for one test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Strategy files: what is written reads back, and whatever a file may hold, the fault is named with its place."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -3,8 +3,6 @@
 Files are made from the methods' own JSON schemas, as they should be, changed as JSON, and changed as bytes.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """A strategy is an ordered, valid set of methods, from any of the forms that users write."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Methods for the tests of strategies, so that these do not depend on what the real ones take."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -28,21 +28,15 @@ def splits(nodes, **kwargs):
     return list(derived(nodes, **kwargs).splits.values())
 
 
-def feed_forward(residual=True):
-    """Two products with an activation between them, added to the stream."""
-    nodes = [product(STREAM, 2), other([2], 3), product(3, 4)]
-    return [*nodes, other([STREAM, 4], 5, kind="sum")] if residual else nodes
-
-
 def test_products_are_split_in_pairs():
-    layout = derived(feed_forward())
+    nodes = [product(STREAM, 2), other([2], 3), product(3, 4)]
+    layout = derived([*nodes, other([STREAM, 4], 5, kind="sum")])
     assert list(layout.splits.values()) == ["columns", "rows"]
     assert layout.inside == {0, 1}
     assert layout.inside_values == {2, 3}
 
     assert splits([product(STREAM, 2), other([STREAM, 2], 3, kind="sum")]) == ["none"]
 
-    nodes = [product(STREAM, 2), other([2], 3), product(3, 4)]
     assert splits(nodes, leaving=[4]) == ["columns", "rows"]
     assert splits(nodes, leaving=[3]) == ["none", "none"]
 

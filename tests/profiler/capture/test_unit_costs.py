@@ -1,7 +1,5 @@
 """The costs of units: complete, in the order of execution, and the planner's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Chunks of a model as optimizers see them, without what moves them: gradients are placed by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Compiled blocks in chunks: they train alike, all of a block's parameters come at once, and budgets hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

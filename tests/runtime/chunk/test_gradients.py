@@ -1,7 +1,5 @@
 """Chunks that processes share: each may go its own way, is told where that is wrong, and no gradient is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -48,8 +46,7 @@ class Blocks(nn.Module):
 
 
 def loss_along(model: nn.Module, batch: tuple[Tensor, Way]) -> Tensor:
-    loss: Tensor = model(*batch).square().mean()
-    return loss
+    return model(*batch).square().mean()
 
 
 def blocks() -> nn.Module:
@@ -143,8 +140,7 @@ def _raise(gradient: Tensor) -> None:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = model(batch).square().sum()
-    return loss
+    return model(batch).square().sum()
 
 
 def batch_of(rank: int) -> Tensor:

@@ -1,7 +1,5 @@
 """Parameters in chunks, touched in every way that users touch parameters."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -192,8 +190,7 @@ class Sparse(nn.Module):
         self.table, self.head = nn.Embedding(40, 8, sparse=True), nn.Linear(8, 40)
 
     def forward(self, batch: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.table(batch))
-        return logits
+        return self.head(self.table(batch))
 
 
 class Peculiar(nn.Parameter):

@@ -1,7 +1,5 @@
 """Random models under random budgets: never more bytes than the budget, always the same numbers, or refused at once."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -65,8 +63,7 @@ class Random(nn.Module):
             x = layer(x)
             if layer.kind == "reused":
                 x = layer(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 MODELS = st.builds(

@@ -1,7 +1,5 @@
 """Training in chunks, bit for bit as without, under budgets that an independent count of bytes holds it to."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,8 +82,7 @@ def of_language(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def of_pairs(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=batch, labels=batch).loss
-    return loss
+    return model(input_ids=batch, labels=batch).loss
 
 
 def of_images(model: nn.Module, batch: Tensor) -> Tensor:
@@ -109,8 +106,7 @@ class Recurrent(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         states, _ = self.memory(self.tokens(batch))
         attended, _ = self.attention(states, states, states, need_weights=False)
-        logits: Tensor = self.head(states + attended)
-        return logits
+        return self.head(states + attended)
 
 
 class Checkpointed(Awkward):

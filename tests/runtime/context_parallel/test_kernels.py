@@ -1,7 +1,5 @@
 """Kernels agree with the formula and with torch's attention, parts of rows included."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,11 +79,7 @@ def test_dropout_drops_its_share_keeps_the_mean_and_has_its_own_gradients() -> N
 
 @pytest.mark.parametrize(
     ("kernel", "dtype", "mask", "rows"),
-    [
-        (FLASH, torch.bfloat16, False, 24),
-        (EFFICIENT, torch.float32, False, 20),
-        (EFFICIENT, torch.float16, True, 24),
-    ],
+    [(FLASH, torch.bfloat16, False, 24), (EFFICIENT, torch.float32, False, 20), (EFFICIENT, torch.float16, True, 24)],
 )
 def test_what_is_asked_of_kernels_of_cuda(
     kernel: Kernel, dtype: torch.dtype, mask: bool, rows: int, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,5 @@
 """Every token has one rank, every score is computed once, and balanced ranks have equally much to do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Global batches are split over ranks: together the ranks see exactly what one process would."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections import namedtuple

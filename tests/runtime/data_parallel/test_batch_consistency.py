@@ -1,7 +1,5 @@
 """Processes that compute one batch together are told where they were given different ones."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

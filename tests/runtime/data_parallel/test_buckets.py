@@ -1,7 +1,5 @@
 """Parameters side by side are shared evenly, gathered where they were, and cut into slices of their memory."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that take different ways through a sharded model are told so on all of them; those that agree train as ever."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

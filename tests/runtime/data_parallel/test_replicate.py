@@ -1,7 +1,5 @@
 """Replication averages gradients like plain training on the whole batch, and speaks the user's names."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext

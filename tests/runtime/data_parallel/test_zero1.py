@@ -1,7 +1,5 @@
 """Sharded optimizers step as whole ones do, hold their share of the state, and save what any rank count can load."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 from unittest import mock

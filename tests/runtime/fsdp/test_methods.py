@@ -1,7 +1,5 @@
 """User code on a sharded model's parameters: it means the same, or is told of which it cannot be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -182,16 +180,14 @@ def lora(seed: int = 0) -> nn.Module:
     config = transformers.LlamaConfig(**tokens, **sizes, num_attention_heads=2, num_key_value_heads=1)
     model = transformers.LlamaForCausalLM(config)
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted: nn.Module = peft.get_peft_model(model, settings)
-    return adapted
+    return peft.get_peft_model(model, settings)
 
 
 def generated(model: Any, rank: int) -> Tensor:
     prompt = torch.randint(2, VOCAB, (2, 3 + rank), generator=torch.Generator().manual_seed(rank))
-    tokens: Tensor = model.generate(
+    return model.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3 + 4 * rank, do_sample=False
     )
-    return tokens
 
 
 def step(model: nn.Module, optim: torch.optim.Optimizer, ranks: list[int]) -> None:

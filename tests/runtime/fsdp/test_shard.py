@@ -1,7 +1,5 @@
 """Sharding: plain training's updates, each rank's share of the bytes, and what is gathered together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -239,8 +237,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.inner(self.embed(tokens)))
-        return logits
+        return self.head(self.inner(self.embed(tokens)))
 
 
 @on_ranks()

@@ -1,7 +1,5 @@
 """Between passes a sharded model's parameters are those that its optimizer has, whatever is kept for backward."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Mapping

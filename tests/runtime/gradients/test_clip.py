@@ -1,7 +1,5 @@
 """Norms are those of plain training on the whole batch, and gradients of gradients of split parts are named."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping

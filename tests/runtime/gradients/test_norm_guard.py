@@ -1,7 +1,5 @@
 """Gradients of a part refuse to become a number, and are as ever element by element."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable, Mapping
@@ -17,23 +15,19 @@ from atorch.errors import ArgumentError
 from atorch.runtime.optimizer.wrapped_optimizer import OwnPart
 from tests.auto.training import accelerate
 from tests.pool import on_ranks
+from tests.runtime.sharing import Residual
 
 Gradients = list[Tensor]
 WIDTH = 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
+def block() -> nn.Module:
+    return Residual(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
 
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 1))
+    return nn.Sequential(nn.Linear(4, WIDTH), *(block() for _ in range(4)), nn.Linear(WIDTH, 1))
 
 
 def loss_func(batch: Any, output: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Lazy logits: losses by chunks are those of all logits, and so is whatever else is asked of them."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

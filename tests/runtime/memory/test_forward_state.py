@@ -1,7 +1,5 @@
 """Blocks that draw, move what they read, or remember: checkpointed they train as plain ones."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable
@@ -125,8 +123,7 @@ def parity(module: nn.Module, form: dict[str, Any], **kwargs: Any) -> None:
 
 @every_form
 @pytest.mark.parametrize(
-    "kind",
-    ["numpy", "numpy, normal", "Python", "torch's, held", "numpy's, held", "legacy, held", "Python's, held"],
+    "kind", ["numpy", "numpy, normal", "Python", "torch's, held", "numpy's, held", "legacy, held", "Python's, held"]
 )
 def test_a_recompute_draws_what_forward_drew(kind, form):
     parity(Drawing(kind), form)

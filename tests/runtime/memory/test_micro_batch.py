@@ -19,6 +19,7 @@ from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
 from tests.pool import on_ranks
+from tests.runtime.sharing import Residual
 from tests.runtime.tensor_parallel.models import Collectives
 
 
@@ -425,22 +426,13 @@ def test_gradients_of_one_parameter_over_processes(rank, size, kind):
     torch.testing.assert_close(whole.clone(), expected[3])
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
-
-
 class Tight(nn.Module):
     """A stack whose third block runs out of memory, in forward or in backward, of more rows than it has room for."""
 
     def __init__(self, room=99, where="forward"):
         super().__init__()
         torch.manual_seed(3)
-        self.blocks = nn.ModuleList(Layer() for _ in range(5))
+        self.blocks = nn.ModuleList(Residual(nn.Linear(8, 8), nn.Tanh()) for _ in range(5))
         self.register_buffer("count", torch.zeros(()))
         self.room, self.where, self.seen = room, where, []
 
@@ -464,8 +456,7 @@ def tight_batch(rank):
 
 
 @pytest.mark.parametrize(
-    ("where", "kind"),
-    [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")],
+    ("where", "kind"), [("forward", "fsdp"), ("backward", "zero2"), ("backward", "each"), ("forward", "compiled")]
 )
 @on_ranks(timeout=30)
 def test_one_rank_that_runs_out_of_memory_leaves_no_other_waiting(rank, size, where, kind):

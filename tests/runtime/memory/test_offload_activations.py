@@ -13,6 +13,7 @@ from atorch.model.structure import repeated_blocks
 from atorch.runtime.memory.offload_activations import offload_activations
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from tests.runtime.chunk.test_training import FAMILIES, fresh
+from tests.runtime.sharing import Residual
 
 WIDTH, ROWS = 8, 5
 
@@ -90,11 +91,6 @@ def test_beside_checkpointing_inputs_alone_wait():
     with Copies() as down:
         twin(*inputs()).sum()
     assert down.sizes == [ROWS * WIDTH] * 3
-
-
-class Residual(nn.Sequential):
-    def forward(self, x):
-        return x + super().forward(x)
 
 
 # Dynamo asks a non-leaf for its gradient, and hides the warning in a way that an error filter does not see.

@@ -1,7 +1,5 @@
 """Checkpointed modules against plain ones: values, gradients, buffers, random numbers, memory, lifetime."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Selective recomputation against the plain module: what is kept, what runs again, and that the numbers are equal."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """What pipelines are held to: models and batches of several kinds, and plain training of the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

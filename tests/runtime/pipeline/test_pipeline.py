@@ -1,7 +1,6 @@
 """Models of many kinds, cut into stages, train as they do on one process, or are refused on every rank."""
 
-from __future__ import annotations
-
+import copy
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 from torch import nn
 
 from atorch.distributed.mesh import parallel_rank
-from atorch.errors import StrategyError
+from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.pipeline import engine
 from atorch.runtime.pipeline.schedules import make_schedule
+from atorch.runtime.pipeline.stand_ins import Away, need_values
 from tests.auto.training import refusal, run_each
 from tests.pool import Pool, RankFailure, on_ranks
 from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, TwiceUsed, accelerated, loss_func, make_model, train
@@ -305,3 +305,39 @@ def test_is_refused_before_anything_is_changed(pool: Pool) -> None:
 def test_a_loss_that_reads_parameters_where_it_sees_one_piece_is_refused(rank: int, size: int) -> None:
     with pytest.raises(StrategyError, match=r"(?s)the loss function reads transformer\..*weight_decay"):
         train("gpt2", stages(schedule="interleaved", micro_batches=4), penalty=0.02, verify=False)
+
+
+CPU = torch.device("cpu")
+
+
+def away() -> Away:
+    return Away.of("blocks.0.fc.weight", nn.Parameter(torch.ones(4, 3)), CPU)
+
+
+def test_it_is_described_as_where_the_stage_computes() -> None:
+    for each in (away(), copy.deepcopy(away())):
+        assert (each.shape, each.dtype, each.device) == ((4, 3), torch.float32, CPU)
+    assert torch.ones(2).to(away().device).sum() == 2
+    assert away().new_zeros(2).sum() == 0
+    assert torch.ones(3).expand_as(away()).sum() == 12
+
+
+def test_what_a_stage_does_not_need_may_be_computed_of_it_and_who_asks_for_values_is_told_whose() -> None:
+    assert (away().norm() * 2).square().shape == ()
+    for ask in (lambda: torch.ones(2, 3) @ away().t(), lambda: float(1.0 + 0.1 * away().norm())):
+        with pytest.raises(ArgumentError, match="blocks.0.fc.weight is of another stage of the pipeline"):
+            ask()
+
+
+def test_code_between_units_may_compute_of_it_and_others() -> None:
+    passing = [True]
+    weight = Away.of("pos", torch.ones(4, 3), CPU, lambda: passing[0])
+    made = torch.ones(2, 3) @ weight.t() + 1
+    assert (made.shape, made.device) == ((2, 4), CPU)
+    with pytest.raises(ArgumentError, match="pos is of another stage"):
+        float(made.sum())
+    with pytest.raises(ArgumentError, match="pos is of another stage"):
+        need_values({"logits": [made]})
+    passing[0] = False
+    with pytest.raises(ArgumentError, match="pos is of another stage"):
+        torch.ones(2, 3) + weight

@@ -1,7 +1,5 @@
 """Schedules: the passes of each process, how long it waits, and which backward passes come apart."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Models whose modules do not tell a pipeline where to cut: for units outside of blocks, and for graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

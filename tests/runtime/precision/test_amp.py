@@ -227,12 +227,6 @@ def test_sparse_gradients_are_added_up_and_a_closure_is_refused():
         optim.step(lambda: 1.0)
 
 
-def copy_of(model):
-    plain = Net()
-    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
-    return plain
-
-
 @on_ranks()
 def test_gradients_that_are_sharded(rank, size):
     from torch.distributed.fsdp import fully_shard
@@ -246,7 +240,8 @@ def test_gradients_that_are_sharded(rank, size):
     optim.step()
     optim.zero_grad()
     same = all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
-    plain = copy_of(model)
+    plain = Net()
+    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
     x = torch.arange(8.0).reshape(2, 4) + rank
     loss_func(torch.ones(2, 2), model(x)).backward()
     optim.step()

@@ -1,7 +1,5 @@
 """fp8: which layers are converted, that training follows bf16, and what transformer-engine is told."""
 
-from __future__ import annotations
-
 import copy
 import importlib.machinery
 import sys

@@ -1,7 +1,5 @@
 """Embeddings, norms, heads and losses are computed of a rank's own tokens, where they work token by token."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -110,11 +108,7 @@ def parity(rank: int, size: int, name: str, ring: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "ring", "ranks"),
-    [
-        ("llama", False, 2),
-        ("plain", True, 4),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE),
-    ],
+    [("llama", False, 2), ("plain", True, 4), *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)],
 )
 def test_logits_and_losses_are_of_a_ranks_own_tokens(pool: Pool, name: str, ring: bool, ranks: int) -> None:
     """What is saved of logits is a rank's share; all that is gathered is a number a token, and labels are not."""

@@ -1,7 +1,5 @@
 """Models whose blocks work on a part of the tokens train as whole ones do, by exchanged heads; or are refused."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Models trained split and whole, side by side."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

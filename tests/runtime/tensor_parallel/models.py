@@ -1,7 +1,5 @@
 """Small models of several families with random weights, batches of each, and training beside the same model whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The choice of splits, against trying everything; and the rows of ranks that they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -123,8 +121,7 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = torch.relu(layer(x))
-        out: Tensor = self.layers[-1](x)
-        return out
+        return self.layers[-1](x)
 
 
 def derived(model: nn.Module, width: int, **bound: float) -> ModelLayout:
@@ -158,8 +155,7 @@ class Uneven(nn.Module):
         self.large = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 48))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.large(self.between(self.small(x)))
-        return out
+        return self.large(self.between(self.small(x)))
 
 
 def num_bytes(model: nn.Module) -> int:

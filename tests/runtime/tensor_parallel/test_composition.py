@@ -1,6 +1,4 @@
-"""Under a split model: recomputation, blocks that are used twice, and parameters that read otherwise inside."""
-
-from __future__ import annotations
+"""Under a split model: recomputation, blocks used twice, parameters that read otherwise inside, random numbers."""
 
 import copy
 from collections.abc import Callable
@@ -11,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from atorch.distributed.rng import RankStream, preserved_rng
 from atorch.model.wrapper import override
 from atorch.runtime.memory.recompute import checkpoint_wrapper
-from atorch.runtime.tensor_parallel import tensor_parallel, whole_state
+from atorch.runtime.tensor_parallel import tensor_parallel, whole_state, with_draws
+from atorch.runtime.tensor_parallel.derive import derive
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, sandboxed
 from atorch.runtime.tensor_parallel.split_forward import Inside, present
 from tests.pool import on_ranks
 from tests.runtime.sharing import Block, whole
@@ -57,8 +58,7 @@ def blocks_of(model: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "as_dtensors"),
-    [("gpt2", True), ("bert", True), pytest.param("bert", False, marks=pytest.mark.nightly)],
+    ("name", "as_dtensors"), [("gpt2", True), ("bert", True), pytest.param("bert", False, marks=pytest.mark.nightly)]
 )
 @on_ranks()
 def test_gradients_are_those_of_what_is_kept(rank: int, size: int, name: str, as_dtensors: bool) -> None:
@@ -115,8 +115,7 @@ class Shared(nn.Module):
         x = self.tokens(tokens)
         for block in (*self.blocks, *self.blocks):
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 @on_ranks()
@@ -129,3 +128,76 @@ def test_blocks_that_are_used_twice(rank: int, size: int) -> None:
     state = partial(whole_state, layout=layout, group=mesh.get_group())
     found = side_by_side(model, plain, lambda model, _: (model(tokens) * weights).mean(), state=state, lr=0.5)
     assert found["update"] <= 1e-4
+
+
+class Experts(nn.Module):
+    """Experts as modules, of which a sample reaches one; they have dropout or none."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 6)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 4)) for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).argmax(-1)
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero()[:, 0]
+            x = x.index_add(0, rows, self.experts[number](x[rows]))
+        return x
+
+
+def test_experts_that_a_call_does_not_reach_may_draw() -> None:
+    torch.manual_seed(0)
+    call = ForwardCall((torch.randn(2, 4),), {})
+    drawing, quiet = (
+        with_draws(twin, derive(twin, call, 2), call) for twin in map(sandboxed, (Experts(0.5), Experts(0.0)))
+    )
+    assert len(drawing.groups) > 2  # more than one draw of weights reaches
+    assert all(group.draws for group in drawing.groups)
+    assert {group.draws for group in quiet.groups} == {True, False}
+
+
+CPU = torch.device("cpu")
+
+
+def drawn(rank: int, seed: int) -> tuple[list[float], list[float], list[float]]:
+    """Two regions of one rank, and what is drawn after them."""
+    stream = RankStream(rank)
+    with preserved_rng():
+        torch.manual_seed(seed)
+        regions = []
+        for _ in range(2):
+            stream.enter(CPU)
+            regions.append(torch.rand(4).tolist())
+            stream.leave()
+        return regions[0], regions[1], torch.rand(4).tolist()
+
+
+def test_ranks_differ_inside_and_agree_outside() -> None:
+    first, second = drawn(0, 7), drawn(1, 7)
+    assert len({tuple(region) for region in (*first[:2], *second[:2])}) == 4
+    assert first[2] == second[2]
+
+
+def test_the_same_state_draws_the_same() -> None:
+    assert drawn(1, 7) == drawn(1, 7)
+    assert drawn(1, 7)[0] != drawn(1, 8)[0]
+
+
+def test_an_entry_without_an_exit_does_no_harm() -> None:
+    """A recompute stops as soon as it has what backward needs, which may be inside the region."""
+    stream = RankStream(0)
+    with preserved_rng():
+        torch.manual_seed(7)
+        state = torch.get_rng_state()
+        stream.enter(CPU)
+        torch.set_rng_state(state)
+        stream.enter(CPU)
+        stream.leave()
+        after = torch.rand(4).tolist()
+        torch.set_rng_state(state)
+        stream.enter(CPU)
+        stream.leave()
+        assert torch.rand(4).tolist() == after

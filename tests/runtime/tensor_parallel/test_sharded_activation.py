@@ -1,7 +1,5 @@
 """Logits of which each rank has columns or tokens are whole ones to whoever computes with them: values, gradients."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -27,7 +25,7 @@ from atorch.runtime.tensor_parallel.sharding_rules import ShardedActivation
 from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 from atorch.runtime.tensor_parallel.vocabulary import split_logits
 from tests.auto.training import messages
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 
 ROWS, TOKENS, WIDTH, CLASSES = 2, 8, 6, 11
 Loss = Callable[[Tensor], Tensor]
@@ -178,7 +176,9 @@ def distance(got: Tensor, expected: Tensor) -> float:
     return float((got.detach() - expected.detach()).norm() / expected.detach().norm().clamp(min=1e-6))
 
 
-def compared(rank: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "size"), [("columns", 2), ("in order", 2), ("balanced", 4)])
+@on_ranks(None)
+def test_losses_and_gradients_are_those_of_whole_logits(rank: int, size: int, kind: str) -> None:
     split = Split(rank, size, kind)
     whole = ROWS * (TOKENS - 3) * (2 * (CLASSES // 2) if kind == "columns" else CLASSES)
     for name, (loss, *of_kinds) in GATHERED.items():
@@ -199,11 +199,6 @@ def compared(rank: int, size: int, kind: str) -> None:
             assert gathered >= whole, name
         else:
             assert gathered == 2 * numbers if kind == "columns" else 0 < gathered <= numbers, name
-
-
-@pytest.mark.parametrize(("kind", "ranks"), [("columns", 2), ("in order", 2), ("balanced", 4)])
-def test_losses_and_gradients_are_those_of_whole_logits(pool: Pool, kind: str, ranks: int) -> None:
-    pool.run(compared, kind, ranks=ranks)
 
 
 @pytest.mark.parametrize("kind", ["columns", "balanced"])

@@ -1,7 +1,5 @@
 """Views of a rank's part are parts of the whole's view, for dims that keep to themselves and for dims of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

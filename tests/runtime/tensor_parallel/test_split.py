@@ -1,7 +1,5 @@
 """A model, or some of its parameters, split: it trains as the whole one, with the collectives of the textbook."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -215,8 +213,7 @@ class Lone(nn.Module):
         self.up, self.down, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(x + self.down(torch.relu(self.up(x))))
-        return out
+        return self.head(x + self.down(torch.relu(self.up(x))))
 
 
 @on_ranks()

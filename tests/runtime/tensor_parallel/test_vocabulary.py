@@ -1,7 +1,5 @@
 """Tables split over the vocabulary, and losses of logits that stay split: training is that of the whole."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -39,8 +37,7 @@ def loss_of(model: nn.Module, name: str, step: int) -> Tensor:
     """GPT-2's by a loss function of the user's, the others' as the model itself computes it."""
     given = labelled(name, step)
     if name != "gpt2":
-        own: Tensor = model(**given).loss
-        return own
+        return model(**given).loss
     labels = given.pop("labels")
     return nn.functional.cross_entropy(model(**given).logits.flatten(0, 1), labels.flatten())
 
@@ -114,8 +111,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-        logits: Tensor = self.logits(self.blocks(x))
-        return logits
+        return self.logits(self.blocks(x))
 
 
 def run(model: nn.Module) -> Any:

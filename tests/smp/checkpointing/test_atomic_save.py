@@ -1,7 +1,5 @@
 """Checkpoints saved again under their tag: a kill at any moment leaves all of the old one, or all of the new one."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`smp.save` and `smp.load`: partial files and full ones, at the degree that saved them and at others."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

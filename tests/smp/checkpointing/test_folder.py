@@ -1,7 +1,5 @@
 """Checkpoints by tags: what is written, what is kept, and what is loaded again, at the same degree and at another."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """States of Hugging Face's models with the names of `smp.nn`, and back, bit for bit; modules that compute the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

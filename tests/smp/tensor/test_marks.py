@@ -1,7 +1,5 @@
 """Which modules are marked for tensor parallelism, by contexts and afterwards."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

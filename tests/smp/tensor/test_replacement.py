@@ -1,7 +1,5 @@
 """Marked modules of registered classes are replaced by distributed ones."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -57,8 +55,7 @@ class Model(nn.Module):
         self.plain = MyTransformer({"heads": 2, "dim": 8})
 
     def forward(self, ids: Tensor) -> Tensor:
-        result: Tensor = self.plain(self.encoder(self.table(ids), mask=None))
-        return result
+        return self.plain(self.encoder(self.table(ids), mask=None))
 
 
 def test_what_is_created_inside_is_replaced_in_place(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,8 +106,7 @@ class Wrapping(nn.Module):
         self.inner = nn.Linear(features, features)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x)
-        return result
+        return self.inner(x)
 
 
 def own_class(base: type[nn.Module]) -> type[nn.Module]:

@@ -1,7 +1,5 @@
 """A marked model that is split over tensor ranks trains as the whole one does on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +37,7 @@ class HandWritten(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.norm(self.table(ids))
-        logits: Tensor = self.head(hidden + self.down(F.gelu(self.up(hidden))))
-        return logits
+        return self.head(hidden + self.down(F.gelu(self.up(hidden))))
 
 
 class Tied(nn.Module):
@@ -54,8 +51,7 @@ class Tied(nn.Module):
         self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(torch.tanh(self.table(ids)))
-        return logits
+        return self.head(torch.tanh(self.table(ids)))
 
 
 class Logits(nn.Module):

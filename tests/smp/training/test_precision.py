@@ -1,7 +1,5 @@
 """Training in 16 bits follows plain training in fp32, and fp16's loss scale does what its settings say."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping
@@ -35,8 +33,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 def clip(model: Any, optimizer: Any) -> Tensor:
     optimizer.update_master_grads()
-    norm: Tensor = optimizer.clip_master_grads(LIMIT)
-    return norm
+    return optimizer.clip_master_grads(LIMIT)
 
 
 def masters_of(model: Any, optimizer: Any) -> tuple[dict[str, Tensor], set[torch.dtype]]:
@@ -118,8 +115,10 @@ def scaled_step(model: Any, data: Tensor, target: Tensor, factor: float) -> Tens
     return loss
 
 
-def skipping(rank: int, size: int) -> None:
-    """Scales and skipped steps of which some are not finite on one process alone: a replica's, of one stage."""
+@pytest.mark.parametrize("size", [1, 4])
+@on_ranks(None)
+def test_all_processes_skip_a_step_together(rank: int, size: int) -> None:
+    """Of which some are not finite on one process alone: a replica's, of one stage."""
     partitions = max(1, size // 2)
     with begun({"fp16": True, "partitions": partitions, "ddp": True}):
         model = smp.DistributedModel(made("cnn"))
@@ -136,11 +135,6 @@ def skipping(rank: int, size: int) -> None:
             optimizer.step()
             is_same = all(torch.equal(*pair) for pair in zip(before, model.local_parameters(), strict=True))
             assert (optimizer.overflow, optimizer.loss_scale, is_same) == (skips, scale, skips)
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_all_processes_skip_a_step_together(pool: Pool, ranks: int) -> None:
-    pool.run(skipping, ranks=ranks)
 
 
 @on_ranks(1)

@@ -1,7 +1,5 @@
 """Parameters or optimizer states that replicas share out: training, what each process keeps and saves, and failures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """chunk: a budget that holds, worked by hand, and what does not hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 from tests.auto.training import assert_trains_like_plain
 from tests.contract.job import BATCH, arguments, make_model
 from tests.pool import Pool
+from tests.runtime.sharing import Residual
 
 WHOLE = peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": 10**9})))
 STEPPED = WHOLE.optimizer + WHOLE.gradients
@@ -165,23 +164,12 @@ def kept(rank: int, size: int) -> tuple[int, int, int]:
     return chunks.num_shares, mine, sum(memory.spec.numel for memory in chunks.chunks)
 
 
-class Layer(nn.Module):
-    """Keeps much more for backward than its parameters take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 def test_activations_in_host_memory_are_none_of_the_budget() -> None:
     def job(*beside: Any) -> tuple[Any, torch.Tensor]:
         torch.manual_seed(0)
         batch = torch.randn(256, 8)
         _, result, _ = auto_accelerate(
-            nn.Sequential(*(Layer() for _ in range(6))),
+            nn.Sequential(*(Residual(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(6))),
             partial(torch.optim.SGD, lr=0.1),
             loss_func=lambda batch, output: output.square().mean(),
             sample_batch=batch,
@@ -259,8 +247,7 @@ class Masked(nn.Module):
         if "padding" in self.masks:
             padding = torch.zeros(words.shape).masked_fill(words == PAD, -torch.inf)
             given["src_key_padding_mask"] = padding if "mask" in given else words == PAD
-        output: Tensor = self.head(self.encoder(self.embed(words), **given))
-        return output
+        return self.head(self.encoder(self.embed(words), **given))
 
 
 def sample(index: int) -> Tensor:

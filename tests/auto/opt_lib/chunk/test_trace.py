@@ -1,8 +1,6 @@
 """A pass is foreseen alike before a model is in chunks and after; of a deep model, from a few of its blocks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,8 +34,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         Block.runs += 1
-        result: Tensor = hidden + self.down(self.inner(nn.functional.gelu(self.up(self.norm(hidden)))))
-        return result
+        return hidden + self.down(self.inner(nn.functional.gelu(self.up(self.norm(hidden)))))
 
     def inner(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -47,8 +44,7 @@ Through = Callable[[Any, int, nn.Module, Tensor], Tensor]
 
 
 def plainly(model: Any, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
-    result: Tensor = block(hidden)
-    return result
+    return block(hidden)
 
 
 class Net(nn.Module):
@@ -63,8 +59,7 @@ class Net(nn.Module):
         hidden = self.embed(ids)
         for index, block in enumerate(self.layers):
             hidden = self.through(self, index, block, hidden)
-        result: Tensor = self.norm(hidden) @ self.embed.weight.T
-        return result
+        return self.norm(hidden) @ self.embed.weight.T
 
 
 def ids() -> Tensor:
@@ -72,8 +67,7 @@ def ids() -> Tensor:
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    value: Tensor = model(batch).float().square().mean()
-    return value
+    return model(batch).float().square().mean()
 
 
 def both(model: nn.Module, batch: Any, loss: Callable[..., Any] = loss, **how: Any) -> tuple[AccessTrace, int]:
@@ -112,10 +106,7 @@ def test_what_is_foreseen_otherwise_is_so_for_all_blocks(way: str) -> None:
     through = {"given, on meta": positioned, "checkpointed": checkpointed}.get(way, plainly)
     how: dict[str, Any] = {
         "lingering under autocast": {"lingering": True},
-        "cast and compiled": {
-            "dtype": torch.bfloat16,
-            "compiled": [f"layers.{index}.up" for index in range(DEEP)],
-        },
+        "cast and compiled": {"dtype": torch.bfloat16, "compiled": [f"layers.{index}.up" for index in range(DEEP)]},
     }.get(way, {})
     model = Net(*blocks(), through=through).to("meta" if way == "given, on meta" else "cpu")
 
@@ -129,8 +120,7 @@ def test_what_is_foreseen_otherwise_is_so_for_all_blocks(way: str) -> None:
 
 def checkpointed(model: Any, index: int, block: nn.Module, hidden: Tensor, until: int = 10**6) -> Tensor:
     """Nothing is kept of the first blocks but their inputs."""
-    result: Tensor = block(hidden) if index >= until else checkpoint(block, hidden, use_reentrant=False)
-    return result
+    return block(hidden) if index >= until else checkpoint(block, hidden, use_reentrant=False)
 
 
 def positioned(model: Any, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
@@ -183,8 +173,7 @@ class Skipping(Net):
             else:
                 hidden = hidden + kept.pop()
             hidden = block(hidden)
-        result: Tensor = self.norm(hidden)
-        return result
+        return self.norm(hidden)
 
 
 class Together(Net):
@@ -227,12 +216,9 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def some(kinds: Iterable[str], number: int = 2) -> list[Any]:
-    """The first few kinds; the others are `nightly`."""
-    return [pytest.param(kind, marks=[] if at < number else pytest.mark.nightly) for at, kind in enumerate(kinds)]
-
-
-@pytest.mark.parametrize("kind", some(OTHERS))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if at < 2 else pytest.mark.nightly) for at, kind in enumerate(OTHERS)]
+)
 def test_where_blocks_are_not_treated_alike_every_one_is_run(kind: str) -> None:
     found, _ = both(OTHERS[kind](), ids())
     assert found.accesses
@@ -311,8 +297,7 @@ def test_families(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def of_family(model: nn.Module, batch: Tensor) -> Tensor:
         is_plain = isinstance(model, nn.Sequential)
         result = model(batch) if is_plain else model(input_ids=batch, labels=batch).loss
-        value: Tensor = result.square().mean() if is_plain else result
-        return value
+        return result.square().mean() if is_plain else result
 
     monkeypatch.setattr(trace._Job, "traced", seeing)
     both(model, batch, of_family)
@@ -328,8 +313,7 @@ class Reading(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, batch: Tensor) -> Tensor:
-        hidden: Tensor = self.first(self.second(torch.tanh(self.first(batch))) * self.scale)
-        return hidden
+        return self.first(self.second(torch.tanh(self.first(batch))) * self.scale)
 
 
 @pytest.mark.parametrize("for_real", [False, True])

@@ -1,21 +1,27 @@
-"""pipeline_parallel: stages, schedules and micro-batches, worked by hand, and what does not go together."""
+"""pipeline_parallel: stages, schedules, micro-batches and cuts, worked by hand, and what does not go together."""
 
+from collections import OrderedDict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from atorch.auto.job import make_context
-from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel, stages
+from atorch.auto.opt_lib.parallel_mode import ParallelMode
+from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel, even_cut, stages, tied_calls
 from atorch.auto.strategy import Strategy
+from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory
 from atorch.distributed import world as worlds
+from atorch.distributed.local_collectives import fake_world
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 from tests.auto.planner import jobs
 from tests.runtime.pipeline.unmodular import Functional, Layers, Leaving
+from tests.runtime.sharing import Residual
 
 AXES = {"pipeline": 4}
 
@@ -108,3 +114,47 @@ def test_rows_where_a_batch_sampler_does_not_say_them() -> None:
         need_mesh=lambda: mesh, make_loader=lambda rank, size: loader, sample_batch=next(iter(loader))
     )
     assert stages.rows_of_a_process(ctx) == 4
+
+
+WIDTH = 64
+
+
+def chain(*hidden: int) -> nn.Module:
+    """Blocks of the given widths."""
+    blocks = (Residual(nn.Linear(WIDTH, each), nn.ReLU(), nn.Linear(each, WIDTH)) for each in hidden)
+    return nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks)))
+
+
+def cut(model: nn.Module, cluster: str = "2x1xA100-80GB", memory_bytes: float | None = None) -> tuple[int, ...]:
+    """The first block of each of two stages, on a GPU with so much memory."""
+    with fake_world(2, 0) as world:
+        spec = ClusterSpec.load(cluster)
+        if memory_bytes is not None:
+            spec = replace(spec, device=replace(spec.device, memory_bytes=memory_bytes))
+        ctx = make_context(
+            model, torch.optim.AdamW, loss_func=lambda batch, output: output.mean(), world=world, cluster=spec
+        )
+        mode, method = ParallelMode(slices=(("pipeline", 2),)), PipelineParallel(micro_batches=2)
+        ctx = replace(mode.apply(ctx), strategy=Strategy((mode, method)))
+        ctx = replace(ctx, world=replace(world, device=torch.device("cuda")))  # which is looked at, and nothing more
+        called = [f"blocks.{index}" for index in range(len(model.blocks))]
+        return even_cut(ctx, method, model, called, torch.randn(1 << 16, WIDTH), 2)
+
+
+def test_cuts_are_for_time_and_within_memory():
+    assert cut(chain(4096, 256, 256, 256)) == (0, 1)
+    assert cut(chain(256, 256, 256, 4096)) == (0, 3)
+
+    # The first stage holds activations of two micro-batches, the second of one: by time alone each has two blocks.
+    model = chain(4096, 4096, 4096, 4096)
+    assert cut(model) == (0, 2)
+    assert cut(model, memory_bytes=2e9) == (0, 1)
+
+    model = chain(16, 16, 16)
+    model.blocks[2].branch[2].bias = model.blocks[0].branch[2].bias
+    assert list(tied_calls(model, ["blocks.0", "blocks.1", "blocks.2", "blocks.1"])) == [(0, 2), (1, 3)]
+
+
+def test_what_fits_nowhere_is_cut_for_time(caplog):
+    assert cut(chain(4096, 256, 256, 256), memory_bytes=1e6) == (0, 1)
+    assert "cut for time alone" in caplog.text

@@ -1,7 +1,5 @@
 """Optimizers under methods: the table of the documentation, trained beside plain ones, and some that nobody listed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A few tokens of a few samples: which end of a sequence, what else is cut with it, and models that refuse."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that wait in kernels of NCCL, which nothing but an abort wakes: by a stand-in, over gloo."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from atorch.auto.planner.dry_runs.fault_barrier import EARLY_S, Coordinator, Fau
 from atorch.distributed.collectives import world_group
 from atorch.distributed.mesh import Mesh, current, set_current
 from atorch.distributed.world import World
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 SLICES = (("tensor", 2), ("data", 2))
 PATIENCE_S = 20.0  # of a test; the aborts come in a fraction of a second
@@ -55,10 +53,7 @@ class Kernels:
         def on_host(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
             return zeros(*args, **kwargs)
 
-        with (
-            mock.patch.object(dist.ProcessGroup, "abort", abort),
-            mock.patch.object(torch, "zeros", on_host),
-        ):
+        with mock.patch.object(dist.ProcessGroup, "abort", abort), mock.patch.object(torch, "zeros", on_host):
             yield
 
 
@@ -70,8 +65,8 @@ def make_mesh() -> list[str]:
     return [each.group_name for each in found if each is not None]
 
 
-def one_runs_out_of_memory(rank: int, size: int) -> tuple[list[str | None], list[list[str]], list[set[str]], int]:
-    """Two candidates, one after the other: their failures, groups, and those that were aborted; groups left behind."""
+@on_ranks(4, timeout=2 * PATIENCE_S)
+def test_out_of_memory_on_one_rank_wakes_all_whichever_group_they_wait_in(rank: int, size: int) -> None:
     known = dist.distributed_c10d._world.pg_map
     failures, names, aborted, before = [], [], [], len(known)
     for _ in range(2):
@@ -94,20 +89,16 @@ def one_runs_out_of_memory(rank: int, size: int) -> tuple[list[str | None], list
         failures.append(guard.failure)
         names.append(made[rank])
         aborted.append(kernels.aborted)
-    return failures, names, aborted, len(known) - before
+    assert failures == ["OutOfMemoryError: no room for what is gathered (on rank 3)"] * 2
+    assert aborted == [set(each) for each in names], "of all ranks, and along single axes"
+    assert all(len(set(each)) == 3 for each in names)
+    assert not set(names[0]) & set(names[1]), "a candidate's groups are its own"
+    assert len(known) == before
 
 
-def test_out_of_memory_on_one_rank_wakes_all_whichever_group_they_wait_in(pool: Pool) -> None:
-    for failures, names, aborted, left in pool.run(one_runs_out_of_memory, ranks=4, timeout=2 * PATIENCE_S):
-        assert failures == ["OutOfMemoryError: no room for what is gathered (on rank 3)"] * 2
-        assert aborted == [set(each) for each in names], "of all ranks, and along single axes"
-        assert all(len(set(each)) == 3 for each in names)
-        assert not set(names[0]) & set(names[1]), "a candidate's groups are its own"
-        assert left == 0
-
-
-def all_wait(rank: int, size: int) -> tuple[bool, str | None]:
-    """Each waits for another one, in a group of another axis: nobody fails, and nobody can be interrupted."""
+@on_ranks(4, timeout=2 * PATIENCE_S)
+def test_who_waits_for_each_other_is_woken_when_time_is_over(rank: int, size: int) -> None:
+    """Each in a group of another axis: nobody fails, and nobody can be interrupted."""
     kernels, world = Kernels(), World(rank, size, rank, torch.device("cuda"))
     crew = Coordinator(world)
 
@@ -121,13 +112,8 @@ def all_wait(rank: int, size: int) -> tuple[bool, str | None]:
         assert guard.together(make_mesh) is not None
         assert guard.together(step) is None
     crew.close()
-    return kernels.hung, guard.failure
-
-
-def test_who_waits_for_each_other_is_woken_when_time_is_over(pool: Pool) -> None:
-    for hung, failure in pool.run(all_wait, ranks=4, timeout=2 * PATIENCE_S):
-        assert not hung
-        assert "a peer failed, or was waited for too long" in str(failure)
+    assert not kernels.hung
+    assert "a peer failed, or was waited for too long" in str(guard.failure)
 
 
 def timeout_of_group(rank: int, size: int) -> float:

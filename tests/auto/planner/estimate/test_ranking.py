@@ -1,7 +1,5 @@
 """What a search keeps does not grow with the cluster; rank 0 works it out and the others are told."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import tracemalloc

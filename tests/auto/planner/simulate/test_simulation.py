@@ -1,7 +1,5 @@
 """Simulation: depths carried further, worlds of any size in one process, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

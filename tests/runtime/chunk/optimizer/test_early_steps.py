@@ -1,7 +1,5 @@
 """Chunks stepped in backward, in place or by pieces, train the same bits, or tell a loop that looks in between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

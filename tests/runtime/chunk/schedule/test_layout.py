@@ -1,7 +1,5 @@
 """Layouts: everything is in one place, chunks are filled in order, and the search finds what costs least."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes beside chunks at each operation of a pass, and a deep model's pass as it follows from shallow ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models that are cut by their graph, or between modules that are no blocks, train as they do on one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

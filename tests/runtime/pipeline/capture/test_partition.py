@@ -1,7 +1,5 @@
 """Cuts into stages against brute force over all cuts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Layouts read off gradients: what is found, and what is not taken for a split."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -41,8 +39,7 @@ class Normed(nn.Module):
         self.up, self.norm, self.down = nn.Linear(WIDTH, 12), nn.LayerNorm(12), nn.Linear(12, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.norm(self.up(x)))
-        return out
+        return self.down(self.norm(self.up(x)))
 
 
 class Experts(nn.Module):
@@ -69,8 +66,7 @@ class Attention(nn.Module):
         q = self.norm(self.q(x).unflatten(-1, (6, 4))).transpose(0, 1)
         k, v = self.k(x)[None], self.v(x)[None]
         weights = (q @ k.transpose(1, 2) + positions).softmax(-1)
-        out: Tensor = self.out((weights @ v).transpose(0, 1).flatten(1))
-        return out
+        return self.out((weights @ v).transpose(0, 1).flatten(1))
 
 
 def derived(module: nn.Module, degree: int, **more: Tensor) -> BlockLayout:
