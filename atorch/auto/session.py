@@ -28,8 +28,8 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, require_equal, synchronise
 from atorch.distributed.fingerprints import described_optimizer
-from atorch.distributed.mesh import AXES, BATCH_AXES
-from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
+from atorch.distributed.mesh import AXES, BATCH_AXES, current, set_current
+from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
 from atorch.model.copy_isolation import separate
 from atorch.model.deferred_init import InitialValues
@@ -122,8 +122,15 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         ctx = replace(ctx, plain_pass=None)
     tell_of_16_bits(ctx, strategy)
     is_run = ctx.plain_pass is not None and ctx.plain_pass.why_not is None  # plain training ran the model
-    with as_strategy_errors(strategy) if is_run else nullcontext():
-        applied = strategy.apply(ctx)
+    before = current()
+    try:
+        with as_strategy_errors(strategy) if is_run else nullcontext():
+            applied = strategy.apply(ctx)
+    except AtorchError:  # on all processes
+        if (mesh := current()) is not None and mesh not in (before, ctx.mesh):
+            mesh.close()
+            set_current(before)
+        raise
     result = _build(applied, waits_for_values, cuts)
     if verify:
         _verify(applied, result)

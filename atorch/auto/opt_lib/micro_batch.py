@@ -322,7 +322,8 @@ class MicroBatch(Method):
                 'leave reduce at "once", or add fsdp'
             )
         is_searched = self.size == "auto" and self.count is None
-        if is_searched and "chunk" in ctx.strategy.names() and is_distributed() and ctx.device.type == "cuda":
+        moved = any(other.places_states for other in ctx.strategy)
+        if is_searched and moved and is_distributed() and ctx.device.type == "cuda":
             raise StrategyError(
                 'micro_batch was given size="auto" with chunks on several processes: one that runs out of memory '
                 "alone would leave the others in a collective; give a size or a count"

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import even_cut, uneven
 from atorch.auto.opt_lib.shared.backends import check_pipeline, deepspeed_pipeline
@@ -157,7 +158,7 @@ class Batches:
     """The cut of a batch into micro-batches: set by micro_batch if it is in the strategy, else by the pipeline."""
 
     def __init__(self, method: PipelineParallel, strategy: Iterable[Method], stages: int) -> None:
-        other: Any = next((candidate for candidate in strategy if candidate.name == "micro_batch"), None)
+        other = next((candidate for candidate in strategy if isinstance(candidate, MicroBatch)), None)
         self._method, self._stages = method, stages
         self._size: int | None = None
         self._count = method.micro_batches

@@ -66,7 +66,7 @@ def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
 
 def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Context:
     """Shard states by OSS and gradients by ShardedDataParallel, which needs the OSS to wrap the model."""
-    inner = _needed_optimizer(ctx, name)
+    inner = needed_optimizer(ctx, name)
     ctx.give_memory()
     for part in ctx.parts:
         part.to(ctx.device)
@@ -84,8 +84,6 @@ def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Co
 
 def check(ctx: Context, name: str, backend: str) -> None:
     """Raise StrategyError if the optimizer, the mesh or other methods do not suit the backend."""
-    if backend == "fairscale" and name == "zero2":
-        _needed_optimizer(ctx, name)
     if backend != "deepspeed" or in_pipeline(ctx.strategy):
         return
     sizes = {axis: size_of(ctx, axis) for axis in AXES}
@@ -101,7 +99,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
             f"{name} with the deepspeed backend keeps the fp32 weights itself, so it goes with fp32 or amp_native "
             "bf16; leave out half and fp16, or use the default backend"
         )
-    _needed_optimizer(ctx, name)
+    needed_optimizer(ctx, name)
     for method in ctx.strategy:
         scales = getattr(method, "dtype", None) == "fp16" or getattr(method, "skip_if_nonfinite", False)
         if scales or method.exactness == "half":
@@ -113,7 +111,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
 
 def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
     """Put model and optimizer under a DeepSpeed engine once both are built, and set the loop's flags in `args`."""
-    inner = _needed_optimizer(ctx, name)
+    inner = needed_optimizer(ctx, name)
     world.ensure_group(ctx.device.type)
     made: list[Optimizer] = []  # hands the optimizer from `make` to `finish`
 
@@ -135,7 +133,7 @@ def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
     return replace(ctx, make_optimizer=make, args=args).with_finish(finish)
 
 
-def _needed_optimizer(ctx: Context, name: str) -> Any:
+def needed_optimizer(ctx: Context, name: str) -> Any:
     if ctx.make_optimizer is None:
         raise StrategyError(f"{name} with this backend shares out gradients by optimizer; give optim_func, or use fsdp")
     return ctx.make_optimizer
@@ -319,7 +317,7 @@ def deepspeed_pipeline(
         built.optim,
         sizes=(mesh.size("pipeline"), mesh.size("data"), mesh.size("tensor")),
         rows=rows,
-        zero_stage=int("zero1" in strategy.names()),
+        zero_stage=int(any(other.slot == SLOT for other in strategy)),
         config=method.ds_config,
         loss_weight=batches.loss_weight,
         tolerance=tolerance,

@@ -53,7 +53,7 @@ class SearchJob:
     """The inputs of a search, equal on all ranks."""
 
     cluster: ClusterSpec
-    crew: Coordinator
+    coordinator: Coordinator
     candidates: Sequence[Scored]  # the fastest by estimate first
     clock: TimeBudget
     starts: Starts
@@ -76,7 +76,7 @@ class DryRunLoop:
 
     def __post_init__(self) -> None:
         job = self.job
-        self._candidates, self._clock, self._crew = job.candidates, job.clock, job.crew
+        self._candidates, self._clock, self._coordinator = job.candidates, job.clock, job.coordinator
         device = job.cluster.device
         self._guide = Surrogate(job.candidates, job.past, device.type, device.memory_bytes)
         self.baseline = simplest(job.candidates, job.given)[0]
@@ -90,7 +90,7 @@ class DryRunLoop:
         if self._alive().any():
             self._clock.expects(self.step_s(self.choice()), self.job.starts.of_kind("build"))
         while self.num_runs < MAX_RUNS:
-            index = self._crew.broadcast(self.next_run())
+            index = self._coordinator.broadcast(self.next_run())
             if index is None:
                 break
             refusal = runs.refusal(self._candidates[index].strategy)
@@ -224,7 +224,7 @@ class DryRunLoop:
 
     def _run(self, runs: DryRuns, index: int) -> None:
         """Run one dry run on all ranks; the result goes to `measured` or `failures`."""
-        strategy, share_s = self._candidates[index].strategy, float(self._crew.broadcast(self._clock.left))
+        strategy, share_s = self._candidates[index].strategy, float(self._coordinator.broadcast(self._clock.left))
         trial = runs.trial(strategy, share_s)
         self.num_runs += 1
         outcome = measure(trial, share_s, self._best_s())
@@ -252,7 +252,7 @@ class DryRunLoop:
 
     def _compare(self, runs: DryRuns) -> None:
         """Measure the candidates near the choice in turns, if the comparison is worth its time."""
-        finalists = self._crew.broadcast(self._finalists())
+        finalists = self._coordinator.broadcast(self._finalists())
         if len(finalists) < 2:
             return
         times = self._in_turns(runs, finalists)
@@ -295,7 +295,7 @@ class DryRunLoop:
             self.reject(index, failure_of(trials[index]))
 
         def goes_on(seconds: float) -> bool:
-            return bool(self._crew.broadcast(seconds < self._clock.left))
+            return bool(self._coordinator.broadcast(seconds < self._clock.left))
 
         try:
             for index in finalists:

@@ -140,7 +140,7 @@ class Trial:
         self,
         ctx: Context,
         strategy: Strategy,
-        crew: Coordinator,
+        coordinator: Coordinator,
         feed: Feed,
         timeout_s: float,
         *,
@@ -156,7 +156,7 @@ class Trial:
         self._memory = PeakMemory(self._device)
         self.is_overdue = False  # True if the trial ended because it took longer than `limit_s`
         self._limit_s = limit_s
-        self._guard = FaultBarrier(ctx.world, crew, self._let_go, timeout_s=timeout_s)
+        self._guard = FaultBarrier(ctx.world, coordinator, self._let_go, timeout_s=timeout_s)
 
     @property
     def failure(self) -> str | None:
