@@ -275,7 +275,7 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
         strategy = complete(read_strategy, ctx.world.size)
         for axis, size in idle_axes(strategy):
             logger.warning(
-                "parallel_mode has %s %d, but no method of the strategy splits over it: these processes repeat the "
+                "parallel_mode has %s %d, but no method of the strategy splits over it. These processes repeat the "
                 "same work, unless your model uses parallel_group(%r) itself", axis, size, axis,
             )  # fmt: skip
         model_fingerprint = strategy.metadata.get("model", {}).get("fingerprint")

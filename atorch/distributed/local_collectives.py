@@ -1,18 +1,17 @@
 """Collectives of one process alone: a local mode among real processes, and a fake world of any size.
 
-In local mode, collectives send nothing and return results of the usual sizes. A process can thus try a step that may
-fail, such as by running out of memory, while no rank waits for it in a collective: nothing wakes a rank that waits in
-NCCL. This process's own values, repeated, replace what others would have sent: they are finite and plausible, but
-wrong, so discard all results.
+In local mode, collectives send nothing and return results of the usual sizes. So a process can try a step that may run
+out of memory, while no rank waits for it: nothing wakes a rank that waits in NCCL. This process's own values, repeated,
+replace what others would have sent. They are finite and plausible, but wrong, so discard all results.
 
 A fake world is a process group of torch's backend "fake": every collective completes at once. Fake tensors have shapes
 but no values, so a whole strategy can be applied and stepped for a cluster that does not exist. Real code fails on them
 in three ways, which `Pretending` handles:
 
-- it computes with numbers (an optimizer's step count, the sizes that DistributedDataParallel compares) and small
-  integer tensors (positions, masks): these stay real, as they cost little and models read them;
-- it reads values that do not exist: the answer is that of a successful step: equal, true, one;
-- it waits for collectives: on fakes they are complete, also as a future, which torch's own backend does not fill.
+- It computes with numbers (an optimizer's step count, the sizes that DistributedDataParallel compares) and small
+  integer tensors (positions, masks). These stay real: they cost little, and models read them.
+- It reads values that do not exist. It gets those of a successful step: equal, true, one.
+- It waits for collectives. On fakes they are complete, also as a future, which torch's own backend does not fill.
 
 torch has one default group per process: where a real one exists, simulation needs a process of its own.
 """

@@ -1,6 +1,6 @@
 """The structure of a model: its repeated blocks, its modules by class or name, and those that depend on positions.
 
-Sharding, checkpointing and compiling all work block by block, on any model: a block is one of several siblings of one
+Sharding, checkpointing and compiling all work block by block, on any model. A block is one of several siblings of one
 class in a container, such as the layers of a transformer. Pipelines are cut between units, which are the blocks and
 other modules with parameters.
 

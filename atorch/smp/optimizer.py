@@ -94,8 +94,8 @@ class ScaledApart:
         self._was_told = True
         logger.warning(
             "gradients were changed between the step and optimizer.step(). Where that was "
-            "torch.nn.utils.clip_grad_norm_, it took the norm of this process's part of the model alone: call "
-            "optimizer.clip_master_grads(max_norm), in any precision, which takes the norm of the whole model",
+            "torch.nn.utils.clip_grad_norm_, it took the norm of this process's part of the model alone. Call "
+            "optimizer.clip_master_grads(max_norm), in any precision: it takes the norm of the whole model",
             extra=OF_THIS_RANK,
         )
 

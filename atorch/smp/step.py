@@ -99,7 +99,7 @@ def _model(owner: Session) -> DistributedModel:
     if model.runner is not None and model.runner.ended_by is not None:
         raise ArgumentError(model.runner.ended_by)
     if model.in_a_step:
-        raise ArgumentError("a function with @smp.step was called inside of another; call it beside that")
+        raise ArgumentError("a function with @smp.step was called inside another; call it outside")
     return model
 
 

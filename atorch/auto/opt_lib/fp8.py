@@ -160,11 +160,11 @@ class Fp8(Method):
         if sharding is None or sharding.engine:
             return "without fsdp or zero2 (by its fsdp backend), which gather weights"
         if not isinstance(sharding.reshard_after_forward, bool | None):
-            return f"beside {sharding.name}'s reshard_after_forward={sharding.reshard_after_forward}, which keeps parts"
+            return f"with {sharding.name}'s reshard_after_forward={sharding.reshard_after_forward}, which keeps parts"
         if sharding.cpu_offload or (offload is not None and offload.parameters):
-            return "beside parameters in host memory, which are sent in their own dtype"
+            return "with parameters in host memory, which are sent in their own dtype"
         if ctx.find_unused_parameters:
-            return "beside find_unused_parameters=True, for which zeros in 8 bits would stand in as gradients"
+            return "with find_unused_parameters=True, for which zeros in 8 bits would stand in as gradients"
         return None
 
     def _suitable_backend(self, ctx: Context) -> Backend:

@@ -284,8 +284,8 @@ def _notes(explorer: DryRunLoop, chosen: int, wanted: Wanted) -> Iterator[str]:
     if chosen not in explorer.measured:
         expected, low, high = (format_seconds(explorer.step_s(chosen, deviations)) for deviations in (0.0, -1.28, 1.28))
         yield (
-            f"the choice is unmeasured, as a dry run of it was not worth its time, or there was none: a step is "
-            f"expected to take {expected} ({low} to {high} in four of five cases)"
+            f"the choice is unmeasured: a dry run of it was not worth its time, or there was none. A step is expected "
+            f"to take {expected} ({low} to {high} in four of five cases)"
         )
         logger.warning("%s is unmeasured: a step is expected to take %s", job.candidates[chosen].strategy, expected)
     if job.clock.limit is None:

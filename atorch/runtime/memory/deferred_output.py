@@ -37,7 +37,7 @@ class MicroBatchGradients(list[tuple[torch.Tensor, torch.Tensor]]):
 
 _MISUSE = (
     "the model's output is computed piece by piece inside loss_func, so it can only be given to loss_func(batch, "
-    "output), the one that was returned with the model. Read outputs inside your loss function, or call the model "
+    "output) of the same result. Read outputs inside your loss function, or call the model "
     "under torch.no_grad()"
 )
 

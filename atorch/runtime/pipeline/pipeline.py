@@ -167,7 +167,7 @@ class PipelinedLoss:
         if not is_captured(get_gradient_edge(self._named[name]).node):
             raise ArgumentError(
                 f"backward came to {name} by another way than the loss of loss_func, such as a penalty that the loop "
-                "computes of model.parameters(): a process has those of its stages alone. Compute it in loss_func, "
+                "computes of model.parameters(). A process has those of its stages alone. Compute it in loss_func, "
                 "which is given all that it takes from the model, or use the optimizer's weight_decay"
             )
 

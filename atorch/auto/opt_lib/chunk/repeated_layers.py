@@ -1,7 +1,7 @@
 """A model's list of repeated blocks, and the check that a trace of a few blocks represents all of them.
 
-A few blocks represent all if the blocks are alike, and if the model treats each like the one before: it calls each
-once, in order, with inputs of the same shapes, under the same contexts, and with the same operations between. The first
+A few blocks represent all if the blocks are alike, and if the model treats each like the one before. So it calls each
+once, in order, with inputs of the same shapes, under the same contexts, with the same operations between. The first
 condition is read from the blocks. The second is checked in a forward pass of full depth, in which blocks beyond the
 first few only return what the one before returned.
 """

@@ -235,8 +235,8 @@ def _check_loss_reads(method: PipelineParallel, model: nn.Module, names: Sequenc
     elif route.read_by_loss:
         raise StrategyError(
             f"the loss function reads {min(route.read_by_loss)} of the model itself, of which it sees one piece where "
-            f"{method} runs it; take the schedule 1f1b and the backend torch, return what is to be computed of "
-            "parameters from the model's forward, or leave it to the optimizer's weight_decay"
+            f"{method} runs it. Take the schedule 1f1b and the backend torch. Or compute the term in the model's "
+            "forward and return it, or use the optimizer's weight_decay"
         )
 
 

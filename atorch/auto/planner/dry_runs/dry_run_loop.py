@@ -206,7 +206,13 @@ class DryRunLoop:
         chosen_s = self.step_s(chosen)
         ratio = self.step_s(index) / chosen_s
         if measured is not None:
-            tied = "" if ratio > 1 + TIE else ", and no simpler" if ratio > 1 - TIE else ", not surely faster"
+            tied = (
+                ""
+                if ratio > 1 + TIE
+                else ", and no simpler"
+                if ratio > 1 - TIE
+                else ", but its lead is within the noise"
+            )
             return candidate.rejected("slower", told(ratio) + tied, measured)
         # The estimate, corrected by measurements so that it can be compared with the chosen one's time.
         corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
@@ -217,10 +223,10 @@ class DryRunLoop:
         if ratio > 1:
             return ""
         if not self._taken()[index]:
-            return ", but not surely, and what saves memory is not needed"
+            return ", but within the estimate's error, and nothing needs the memory that it saves"
         if start_s > self._clock.left:
             return f", but starting it takes about {format_seconds(start_s)}, and there was no time left"
-        return f", but not surely enough for its start of about {format_seconds(start_s)}"
+        return f", but too uncertain to be worth its start of about {format_seconds(start_s)}"
 
     def _run(self, runs: DryRuns, index: int) -> None:
         """Run one dry run on all ranks; the result goes to `measured` or `failures`."""

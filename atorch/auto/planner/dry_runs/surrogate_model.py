@@ -2,13 +2,13 @@
 
 A method multiplies a step's time by about the same factor in any combination: compilation, a lower precision and
 recomputation all do. An error in the estimate of a kind of work affects all steps in proportion to such work
-(`cost.uncertainty`). So the logarithm of measured over estimated seconds is modelled as a sum of unknowns: one for the
-machine, one for each kind of work, one for each method, a smaller one for each pair, and a rest. With normal priors
+(`cost.uncertainty`). So the logarithm of measured over estimated seconds is modelled as a sum of unknowns. There is one
+for the machine, for each kind of work and for each method, a smaller one for each pair, and a rest. With normal priors
 this is a Gaussian process over compositions (Rasmussen and Williams 2006, chapter 2). The common scale of the priors
 follows from the observed errors: Student's t process (Shah, Wilson and Ghahramani 2014).
 
-The value of a run is its expected improvement on the choice (Jones, Schonlau and Welch 1998), given that both have run,
-times the probability that it runs, under each possible cause of the failures so far.
+The value of a run is its expected improvement on the choice (Jones, Schonlau and Welch 1998), times the probability
+that it runs. The probability is taken under each possible cause of the failures so far.
 
 Measurements of earlier searches on the machine are further observations of the same process. Each unknown has a part
 that all jobs share and a part for each job. All times of one search share an unknown for the machine's speed at that

@@ -68,7 +68,7 @@ def test_a_damaged_file_is_told_and_written_over(tmp_path, caplog, damage):
     assert broken != kept.path.read_bytes()
     kept.path.write_bytes(broken)
     assert kept.read() == ()
-    assert "kept.json is ignored and begun anew" in caplog.text
+    assert "kept.json is ignored, and a new one begun" in caplog.text
     kept.add([observation("b")])
     assert kept.read() == (observation("b"),)
 
