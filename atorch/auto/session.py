@@ -18,8 +18,8 @@ from atorch.auto.arguments import Request
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import batch_place, complete, idle_axes, needs_values
-from atorch.auto.opt_lib.shared.optimizer_compatibility import tell_kernel
-from atorch.auto.opt_lib.shared.precision import tell_of_16_bits
+from atorch.auto.opt_lib.shared.optimizer_compatibility import log_kernel
+from atorch.auto.opt_lib.shared.precision import warn_of_16_bits
 from atorch.auto.planner.dry_runs.fault_barrier import adopt, trimmed
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import METHODS, Strategy
@@ -120,7 +120,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         ctx = replace(ctx, plain_pass=_reference_step(ctx, batch_place(strategy, ctx.device.type)[1], verify))
     else:
         ctx = replace(ctx, plain_pass=None)
-    tell_of_16_bits(ctx, strategy)
+    warn_of_16_bits(ctx, strategy)
     is_run = ctx.plain_pass is not None and ctx.plain_pass.why_not is None  # plain training ran the model
     before = current()
     try:
@@ -177,7 +177,7 @@ def _build(applied: Context, waits_for_values: bool, cuts: bool) -> AccelerateRe
     result = all_or_none(applied.build)  # the user's optimizer and scheduler may raise
     if waits_for_values and not any(isinstance(p, ChunkedParameter) for p in result.model.parameters()):
         need_values(result.model)
-    tell_kernel(result.optim)
+    log_kernel(result.optim)
     if not cuts:  # optimizers of pipeline stages have different parameters
         call_on_all_ranks(
             "optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)}

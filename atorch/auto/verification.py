@@ -220,7 +220,7 @@ def _pass(
         loss.backward()
         lost = None
         if model.training:
-            _tell_of_counters(applied, expected.counters, attributes.counters())
+            _warn_of_counters(applied, expected.counters, attributes.counters())
             lost = not_as_written(_values(model, expected.changes), expected.changes, applied.layout, group)
     weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
     part = weight * float(loss.detach()) if weight else 0.0
@@ -270,7 +270,7 @@ def _untouched(model: nn.Module, written: Collection[str]) -> Iterator[None]:
             model.load_state_dict(values, strict=False)
 
 
-def _tell_of_counters(applied: Context, plain: Mapping[str, int], actual: Mapping[str, int]) -> None:
+def _warn_of_counters(applied: Context, plain: Mapping[str, int], actual: Mapping[str, int]) -> None:
     """Warn of counters that a forward pass under the strategy sets to another value than a plain one."""
     for name, value in plain.items():
         if actual.get(name, value) != value:

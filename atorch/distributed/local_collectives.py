@@ -41,14 +41,14 @@ _OUTPUTS_FIRST = ("allgather", "_allgather", "reduce_scatter", "_reduce_scatter"
 
 def local_collectives() -> AbstractContextManager[Any]:
     """Make collectives on tensors send nothing inside, in this thread and in backward passes that it starts."""
-    return _Alone() if is_distributed() and not is_fake_world() else nullcontext()  # type: ignore[no-untyped-call]
+    return _LocalMode() if is_distributed() and not is_fake_world() else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def are_collectives_local() -> bool:
-    return any(isinstance(mode, _Alone) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, _LocalMode) for mode in _get_current_dispatch_mode_stack())
 
 
-class _Alone(TorchDispatchMode):
+class _LocalMode(TorchDispatchMode):
     # A mode and no ContextVar: autograd's threads inherit the modes of the thread that called backward.
     supports_higher_order_operators = True
     num_seen = 0  # collectives called

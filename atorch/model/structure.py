@@ -91,10 +91,10 @@ def shorten(model: nn.Module, repeats: int) -> None:
     container: Any = model.get_submodule(name)
     before = len(container)
     del container[repeats:]
-    tell_depth(model, before, repeats)
+    set_depth(model, before, repeats)
 
 
-def tell_depth(model: nn.Module, before: int, repeats: int) -> None:
+def set_depth(model: nn.Module, before: int, repeats: int) -> None:
     """Set depth attributes of a model and its configuration from `before` to `repeats`."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):

@@ -146,7 +146,7 @@ class Fp8(Method):
                 group=group,
                 fsdp_float8_all_gather=self.fsdp_float8_all_gather is not False and self._why_no_gather(ctx) is None,
             )
-            self._tell(type(part).__name__, report)
+            self._log_report(type(part).__name__, report)
         return ctx
 
     def _why_no_gather(self, ctx: Context) -> str | None:
@@ -178,7 +178,7 @@ class Fp8(Method):
             raise StrategyError(f'fp8 was given backend "te" with {reason}; use backend="torchao", or leave it out')
         return "torchao" if self.backend == "auto" else self.backend
 
-    def _tell(self, model: str, report: Fp8Report) -> None:
+    def _log_report(self, model: str, report: Fp8Report) -> None:
         reasons = "; ".join(map(str, report.left))
         if not report.converted:
             raise StrategyError(

@@ -26,7 +26,7 @@ from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Calibration,
 from atorch.auto.planner.dry_runs.trial import Feed, aside
 from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
-from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
+from atorch.auto.planner.ranking import Ranking, RankingSummary, Wanted, best_level, gain_of_half, methods_of
 from atorch.auto.planner.request import names_in
 from atorch.auto.planner.space import MESH
 from atorch.auto.reference_step import ReferenceStep, plain_pass
@@ -135,9 +135,9 @@ def _ranked(
     """The compositions that fit, computed on rank 0 and broadcast."""
     rankings: list[Ranking] = []
 
-    def work() -> Told:
+    def work() -> RankingSummary:
         rankings.append(best_level(profile, start, cluster, wanted))
-        return Told.of(rankings[0])
+        return RankingSummary.of(rankings[0])
 
     broadcast = coordinator.run_on_rank0(work)
     methods = {} if rankings else methods_of(wanted.space(profile, cluster, wanted.levels[-1]))

@@ -178,7 +178,7 @@ def gain_of_half(
 
 
 @dataclass(frozen=True)
-class Told:
+class RankingSummary:
     """A ranking for the broadcast, with texts of methods in the place of strategies."""
 
     methods: tuple[str, ...]  # with their settings
@@ -186,7 +186,7 @@ class Told:
     entries: tuple[Scored | Rejected, ...]
 
     @classmethod
-    def of(cls, ranking: Ranking) -> Told:
+    def of(cls, ranking: Ranking) -> RankingSummary:
         """The data of a ranking for the other processes."""
         places: dict[str, int] = {}
         entries: tuple[Scored | Rejected, ...] = (*ranking.fitting, *ranking.rejected)

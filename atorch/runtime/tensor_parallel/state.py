@@ -130,7 +130,7 @@ class _Telling:
             )
 
 
-def tell_of_part(model: nn.Module, part: str) -> None:
+def warn_of_part(model: nn.Module, part: str) -> None:
     """Make the first `model.state_dict()` warn that it holds only `part`, and how to get the full one."""
     model.register_state_dict_pre_hook(_Telling(part))
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.model.copy import Convert, copy_with
 from atorch.model.pytree import map_tensors, tensors_in
-from atorch.model.structure import repeated_blocks, tell_depth
+from atorch.model.structure import repeated_blocks, set_depth
 from atorch.profiler.repeated_blocks import are_alike, described, groups_of_alike, like
 from atorch.runtime.chunk.pass_schedule import ENDS, FEWEST
 
@@ -139,7 +139,7 @@ class LayerTrace(TorchDispatchMode):
             copied, others = copy_with(model, functions, convert, alike)
         else:
             copied, others = copy_with(model, functions, convert, without=blocks[depth:])
-            tell_depth(copied, len(blocks), depth)
+            set_depth(copied, len(blocks), depth)
         container: Any = copied.get_submodule(self._stack.name)
         for index in range(len(blocks)):
             block = container._modules[str(index)]

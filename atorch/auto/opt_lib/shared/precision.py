@@ -106,7 +106,7 @@ class Precision(Method):
         return cost.send(Comm("all_reduce", tuple(cost.axes), 4.0))
 
 
-def tell_of_16_bits(ctx: Context, strategy: Strategy) -> None:
+def warn_of_16_bits(ctx: Context, strategy: Strategy) -> None:
     """Warn of 16-bit parameters that the optimizer would step without fp32 copies."""
     if ctx.make_optimizer is None or ctx.world.rank or strategy.uses("half") or keeps_masters(strategy):
         return

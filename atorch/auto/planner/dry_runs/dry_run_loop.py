@@ -168,7 +168,7 @@ class DryRunLoop:
             margin = np.full(len(taken), TIE)
             # The baseline is the fallback, unless a candidate that ran is faster than the baseline's expected time.
             if all(expected[self.baseline] < expected[index] for index in self.measured):
-                margin[self.baseline] = max(TIE, AHEAD * math.sqrt(self._guide.apart(best)[self.baseline]))
+                margin[self.baseline] = max(TIE, AHEAD * math.sqrt(self._guide.variance_to(best)[self.baseline]))
             ties = np.flatnonzero(expected <= expected[best] + margin).tolist()
         else:
             ties = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
@@ -213,10 +213,10 @@ class DryRunLoop:
                 if ratio > 1 - TIE
                 else ", but its lead is within the noise"
             )
-            return candidate.rejected("slower", told(ratio) + tied, measured)
+            return candidate.rejected("slower", relative_time(ratio) + tied, measured)
         # The estimate, corrected by measurements so that it can be compared with the chosen one's time.
         corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
-        return corrected.rejected("not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
+        return corrected.rejected("not run", f"expected to be {relative_time(ratio)}{self._why_not_run(index, ratio)}")
 
     def _why_not_run(self, index: int, ratio: float) -> str:
         start_s = self._start_s(index)
@@ -237,7 +237,7 @@ class DryRunLoop:
         trial.close()
         if isinstance(outcome, Measurement):
             self.measured[index] = outcome
-            self._guide.tell(index, outcome.step_s)
+            self._guide.observe(index, outcome.step_s)
             self._starts_seen[index] = self.job.starts.saw(strategy, trial.startup_s, outcome.step_s)
             self._kinds[index] = self.job.starts.kind(strategy)
         else:
@@ -254,7 +254,7 @@ class DryRunLoop:
         self.measured.pop(index, None)
         self.failures[index] = self._candidates[index].rejected(failure.why, failure.reason)
         if failure.why == "failed":
-            self._guide.tell_failed(index, failure.reason, of_memory="memory" in failure.reason.lower())
+            self._guide.observe_failure(index, failure.reason, of_memory="memory" in failure.reason.lower())
 
     def _compare(self, runs: DryRuns) -> None:
         """Measure the candidates near the choice in turns, if the comparison is worth its time."""
@@ -275,7 +275,7 @@ class DryRunLoop:
                 verdict = self.verdicts[index] = Verdict.of(times[index][:turns], times[first][:turns])
                 self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
         for index, measurement in self.measured.items():
-            self._guide.tell(index, measurement.step_s)
+            self._guide.observe(index, measurement.step_s)
 
     def _finalists(self) -> list[int]:
         """The choice and candidates near it, the baseline first, within memory and time; none if it does not pay."""
@@ -328,7 +328,7 @@ class DryRunLoop:
         return float(self._starts_s(self._kinds)[index])
 
 
-def told(ratio: float) -> str:
+def relative_time(ratio: float) -> str:
     """A step time over the chosen one's, in words."""
     if ratio >= 2:
         return f"{ratio:.1f}× as slow"

@@ -123,11 +123,11 @@ class Surrogate:
         of_work = (self._work[: len(self._tokens)] ** 2).sum(axis=1)
         return np.asarray(p.machine**2 + of_work + p.method**2 * size + p.pair**2 * size * (size - 1) / 2 + p.rest**2)
 
-    def tell(self, index: int, seconds: float) -> None:
+    def observe(self, index: int, seconds: float) -> None:
         self._measured[index] = seconds
         self._forget()
 
-    def tell_failed(self, index: int, reason: str = "", *, of_memory: bool = False) -> None:
+    def observe_failure(self, index: int, reason: str = "", *, of_memory: bool = False) -> None:
         self._measured.pop(index, None)
         self._failed[index] = reason, of_memory
         self._forget()
@@ -192,11 +192,11 @@ class Surrogate:
         sum of its step's cost and the cost of a try over the probability of success (Weitzman 1979).
         """
         mean, _ = self.predictions
-        doubt = self.apart(int(mean.argmin())) / 2
+        doubt = self.variance_to(int(mean.argmin())) / 2
         doubt[list(self._measured)] = 0.0
         return np.asarray(mean + doubt + starts / np.maximum(self.runs if runs is None else runs, 1e-6))
 
-    def apart(self, index: int) -> Vector:
+    def variance_to(self, index: int) -> Vector:
         """The variance of the difference between every candidate and `index`."""
         _, solved, across, scale = self._posterior
         with_it = self._covariances(np.arange(len(across)), np.array([index]))[:, 0] - across @ solved[:, index]
@@ -209,7 +209,7 @@ class Surrogate:
         `again`: cost of another start after the run, as a fraction of the training ahead. `runs`: probabilities to run.
         """
         costs = self.predictions[0] + again
-        spread = np.sqrt(self.apart(choice))
+        spread = np.sqrt(self.variance_to(choice))
         margins = costs[choice] - costs
         runs = self.runs if runs is None else runs
         gains = runs * [_expected_gain(margin, s) for margin, s in zip(margins, spread, strict=True)]
