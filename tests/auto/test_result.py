@@ -184,5 +184,5 @@ def test_who_asks_for_a_part_of_the_state_is_told_once(pool: Pool) -> None:
     by_case = run_each(pool, told_of_state, [(strategy,) for strategy, _ in parts])
     for (_, part), by_rank in zip(parts, by_case, strict=True):
         for said in by_rank:
-            got = [each.split(" alone. ")[0] for each in said]
+            got = [each.split(" alone: ")[0] for each in said]
             assert got == [f"model.state_dict() has {each}" for each in part]

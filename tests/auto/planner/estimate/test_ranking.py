@@ -192,7 +192,7 @@ def test_of_hundreds_that_promise_something_twelve_are_run() -> None:
     runs: Any = SimpleNamespace(refusal=lambda strategy: None, trial=trial)
     job = SearchJob(
         cluster=there,
-        crew=Coordinator(context().world),
+        coordinator=Coordinator(context().world),
         candidates=fitting,
         clock=TimeBudget(1e6),
         starts=Starts("cuda"),
